@@ -40,7 +40,7 @@ def test_whole_run_from_the_command_line_writes_its_files(config_file: Path, tmp
     assert result.returncode == 0, result.stderr
     for part in (
         "run folder: runs/tiny",
-        "M parameters, 3 classes",
+        "M parameters, 3 classes, batch 2, fp32, 2 epochs",  # train.precision: auto on a CPU
         "data wait",
         "eta",
         "val  mIoU",

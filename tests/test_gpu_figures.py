@@ -21,7 +21,7 @@ from tests.gpu.figures_profile import busy_time
 from tests.gpu.figures_training import batch_of, engine_of, figures_config, mode_of
 
 CPU = torch.device("cpu")
-CONFIG = figures_config(False)
+CONFIG = figures_config(False, precision="fp32")
 
 
 def replicas_at_once(engine: StepEngine) -> int:

@@ -18,15 +18,23 @@ import torch
 from torch import nn
 
 from segapp.accelerator import accelerator_of
-from segapp.config import TrainConfig
+from segapp.build.own_parts import fp32_part
+from segapp.config import RunConfig, TrainConfig
 from segapp.errors import ConfigError
 
 
-def auto_precision(devices: Sequence[torch.device]) -> str:
-    """Return the precision that `auto` selects: amp-bf16 if every GPU supports it, else amp-fp16; fp32 on CPUs."""
-    if any(device.type == "cpu" for device in devices):
-        return "fp32"
-    return "amp-bf16" if all(accelerator_of(device).has_bf16(device) for device in devices) else "amp-fp16"
+def with_precision(config: RunConfig, devices: Sequence[torch.device]) -> RunConfig:
+    """Return the config with a precision for the devices if `train.precision` is auto.
+
+    It is amp-bf16 if every GPU supports it, else amp-fp16. It is fp32 on CPUs, and if a custom component asks for it.
+    Without devices, as in a plan for any GPUs, they are assumed to support bfloat16.
+    """
+    if config.train.precision != "auto":
+        return config
+    precision = "amp-bf16" if all(accelerator_of(device).has_bf16(device) for device in devices) else "amp-fp16"
+    if any(device.type == "cpu" for device in devices) or fp32_part(config) is not None:
+        precision = "fp32"
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.device) -> bool:

@@ -38,6 +38,13 @@ def check_parts(config: RunConfig) -> None:
         raise ConfigError.together(problems, f"{len(problems)} problems in custom components:")
 
 
+def fp32_part(config: RunConfig) -> str | None:
+    """Return the custom model or loss whose factory has the attribute `precision = "fp32"`; None if none has."""
+    computing = {key: name for key, name in part_names(config).items() if key.startswith(("model.", "loss."))}
+    wanted = (name for key, name in computing.items() if getattr(load_part(name, key), "precision", None) == "fp32")
+    return next(wanted, None)
+
+
 def part_hashes(config: RunConfig) -> dict[str, str]:
     """Return name -> SHA-256 of the source file of each custom component that has one."""
     hashes = {name: sha256_of_source(find_source(name)) for name in part_names(config).values()}

@@ -194,7 +194,7 @@ class StepAssembler:
     """Builds the training step of a config, on any devices.
 
     Args:
-        config: the complete config.
+        config: the complete config, with a resolved `train.precision`.
         scheme: the classes.
         teacher: of `distill`; needed if the config has that section. Its model is cast in place.
 
@@ -203,8 +203,6 @@ class StepAssembler:
     """
 
     def __init__(self, config: RunConfig, scheme: ClassScheme, teacher: TrainedState | None = None) -> None:
-        if config.train.precision == "auto":  # a training has resolved it; planned GPUs are assumed to be recent
-            config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "amp-bf16"})})
         self.config, self.scheme, self.teacher = config, scheme, teacher
         self.pixels = build_pixels(config.data)
         if teacher is not None:

@@ -13,6 +13,7 @@ import torch
 
 from segapp.build.devices import choose_devices
 from segapp.build.network import build_inference, build_network, find_checkpoint, restored_network
+from segapp.build.numerics import with_precision
 from segapp.build.own_parts import changed_parts
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, check_code, load_runnable, validate_config
@@ -72,7 +73,7 @@ def load_trained(
     overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
     evaluation = own.eval.model_copy(update=overrides)
     place = choose_devices(own.parallel.devices if device is None else device)[0][0]
-    precision = Precision(own.train.precision, place)
+    precision = Precision(with_precision(own, (place,)).train.precision, place)
     precision.prepare(model.to(place))
     inference = build_inference(own.data, evaluation, model, precision, own.loss.align_corners)
     inference = replace(inference, temperature=trained.temperature)

@@ -25,7 +25,8 @@ MIN_SHARED_BYTES = GIB
 
 TESTED_ON = {
     "cpu": ("CPU", "yes: Linux on x86-64"),
-    "cuda": ("NVIDIA GPUs (CUDA)", "untested"),
+    "cuda": ("NVIDIA GPUs (CUDA), one", "yes: H200"),
+    "several": ("NVIDIA GPUs (CUDA), several", "untested"),
     "rocm": ("AMD GPUs (ROCm)", "untested"),
     "xpu": ("Intel GPUs (XPU), one device", "untested"),
     "mps": ("Apple GPUs (MPS), one device", "untested"),
@@ -221,7 +222,9 @@ def _cuda(facts: Facts) -> Diagnosis:
     result, has_gpus, hidden = facts["imports"]["cuda"], bool(facts["nvidia_smi"]["gpus"]), facts["visible_devices"]
     fix = ""
     if devices := result["facts"].get("devices", []):
-        return Diagnosis("cuda", "ok", f"torch sees {plural(len(devices), 'GPU')}")
+        return Diagnosis(
+            "cuda", "ok", f"torch sees {plural(len(devices), 'GPU')}{_untested('several') if len(devices) > 1 else ''}"
+        )
     if result["status"] == "skipped":
         found = result["error"]
     elif result["status"] != "ok":
@@ -250,7 +253,7 @@ def _device(device: dict[str, Any], used_mib: float | None, *, is_rocm: bool) ->
         name, found = f"cuda:{device['index']}", f"{found}; {device['error']}"
         return Diagnosis(name, "warning", found, False, "training on this GPU", fix)
     if not is_rocm and int(device["capability"].partition(".")[0]) < 8:
-        found = f"{found}; no bfloat16 in hardware: use train.precision: amp-fp16"
+        found = f"{found}; no bfloat16 in hardware: train.precision: auto trains in amp-fp16"
     return Diagnosis(f"cuda:{device['index']}", "ok", found)
 
 

@@ -240,7 +240,7 @@ def _config(name: ModelName, size_px: tuple[int, int]) -> RunConfig:
     section = {"library": name.library, "name": name.name, "encoder": name.encoder}
     classes = [f"class {number}" for number in range(NUM_CLASSES)]
     data = {"format": "folder", "root": str(Path()), "classes": classes, "crop_px": list(size_px)}
-    config = {"name": "models", "data": data, "model": section, "train": {"batch_size": 6}}
+    config = {"name": "models", "data": data, "model": section, "train": {"batch_size": 6, "precision": "fp32"}}
     if name.library == "segapp":
         config["loss"] = {"name": "mask_classification", "align_corners": False, "aux_weight": 1.0}
     return validate_config(config)

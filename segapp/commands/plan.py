@@ -1,4 +1,4 @@
-"""`segapp plan`: print the predicted memory of each GPU. Imports no torch."""
+"""`segapp plan`: print the predicted memory of each GPU. Imports no torch unless `--gpus here` needs it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def print_plan(
     """
     config, measurement = _config_and_measurement(config_name, overrides, run)
     specs = _gpu_specs(gpus, measurement)
+    if gpus == "here" and config.train.precision == "auto":
+        config = _for_these_gpus(config)
     announce_on_terminal("planning the memory")
     plan, errors = plan_memory(config, specs, measurement, fit=fit or None)
     if as_json:
@@ -52,6 +54,15 @@ def _config_and_measurement(
         return load_runnable(config_name, overrides), read_measurement(folder)
     config = load_runnable(folder.config_yaml.resolve(), overrides, is_stored=True)
     return config, read_measurement(folder)
+
+
+def _for_these_gpus(config: RunConfig) -> RunConfig:
+    """Return the config with the precision that `auto` becomes on this machine's GPUs, which torch must tell."""
+    import torch
+
+    from segapp.build.numerics import with_precision
+
+    return with_precision(config, [torch.device("cuda", i) for i in range(torch.cuda.device_count())])
 
 
 def _gpu_specs(gpus: str | None, measurement: Measurement | None) -> tuple[GpuSpec, ...]:

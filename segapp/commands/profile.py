@@ -25,7 +25,7 @@ from segapp.accelerator import accelerator_of, gpu_of
 from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import plan_devices
-from segapp.build.numerics import auto_precision, numerics
+from segapp.build.numerics import numerics, with_precision
 from segapp.build.pairs import build_pixels, build_scheme, split_names
 from segapp.build.step import build_layout
 from segapp.build.trainer import seed_everything
@@ -39,7 +39,6 @@ from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import PHASES, PhasePeak
 from segapp.parallel.distributed import Ranks
 from segapp.run.words import aligned
-from segapp.training.planning.auto import with_train
 from segapp.training.planning.simulate import phase_peaks, watch_modules
 from segapp.training.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.engine import StepEngine
@@ -95,8 +94,7 @@ def profile_steps(config: RunConfig, num_steps: int) -> StepProfile:
             key="parallel.mode",
             value=plan.mode,
         )
-    if config.train.precision == "auto":
-        config = with_train(config, precision=auto_precision(plan.devices))
+    config = with_precision(config, plan.devices)
     seed_everything(config.seed)
     devices = tuple(str(device) for device in plan.devices)
     source, batches, loader = _batches(config, plan.devices[0])

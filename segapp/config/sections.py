@@ -382,10 +382,10 @@ class TrainConfig(Section):
     offload: Annotated[bool, OnResume] = False
     """Keep the activations of blocks that are not recomputed in host memory until their backward pass. Change it to
     true if recompute does not suffice; steps are slow if the connection to the GPU is slow."""
-    precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
-    """amp-bf16 and amp-fp16: autocast. fp16: half-precision weights with fp32 master weights. auto: amp-bf16 if the GPU
-    supports it, else amp-fp16; fp32 on the CPU. Change it to auto: about twice as fast on Ampere and later GPUs, with
-    less memory."""
+    precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "auto"
+    """amp-bf16 and amp-fp16: autocast. fp16: half-precision weights with fp32 master weights. auto: amp-bf16 if every
+    GPU supports it, else amp-fp16; fp32 on the CPU, and for a custom model or loss with the attribute
+    `precision = "fp32"`. Change it to fp32 to compare with results in float32."""
     ema: OpenFraction | None = None
     """Decay of the moving average of the weights, which evaluation uses and best.pt contains; the first steps use a
     smaller decay; null: no average. Change it to 0.999 for long runs; it needs the memory of one copy of the

@@ -138,7 +138,7 @@ def fit_lines(plan: MemoryPlan) -> list[str]:
         *aligned(rows),
     ]
     if plan.fastest is None:
-        return [*lines, "none of them fits: lower data.crop_px, or set train.precision=amp-bf16"]
+        return [*lines, "none of them fits: lower data.crop_px, or use a smaller model"]
     keeps = plan.keeps_images
     lines.append(f"fastest that fits: {plan.fastest.words(keeps_images=keeps)}")
     same = [fit for fit in plan.fits if fit.fits and fit.batch_size == plan.batch_size]

@@ -61,6 +61,7 @@ class TrainingReporter:
                 gpu0_bsz=live.gpu0_bsz,
                 is_auto=live.gpu0_bsz_auto,
                 split=self._split(),
+                precision=self.engine.precision.name,
                 judge=self.controller.judge().to_json(),
             )
         )

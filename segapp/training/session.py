@@ -12,7 +12,7 @@ import platform
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import PosixPath
@@ -128,12 +128,21 @@ def _check_before_start(request: TrainRequest) -> None:
     if saved is None:
         return
     path, state = saved
-    if not config.train.batch_size or config.train.effective_batch_size is not None:  # an automatic batch is the saved
-        kept = {key: state["config"]["train"][key] for key in ("batch_size", "accumulate")}
-        config = config.model_copy(update={"train": config.train.model_copy(update=kept)})
+    config = _with_saved(config, state, "precision") if config.train.precision == "auto" else config
+    if not config.train.batch_size or config.train.effective_batch_size is not None:
+        config = _with_saved(config, state, "batch_size", "accumulate")
     is_limited = request.limit is not None  # with a limit, the number of images does not matter
     num_train = state["data"]["num_train"] if is_limited else count_images(config.data, split_names(config.data)[0])
     check_resumable(state, path, config, num_train, list(build_scheme(config.data).names))
+
+
+def _with_saved(config: RunConfig, state: Mapping[str, Any], *keys: str) -> RunConfig:
+    """Return the config with the values that a checkpoint's training had for automatic keys of `train`."""
+    try:
+        kept = {key: state["config"]["train"][key] for key in keys}
+    except (KeyError, TypeError):  # `check_resumable` says what is wrong with the checkpoint
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update=kept)})
 
 
 def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
@@ -437,11 +446,14 @@ def _restored_trainer(
 ) -> Iterator[Trainer]:
     """Resolve the config, build the trainer and restore its state; yield it under watch."""
     folder, ranks = context.folder, context.ranks
-    config, saved_plan = _with_resolved_auto(folder, request.config, devices, context.device_memory.devices, ranks)
     checkpoint = load_on_every_rank(
         ranks,
         lambda: checkpoint_to_resume(folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint),
     )
+    config = request.config
+    if checkpoint is not None and config.train.precision == "auto":
+        config = _with_saved(config, checkpoint.state, "precision")
+    config, saved_plan = _with_resolved_auto(folder, config, devices, context.device_memory.devices, ranks)
     stage.is_saved = checkpoint is not None
     if ranks.world_size > 1 and ranks.is_main:
         report_reverted_split(folder, context.event_log)
@@ -516,8 +528,6 @@ def _with_resolved_auto(
         print("planning the memory (some seconds)", flush=True)
     resolved, saved_plan = resolve_auto(config, folder, devices, device_infos, ranks)
     if ranks.is_main:
-        if resolved.train.precision != config.train.precision:
-            print(f"train.precision = auto: {resolved.train.precision}", flush=True)
         folder.write_config(dump_config(resolved))
         for note in saved_plan.notes if saved_plan is not None else ():
             print(note, flush=True)

@@ -107,9 +107,11 @@ def clip_middle(text: str, width: int) -> str:
 
 def _start(event: events.RunStart) -> str:
     devices = [printable(" ".join(filter(None, (device.machine, device.device)))) for device in event.devices]
+    precision = "" if event.precision is None else f" {printable(event.precision)},"
     what = (
         f"{plural(len(event.classes), 'class')}, {event.num_params / 1e6:.1f} M parameters, batch {event.batch_size},"
-        f" {plural(event.epochs, 'epoch')} of {plural(event.steps_per_epoch, 'step')} on {', '.join(devices)}"
+        f"{precision} {plural(event.epochs, 'epoch')} of {plural(event.steps_per_epoch, 'step')}"
+        f" on {', '.join(devices)}"
     )
     return what if event.resumed_from_step is None else f"resumed at step {event.resumed_from_step}: {what}"
 

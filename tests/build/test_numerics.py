@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,27 @@ import torch
 
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_network
-from segapp.build.numerics import CUBLAS_VARIABLE, auto_precision, numerics, uses_channels_last
-from segapp.config import ModelConfig, TrainConfig, dump_config, validate_config
+from segapp.build.numerics import CUBLAS_VARIABLE, numerics, uses_channels_last, with_precision
+from segapp.build.own_parts import fp32_part
+from segapp.config import ModelConfig, RunConfig, TrainConfig, load_config, validate_config
+from segapp.config.parts import named_code
+from segapp.custom.trust import accept_code
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.auto import resolve_auto
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from tests.support.runs import events, merged, train
 
 CPU, V100, A100 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 UNET = {"library": "smp", "name": "Unet", "encoder": "resnet18"}
 SEGFORMER = {"library": "smp", "name": "Segformer", "encoder": "mit_b0"}
+
+
+def config_of(**sections: Any) -> RunConfig:
+    data = {"format": "folder", "root": "nowhere", "classes": ["a", "b"]}
+    return validate_config({"name": "r", "data": data, **sections})
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +45,33 @@ def _two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     [([CPU], "fp32"), ([A100], "amp-bf16"), ([V100], "amp-fp16"), ([A100, V100], "amp-fp16"), ([CPU, CPU], "fp32")],
 )
 def test_auto_precision_is_what_every_device_has(devices: list[torch.device], expected: str) -> None:
-    assert auto_precision(devices) == expected
+    assert with_precision(config_of(), devices).train.precision == expected
+
+
+def test_precision_that_the_config_names_is_kept() -> None:
+    config = config_of(train={"precision": "amp-fp16"})
+    assert [with_precision(config, devices) for devices in ((A100,), (CPU,), ())] == [config] * 3
+
+
+@pytest.mark.parametrize(
+    ("asking", "expected"), [({"model"}, "fp32"), ({"loss"}, "fp32"), ({"optim"}, "amp-bf16"), (set(), "amp-bf16")]
+)
+def test_custom_model_and_loss_can_ask_for_float32(
+    asking: set[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"model": "asking_net:Net", "loss": "asking_loss:build", "optim": "asking_optim:build"}
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for section, name in names.items():
+        module, factory = name.split(":")
+        source = f"class {factory}: ...\n" if factory == "Net" else f"def {factory}(): ...\n"
+        source += f'{factory}.precision = "fp32"\n' if section in asking else ""
+        (tmp_path / f"{module}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    sections = {"model": {"library": "python"}, "loss": {}, "optim": {}}
+    config = config_of(**{key: {**section, "name": names[key]} for key, section in sections.items()})
+    accept_code(named_code(config).values())
+    assert fp32_part(config) == next((names[key] for key in ("model", "loss") if key in asking), None)
+    assert with_precision(config, [A100, A100]).train.precision == expected
 
 
 @pytest.mark.parametrize(
@@ -51,7 +89,8 @@ def test_auto_precision_is_what_every_device_has(devices: list[torch.device], ex
 )
 def test_channels_last_where_tensor_cores_convolve(train: dict[str, Any], device: torch.device, expected: bool) -> None:
     model = build_network(ModelConfig(**UNET), 3, with_weights=False)
-    assert uses_channels_last(TrainConfig(**train), model, device) == expected
+    section = TrainConfig(**{"precision": "fp32", **train})
+    assert uses_channels_last(section, model, device) == expected
 
 
 def test_channels_last_is_not_for_transformers() -> None:
@@ -86,14 +125,21 @@ def test_second_deterministic_run_of_a_process_works(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(CUBLAS_VARIABLE, "")  # so that it ends with this test
 
 
-@pytest.mark.parametrize("began_with", [None, "amp-fp16"])
-def test_resolved_precision_is_written_and_kept(began_with: str | None, tmp_path: Path) -> None:
-    data = {"format": "folder", "root": str(tmp_path), "classes": ["a", "b"]}
-    config = validate_config({"name": "r", "data": data, "train": {"precision": "auto"}})
-    folder = RunFolder.create("r", path=tmp_path / "run")
-    if began_with is not None:
-        first = config.model_copy(update={"train": TrainConfig(precision=began_with)})
-        folder.config_yaml.write_text(dump_config(first))
-    resolved, plan = resolve_auto(config, folder, DevicePlan("single", (A100,), ""), [], Ranks())
-    assert plan is None
-    assert resolved.train.precision == (began_with or "amp-bf16")
+def test_training_has_the_precision_that_all_ranks_support(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, ranks = RunFolder.create("r", path=tmp_path / "run"), Ranks()
+    monkeypatch.setattr(ranks, "gather", lambda own: ["amp-bf16", own, "amp-bf16"])
+    found = [resolve_auto(config_of(), folder, DevicePlan("ddp", (d,), ""), [], ranks)[0] for d in (V100, A100, CPU)]
+    assert [resolved.train.precision for resolved in found] == ["amp-fp16", "amp-bf16", "fp32"]
+
+
+@pytest.mark.parametrize("is_from_file", [False, True])
+def test_resume_with_auto_keeps_the_precision(tiny: dict[str, Any], tmp_path: Path, is_from_file: bool) -> None:
+    """A CPU would choose fp32; the checkpoint's file may also begin another run."""
+    first, second = tmp_path / "first", tmp_path / ("second" if is_from_file else "first")
+    assert train(merged(tiny, train={"epochs": 1, "precision": "amp-bf16"}), first) == 0
+    config, source = merged(tiny, train={"epochs": 2}), first / "checkpoints" / "last.pt"
+    request = TrainRequest(config, run=second, checkpoint=source)
+    assert run_session(request if is_from_file else TrainRequest(config, RunFolder(first))) == 0
+    starts = [(event["precision"], event.get("resumed_from_step")) for event in events(second, "run_start")]
+    assert starts[-1] == ("amp-bf16", 5)
+    assert load_config(second / "config.yaml").train.precision == "amp-bf16"

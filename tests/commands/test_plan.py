@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 import yaml
 
-from segapp.commands.plan import _gpu_specs
+from segapp.commands.plan import _for_these_gpus, _gpu_specs
 from segapp.memory.gpus import GpuStatus
 from segapp.memory.plan import GpuSpec
-from tests.support.runs import segapp
+from segapp.training.planning.plan import _precision
+from tests.support.runs import merged, segapp
 
 
 @pytest.fixture
@@ -48,6 +50,26 @@ def test_gpus_of_this_machine_are_ordered_by_free_memory(monkeypatch):
     assert _gpu_specs("here", None) == (GpuSpec(24e3, "GPU 0"), GpuSpec(11e3, "GPU 1"), GpuSpec(24e3, "GPU 2"))
 
 
+@pytest.mark.parametrize(
+    ("precision", "fp32_part", "words"),
+    [
+        ("auto", None, "amp-bf16 (auto: GPUs older than Ampere train in amp-fp16)"),
+        ("auto", "a\x1b:b", "amp-bf16 (auto: a\\x1b:b asks for it)"),
+        ("amp-fp16", "a:b", "amp-fp16"),
+    ],
+)
+def test_plan_says_what_auto_becomes(tiny, precision, fp32_part, words):
+    config = merged(tiny, train={"precision": precision})
+    assert _precision(config, {"precision": "amp-bf16", "fp32_part": fp32_part}) == words
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "amp-fp16"), ((8, 0), "amp-bf16")])
+def test_gpus_of_this_machine_decide_the_precision(tiny, monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, (9, 0))[device.index])
+    assert _for_these_gpus(merged(tiny)).train.precision == expected
+
+
 def test_missing_config_is_one_clear_line(folder):
     done = segapp("plan", "--gpus", "8GiB", cwd=folder)
     assert done.returncode == 2
@@ -58,6 +80,8 @@ NETWORK = """
 from torch import nn
 
 class Net(nn.Sequential):
+    precision = "fp32"
+
     def __init__(self, num_classes):
         super().__init__(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
 """
@@ -72,6 +96,7 @@ def test_plan_of_a_small_network_is_made(folder):
     found = json.loads(done.stdout)
     (row,) = found["rows"]
     assert (row["split"], row["fits"]) == ([2], True)
+    assert "fp32 (auto: net.py:Net asks for it)" in found["notes"][0]
     images_mib = 2 * 3 * 32 * 32 * 4 / 2**20
     assert images_mib < row["tensors_mib"][0] < row["peak_mib"][0] < 1024
     assert 2 < found["max_batch"] < 100_000

@@ -93,7 +93,7 @@ def config_of(model: dict, **sections) -> RunConfig:
             "model": model,
             "loss": loss,
             "optim": {"name": "adamw", "lr": 1e-4} if is_masks else {"name": "sgd", "momentum": 0.9, "lr": 0.01},
-            "train": {"batch_size": BATCH},
+            "train": {"batch_size": BATCH, "precision": "fp32"},
             "parallel": {"sync_bn": False},
             **sections,
         }

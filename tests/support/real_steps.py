@@ -37,6 +37,7 @@ MODELS = {
 
 
 def config_of(model, crop=(128, 160), **sections):
+    sections["train"] = {"precision": "fp32", **sections.get("train", {})}
     return validate_config(
         {
             "name": "real",

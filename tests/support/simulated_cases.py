@@ -18,6 +18,7 @@ def simulator(crop=(256, 320), **sections):
         "data": {"format": "folder", "root": "nowhere", "classes": [f"c{i}" for i in range(19)], "crop_px": crop},
         "model": LRASPP,
         **sections,
+        "train": {"precision": "fp32", **sections.get("train", {})},
     }
     return build_simulator(validate_config(raw))
 

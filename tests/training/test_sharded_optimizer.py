@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.build import step
+from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, dump_config
@@ -95,7 +96,7 @@ def test_auto_divides_large_states_of_known_optimizers(tiny: dict[str, Any], mon
 
 def engine_of(config: RunConfig) -> StepEngine:
     """Return the engine of a plan's rank, one of two, without DDP."""
-    assembler = StepAssembler(config, build_scheme(config.data))
+    assembler = StepAssembler(with_precision(config, (torch.device("cpu"),)), build_scheme(config.data))
     layout = StepLayout("ddp", (torch.device("cpu"),), num_ranks=2)
     parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
     return assembler.assemble(parts, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from textual.geometry import Offset
 from textual.pilot import Pilot
 from textual.widgets._toast import Toast
 
-from segapp.run.events import DeviceMemory, EpochStart, EventReader, Heartbeat, Memory, Step
+from segapp.run.events import DeviceMemory, EpochStart, EventReader, Heartbeat, Memory, RunStart, Step
 from segapp.tui import keys
 from segapp.tui.app import MonitorApp
 from segapp.tui.glyphs import UNICODE
@@ -67,6 +68,19 @@ def test_evaluation_of_unknown_progress_only_begins(fresh: RecordedRun, fields: 
     line = header.progress_line(view, Status("busy", now_s=fresh.clock.now_s), 120, UNICODE).plain
     assert "eval" in line
     assert "begins" in line
+
+
+def test_first_line_names_the_precision_of_the_steps(fresh: RecordedRun) -> None:
+    view, status = folded(fresh), Status("live", now_s=fresh.clock.now_s)
+
+    def line(start: RunStart) -> list[str]:
+        place = header.LinePlace("run", 160, UNICODE)
+        return header.header(replace(view, start=start), status, place, is_readonly=False).plain.split("  ")
+
+    assert view.start is not None
+    assert view.start.precision is None  # an older run
+    without, chosen = line(view.start), line(view.start.model_copy(update={"precision": "amp-fp16"}))
+    assert [part for part in chosen if part not in without] == ["amp-fp16"]
 
 
 def test_history_that_is_read_shows_how_far() -> None:

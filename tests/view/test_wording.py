@@ -34,6 +34,7 @@ BEFORE = Val(epoch=1, step=20, loss=0.5, miou=0.4, iou=[0.3, 0.5])
     ("event", "kind", "text"),
     [
         (START, "start", STARTED),
+        (START.model_copy(update={"precision": "amp-bf16"}), "start", STARTED.replace("8,", "8, amp-bf16,")),
         (START.model_copy(update={"resumed_from_step": 0}), "start", f"resumed at step 0: {STARTED}"),
         (Weights(source="w.pt", message="182 of 182\nthe rest", num_taken=182, num_tensors=182), "load", "182 of 182"),
         (EpochStart(epoch=3, lr=0.0099, step=5), "epoch", "3 begins, lr 9.9e-3"),

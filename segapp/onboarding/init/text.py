@@ -114,8 +114,6 @@ schedule:
 train:
   epochs: {epochs}  # about {epochs * steps} steps, {steps} per epoch
   batch_size: {batch}  # {batch_reason}"""
-    if num_gpus:
-        yield "  precision: amp-bf16  # half the activation memory; use fp32 on GPUs older than Ampere"
     yield f"eval:\n  every_epochs: {max(1, epochs // 20)}  # about twenty evaluations"
     largest_px = max(h * w for h, w in content.sizes_px)
     if largest_px > LARGE_PX:

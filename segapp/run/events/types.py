@@ -97,6 +97,8 @@ class RunStart(_Event):
     versions: dict[str, str] | None = None
     num_train: int | None = None
     num_val: int | None = None
+    precision: str | None = None
+    """Precision of the steps: fp32, fp16, amp-fp16 or amp-bf16; with `train.precision: auto`, the chosen one."""
     mode: str | None = None
     """Parallel mode: single, dp, ddp or model."""
     mode_reason: Text | None = None

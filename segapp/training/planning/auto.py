@@ -13,10 +13,10 @@ from typing import Any
 
 from segapp.accelerator import accelerator_of
 from segapp.build.devices import DevicePlan
-from segapp.build.numerics import auto_precision
+from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_pairs, count_images, split_names
 from segapp.checkpoint.sharing import on_main
-from segapp.config import RunConfig, load_config, validate_config
+from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_part
 from segapp.datasets.files import check_pairs
 from segapp.datasets.resources import available_bytes
@@ -46,7 +46,9 @@ def resolve_auto(
         ConfigError: the memory of the devices is unknown, or nothing fits.
     """
     if config.train.precision == "auto":
-        config = with_train(config, precision=_precision(folder, devices, ranks))
+        own = with_precision(config, devices.devices).train.precision
+        supported = min(ranks.gather(own), key=("fp32", "amp-fp16", "amp-bf16").index)
+        config = with_train(config, precision=supported)
     saved_plan: SavedMemoryPlan | None = None
     if is_planned(config):
         saved_plan = on_main(ranks, lambda: _load_or_make_plan(config, folder, devices, device_infos))
@@ -61,17 +63,6 @@ def resolve_auto(
 def is_planned(config: RunConfig) -> bool:
     """Return True if a memory plan determines the batch, the split, or the recomputed blocks."""
     return not config.train.batch_size or config.parallel.gpu0_bsz == "auto" or config.train.recompute == "auto"
-
-
-def _precision(folder: RunFolder, devices: DevicePlan, ranks: Ranks) -> str:
-    """Return the precision of a run: the one with which it began, else the one that all of its devices support."""
-    began_with: str | None = None
-    if ranks.is_main and folder.config_yaml.exists():
-        began_with = load_config(folder.config_yaml).train.precision
-    own = auto_precision(devices.devices)
-    chosen = min(ranks.gather(own), key=("fp32", "amp-fp16", "amp-bf16").index)
-    kept: str | None = ranks.from_main(began_with)
-    return chosen if kept in (None, "auto") else kept
 
 
 def with_train(config: RunConfig, **changes: Any) -> RunConfig:

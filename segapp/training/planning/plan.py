@@ -32,6 +32,7 @@ from segapp.memory.plan import (
     variants,
 )
 from segapp.memory.recompute import DeviceCourse
+from segapp.run.words import printable
 from segapp.training.planning.pool import SimulationPool
 from segapp.training.planning.recompute import RecomputeSearch
 
@@ -202,8 +203,7 @@ def _largest_batch(
 def _nothing_fits(planner: Planner, tried: str) -> ConfigError:
     sizes = ", ".join(f"{gpu.total_mib:.0f}" for gpu in planner.gpus)
     return ConfigError(
-        f"train.batch_size = auto: {tried} would not fit {sizes} MiB: "
-        "lower data.crop_px, use a smaller model, or set train.precision=amp-bf16",
+        f"train.batch_size = auto: {tried} would not fit {sizes} MiB: lower data.crop_px, or use a smaller model",
         key="train.batch_size",
     )
 
@@ -235,7 +235,7 @@ def _simulated(
     facts = pool.facts(mode)
     num_ranks = len(gpus) if mode == "ddp" else 1
     job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"])
-    changes = variants(config.train.precision, config.data.crop_px, facts["smaller_crop_px"])
+    changes = variants(facts["precision"], config.data.crop_px, facts["smaller_crop_px"])
     splits = splits_to_simulate(mode, len(gpus))
     jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes, facts["blocks"]) if with_advice else {}
     asked = [replace(job, split=split) for split in splits]
@@ -346,11 +346,20 @@ def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simul
     return advice
 
 
+def _precision(config: RunConfig, facts: Mapping[str, Any]) -> str:
+    """Return the planned precision, and with `train.precision: auto` what it depends on."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    part = facts["fp32_part"]
+    why = "GPUs older than Ampere train in amp-fp16" if part is None else f"{printable(part)} asks for it"
+    return f"{facts['precision']} (auto: {why})"
+
+
 def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tuple[str, ...]:
     height, width = facts["eval_px"]
     crop = config.data.crop_px
     notes = [
-        f"{facts['num_params'] / 1e6:.1f} M parameters, crops {crop[0]}x{crop[1]}, {config.train.precision}, "
+        f"{facts['num_params'] / 1e6:.1f} M parameters, crops {crop[0]}x{crop[1]}, {_precision(config, facts)}, "
         f"accumulate {config.train.accumulate}; evaluation of {config.eval.batch_size} x {height}x{width} "
         f"({facts['eval_px_from']})"
     ]

@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.build.criterion import needs_distances
 from segapp.build.network import build_normalizer, largest_phase
-from segapp.build.own_parts import plain_loss_note
+from segapp.build.numerics import with_precision
+from segapp.build.own_parts import fp32_part, plain_loss_note
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.build.trained import read_trained
@@ -118,6 +119,8 @@ class Simulator:
             "smaller_crop_px": None if model.fixed_size_px else model.suitable_size(height * 3 // 4, width * 3 // 4),
             "eval_px": size,
             "eval_px_from": how,
+            "precision": config.train.precision,
+            "fp32_part": fp32_part(config),
             "loss_note": plain_loss_note(config, self.assembler.build_criterion(self._equal_weights)),
         }
 
@@ -228,7 +231,7 @@ class Simulator:
 
 def build_simulator(config: RunConfig) -> Simulator:
     """Build the simulator of a config, in the phase that needs the most memory."""
-    config = largest_phase(config)
+    config = with_precision(largest_phase(config), ())
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     return Simulator(StepAssembler(config, build_scheme(config.data), teacher))
 

@@ -12,6 +12,7 @@ from segapp.accelerator import accelerator_of
 from segapp.build.data import image_sizes_of
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference, largest_phase
+from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_pixels, build_scheme, split_names
 from segapp.build.step import RealDevices, StepAssembler, StepLayout
 from segapp.build.trained import read_trained
@@ -111,7 +112,7 @@ def build_trial_engine(
 
     `tag` is called with tensors and their kind, `mark` with each phase of a step as it begins.
     """
-    config = largest_phase(config)
+    config = with_precision(largest_phase(config), layout.devices)
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     assembler = StepAssembler(config, build_scheme(config.data), teacher)
     num_classes = assembler.scheme.num_classes

@@ -104,7 +104,7 @@ class PlainReporter:
         length = f"{event.epochs} epochs" if event.steps is None else f"{event.steps} steps in {event.epochs} epochs"
         self._line(
             f"{event.num_params / 1e6:.2f} M parameters, {len(event.classes)} classes, "
-            f"batch {event.batch_size}, {length} of {event.steps_per_epoch} steps "
+            f"batch {event.batch_size}, {event.precision}, {length} of {event.steps_per_epoch} steps "
             f"on {', '.join(device.device for device in event.devices)}{start}"
         )
         if event.num_trainable is not None and event.num_trainable < event.num_params:

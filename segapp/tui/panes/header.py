@@ -94,6 +94,7 @@ def header(view: View, status: Status, place: LinePlace, *, is_readonly: bool, n
         LinePart(2, _epoch(view)) if view.epoch is not None else None,
         LinePart(4, _steps(view)) if step is not None and start is not None else None,
         LinePart(5, f"lr {learning_rate(view.lr)}") if view.lr is not None else None,
+        LinePart(7, printable(start.precision)) if start is not None and start.precision is not None else None,
         LinePart(7, f"up {duration(_up_s(view, status))}") if start is not None else None,
         LinePart(8, f"pid {status.pid}", "$text-muted") if status.pid is not None else None,
         LinePart(6, "read-only", "$text-warning") if is_readonly else None,

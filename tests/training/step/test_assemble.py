@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_scheme
 from segapp.build.step import RealDevices, StepAssembler, StepLayout
 from segapp.config import RunConfig
@@ -19,7 +20,7 @@ ONE_CPU = StepLayout("single", (torch.device("cpu"),))
 
 
 def assembler_of(config: RunConfig) -> StepAssembler:
-    return StepAssembler(config, build_scheme(config.data))
+    return StepAssembler(with_precision(config, ONE_CPU.devices), build_scheme(config.data))
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "is_refused"), [(0, True), (1, False)])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.build.devices import plan_devices
+from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
@@ -282,6 +283,7 @@ def config_of(*, cuda_graph: bool = True, **sections: Any) -> RunConfig:
 
 
 def assembled(config: RunConfig) -> StepEngine:
+    config = with_precision(config, (CPU,))
     layout, assembler = StepLayout("single", (CPU,)), StepAssembler(config, build_scheme(config.data))
     torch.manual_seed(0)
     parts = assembler.build_parts(layout, lambda _: [1.0] * 3, with_weights=False)
@@ -317,6 +319,7 @@ def test_parameters_that_thaw_are_captured_again(graphs: TapedGraphs, precision:
 
 def test_trial_and_profile_have_no_graph(graphs: TapedGraphs) -> None:
     config = config_of()
+    config = with_precision(config, (CPU,))
     assembler, layout = StepAssembler(config, build_scheme(config.data)), StepLayout("single", (CPU,))
     parts = assembler.build_parts(layout, lambda _: [1.0] * 3, with_weights=False)
     engine = assembler.assemble(parts, layout)

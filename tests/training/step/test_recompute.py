@@ -10,6 +10,7 @@ import torch
 
 from segapp import accelerator
 from segapp.accelerator import Accelerator
+from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig
@@ -30,7 +31,7 @@ UNET = {"library": "smp", "name": "Unet", "encoder": "tu-test_resnet", "options"
 
 def engine_of(config: RunConfig, layout: StepLayout) -> StepEngine:
     torch.manual_seed(0)
-    assembler = StepAssembler(config, build_scheme(config.data))
+    assembler = StepAssembler(with_precision(config, layout.devices), build_scheme(config.data))
     parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
     return assembler.assemble(parts, layout)
 
@@ -81,6 +82,7 @@ def test_steps_with_recomputation_change_no_bit(
 
 
 def test_names_and_devices_of_a_layout_choose_the_blocks(tiny: dict[str, Any]) -> None:
+    tiny["train"]["precision"] = "fp32"
     config = merged(tiny, model=UNET, train={"recompute": ["encoder.*", "decoder.blocks.1"]})
     assembler = StepAssembler(config, build_scheme(config.data))
 
