@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,6 +85,15 @@ def operator_name(operator: Any) -> str:
 def argument_names(operator: Any) -> list[str]:
     """Return the names of an operator's arguments, positional ones first."""
     return [argument.name for argument in operator._schema.arguments]
+
+
+@cache
+def lacks_fake_rule(operator: Any) -> bool:
+    """Return True for an in-place operator that fake tensors cannot run, such as steps of fused optimizers."""
+    if not str(operator._schema.name).endswith("_"):
+        return False
+    rules = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), rule) for rule in rules)
 
 
 def is_traced_or_transformed() -> bool:

@@ -65,19 +65,19 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     unless `tag` sets another one.
 
     Args:
-        skipped: in-place operators that are not executed; their first argument is returned.
+        is_skipped: tells in-place operators that are not executed; their first argument is returned.
         workspaces: operator -> tensors that it allocates and frees within one call, computed from its arguments.
     """
 
     def __init__(
         self,
         granule_bytes: int = CUDA_GRANULE_BYTES,
-        skipped: Iterable[Callable[..., Any]] = (),
+        is_skipped: Callable[[Any], bool] = lambda _: False,
         workspaces: Mapping[Any, Callable[..., Sequence[Tensor]]] = MappingProxyType({}),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.granule_bytes = granule_bytes
-        self.skipped, self.workspaces = frozenset(skipped), workspaces
+        self.is_skipped, self.workspaces = is_skipped, workspaces
         self.allocations: list[Allocation] = []
         self.modules: list[str] = [""]
         self._events: list[int] = []  # a storage's number at its creation, the complement (~number) when it is freed
@@ -133,7 +133,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and record the tensors it returns."""
-        if func in self.skipped:
+        if self.is_skipped(func):
             return args[0] if isinstance(args[0], Tensor) else None
         workspace = self.workspaces[func](*args) if func in self.workspaces else ()
         for tensor in workspace:

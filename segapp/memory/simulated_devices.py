@@ -30,6 +30,7 @@ from segapp.compat.torch import (
     attention_math,
     autocast_operators,
     buffer_slots,
+    lacks_fake_rule,
     parameter_slots,
     register_python_backend,
     tree_iter,
@@ -43,16 +44,6 @@ from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
 BACKEND = "simgpu"
 
 aten = torch.ops.aten
-_CHANGE_IN_PLACE = (
-    aten._fused_sgd_.default,
-    aten._fused_sgd_.tensor_lr,
-    aten._fused_adamw_.default,
-    aten._fused_adamw_.tensor_lr,
-    aten._amp_update_scale_.default,
-)
-"""In-place operators of a step for which fake tensors have no rule; they allocate nothing."""
-
-
 AUTOCAST = {
     "lower": """
         _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -239,7 +230,7 @@ def simulated_ledger(granule_bytes: int = CUDA_GRANULE_BYTES) -> StorageLedger:
         torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers,
         aten.mean.dim: _reduction_buffer,
     }
-    return StorageLedger(granule_bytes, _CHANGE_IN_PLACE, workspaces)
+    return StorageLedger(granule_bytes, lacks_fake_rule, workspaces)
 
 
 class _MemoryFormats(TorchDispatchMode):  # type: ignore[no-untyped-call]

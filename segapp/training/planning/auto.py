@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from segapp.datasets.files import check_pairs
 from segapp.datasets.resources import available_bytes
 from segapp.errors import ConfigError, OutOfMemoryError, SegappError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
+from segapp.memory.judge import allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import SimulationJob
 from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
@@ -118,8 +120,11 @@ def planned_advice(config: RunConfig, devices: DevicePlan, device_infos: Sequenc
 def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
     """Return the memory of libraries on each GPU; the driver's memory is already subtracted."""
     if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
-        return OverheadEstimate((0.0,) * num_gpus)
-    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0))
+        context = (0.0,) * num_gpus
+    else:
+        context = context_mib(devices.mode, num_gpus, driver_mib=0.0)
+    blas_mib = max(accelerator_of(device).blas_bytes(device) for device in devices.devices) / 2**20
+    return OverheadEstimate(context, allocator_room(os.environ), blas_mib=blas_mib)
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:
