@@ -59,10 +59,6 @@ class Accelerator:
     def empty_cache(self) -> None:
         """Return the allocator's unused memory to the driver."""
 
-    def blas_bytes(self, device: torch.device) -> int:
-        """Return the workspace that torch's allocator gives to the library of matrix products, for each thread."""
-        return 0
-
     def has_bf16(self, device: torch.device) -> bool:
         """Return True if the device computes in bfloat16."""
         return True
@@ -257,11 +253,6 @@ class Gpu(Accelerator):
         """
         return self._torch.memory_snapshot()  # type: ignore[no-any-return]
 
-    def blas_bytes(self, device: torch.device) -> int:
-        """See the base class; Hopper, Blackwell and ROCm have more (ATen/cuda/CublasHandlePool.cpp)."""
-        is_large = bool(torch.version.hip) or self._torch.get_device_capability(device)[0] in (9, 10)
-        return 32 * 2**20 if is_large else 8 * 2**20 + 128 * 2**10
-
     def has_bf16(self, device: torch.device) -> bool:
         return bool(torch.version.hip) or bool(self._torch.get_device_capability(device) >= BF16_CAPABILITY)
 
@@ -275,7 +266,6 @@ class Xpu(Gpu):
     """Intel's GPUs, whose module in torch has the names of CUDA's; Arc has no float64."""
 
     can_replicate = can_capture = False
-    blas_bytes = Accelerator.blas_bytes
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
         """See the base class; memory of other processes is not counted if the driver does not report it."""
@@ -299,7 +289,7 @@ class Mps(Gpu):
     """Apple's GPUs: one device, which shares the host's memory, and has no float64, no streams and no peak memory."""
 
     can_pin = can_replicate = can_capture = False
-    current, new_stream, blas_bytes = Accelerator.current, Accelerator.new_stream, Accelerator.blas_bytes
+    current, new_stream = Accelerator.current, Accelerator.new_stream
     is_capturing, copy_to_host = Accelerator.is_capturing, Accelerator.copy_to_host
 
     def is_available(self) -> bool:

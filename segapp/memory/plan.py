@@ -103,8 +103,6 @@ class OverheadEstimate:
     scale: tuple[float, ...] = ()
     """Measured over predicted memory of tensors; empty or 1 if nothing was measured."""
     source: Literal["assumed", "measured"] = "assumed"
-    blas_mib: float = BLAS_MIB
-    """`SimulationJob.blas_mib`, which simulations do include."""
 
     def tensors_mib(self, device: int, simulated_mib: float) -> float:
         """Return the expected peak of the allocator's live tensors on a GPU, from the simulated one."""

@@ -3,8 +3,8 @@
 This is a PrivateUse1 backend in Python under torch's FakeTensorMode, because fake *CUDA* tensors cannot run a backward
 pass on a machine without a GPU. The backend cannot be removed from a process, so simulations run in separate processes.
 
-Not simulated: the CUDA context, the workspaces of cuDNN and cuBLAS, memory that kernels allocate and free within one
-call, and the allocator's fragmentation.
+Not simulated: the CUDA context, the workspaces of cuDNN, most memory that kernels allocate and free within one call,
+and the allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ BACKEND = "simgpu"
 aten = torch.ops.aten
 AUTOCAST = {
     "lower": """
-        _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-        conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
-        baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
-        rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention""",
+        cudnn_convolution cudnn_convolution_transpose _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc
+        conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+        mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+        scaled_dot_product_attention""",
     "float32": """
         acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
         pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
         nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
         hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-        binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-        _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
-        _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-        upsample_bicubic2d _upsample_bicubic2d_aa""",
+        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+        dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+        _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
     "dtype": """
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
         linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim""",
@@ -73,15 +73,10 @@ unless the caller gives a dtype. widest: it casts arguments to the widest of the
 compares the names with the installed torch.
 """
 
-_WITH_DTYPE = {
-    aten.norm.Scalar: aten.norm.ScalarOpt_dtype,
-    aten.norm.ScalarOpt_dim: aten.norm.ScalarOpt_dim_dtype,
-}
+_WITH_DTYPE = {aten.norm.Scalar: aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim: aten.norm.ScalarOpt_dim_dtype}
 """Operators of the kind "dtype" without that argument, and the overloads that have it."""
 
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
-
+_MULTIPROCESSORS = 132  # of an H100 or H200
 _MASK_ALIGNMENT = 16
 """CUDA's memory-efficient attention pads the rows of a mask to a multiple of this."""
 
@@ -184,17 +179,17 @@ def _attention(
         return attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+    kernel = attention_cudnn
+    if query.dtype == torch.float32:
+        kernel = attention_efficient
+        if attn_mask is not None:
+            num_keys = key.shape[2]
+            if num_keys % _MASK_ALIGNMENT:
+                attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
+            attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    if query.dtype != torch.float32:
-        kept = query, key, value, attn_mask, has_gradient
-        return attention_cudnn(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
-    if attn_mask is not None:
-        num_keys = key.shape[2]
-        if num_keys % _MASK_ALIGNMENT:
-            attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
-        attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
     kept = query, key, value, attn_mask, has_gradient
-    return attention_efficient(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
+    return kernel(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
 
 
 def _triton_buffers(
@@ -224,11 +219,23 @@ def _reduction_buffer(values: Tensor, dims: Sequence[int] | None = None, *option
     return (values.new_empty(min(values.numel() * 4 * 128 // (4 * 16), _MULTIPROCESSORS * 2**20), dtype=torch.uint8),)
 
 
+def _convolution_workspace(gradient: Tensor, values: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    """Return a tensor like cuDNN's workspace for the backward pass of a dilated convolution in TF32.
+
+    The allocations of an H200 show copies of input and gradient in NCHW, and two of the weight.
+    """
+    _biases, _stride, _padding, dilation, *_ = options
+    if values.dtype != torch.float32 or not _is_nhwc(values) or max(dilation) == 1:
+        return ()
+    return (values.new_empty(values.numel() + gradient.numel() + 2 * weight.numel()),)
+
+
 def simulated_ledger(granule_bytes: int = CUDA_GRANULE_BYTES) -> StorageLedger:
     """Return the ledger of a simulation, with the in-place rules and the loss's workspace that fake tensors lack."""
-    workspaces = {
+    workspaces: dict[Any, Any] = {
         torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers,
         aten.mean.dim: _reduction_buffer,
+        aten.convolution_backward.default: _convolution_workspace,
     }
     return StorageLedger(granule_bytes, lacks_fake_rule, workspaces)
 
@@ -245,21 +252,21 @@ class _MemoryFormats(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is aten.convolution.default:
-            return _nhwc(out) if _is_nhwc(args[0]) or _is_nhwc(args[1]) else out
+            return _nhwc_like(out, args[0], args[1])
         if func is not aten.convolution_backward.default:
             return out
-        is_nhwc = _is_nhwc(args[1]) or _is_nhwc(args[2])
-        like = (is_nhwc, _is_nhwc(args[2]), False)
-        return tuple(_nhwc(each) if is_last and each is not None else each for is_last, each in zip(like, out, strict=True))
+        return _nhwc_like(out[0], args[1], args[2]), _nhwc_like(out[1], args[2]), out[2]
 
 
 def _is_nhwc(tensor: Tensor) -> bool:
-    is_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return is_last and not tensor.is_contiguous()
+    return not tensor.is_contiguous() and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _nhwc(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last)
+def _nhwc_like(made: Tensor | None, *others: Tensor) -> Tensor | None:
+    """Return a tensor in NHWC if one of the others is."""
+    if made is None or not any(map(_is_nhwc, others)):
+        return made
+    return made.contiguous(memory_format=torch.channels_last)
 
 
 @contextlib.contextmanager

@@ -216,7 +216,9 @@ Event = tuple[int, int]
 """(number of the allocation, bytes); 0 bytes free it."""
 
 
-def replayed(events: Iterable[Event], *, expandable: bool, limit: float = math.inf, held: Iterable[int] = ()) -> CachingAllocator:
+def replayed(
+    events: Iterable[Event], *, expandable: bool, limit: float = math.inf, held: Iterable[int] = ()
+) -> CachingAllocator:
     """Return the allocator after some events.
 
     Args:

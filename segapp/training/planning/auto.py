@@ -120,11 +120,8 @@ def planned_advice(config: RunConfig, devices: DevicePlan, device_infos: Sequenc
 def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
     """Return the memory of libraries on each GPU; the driver's memory is already subtracted."""
     if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
-        context = (0.0,) * num_gpus
-    else:
-        context = context_mib(devices.mode, num_gpus, driver_mib=0.0)
-    blas_mib = max(accelerator_of(device).blas_bytes(device) for device in devices.devices) / 2**20
-    return OverheadEstimate(context, allocator_room(os.environ), blas_mib=blas_mib)
+        return OverheadEstimate((0.0,) * num_gpus, allocator_room(os.environ))
+    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0), allocator_room(os.environ))
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:

@@ -17,6 +17,7 @@ from segapp.memory.calibration import Measurement, PeakError, calibrated
 from segapp.memory.judge import allocator_room
 from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
+    BLAS_MIB,
     LARGEST_BATCH,
     Advice,
     Fit,
@@ -108,7 +109,7 @@ def plan_memory(
     images = config.train.effective_batch_size
     overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)), allocator_room(os.environ))
     with SimulationPool(small) as pool:
-        found = _simulated(pool, small, gpus, mode, overhead.blas_mib, with_advice=with_advice)
+        found = _simulated(pool, small, gpus, mode, with_advice=with_advice)
         if measurement is not None:
             simulated = found.frozen_model if measurement.is_frozen else found.model
             overhead, errors = calibrated(measurement, simulated or found.model, overhead)
@@ -232,11 +233,11 @@ class _Simulated:
 
 
 def _simulated(
-    pool: SimulationPool, config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, blas_mib: float, *, with_advice: bool
+    pool: SimulationPool, config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool
 ) -> _Simulated:
     facts = pool.facts(mode)
     num_ranks = len(gpus) if mode == "ddp" else 1
-    job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"], blas_mib=blas_mib)
+    job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"], blas_mib=BLAS_MIB)
     changes = variants(facts["precision"], config.data.crop_px, facts["smaller_crop_px"])
     splits = splits_to_simulate(mode, len(gpus))
     jobs = _advice_jobs(config, job, len(gpus), changes, facts["blocks"]) if with_advice else {}
