@@ -82,9 +82,11 @@ def operator_name(operator: Any) -> str:
     return str(operator._schema.name).rpartition("::")[2]
 
 
-def argument_names(operator: Any) -> list[str]:
-    """Return the names of an operator's arguments, positional ones first."""
-    return [argument.name for argument in operator._schema.arguments]
+def named_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name, including defaults."""
+    arguments = operator._schema.arguments
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return defaults | dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
 
 
 @cache

@@ -24,13 +24,13 @@ from segapp.compat.torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    argument_names,
     attention_cudnn,
     attention_efficient,
     attention_math,
     autocast_operators,
     buffer_slots,
     lacks_fake_rule,
+    named_arguments,
     parameter_slots,
     register_python_backend,
     tree_iter,
@@ -144,7 +144,7 @@ def _autocast(kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call an operator as CUDA's autocast does."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(aten, packet), overload or "default")
-    given = dict(zip(argument_names(operator), args, strict=False)) | kwargs
+    given = named_arguments(operator, args, kwargs)
     if kind == "banned":
         raise RuntimeError(f"{name} is unsafe to autocast: use binary_cross_entropy_with_logits, or BCEWithLogitsLoss")
     with without_autocast():
