@@ -23,7 +23,7 @@ TIGHT_FRAC, FULL_FRAC = 0.90, 0.95
 """Shares of a device's memory above which a split is `tight`, and above which it `won't fit`."""
 
 PLAIN_FRAC = 0.86
-"""`FULL_FRAC` without expandable segments, whose fragments take more."""
+"""`FULL_FRAC` without expandable segments, whose fragments take more (docs: plan-accuracy)."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Settings of torch's allocator; the first that is set applies."""
