@@ -212,9 +212,9 @@ class PythonBackend(backend_registration._DummyBackendModule):
 
 
 def autocast_operators() -> frozenset[str]:
-    """Return the operators that CUDA's autocast changes, such as "pow.Scalar"; torch also lists them without a GPU."""
+    """Return torch's operators that CUDA's autocast changes, such as "pow.Scalar"; no GPU is needed."""
     listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    return frozenset(name.removeprefix("aten::") for name in listed)
+    return frozenset(name.removeprefix("aten::") for name in listed if name.startswith("aten::"))
 
 
 def register_python_backend(name: str) -> None:

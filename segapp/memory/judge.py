@@ -282,7 +282,7 @@ class SplitJudge:
 def allocator_room(environ: Mapping[str, str]) -> float:
     """Return the share of a device's memory for tensors; the rest is for the fragments of torch's allocator."""
     settings = next((environ[name] for name in ALLOCATOR_VARIABLES if name in environ), None)
-    if settings is None:  # a training switches them on where the driver supports them
+    if settings is None:  # a training switches them on if the driver supports them
         return FULL_FRAC if sys.platform == "linux" else PLAIN_FRAC
     return FULL_FRAC if "expandable_segments:true" in settings.replace(" ", "").lower() else PLAIN_FRAC
 

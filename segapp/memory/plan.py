@@ -31,7 +31,7 @@ NCCL_MIB = 200.0
 """Assumed memory of NCCL's buffers on the GPU of each rank: 4 MiB per channel and direction, 25 channels."""
 
 BLAS_MIB = 32.0
-"""Workspace of cuBLAS for each thread on an unknown GPU: that of Hopper and Blackwell. Others have 8 MiB
+"""Workspace of cuBLAS for each thread on an unknown GPU, 32 MiB as on Hopper and Blackwell; others have 8 MiB
 (`parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp)."""
 
 LARGEST_BATCH = 4096

@@ -181,9 +181,9 @@ class Simulator:
 
         In dp, an evaluation has threads of its own; a captured graph has a second stream.
         """
-        count = 3 if job.mode == "dp" or self.assembler.config.train.cuda_graph else 2
-        num_bytes = int(job.blas_mib * MIB)
-        return [torch.empty(num_bytes, dtype=torch.uint8, device=name) for name in devices for _ in range(count)]
+        num_bytes, has_more = int(job.blas_mib * MIB), job.mode == "dp" or self.assembler.config.train.cuda_graph
+        names = (name for name in devices for _ in range(3 if has_more else 2) if num_bytes)
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=name) for name in names]
 
     @contextlib.contextmanager
     def prepared(
