@@ -21,6 +21,7 @@ from segapp.accelerator import accelerator_of
 from segapp.build.own_parts import fp32_part
 from segapp.config import RunConfig, TrainConfig
 from segapp.errors import ConfigError
+from segapp.memory.judge import ALLOCATOR_VARIABLES
 
 
 def with_precision(config: RunConfig, devices: Sequence[torch.device]) -> RunConfig:
@@ -71,7 +72,6 @@ def keep_freed_memory() -> bool:
     return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, -1))
 
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 _WORKSPACE = ":4096:8"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ amp_update_scale_ = torch._amp_update_scale_
 
 # Attention implementations that `scaled_dot_product_attention` chooses from; they have no public form.
 attention_math = torch.ops.aten._scaled_dot_product_attention_math.default
+attention_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 attention_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 STATE_DICT_METADATA = "_metadata"
@@ -56,6 +58,20 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def is_added_in_place(first: Tensor, second: Any) -> bool:
+    """Return True in a dispatch mode if autograd adds two gradients, and without the mode would write to the first.
+
+    It does so if nothing else uses the first (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
+    """
+    is_running = torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+    if not is_running or not isinstance(second, Tensor) or first.shape != second.shape:
+        return False
+    if isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+        return False  # a function in Python calls the operator
+    storage_uses: int = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return storage_uses == 2 and first._use_count() <= second._use_count()  # 2: the tensor, and the object in Python
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often the tensor was changed in place, as counted by autograd."""
     return tensor._version
@@ -64,6 +80,22 @@ def version_of(tensor: Tensor) -> int:
 def operator_name(operator: Any) -> str:
     """Return the name of an operator in `__torch_dispatch__`, without namespace and overload: "add_"."""
     return str(operator._schema.name).rpartition("::")[2]
+
+
+def named_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name, including defaults."""
+    arguments = operator._schema.arguments
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return defaults | dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+
+
+@cache
+def lacks_fake_rule(operator: Any) -> bool:
+    """Return True for an in-place operator that fake tensors cannot run, such as steps of fused optimizers."""
+    if not str(operator._schema.name).endswith("_"):
+        return False
+    rules = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), rule) for rule in rules)
 
 
 def is_traced_or_transformed() -> bool:
@@ -177,6 +209,12 @@ class PythonBackend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Return the dtypes that autocast supports."""
         return [torch.float16, torch.bfloat16]
+
+
+def autocast_operators() -> frozenset[str]:
+    """Return torch's operators that CUDA's autocast changes, such as "pow.Scalar"; no GPU is needed."""
+    listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    return frozenset(name.removeprefix("aten::") for name in listed if name.startswith("aten::"))
 
 
 def register_python_backend(name: str) -> None:

@@ -9,6 +9,7 @@ than 90 %, or the estimate is an upper bound), `ok`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,6 +21,12 @@ Level = Literal["ok", "tight", "won't fit", "no change", "refused"]
 
 TIGHT_FRAC, FULL_FRAC = 0.90, 0.95
 """Shares of a device's memory above which a split is `tight`, and above which it `won't fit`."""
+
+PLAIN_FRAC = 0.86
+"""`FULL_FRAC` without expandable segments, whose fragments take more (docs: plan-accuracy)."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of torch's allocator; the first that is set applies."""
 
 MARGIN_FRAC = 0.02
 """Share of its memory that a change by `auto` must free on the fullest device."""
@@ -83,6 +90,8 @@ class SplitJudge:
     usable_mib: Sequence[float | None] = ()
     """Memory of each device for this run (`usable_mib`)."""
     peaks: PeakModel = field(default_factory=PeakModel)
+    room: float = FULL_FRAC
+    """Share of a device's memory for tensors (`allocator_room`)."""
     ceiling: int | None = None
     """Number of samples on device 0 with which it ran out of memory."""
     failed: Collection[Split] = ()
@@ -155,11 +164,12 @@ class SplitJudge:
             return "ok", "the memory it needs is not known yet"
         frac, device, mib, total, is_bound = max(known)
         need = f"device {device} would need about {_amount(mib, total)} ({100 * frac:.0f} %)"
-        if is_bound and frac > TIGHT_FRAC:
+        tight_frac = self.room - (FULL_FRAC - TIGHT_FRAC)
+        if is_bound and frac > tight_frac:
             return "tight", f"{need} at most: no other split was measured yet"
-        if frac > FULL_FRAC:
+        if frac > self.room:
             return "won't fit", f"{need}: give it fewer samples"
-        if frac > TIGHT_FRAC:
+        if frac > tight_frac:
             return "tight", f"{need}: little memory is left"
         return "ok", need
 
@@ -267,6 +277,14 @@ class SplitJudge:
             return cls(**known)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the facts of a split: {error}") from None
+
+
+def allocator_room(environ: Mapping[str, str]) -> float:
+    """Return the share of a device's memory for tensors; the rest is for the fragments of torch's allocator."""
+    settings = next((environ[name] for name in ALLOCATOR_VARIABLES if name in environ), None)
+    if settings is None:  # a training switches them on if the driver supports them
+        return FULL_FRAC if sys.platform == "linux" else PLAIN_FRAC
+    return FULL_FRAC if "expandable_segments:true" in settings.replace(" ", "").lower() else PLAIN_FRAC
 
 
 def usable_mib(total_mib: float | None, used_mib: float | None, reserved_mib: float | None) -> float | None:

@@ -15,12 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, tree_iter
+from segapp.compat.torch import (
+    TorchDispatchMode,
+    is_added_in_place,
+    operator_name,
+    storage_key,
+    tree_iter,
+)
 
 CUDA_GRANULE_BYTES = 512
 """Allocations of torch's CUDA allocator are multiples of this."""
 
-_MOVED, _PACKED = "_to_copy", "cat"
+_MOVED, _PACKED, _ADDED = "_to_copy", "cat", "add"
 _COPIES = "replicas"
 _PARTS_OF_A_MODEL = ("weights", "buffers")
 
@@ -58,19 +64,19 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     unless `tag` sets another one.
 
     Args:
-        skipped: in-place operators that are not executed; their first argument is returned.
+        is_skipped: tells in-place operators that are not executed; their first argument is returned.
         workspaces: operator -> tensors that it allocates and frees within one call, computed from its arguments.
     """
 
     def __init__(
         self,
         granule_bytes: int = CUDA_GRANULE_BYTES,
-        skipped: Iterable[Callable[..., Any]] = (),
+        is_skipped: Callable[[Any], bool] = lambda _: False,
         workspaces: Mapping[Any, Callable[..., Sequence[Tensor]]] = MappingProxyType({}),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.granule_bytes = granule_bytes
-        self.skipped, self.workspaces = frozenset(skipped), workspaces
+        self.is_skipped, self.workspaces = is_skipped, workspaces
         self.allocations: list[Allocation] = []
         self.modules: list[str] = [""]
         self._events: list[int] = []  # a storage's number at its creation, the complement (~number) when it is freed
@@ -126,11 +132,13 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and record the tensors it returns."""
-        if func in self.skipped:
+        if self.is_skipped(func):
             return args[0] if isinstance(args[0], Tensor) else None
         workspace = self.workspaces[func](*args) if func in self.workspaces else ()
         for tensor in workspace:
             self._record(tensor, None, operator_name(func))
+        if operator_name(func) == _ADDED and self.number_of(args[0]) >= 0 and is_added_in_place(*args[:2]):
+            self._record_free(storage_key(args[0]), self.number_of(args[0]))
         out = func(*args, **(kwargs or {}))
         kind = None
         if operator_name(func) == _MOVED and self.kind_of(args[0]) in (*_PARTS_OF_A_MODEL, _COPIES):

@@ -25,7 +25,7 @@ PHASES = ("forward", "loss", "backward", "step", EVAL)
 
 KINDS = (
     "weights", "buffers", "masters", "optimizer", "average", "replicas", "gradients", "buckets", "input",
-    "activations", "loss", "temporaries", "evaluation",
+    "activations", "loss", "temporaries", "evaluation", "workspaces",
 )  # fmt: skip
 """Kinds of memory, in the order of the bars in reports."""
 
@@ -46,6 +46,8 @@ class SimulationJob:
     """Dotted config keys and their values, only for this job."""
     recompute: tuple[tuple[str, ...], ...] | None = None
     """Blocks that are recomputed, one set per device in dp, else one; None: from the config, none with `auto`."""
+    blas_mib: float = 0.0
+    """Workspace that torch's allocator gives to cuBLAS for each thread; 0 on a CPU."""
 
 
 @dataclass(frozen=True)

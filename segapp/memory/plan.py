@@ -30,9 +30,9 @@ CONTEXT_MIB = 500.0
 NCCL_MIB = 200.0
 """Assumed memory of NCCL's buffers on the GPU of each rank: 4 MiB per channel and direction, 25 channels."""
 
-HANDLES_MIB = 64.0
-"""Assumed memory of the cuBLAS workspaces of dp's threads on each GPU: 32 MiB each (on Hopper; less before) for the
-replica's worker and for autograd's thread. dp exchanges by copies and does not use NCCL."""
+BLAS_MIB = 32.0
+"""Workspace of cuBLAS for each thread on an unknown GPU, 32 MiB as on Hopper and Blackwell; others have 8 MiB
+(`parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp)."""
 
 LARGEST_BATCH = 4096
 
@@ -86,10 +86,9 @@ def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
 def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) -> tuple[float, ...]:
     """Return the assumed memory of driver and libraries on each GPU.
 
-    In ddp, ranks communicate with NCCL; in dp, each replica has its own threads. `driver_mib` is 0 if the GPUs' memory
-    is given without the driver's.
+    In ddp, ranks communicate with NCCL. `driver_mib` is 0 if the GPUs' memory is given without the driver's.
     """
-    shared_mib = {"ddp": NCCL_MIB, "dp": HANDLES_MIB}.get(mode, 0.0) if num_gpus > 1 else 0.0
+    shared_mib = NCCL_MIB if mode == "ddp" and num_gpus > 1 else 0.0
     return (driver_mib + shared_mib,) * num_gpus
 
 
@@ -313,6 +312,7 @@ class Planner:
             needs_samples=self.needs_samples,
             usable_mib=tuple(usable),
             peaks=PeakModel(planned=self.model, scale=self.overhead.scale),
+            room=self.overhead.room,
         )
 
     def _evaluate(self, judge: SplitJudge, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:

@@ -14,12 +14,12 @@ MAX_ROWS = 40
 _LETTERS = {
     "weights": "W", "buffers": "W", "masters": "M", "optimizer": "O", "average": "E", "replicas": "R",
     "gradients": "G", "buckets": "B", "input": "I", "activations": "A", "loss": "L", "temporaries": "T",
-    "evaluation": "V", "overhead": "x",
+    "evaluation": "V", "workspaces": "x", "overhead": "x",
 }  # fmt: skip
 _FIRST_GPU = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
 _LEGEND = (
     "W weights  M fp32 masters  O optimizer  E average of weights  R replica  G gradients  B buckets  A activations  "
-    "L loss  T temporaries of backward  V evaluation  x overhead: context and allocator  . free"
+    "L loss  T temporaries of backward  V evaluation  x overhead: context, cuBLAS and allocator  . free"
 )
 
 

@@ -3,8 +3,8 @@
 This is a PrivateUse1 backend in Python under torch's FakeTensorMode, because fake *CUDA* tensors cannot run a backward
 pass on a machine without a GPU. The backend cannot be removed from a process, so simulations run in separate processes.
 
-Not simulated: the CUDA context, the workspaces of cuDNN and cuBLAS, memory that kernels allocate and free within one
-call, and the allocator's fragmentation.
+Not simulated: the CUDA context, the workspaces of cuDNN, most memory that kernels allocate and free within one call,
+and the allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from segapp.compat.torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    attention_cudnn,
     attention_efficient,
     attention_math,
+    autocast_operators,
     buffer_slots,
+    lacks_fake_rule,
+    named_arguments,
     parameter_slots,
     register_python_backend,
+    tree_iter,
     without_autocast,
     without_dispatch_modes,
 )
@@ -39,25 +44,39 @@ from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
 BACKEND = "simgpu"
 
 aten = torch.ops.aten
-_CHANGE_IN_PLACE = (
-    aten._fused_sgd_.default,
-    aten._fused_sgd_.tensor_lr,
-    aten._fused_adamw_.default,
-    aten._fused_adamw_.tensor_lr,
-    aten._amp_update_scale_.default,
-)
-"""In-place operators of a step for which fake tensors have no rule; they allocate nothing."""
+AUTOCAST = {
+    "lower": """
+        cudnn_convolution cudnn_convolution_transpose _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc
+        conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+        mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+        scaled_dot_product_attention""",
+    "float32": """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+        nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+        dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+        _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
+    "dtype": """
+        prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+        linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim""",
+    "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    "banned": "binary_cross_entropy",
+}
+"""Operators that CUDA's autocast changes, by what it does (ATen/autocast_mode.h).
 
+lower: it casts arguments to the lower precision. float32: it casts them to float32. dtype: it asks for a float32 result
+unless the caller gives a dtype. widest: it casts arguments to the widest of their types. banned: it raises. A test
+compares the names with the installed torch.
+"""
 
-_IN_HALF = (
-    "conv2d", "conv_transpose2d.input", "convolution", "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv",
-    "addbmm", "baddbmm", "scaled_dot_product_attention",
-)  # fmt: skip
-_IN_FLOAT = (
-    "log_softmax.int", "softmax.int", "layer_norm", "group_norm", "nll_loss2d", "nll_loss", "mse_loss", "cumsum",
-    "prod", "pow.Tensor_Scalar",
-)  # fmt: skip
+_WITH_DTYPE = {aten.norm.Scalar: aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim: aten.norm.ScalarOpt_dim_dtype}
+"""Operators of the kind "dtype" without that argument, and the overloads that have it."""
 
+_MULTIPROCESSORS = 132  # of an H100 or H200
 _MASK_ALIGNMENT = 16
 """CUDA's memory-efficient attention pads the rows of a mask to a multiple of this."""
 
@@ -74,10 +93,13 @@ class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
     """Casts of weights, cached until the outermost autocast context ends, as CUDA's autocast does."""
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Return a floating-point tensor in another dtype, and any other value unchanged."""
-        if not isinstance(value, Tensor) or value.dtype in (dtype, torch.float64) or not value.is_floating_point():
+        """Return an eligible tensor in another dtype, also in lists, and any other value unchanged."""
+        if isinstance(value, list | tuple):
+            return [self.cast(each, dtype) for each in value]
+        if not _is_eligible(value) or value.dtype == dtype:
             return value
-        if not (value.is_leaf and value.requires_grad and dtype != torch.float32):
+        is_weight = value.is_leaf and value.requires_grad and value.dtype == torch.float32
+        if not is_weight or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
             return value.to(dtype)
         key = id(value), dtype
         if key not in self:
@@ -86,6 +108,12 @@ class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
 
 
 _casts = _WeightCache()
+
+
+def _is_eligible(value: Any) -> bool:
+    """Return True for a tensor that autocast may cast: on the device, of a floating-point type except float64."""
+    is_own = isinstance(value, Tensor) and value.device.type == BACKEND
+    return is_own and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _clear_casts(clear: Callable[[], None] = torch.clear_autocast_cache) -> None:
@@ -99,28 +127,36 @@ _libraries: list[torch.library.Library] = []
 
 
 def _register_autocast() -> None:
-    """Register autocast on the simulated device for the operators in CUDA's lists that segmentation networks use."""
+    """Register autocast on the simulated device for the operators for which the installed torch has it on CUDA."""
     fallback = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.extend((fallback, library))
-
-    def register(name: str, is_half: bool) -> None:
-        packet, _, overload = name.partition(".")
-        operator = getattr(getattr(aten, packet), overload or "default")
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            with without_autocast():
-                dtype = torch.get_autocast_dtype(BACKEND) if is_half else torch.float32
-                positional = [_casts.cast(value, dtype) for value in args]
-                return operator(*positional, **{key: _casts.cast(value, dtype) for key, value in kwargs.items()})
-
-        library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
-
-    for name in (*_IN_HALF, *_IN_FLOAT):
-        register(name, name in _IN_HALF)
+    known = autocast_operators()
+    for kind, names in AUTOCAST.items():
+        for name in known.intersection(names.split()):
+            library.impl(name, functools.partial(_autocast, kind, name), "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)  # type: ignore[no-untyped-call]
+
+
+def _autocast(kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as CUDA's autocast does."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+    given = named_arguments(operator, args, kwargs)
+    if kind == "banned":
+        raise RuntimeError(f"{name} is unsafe to autocast: use binary_cross_entropy_with_logits, or BCEWithLogitsLoss")
+    with without_autocast():
+        if kind == "dtype":
+            if _is_eligible(args[0]) and given.get("dtype") is None:
+                given["dtype"] = torch.float32
+                operator = _WITH_DTYPE.get(operator, operator)
+            return operator(**given)
+        dtype = torch.float32 if kind == "float32" else torch.get_autocast_dtype(BACKEND)
+        if kind == "widest" and any(_is_eligible(each) and each.dtype == torch.float32 for each in tree_iter(given)):
+            dtype = torch.float32
+        return operator(**{key: _casts.cast(value, dtype) for key, value in given.items()})
 
 
 def _attention(
@@ -134,22 +170,26 @@ def _attention(
 ) -> Tensor:
     """Return attention as CUDA's kernels compute it: they keep no matrix of tokens by tokens except a mask.
 
-    CUDA uses flash attention in half precision without a mask, and the memory-efficient kernel otherwise; both keep
-    their inputs, the output and one number per token and head. As on CUDA, float64 and inputs without four dimensions
-    have no such kernel.
+    They keep their inputs, the output and one number per token and head. In half precision torch prefers cuDNN's kernel
+    on Hopper and Blackwell (`check_prefer_cudnn_attention` in ATen/native/transformers/cuda/sdp_utils.cpp) and flash
+    attention before them; both lay out the output like the query. In float32 only the memory-efficient kernel is
+    possible. As on CUDA, float64 and inputs without four dimensions have no such kernel.
     """
     if query.dim() != 4 or query.dtype == torch.float64 or options.get("enable_gqa"):
         return attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
-        num_keys = key.shape[2]
-        if num_keys % _MASK_ALIGNMENT:
-            attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
-        attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+    kernel = attention_cudnn
+    if query.dtype == torch.float32:
+        kernel = attention_efficient
+        if attn_mask is not None:
+            num_keys = key.shape[2]
+            if num_keys % _MASK_ALIGNMENT:
+                attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
+            attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     kept = query, key, value, attn_mask, has_gradient
-    return attention_efficient(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
+    return kernel(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
 
 
 def _triton_buffers(
@@ -168,24 +208,65 @@ def _triton_buffers(
     )
 
 
+def _reduction_buffer(values: Tensor, dims: Sequence[int] | None = None, *options: Any) -> tuple[Tensor, ...]:
+    """Return a tensor like the buffer for the mean of each channel of an NHWC tensor, such as in global pooling.
+
+    Reduce.cuh divides the sum of each output over blocks of 4 threads with 16 values each, and reserves 4 bytes for 128
+    outputs in each block. As it starts no more blocks than the GPU can run, the most is 1 MiB per multiprocessor.
+    """
+    if not _is_nhwc(values) or {dim % 4 for dim in dims or ()} != {2, 3}:
+        return ()
+    return (values.new_empty(min(values.numel() * 4 * 128 // (4 * 16), _MULTIPROCESSORS * 2**20), dtype=torch.uint8),)
+
+
+def _convolution_workspace(gradient: Tensor, values: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    """Return a tensor like cuDNN's workspace for the backward pass of a dilated convolution in TF32.
+
+    The allocations of an H200 show copies of input and gradient in NCHW, and two of the weight.
+    """
+    _biases, _stride, _padding, dilation, *_ = options
+    if values.dtype != torch.float32 or not _is_nhwc(values) or max(dilation) == 1:
+        return ()
+    return (values.new_empty(values.numel() + gradient.numel() + 2 * weight.numel()),)
+
+
 def simulated_ledger(granule_bytes: int = CUDA_GRANULE_BYTES) -> StorageLedger:
     """Return the ledger of a simulation, with the in-place rules and the loss's workspace that fake tensors lack."""
-    workspaces = {torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers}
-    return StorageLedger(granule_bytes, _CHANGE_IN_PLACE, workspaces)
+    workspaces: dict[Any, Any] = {
+        torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers,
+        aten.mean.dim: _reduction_buffer,
+        aten.convolution_backward.default: _convolution_workspace,
+    }
+    return StorageLedger(granule_bytes, lacks_fake_rule, workspaces)
 
 
-class _WeightGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives the gradient of a convolution's weight the weight's memory format, as cuDNN does."""
+class _MemoryFormats(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the results of convolutions the memory formats that cuDNN gives them.
+
+    An output is NHWC if the input or the weight is (`cudnn_conv_suggest_memory_format` in ATen/native/ConvUtils.h), and
+    a gradient has the format of its tensor.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is not aten.convolution_backward.default or out[1] is None:
+        if func is aten.convolution.default:
+            return _nhwc_like(out, args[0], args[1])
+        if func is not aten.convolution_backward.default:
             return out
-        weight = args[2]
-        is_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-        return (out[0], out[1].contiguous(memory_format=torch.channels_last) if is_last else out[1], out[2])
+        return _nhwc_like(out[0], args[1], args[2]), _nhwc_like(out[1], args[2]), out[2]
+
+
+def _is_nhwc(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _nhwc_like(made: Tensor | None, *others: Tensor) -> Tensor | None:
+    """Return a tensor in NHWC if one of the others is."""
+    if made is None or not any(map(_is_nhwc, others)):
+        return made
+    return made.contiguous(memory_format=torch.channels_last)
 
 
 @contextlib.contextmanager
@@ -199,7 +280,7 @@ def simulation(*modes: Any) -> Iterator[None]:
         stack.callback(_casts.clear)
         stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _deepcopy_fake, create=True))
         stack.enter_context(FakeTensorMode())
-        stack.enter_context(_WeightGradients())  # type: ignore[no-untyped-call]
+        stack.enter_context(_MemoryFormats())  # type: ignore[no-untyped-call]
         for mode in modes:
             stack.enter_context(mode)
         yield

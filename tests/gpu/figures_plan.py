@@ -17,9 +17,10 @@ from segapp.build.numerics import numerics
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.build.step import StepLayout
 from segapp.config import RunConfig, load_config
+from segapp.memory.judge import ALLOCATOR_VARIABLES, allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import SimulationJob
-from segapp.memory.plan import FULL_FRAC
+from segapp.memory.plan import BLAS_MIB
 from segapp.training.planning.trial import blank_batch, build_trial_engine, evaluate_blank
 from segapp.training.step.engine import StepEngine
 from tests.gpu.cases import Case
@@ -43,6 +44,9 @@ Key = tuple[str, str, int]
 def plan_cases(device: str) -> list[Case]:
     """Return a case for each network, precision and batch: peaks of steps and of an evaluation."""
     place = torch.device(device)
+    with numerics(deterministic=False, tf32=True, cudnn_benchmark=False):  # it chooses the allocator of trainings
+        settings = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+    os.environ.update(settings)  # for the first call of CUDA, which comes later
     is_gpu = place.type == "cuda"
     keys = [
         (path.stem, precision, divisor)
@@ -109,7 +113,7 @@ def planned_peaks(name: str, precision: str, divisor: int, *, is_small: bool) ->
     from segapp.training.planning.simulate import build_simulator
 
     config = network_config(name, precision, divisor, is_small=is_small)
-    job = SimulationJob("single", (int(config.train.batch_size),), eval_px=config.data.crop_px)
+    job = SimulationJob("single", (int(config.train.batch_size),), eval_px=config.data.crop_px, blas_mib=BLAS_MIB)
     (phases,) = build_simulator(config).run(job).devices
     step_mib = max(peak.mib for phase, peak in phases.items() if phase != "eval")
     return step_mib, phases["eval"].mib
@@ -127,7 +131,7 @@ def plan_row(plans: Plans, place: torch.device, key: Key) -> dict[str, Any]:
         _peaks(config, place)  # as on a card, without a measurement
         return {**row, "measured MiB": None}
     measured_mib, measured_eval_mib, reserved_mib = _peaks(config, place)
-    allowed_mib = max(step_mib, eval_mib) / FULL_FRAC  # what a plan leaves to the allocator
+    allowed_mib = max(step_mib, eval_mib) / allocator_room(os.environ)  # what a plan leaves to the allocator
     fails = not _fits(config, place, allowed_mib)
     return {
         **row,

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from segapp.memory import simulated_devices
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated_devices import Buckets, _WeightCache
 
@@ -57,7 +58,7 @@ def test_tensors_from_outside_count_once_they_are_tagged():
 
 def test_skipped_operators_change_nothing():
     values = torch.zeros(3)
-    with StorageLedger(skipped=[torch.ops.aten.add_.Tensor]):
+    with StorageLedger(is_skipped=lambda operator: operator is torch.ops.aten.add_.Tensor):
         assert values.add_(1) is values
         values.mul_(2).sub_(1)
     assert values.tolist() == [-1, -1, -1]
@@ -117,7 +118,8 @@ def test_buckets_are_those_of_torch_s_reducer(as_views, is_lazy):
     assert (kind in ledger.peaks()["cpu"]["next"].by_kind) is not is_lazy
 
 
-def test_only_weights_are_cast_once_for_all_uses():
+def test_only_weights_are_cast_once_for_all_uses(monkeypatch):
+    monkeypatch.setattr(simulated_devices, "BACKEND", "cpu")
     cache, half = _WeightCache(), torch.bfloat16
     weight = nn.Parameter(torch.ones(3))
     assert cache.cast(weight, half) is cache.cast(weight, half)
@@ -130,3 +132,38 @@ def test_only_weights_are_cast_once_for_all_uses():
     assert cache.cast(half_weight, torch.float32) is not cache.cast(half_weight, torch.float32)
     for unchanged in (None, 2, torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.int64)):
         assert cache.cast(unchanged, half) is unchanged
+
+
+class PlusOne(torch.autograd.Function):
+    """A function in Python, whose backward pass adds tensors of its own."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values + 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        twice = gradient * 2
+        return (twice + gradient) * twice
+
+
+@pytest.mark.parametrize(
+    ("combine", "num_bytes"),
+    [
+        (lambda h: h * 2 + h * 3 + h * 4, 20008),  # the second gradient is added to the first, and the third to that
+        (lambda h: torch.cat([h, h * 3]), 24008),  # the first gradient is a part of the whole one: a new tensor
+        (lambda h: torch.cat([h, h * 3, h * 5]), 28008),  # the sum of the first two is autograd's own
+        (PlusOne.apply, 24008),  # a function's own sums are new tensors
+    ],
+    ids=["products", "one part", "two parts", "function"],
+)
+def test_gradients_are_added_in_place_as_by_autograd(combine, num_bytes):
+    """Vectors of 4000 bytes: x and h, what the operators keep, and at most the gradients that torch allocates."""
+    ledger = StorageLedger(granule_bytes=1)
+    with ledger:
+        x = torch.ones(1000, requires_grad=True)
+        h = x * 2
+        out = combine(h)
+        ledger.mark("backward")
+        out.sum().backward()
+    assert ledger.peaks()["cpu"]["backward"].num_bytes == num_bytes

@@ -91,7 +91,13 @@ def published_config(figure: "Figure | EomtFigure", model: dict, loss: dict, opt
             "model": model,
             "loss": loss,
             "optim": optim,
-            "train": {"batch_size": 4 * figure.batch, "precision": figure.precision},
+            # V100 GPUs have no TF32, and mmsegmentation does not use NHWC.
+            "train": {
+                "batch_size": 4 * figure.batch,
+                "precision": figure.precision,
+                "tf32": False,
+                "channels_last": False,
+            },
             "parallel": {"mode": "ddp", "gradient_as_bucket_view": False, "shard_optimizer": False},
         }
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 from segapp.chunks import RankSplit
 from segapp.config import LiveSettings
-from segapp.memory.judge import SplitJudge, SplitMove, format_split
+from segapp.memory.judge import SplitJudge, SplitMove, allocator_room, format_split
 from segapp.memory.peaks import PeakModel
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import DataParallelModel
@@ -51,6 +52,7 @@ class BatchSplitController:
             needs_samples=needs_samples,
             current=self.current,
             peaks=PeakModel(slope_mib=None if saved_plan is None else saved_plan.slope_mib),
+            room=allocator_room(os.environ),
         )
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from segapp.datasets.files import check_pairs
 from segapp.datasets.resources import available_bytes
 from segapp.errors import ConfigError, OutOfMemoryError, SegappError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
+from segapp.memory.judge import allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import SimulationJob
 from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
@@ -121,8 +123,8 @@ def planned_advice(config: RunConfig, devices: DevicePlan, device_infos: Sequenc
 def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
     """Return the memory of libraries on each GPU; the driver's memory is already subtracted."""
     if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
-        return OverheadEstimate((0.0,) * num_gpus)
-    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0))
+        return OverheadEstimate((0.0,) * num_gpus, allocator_room(os.environ))
+    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0), allocator_room(os.environ))
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:

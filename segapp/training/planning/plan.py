@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ from segapp.config import RunConfig
 from segapp.config.modes import SpeedEstimate, auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, PeakError, calibrated
+from segapp.memory.judge import allocator_room
 from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
+    BLAS_MIB,
     LARGEST_BATCH,
     Advice,
     Fit,
@@ -104,9 +107,9 @@ def plan_memory(
     mode = mode or choose_mode(small, len(gpus))
     errors: list[PeakError] = []
     images = config.train.effective_batch_size
+    overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)), allocator_room(os.environ))
     with SimulationPool(small) as pool:
         found = _simulated(pool, small, gpus, mode, with_advice=with_advice)
-        overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)))
         if measurement is not None:
             simulated = found.frozen_model if measurement.is_frozen else found.model
             overhead, errors = calibrated(measurement, simulated or found.model, overhead)
@@ -234,10 +237,10 @@ def _simulated(
 ) -> _Simulated:
     facts = pool.facts(mode)
     num_ranks = len(gpus) if mode == "ddp" else 1
-    job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"])
+    job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"], blas_mib=BLAS_MIB)
     changes = variants(facts["precision"], config.data.crop_px, facts["smaller_crop_px"])
     splits = splits_to_simulate(mode, len(gpus))
-    jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes, facts["blocks"]) if with_advice else {}
+    jobs = _advice_jobs(config, job, len(gpus), changes, facts["blocks"]) if with_advice else {}
     asked = [replace(job, split=split) for split in splits]
     has_phases = with_advice and config.model.freeze_epochs is not None
     # If `model.freeze` does not end, the simulated network is the frozen one.
@@ -251,10 +254,11 @@ def _simulated(
 
 
 def _advice_jobs(
-    config: RunConfig, batch_size: int, num_gpus: int, changes: Sequence[Variant], blocks: Sequence[str]
+    config: RunConfig, job: SimulationJob, num_gpus: int, changes: Sequence[Variant], blocks: Sequence[str]
 ) -> dict[str, SimulationJob]:
     """Return jobs of one device with its share of the batch: as configured, with each change, as a rank of ddp."""
-    alone = SimulationJob("single", (max(2, math.ceil(batch_size / num_gpus)),), accumulate=config.train.accumulate)
+    samples = max(2, math.ceil(config.train.batch_size / num_gpus))
+    alone = replace(job, mode="single", split=(samples,), num_ranks=1, eval_px=None)
     jobs = {"config": alone}
     if config.loss.name != "mask_classification":  # other programs upsample logits per pixel before the loss
         jobs["upsampled"] = replace(alone, loss="upsampled")

@@ -151,6 +151,8 @@ class Simulator:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with self.prepared(job, devices, ledger, trace) as (engine, backend):
+                workspaces = self._blas_workspaces(job, devices)
+                ledger.tag(workspaces, "workspaces")
                 batches = [
                     self.batch(sum(job.split), device="cpu" if is_host_batch else devices[0])
                     for _ in range(min(job.accumulate, 2))
@@ -173,6 +175,15 @@ class Simulator:
         peaks = ledger.peaks(first_mark)
         devices_peaks = tuple(phase_peaks(peaks.get(device, {})) for device in devices)
         return SimulationResult(devices_peaks, is_sharded, numbers)
+
+    def _blas_workspaces(self, job: SimulationJob, devices: Sequence[str]) -> list[Tensor]:
+        """Return cuBLAS's workspaces: one for the thread of the forward pass, one for autograd's.
+
+        In dp, an evaluation has threads of its own; a captured graph has a second stream.
+        """
+        num_bytes, has_more = int(job.blas_mib * MIB), job.mode == "dp" or self.assembler.config.train.cuda_graph
+        names = (name for name in devices for _ in range(3 if has_more else 2) if num_bytes)
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=name) for name in names]
 
     @contextlib.contextmanager
     def prepared(

@@ -1,0 +1,106 @@
+"""Plans beside what an NVIDIA H200 took on 2026-11-26 (torch 2.11.0+cu130, driver 580.159, no expandable segments).
+
+`measured_on_h200.json` has the peaks of 48 cases of tests/gpu/figures_plan.py. Many of them shared a process, so a case
+also has the number of cuBLAS's workspaces that the process held. `allocations_on_h200.json.xz` has every allocation of
+13 cases, two steps and an evaluation: positive numbers are bytes, negative ones free an allocation that was made as
+many allocations ago.
+"""
+
+import functools
+import json
+import lzma
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from segapp.memory.judge import FULL_FRAC, PLAIN_FRAC
+from segapp.memory.plan import BLAS_MIB
+from tests.gpu.figures_plan import planned_peaks
+from tests.support import ROOT
+from tests.support.caching_allocator import MIB, least_bytes, replayed
+
+DATA = ROOT / "tests" / "data"
+ROWS = {
+    (row["network"], row["precision"], row["divisor"]): row
+    for row in json.loads((DATA / "measured_on_h200.json").read_text())
+}
+FAST = [("demo", "fp32", 4), ("cityscapes-fast", "amp-bf16", 4), ("camvid", "amp-bf16", 2)]
+TRACED = json.loads(lzma.decompress((DATA / "allocations_on_h200.json.xz").read_bytes()))
+NAMES = [f"{case['network']}, {case['precision']}" for case in TRACED]
+
+
+def events_of(case):
+    """Return (number, bytes) of each allocation, with 0 bytes where it is freed."""
+    events, count = [], 0
+    for number in case["events"]:
+        events.append((count, number) if number >= 0 else (count + number, 0))
+        count += number >= 0
+    return events
+
+
+def held_by(case):
+    """Return the workspaces that the process had before the case, as the peak of the case shows."""
+    alone = replayed(events_of(case), expandable=False).peak_allocated
+    return [int(BLAS_MIB * MIB)] * round((case["peak_allocated_bytes"] - alone) / (BLAS_MIB * MIB))
+
+
+@functools.cache
+def planned(key):
+    """Return the planned peaks of a step and of an evaluation, MiB, from a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(planned_peaks, *key, is_small=False).result()
+
+
+@pytest.mark.parametrize("case", TRACED, ids=NAMES)
+def test_model_of_the_allocator_takes_what_torch_took(case):
+    """The segments of a process of its own are those of torch, one by one; others began with parts of segments."""
+    own = replayed(events_of(case), expandable=False, held=held_by(case))
+    if case["segments"] is not None:
+        assert own.segments == case["segments"]
+        assert own.peak_allocated == case["peak_allocated_bytes"]
+    assert own.peak_allocated == pytest.approx(case["peak_allocated_bytes"], abs=8 * MIB)
+    assert own.peak_reserved == pytest.approx(case["peak_reserved_bytes"], abs=16 * MIB)
+
+
+@pytest.mark.parametrize("case", TRACED, ids=NAMES)
+def test_room_is_enough_for_the_allocator_and_little_is_unused(case):
+    events, held = events_of(case), held_by(case)
+    live = replayed(events, expandable=True, held=held).peak_allocated
+    for is_expandable, room in ((True, FULL_FRAC), (False, PLAIN_FRAC)):
+        allowed = live / room
+        least = least_bytes(events, expandable=is_expandable, held=held)
+        assert least <= allowed + 2 * MIB, is_expandable
+        taken = min(allowed, replayed(events, expandable=is_expandable, held=held).peak_reserved)
+        assert 1 - taken / allowed <= 0.12, is_expandable
+
+
+def test_segments_of_three_cases_are_known():
+    assert [name for name, case in zip(NAMES, TRACED, strict=True) if case["segments"] is not None] == [
+        "ade20k-segformer-b2, amp-bf16",
+        "ade20k-segformer-b2, fp32",
+        "ade20k, amp-bf16",
+    ]
+    assert len({len(case["events"]) for case in TRACED}) == len(TRACED)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, marks=() if key in FAST else pytest.mark.slow, id="{}, {}, /{}".format(*key)) for key in ROWS],
+)
+def test_planned_peaks_are_near_the_measured_ones(key):
+    row = ROWS[key]
+    without = BLAS_MIB * (row["workspaces"] - 2)
+    step_mib, eval_mib = (mib + without for mib in planned(key))
+    for mib, name in ((max(step_mib, eval_mib), "measured_mib"), (eval_mib, "measured_eval_mib")):
+        assert mib == pytest.approx(row[name], rel=0.02, abs=96), name
+
+
+def test_peaks_by_allocation_are_the_plans():
+    """Beside workspaces of cuDNN and the loss, the plan of LR-ASPP has the bytes of the card to 0.1 MiB."""
+    (case,) = [c for c, name in zip(TRACED, NAMES, strict=True) if name == "cityscapes-fast, amp-bf16"]
+    live = replayed(events_of(case), expandable=True, held=held_by(case)).peak_allocated
+    step_mib, _ = planned(("cityscapes-fast", "amp-bf16", 4))
+    assert step_mib == pytest.approx(live / MIB, abs=0.1)
