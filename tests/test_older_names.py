@@ -51,8 +51,8 @@ def test_default_of_each_key_is_that_of_the_stored_run(tmp_path: Path) -> None:
     assert differing == {
         "name", "seed", "data.crop_px", "data.workers", "model.library", "model.name", "model.encoder",
         "model.options.decoder_channels", "model.options.encoder_depth", "schedule.warmup_steps", "train.channels_last",
-        "train.batch_size", "train.epochs", "train.precision", "checkpoint.every_steps", "checkpoint.keep", "log.every_steps",
-        "log.tensorboard",
+        "train.batch_size", "train.epochs", "train.precision", "checkpoint.every_steps", "checkpoint.keep",
+        "log.every_steps", "log.tensorboard",
     }  # fmt: skip
 
 
