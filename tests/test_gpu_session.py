@@ -199,7 +199,7 @@ def test_sanitizer_of_the_path_is_taken_else_its_row_is_skipped(
     ("own", "expected"),
     [
         ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
     ],
     ids=["of trainings", "of the caller"],
 )

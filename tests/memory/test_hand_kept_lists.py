@@ -46,7 +46,11 @@ def cuda_errors():
 
 def test_no_error_that_breaks_the_process_is_one_of_memory():
     """The header says which errors no call survives; an error of memory that one of them caused is not tried again."""
-    broken = {name: text for name, (text, comment) in cuda_errors().items() if "must be terminated" in " ".join(re.findall(r"\w+", comment))}
+    broken = {
+        name: text
+        for name, (text, comment) in cuda_errors().items()
+        if "must be terminated" in " ".join(re.findall(r"\w+", comment))
+    }
     assert {"cudaErrorIllegalAddress", "cudaErrorAssert", "cudaErrorInvalidAddressSpace"} <= broken.keys()
     assert len(broken) >= 10
     for name, text in broken.items():
@@ -111,7 +115,7 @@ def test_parameters_of_two_types_fill_buckets_of_their_own():
 
 
 def test_norm_layers_of_torch_are_known():
-    """By their names: each with parameters is a normalization to the optimizer, those with statistics to the precision."""
+    """The optimizer exempts the parameters of each from decay, and fp16 keeps those with statistics in float32."""
     named = {name: getattr(nn, name) for name in dir(nn) if re.search(r"Norm(\d+d)?$", name)}
     assert len(named) > 15
     statistics = {name for name in named if "Batch" in name or "Instance" in name}
@@ -130,7 +134,7 @@ def test_norm_layers_of_torch_are_known():
 
 
 def test_dropouts_of_torch_are_known():
-    """Each that zeroes values has a mask that does not depend on the split; alpha dropout, of SELU networks, has none."""
+    """Each has a mask that does not depend on the batch split, except alpha dropout, of SELU networks."""
     kinds = subclasses(dropout._DropoutNd) - {dropout._DropoutNd}
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__.startswith("torch.nn")}
     unknown = {name.rpartition(".")[2] for name in names - _BASES.keys()}
