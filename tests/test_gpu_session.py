@@ -102,6 +102,10 @@ def second(device):
     return [Case("meets", lambda: meet("there", "here"))]
 
 
+def allocator(device):
+    return [Case("environment", lambda: {name: value for name, value in os.environ.items() if "ALLOC_CONF" in name})]
+
+
 def hanging(device):
     def hang():
         called("hangs")
@@ -189,6 +193,28 @@ def test_sanitizer_of_the_path_is_taken_else_its_row_is_skipped(
     assert missing(row, "cuda:0") is None
     assert sanitizer_program() == tmp_path / "compute-sanitizer"
     assert missing(next(row for row in ROWS if not row.has_dry_form), "cpu") is not None
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ],
+    ids=["of trainings", "of the caller"],
+)
+def test_rows_have_the_allocator_of_trainings(
+    own: dict[str, str], expected: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    assert run_session([row_of("allocator")], "cpu", folder / "out", minutes=1)
+    (seen,) = outcomes(folder / "out" / "rows" / "allocator.jsonl").values()
+    assert seen["row"] == expected
 
 
 # --- failures and stops ---

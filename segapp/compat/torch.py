@@ -115,6 +115,14 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None
     set_timeout(timeout, group or dist.group.WORLD)
 
 
+def bucket_assignment(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return which tensors, in the order of their gradients, share each bucket of DDP's reducer."""
+    first_bytes, order = dist._DEFAULT_FIRST_BUCKET_BYTES, list(range(len(tensors)))  # type: ignore[attr-defined]
+    assign = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    buckets, _ = assign(list(tensors), [first_bytes, 25 * 2**20], [False] * len(order), order)
+    return buckets
+
+
 def group_store() -> Any:
     """Return a clone of the default process group's store with its own connection, because the first may be waiting."""
     return dist.distributed_c10d._get_default_store().clone()

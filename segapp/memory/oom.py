@@ -33,22 +33,22 @@ _OUT_OF_MEMORY = re.compile(
     r"|(UR_RESULT|PI)_ERROR_OUT_OF_(DEVICE_|HOST_)?MEMORY"  # the drivers of Intel's GPUs
     r"|_ALLOC(ATION)?_FAILED"  # CUBLAS_STATUS_, CUSOLVER_STATUS_; CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ in cuDNN 9
     r"|Failed to (CUDA )?(host )?[mc]?alloc"  # NCCL's last line, behind "unhandled cuda error"
-    r"|CUDNN_STATUS_NOT_SUPPORTED[^\n]*(memory|workspace|alloc)"
+    r"|CUDNN_STATUS_NOT_SUPPORTED(?!_SHARED)[^\n]*(memory|workspace|alloc)"
     r"|DefaultCPUAllocator",
     re.IGNORECASE,
 )
 
 _PERHAPS_OUT_OF_MEMORY = re.compile(
-    r"unable to find an engine to execute this computation"
-    r"|Unable to find a valid cuDNN algorithm"
-    r"|CUDNN_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED_CUDART)"
+    r"[Uu]nable to find (an engine to execute this computation|a valid cuDNN algorithm)"
+    r"|CUDNN_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED_(CUDART|CUDA_DRIVER|CUBLAS))"
     r"|STATUS_NOT_INITIALIZED[^\n]*Create\("
 )
 """cuDNN and cuBLAS raise the same error if memory is short and if they do not support an operation."""
 
 _STICKY = re.compile(
     r"illegal memory access|illegal instruction|device-side assert|misaligned address|launch failure|ECC error"
-    r"|launch timed out|hardware stack error|invalid program counter|invalid address space|NVLink"
+    r"|launch timed out|hardware stack error|invalid program counter|global/shared address space|NVLink|over nvlink"
+    r"|tensor memory not completely freed|MPS client has been terminated|external entity outside of CUDA"
 )
 """After one of these errors, every call of the process on its GPU fails, so a smaller batch does not help."""
 

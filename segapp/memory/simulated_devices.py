@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from segapp.compat.torch import (
     attention_efficient,
     attention_math,
     autocast_operators,
+    bucket_assignment,
     buffer_slots,
     lacks_fake_rule,
     named_arguments,
@@ -348,10 +350,6 @@ def _like(tensor: Tensor, device: str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-_BUCKET_BYTES = 25 * 2**20
-_FIRST_BUCKET_BYTES = 2**20
-
-
 class Buckets:
     """Memory of DistributedDataParallel's reducer, which copies gradients into buckets in the reverse parameter order.
 
@@ -367,25 +365,17 @@ class Buckets:
         self._groups: list[list[nn.Parameter]] = []
         self._flat: dict[int, Tensor] = {}
         self._position: dict[nn.Parameter, tuple[int, int]] = {}
-        self._fill([p for p in reversed(list(parameters)) if p.requires_grad])
+        trained = [p for p in reversed(list(parameters)) if p.requires_grad]
+        for number, indices in enumerate(bucket_assignment(trained)):
+            self._groups.append([trained[i] for i in indices])
+            starts = itertools.accumulate((p.numel() for p in self._groups[-1]), initial=0)
+            self._position |= {p: (number, start) for p, start in zip(self._groups[-1], starts, strict=False)}
         for number in range(0 if is_lazy else len(self._groups)):
             self._allocate(number)
         self.keeps_buckets = not is_lazy
         for parameter in self._position:
             hook: Any = parameter.register_post_accumulate_grad_hook
             hook(self._move)
-
-    def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        size, limit = 0, _FIRST_BUCKET_BYTES
-        for parameter in parameters:
-            same = self._groups and self._groups[-1][0].dtype == parameter.dtype
-            if not same or size >= limit:
-                limit = _FIRST_BUCKET_BYTES if not self._groups else _BUCKET_BYTES
-                self._groups.append([])
-                size = 0
-            self._position[parameter] = len(self._groups) - 1, sum(p.numel() for p in self._groups[-1])
-            self._groups[-1].append(parameter)
-            size += parameter.numel() * parameter.element_size()
 
     def _allocate(self, number: int) -> Tensor:
         group = self._groups[number]

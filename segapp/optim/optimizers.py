@@ -20,7 +20,7 @@ from segapp.parallel.shards import Shards
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm)
+_NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True, order=True)

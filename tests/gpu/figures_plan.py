@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cached_property, partial
 from typing import Any
@@ -17,9 +17,9 @@ from segapp.build.numerics import numerics
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.build.step import StepLayout
 from segapp.config import RunConfig, load_config
-from segapp.memory.judge import ALLOCATOR_VARIABLES, allocator_room
+from segapp.memory.judge import allocator_room
 from segapp.memory.oom import is_out_of_memory
-from segapp.memory.peaks import SimulationJob
+from segapp.memory.peaks import EVAL, PhasePeak, SimulationJob
 from segapp.memory.plan import BLAS_MIB
 from segapp.training.planning.trial import blank_batch, build_trial_engine, evaluate_blank
 from segapp.training.step.engine import StepEngine
@@ -44,9 +44,6 @@ Key = tuple[str, str, int]
 def plan_cases(device: str) -> list[Case]:
     """Return a case for each network, precision and batch: peaks of steps and of an evaluation."""
     place = torch.device(device)
-    with numerics(deterministic=False, tf32=True, cudnn_benchmark=False):  # it chooses the allocator of trainings
-        settings = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
-    os.environ.update(settings)  # for the first call of CUDA, which comes later
     is_gpu = place.type == "cuda"
     keys = [
         (path.stem, precision, divisor)
@@ -108,15 +105,20 @@ def _without_cards() -> None:
     warnings.simplefilter("ignore")
 
 
-def planned_peaks(name: str, precision: str, divisor: int, *, is_small: bool) -> tuple[float, float]:
-    """Plan the memory of one device, as `segapp plan` does: peaks of a step and of an evaluation, in MiB."""
+def planned_phases(name: str, precision: str, divisor: int, *, is_small: bool) -> Mapping[str, PhasePeak]:
+    """Plan the memory of one device, as `segapp plan` does: the peak of each phase."""
     from segapp.training.planning.simulate import build_simulator
 
     config = network_config(name, precision, divisor, is_small=is_small)
     job = SimulationJob("single", (int(config.train.batch_size),), eval_px=config.data.crop_px, blas_mib=BLAS_MIB)
     (phases,) = build_simulator(config).run(job).devices
-    step_mib = max(peak.mib for phase, peak in phases.items() if phase != "eval")
-    return step_mib, phases["eval"].mib
+    return phases
+
+
+def planned_peaks(name: str, precision: str, divisor: int, *, is_small: bool) -> tuple[float, float]:
+    """Return the planned peaks of a step and of an evaluation, in MiB."""
+    phases = planned_phases(name, precision, divisor, is_small=is_small)
+    return max(peak.mib for phase, peak in phases.items() if phase != EVAL), phases[EVAL].mib
 
 
 def plan_row(plans: Plans, place: torch.device, key: Key) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from segapp.build.numerics import numerics
+from segapp.memory.judge import ALLOCATOR_VARIABLES
 from segapp.parallel.launch import signal_when_parent_dies
 from tests.gpu.cases import DONE_VARIABLE, RESULTS_VARIABLE, add_line, outcomes, starts_without_end
 from tests.gpu.report import SESSION, last_states, write_page
@@ -179,6 +181,7 @@ class RunningRow:
         self._num_before = len(names)
         done.write_text("\n".join(names))
         environment = {
+            **allocator_of_trainings(),
             **os.environ,
             DEVICE_VARIABLE: self._device,
             RESULTS_VARIABLE: str(self._results),
@@ -199,6 +202,15 @@ class RunningRow:
                 start_new_session=True,
                 preexec_fn=_prepare_process,
             )
+
+
+def allocator_of_trainings() -> dict[str, str]:
+    """Return the variables of torch's allocator in a training on this machine, which its plans expect.
+
+    torch reads them at the first call of CUDA. A row that needs others sets them in its process before that.
+    """
+    with numerics(deterministic=False, tf32=True, cudnn_benchmark=False):
+        return {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
 
 
 def _prepare_process() -> None:

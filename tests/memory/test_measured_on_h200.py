@@ -3,20 +3,23 @@
 `measured_on_h200.json` has the peaks of 48 cases of tests/gpu/figures_plan.py. Many of them shared a process, so a case
 also has the number of cuBLAS's workspaces that the process held. `allocations_on_h200.json.xz` has every allocation of
 13 cases, two steps and an evaluation: positive numbers are bytes, negative ones free an allocation that was made as
-many allocations ago.
+many allocations ago. `frames_on_h200.json` has what lived at the peaks of these cases, in bytes by the innermost Python
+function.
 """
 
 import functools
 import json
 import lzma
 import multiprocessing
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from segapp.memory.judge import FULL_FRAC, PLAIN_FRAC
+from segapp.memory.peaks import EVAL
 from segapp.memory.plan import BLAS_MIB
-from tests.gpu.figures_plan import planned_peaks
+from tests.gpu.figures_plan import network_config, planned_phases
 from tests.support import ROOT
 from tests.support.caching_allocator import MIB, least_bytes, replayed
 
@@ -27,6 +30,21 @@ ROWS = {
 }
 FAST = [("demo", "fp32", 4), ("cityscapes-fast", "amp-bf16", 4), ("camvid", "amp-bf16", 2)]
 TRACED = json.loads(lzma.decompress((DATA / "allocations_on_h200.json.xz").read_bytes()))
+FRAMES = {
+    (case["network"], case["precision"], case["batch"]): case["bytes_by_frame"]
+    for case in json.loads((DATA / "frames_on_h200.json").read_text())
+}
+KIND_OF_FRAME = {
+    "module.py:convert": "weights",
+    "rollback.py:_common_storage": "buffers",
+    "rollback.py:_take_in": "buffers",
+    "optimizers.py:allocate_state": "optimizer",
+    "parameter.py:__deepcopy__": "average",
+    "storage.py:clone": "average",
+    "autograd": "backward",
+}
+"""What the Python function is for that allocated; "autograd": none, which its threads are. Others: the forward pass."""
+KIND_OF_LEDGER = {"gradients": "backward", "temporaries": "backward"}
 NAMES = [f"{case['network']}, {case['precision']}" for case in TRACED]
 
 
@@ -47,10 +65,15 @@ def held_by(case):
 
 @functools.cache
 def planned(key):
-    """Return the planned peaks of a step and of an evaluation, MiB, from a process of its own."""
+    """Return the planned peak of each phase, from a process of its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(planned_peaks, *key, is_small=False).result()
+        return pool.submit(planned_phases, *key, is_small=False).result()
+
+
+def highest(phases):
+    """Return the peak of a step."""
+    return max((peak for phase, peak in phases.items() if phase != EVAL), key=lambda peak: peak.mib)
 
 
 @pytest.mark.parametrize("case", TRACED, ids=NAMES)
@@ -93,7 +116,8 @@ def test_segments_of_three_cases_are_known():
 def test_planned_peaks_are_near_the_measured_ones(key):
     row = ROWS[key]
     without = BLAS_MIB * (row["workspaces"] - 2)
-    step_mib, eval_mib = (mib + without for mib in planned(key))
+    phases = planned(key)
+    step_mib, eval_mib = highest(phases).mib + without, phases[EVAL].mib + without
     for mib, name in ((max(step_mib, eval_mib), "measured_mib"), (eval_mib, "measured_eval_mib")):
         assert mib == pytest.approx(row[name], rel=0.02, abs=96), name
 
@@ -102,5 +126,26 @@ def test_peaks_by_allocation_are_the_plans():
     """Beside workspaces of cuDNN and the loss, the plan of LR-ASPP has the bytes of the card to 0.1 MiB."""
     (case,) = [c for c, name in zip(TRACED, NAMES, strict=True) if name == "cityscapes-fast, amp-bf16"]
     live = replayed(events_of(case), expandable=True, held=held_by(case)).peak_allocated
-    step_mib, _ = planned(("cityscapes-fast", "amp-bf16", 4))
+    step_mib = highest(planned(("cityscapes-fast", "amp-bf16", 4))).mib
     assert step_mib == pytest.approx(live / MIB, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "key", [("cityscapes-fast", "amp-bf16", 4), ("camvid", "amp-bf16", 2)], ids=lambda key: ", ".join(key[:2])
+)
+def test_kinds_at_the_peak_are_those_of_the_card(key):
+    """The parts of both peaks agree, so that errors of several MiB do not cancel out.
+
+    The workspaces of cuBLAS were there before the first allocation of the case.
+    """
+    batch = int(network_config(*key, is_small=False).train.batch_size)
+    measured, ours = Counter(), Counter()
+    for frame, num_bytes in FRAMES[*key[:2], batch].items():
+        measured[KIND_OF_FRAME.get(frame, "activations")] += num_bytes / MIB
+    for kind, mib in highest(planned(key)).by_kind.items():
+        ours[KIND_OF_LEDGER.get(kind, kind)] += mib
+    assert ours.pop("workspaces") == 2 * BLAS_MIB
+    assert ours.pop("build") < 0.01
+    assert measured.keys() == {"weights", "buffers", "optimizer", "average", "activations"}
+    assert ours.pop("activations") == pytest.approx(measured.pop("activations"), rel=0.025)
+    assert ours == pytest.approx(dict(measured), abs=0.02)

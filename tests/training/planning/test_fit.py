@@ -14,6 +14,7 @@ from segapp.training.session import run_session
 from tests.support import ROOT
 from tests.support.runs import events, merged, segapp, train
 
+FP32 = "train.precision=fp32"
 EOMT = [
     "model.encoder=tu-vit_large_patch16_dinov3",
     "model.options={num_queries: 100, num_blocks: 4}",
@@ -47,7 +48,7 @@ def test_eomt_vit_l_trains_batches_of_16_on_24_gib(capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_deeplabv3_r101_trains_batches_of_8_on_two_11_gib(capsys):
-    plan = planned("cityscapes.yaml", "2x11GiB", "model.name=deeplabv3_resnet101", "data.crop_px=[769,769]")
+    plan = planned("cityscapes.yaml", "2x11GiB", "model.name=deeplabv3_resnet101", "data.crop_px=[769,769]", FP32)
     chosen, every, nothing = (of(plan, 8, name) for name in ("chosen", "all", "off"))
     assert chosen["fits"]
     assert not nothing["fits"]
