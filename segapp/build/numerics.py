@@ -21,7 +21,7 @@ from segapp.accelerator import accelerator_of
 from segapp.build.own_parts import fp32_part
 from segapp.config import RunConfig, TrainConfig
 from segapp.errors import ConfigError
-from segapp.memory.judge import ALLOCATOR_VARIABLES
+from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 
 
 def with_precision(config: RunConfig, devices: Sequence[torch.device]) -> RunConfig:
@@ -160,7 +160,7 @@ def _environment(environ: MutableMapping[str, str], *, deterministic: bool) -> I
         chosen[CUBLAS_VARIABLE] = _WORKSPACE
     # Expandable segments do not fragment when sizes change; the driver supports them on Linux.
     if sys.platform == "linux" and torch.version.cuda and not any(name in environ for name in ALLOCATOR_VARIABLES):
-        chosen[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+        chosen[ALLOCATOR_VARIABLES[0]] = EXPANDABLE_SEGMENTS
     added = [name for name in chosen if name not in environ]
     environ.update({name: chosen[name] for name in added})
     try:

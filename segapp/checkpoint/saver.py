@@ -2,10 +2,10 @@
 
 Training waits for the check and the copy of the state in memory. One thread writes the copy: it serializes and hashes
 in one pass, syncs and renames. There is never a second writer. A due save is skipped while the last one is being
-written, and until 20 times the duration of the last one has passed since it began. If a skipped state is the best one,
-it is kept in memory and written before the next one: a resumed training takes the best score from its checkpoint, so
-best.pt must not be older. A command, a stop and the end of the run always save. A save that fails leaves the older
-checkpoints as they are, emits an alert, and is tried again with the present state.
+written, and until 20 times the duration of the last one, copy and write, has passed since it began. If a skipped state
+is the best one, it is copied all the same, kept in memory and written before the next one: a resumed training takes the
+best score from its checkpoint, so best.pt must not be older. A command, a stop and the end of the run always save. A
+save that fails leaves the older checkpoints as they are, emits an alert, and is tried again with the present state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVING_SHARE = 0.05
 """Due saves, each of them its copy and its write, take at most this share of the time."""
 
 _TOLD_GAP_S = 10.0
-"""Skipped saves are reported, once, if due saves are at least so far apart."""
+"""Skipped saves are reported, once, if due saves are at least 10 s apart."""
 
 RETRY_S = 30.0
 """Seconds until a failed save is tried again; the time doubles after each failure, up to `MAX_RETRY_S`."""
@@ -152,16 +152,16 @@ class CheckpointSaver:
             return
         if is_best:
             with self._during_save():
-                began_s, self.has_kept_best = time.perf_counter(), True
+                self.has_kept_best = True
                 captured = replace(self._capture(), is_best=True)
-                if self._ranks.is_main:
-                    self._kept_best = self._copied(captured) or self._kept_best
-                    self._begun_s += (time.perf_counter() - began_s) / SAVING_SHARE  # this copy counts, too
+                if self._ranks.is_main and self._is_finite(captured):
+                    self._kept_best = None  # this copy gets its memory
+                    self._kept_best = self._copied(captured)
         if self._gap_s >= _TOLD_GAP_S and not self._has_told_of_skips:
             self._has_told_of_skips = True
             message = (
                 f"a save takes {self._gap_s * SAVING_SHARE:.1f} s: the next checkpoints that are due are skipped until "
-                f"{self._gap_s:.0f} s after its beginning, and the best one is kept in memory"
+                f"{self._gap_s:.0f} s after that save began, and the best one is kept in memory"
             )
             self._event_log.emit(Alert(kind="checkpoint", message=message))
 
@@ -177,7 +177,8 @@ class CheckpointSaver:
             self._begun, self._begun_s = replace(captured.position), time.monotonic()
             self._retry_at_s, self._problem, self.has_kept_best = None, None, False
             if self._ranks.is_main:
-                self._enqueue(self._copied(captured, is_shared=is_last))
+                is_finite = self._is_finite(captured)
+                self._enqueue(None if not is_finite else captured if is_last else self._copied(captured))
                 if self._unwritten:
                     self._start_writer(time.perf_counter() - began_s)
             if is_last or failpoint("ckpt.background") == "sync":
@@ -186,8 +187,9 @@ class CheckpointSaver:
     def finish(self, position: Position, *, is_required: bool) -> None:
         """Wait for the writer, and save the state at `position` if it is not saved yet; every rank must call it.
 
-        StorageError: `is_required`, and it could not be written; otherwise an alert is emitted.
-        NonFiniteError: `is_required`, and a weight is not finite.
+        Raises:
+            StorageError: `is_required`, and it could not be written; otherwise an alert is emitted.
+            NonFiniteError: `is_required`, and a weight is not finite.
         """
         if not (self.wait() and self._begun == position):
             self.begin(is_last=True)
@@ -225,7 +227,7 @@ class CheckpointSaver:
         `is_still` returns True while the training thread has not moved; if it has, the copy may be inconsistent.
         Returns why the state could not be saved; None if it is saved.
         """
-        copied = self._copied(captured)
+        copied = self._copied(captured) if self._is_finite(captured) else None
         if not is_still():
             return "the training moved on"
         if not self._join_writer(_EXCHANGE_S):
@@ -244,8 +246,8 @@ class CheckpointSaver:
             return True
         return self.written_for_s() is None and time.monotonic() - self._begun_s >= self._gap_s
 
-    def _copied(self, captured: Captured, *, is_shared: bool = False) -> Captured | None:
-        """Return a copy of a state, or `is_shared`, the state; None, with an alert, if a number is not finite."""
+    def _is_finite(self, captured: Captured) -> bool:
+        """Return True if the state can be saved; emit an alert if one of its numbers is not finite."""
         if failpoint("ckpt.capture") == "nan":
             name, weight = next(iter(captured.state["model"].items()))
             captured.state["model"][name] = weight.new_full(weight.shape, float("nan"))
@@ -254,9 +256,11 @@ class CheckpointSaver:
         except NonFiniteError as error:
             self._problem = error
             self._event_log.emit(Alert(kind="checkpoint", message=str(error), step=captured.position.step))
-            return None
-        state = captured.state if is_shared else snapshot(captured.state)
-        return replace(captured, state=state, position=replace(captured.position))
+            return False
+        return True
+
+    def _copied(self, captured: Captured) -> Captured:
+        return replace(captured, state=snapshot(captured.state), position=replace(captured.position))
 
     def _enqueue(self, captured: Captured | None) -> None:
         """Let the writer, which must be idle, write the best state that is not on disk yet, and then `captured`."""

@@ -67,7 +67,7 @@ class TrainLoader:
             )
         self.dataset = dataset
         self.batch_size = batch_size
-        self._order = lru_cache(2)(order or uniform_order(len(dataset), seed))  # this epoch's and the next one's
+        self._order = lru_cache(2)(order or uniform_order(len(dataset), seed))  # of this epoch and the next one
         self.rank = rank
         self.world_size = world_size
         self._divide = divide or (lambda num_samples: plan_shares(num_samples, world_size))

@@ -9,7 +9,6 @@ than 90 %, or the estimate is an upper bound), `ok`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -27,6 +26,9 @@ PLAIN_FRAC = 0.86
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Settings of torch's allocator; the first that is set applies."""
+
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+"""The setting of a training on Linux with CUDA, unless the user has set another."""
 
 MARGIN_FRAC = 0.02
 """Share of its memory that a change by `auto` must free on the fullest device."""
@@ -281,10 +283,9 @@ class SplitJudge:
 
 def allocator_room(environ: Mapping[str, str]) -> float:
     """Return the share of a device's memory for tensors; the rest is for the fragments of torch's allocator."""
-    settings = next((environ[name] for name in ALLOCATOR_VARIABLES if name in environ), None)
-    if settings is None:  # a training switches them on if the driver supports them
-        return FULL_FRAC if sys.platform == "linux" else PLAIN_FRAC
-    return FULL_FRAC if "expandable_segments:true" in settings.replace(" ", "").lower() else PLAIN_FRAC
+    settings = next((environ[name] for name in ALLOCATOR_VARIABLES if name in environ), "")
+    is_expandable = EXPANDABLE_SEGMENTS.lower() in settings.replace(" ", "").lower()
+    return FULL_FRAC if is_expandable else PLAIN_FRAC
 
 
 def usable_mib(total_mib: float | None, used_mib: float | None, reserved_mib: float | None) -> float | None:

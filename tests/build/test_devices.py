@@ -14,6 +14,7 @@ from segapp.build.devices import choose_devices, plan_devices
 from segapp.config import RunConfig, modes, validate_config
 from segapp.config.modes import FEATURES, Feature, SpeedEstimate, check_mode
 from segapp.errors import ConfigError
+from segapp.memory.peaks import SimulationJob
 from segapp.training.planning import plan
 from segapp.training.planning.plan import _advice_jobs, choose_mode
 
@@ -207,10 +208,11 @@ def test_device_of_an_unknown_kind_is_refused_by_its_key(device: str) -> None:
 
 def test_plan_simulates_no_mode_in_which_a_feature_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     staged = config_of({"mode": "model", "stages": {"backbone": 0, "classifier": 1}})
-    assert [job.mode for job in _advice_jobs(staged, 8, 2, [], []).values()] == ["single", "single", "ddp"]
+    job = SimulationJob("model", (3, 5), 2, 4, eval_px=(64, 96), blas_mib=32.0)
+    assert [job.mode for job in _advice_jobs(staged, job, 2, [], []).values()] == ["single", "single", "ddp"]
     with pytest.raises(ConfigError, match=r"parallel\.stages does not support parallel\.mode: dp: use model"):
         check_mode(staged, "dp")
     alone = Feature("train.tf32", ("single",), lambda config: config.train.tf32)
     monkeypatch.setattr(modes, "FEATURES", (*FEATURES, alone))
-    assert [job.mode for job in _advice_jobs(config_of(), 8, 2, [], []).values()] == ["single", "single"]
+    assert [job.mode for job in _advice_jobs(config_of(), job, 2, [], []).values()] == ["single", "single"]
     assert plan_devices(config_of()).mode == "single"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_skipped_saves_are_reported_once_if_they_are_far_apart(training: Trainin
         training.saver.begin_or_skip()
         assert len(training.alerts()) == num_alerts
     assert training.alerts() == [
-        "a save takes 0.6 s: the next checkpoints that are due are skipped until 12 s after its beginning, "
+        "a save takes 0.6 s: the next checkpoints that are due are skipped until 12 s after that save began, "
         "and the best one is kept in memory"
     ]
 
@@ -209,15 +210,31 @@ def test_best_state_waits_in_memory_until_the_next_save(training: Training, is_w
     assert [(event.step, event.is_best) for event in training.checkpoints()] == [(1, False), (4, True), (9, False)]
 
 
-def test_copies_of_best_states_count_as_saving(training: Training) -> None:
-    training.copy_s, training.store.write_s = 1.0, 3.0
+def test_states_that_improve_all_the_time_delay_no_due_save(training: Training) -> None:
+    """A kept best is a copy in memory; if each moved the next save, a run that improves would never be saved."""
+    training.copy_s, training.store.write_s = 0.25, 3.0
+    for number in range(1, 400):
+        training.position, training.metric = Position(step=number), number / 400
+        training.saver.begin_or_skip(is_best=True)
+        assert training.saver.wait()
+        training.now_s += 0.55
+    begun = [event.step for event in training.checkpoints()]
+    assert begun[0] == 1
+    gap_s = 20 * (0.25 + 3.0)
+    assert len(begun) >= int(399 * (0.25 + 0.55) / (gap_s + 3.0 + 0.8))
+
+
+def test_former_best_is_dropped_before_the_next_copy(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    training.store.write_s = 50.0
     training.saver.begin()
     assert training.saver.wait()
-    evaluations(training, [0.3, 0.2, 0.7])
-    training.now_s = 1001.0 + 20 * (1.0 + 3.0) + 20 * (1.0 + 1.0) - 0.5
-    assert not training.saver.is_affordable()
-    training.now_s += 0.5
-    assert training.saver.is_affordable()
+    evaluations(training, [0.3])
+    kept = weakref.ref(training.saver._kept_best.state["model"]["weight"])
+    alive = []
+    copy = module.snapshot
+    monkeypatch.setattr(module, "snapshot", lambda state: alive.append(kept() is not None) or copy(state))
+    evaluations(training, [0.7])
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("way", ["better", "same position", "failed write", "failed training", "not finite", "hang"])

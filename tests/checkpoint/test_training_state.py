@@ -205,6 +205,16 @@ def test_non_finite_number_is_found_anywhere(part, dtype, bad):
         require_finite(state)
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_non_finite_number_of_each_tensor_is_found(number):
+    dtypes = (torch.float32, torch.complex64, torch.float16, torch.float64)
+    tensors = [torch.ones(3 + i, dtype=dtype) for i, dtype in enumerate(dtypes)]
+    require_finite({"model": dict(zip("abcd", tensors, strict=True))})
+    tensors[number][2] = float("nan")
+    with pytest.raises(NonFiniteError, match=rf"model\.{'abcd'[number]} is not finite"):
+        require_finite({"model": dict(zip("abcd", tensors, strict=True))})
+
+
 def test_non_finite_metric_is_never_best(tmp_path):
     save(tmp_path, 1, metric=0.5, is_best=True)
     assert not save(tmp_path, 2, metric=float("nan"), is_best=True).is_best

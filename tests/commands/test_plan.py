@@ -1,15 +1,19 @@
 """`segapp plan` and `segapp profile` as a person meets them."""
 
+import contextlib
 import json
+import types
 
 import pytest
 import torch
 import yaml
 
-from segapp.commands.plan import _for_these_gpus, _gpu_specs
+from segapp.commands.plan import _gpu_specs, print_plan
+from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuStatus
+from segapp.memory.judge import ALLOCATOR_VARIABLES
 from segapp.memory.plan import GpuSpec
-from segapp.training.planning.plan import _precision
+from segapp.training.planning.plan import _precision, plan_memory
 from tests.support.runs import merged, segapp
 
 
@@ -63,12 +67,48 @@ def test_plan_says_what_auto_becomes(tiny, precision, fp32_part, words):
     assert _precision(config, {"precision": "amp-bf16", "fp32_part": fp32_part}) == words
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "amp-fp16"), ((8, 0), "amp-bf16")])
-def test_gpus_of_this_machine_decide_the_precision(tiny, monkeypatch, capability, expected):
+@pytest.mark.parametrize(
+    ("gpus", "capability", "expected"),
+    [("here", (7, 5), "amp-fp16"), ("here", (8, 0), "amp-bf16"), ("1GiB", (7, 5), "auto")],
+)
+def test_gpus_of_this_machine_decide_the_precision(folder, monkeypatch, gpus, capability, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, (9, 0))[device.index])
-    assert _for_these_gpus(merged(tiny)).train.precision == expected
+    monkeypatch.setattr("segapp.memory.gpus.query_gpus", lambda: [GpuStatus("", "", 0.0, 24e3, None, None)] * 2)
+    planned = []
+
+    def plan_memory(config, *_, **__):
+        planned.append(config.train.precision)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("segapp.commands.plan.plan_memory", plan_memory)
+    with pytest.raises(ConfigError, match="seen"):
+        print_plan(str(folder / "tiny.yaml"), [], gpus, None)
+    assert planned == [expected]
+
+
+@pytest.mark.parametrize(
+    ("environ", "room"), [({}, 0.95), ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, 0.86)]
+)
+def test_plan_has_the_room_that_a_training_will_have(tiny, monkeypatch, environ, room):
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    found = []
+
+    def planner(_model, _gpus, overhead, *_):
+        found.append(overhead.room)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("segapp.training.planning.plan.SimulationPool", lambda _: contextlib.nullcontext())
+    simulated = types.SimpleNamespace(model=None, facts={"smallest_chunk": 1, "needs_samples": None})
+    monkeypatch.setattr("segapp.training.planning.plan._simulated", lambda *_, **__: simulated)
+    monkeypatch.setattr("segapp.training.planning.plan.Planner", planner)
+    with pytest.raises(ConfigError, match="seen"):
+        plan_memory(merged(tiny), (GpuSpec(1000.0),))
+    assert found == [room]
 
 
 def test_missing_config_is_one_clear_line(folder):

@@ -81,5 +81,6 @@ def test_each_kind_casts_as_cuda_does():
         "binary_cross_entropy": "RuntimeError",
         "casts of a weight": 1,
         "casts of an activation": 2,
+        "casts of a computed weight": 2,
         "casts of a weight to float32": 2,
     }

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 import segapp.memory.judge as module
 from segapp.chunks import plan_chunks
-from segapp.memory.judge import SplitJudge, usable_mib
+from segapp.memory.judge import (
+    EXPANDABLE_SEGMENTS,
+    FULL_FRAC,
+    PLAIN_FRAC,
+    SplitJudge,
+    allocator_room,
+    usable_mib,
+)
 from segapp.memory.peaks import PeakModel
 
 
@@ -177,3 +184,25 @@ def test_judge_read_from_json_is_the_same(judge: SplitJudge) -> None:
 def test_json_that_is_no_judge_is_a_value_error(values: dict) -> None:
     with pytest.raises(ValueError, match="not the facts of a split"):
         SplitJudge.from_json(values)
+
+
+@pytest.mark.parametrize(
+    ("environ", "room"),
+    [
+        ({}, PLAIN_FRAC),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : True"}, FULL_FRAC),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, FULL_FRAC),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, PLAIN_FRAC),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE_SEGMENTS}, PLAIN_FRAC),
+        ({"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS, "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, FULL_FRAC),
+    ],
+)
+def test_room_is_by_the_first_setting_of_the_allocator(environ: dict[str, str], room: float) -> None:
+    assert allocator_room(environ) == room
+
+
+@pytest.mark.parametrize(("room", "tight_from", "full_from"), [(FULL_FRAC, 0.90, 0.95), (PLAIN_FRAC, 0.81, 0.86)])
+def test_tight_and_full_follow_the_room(room: float, tight_from: float, full_from: float) -> None:
+    for frac, level in ((tight_from - 0.005, "ok"), (tight_from + 0.005, "tight"), (full_from + 0.005, "won't fit")):
+        peaks = PeakModel({(4, 4): (100.0, 1000 * frac)})
+        assert SplitJudge(8, 2, usable_mib=[1000, 1000], peaks=peaks, room=room).fit_of((4, 4))[0] == level

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from segapp import failpoints
+from segapp.checkpoint.saver import CheckpointSaver
 from segapp.config import RunConfig
 from segapp.datasets.pool import BatchPool
 from segapp.datasets.sampling import sample_order
+from segapp.inference.evaluate import Evaluation
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.training.request import TrainRequest
@@ -107,17 +109,26 @@ def test_stopped_run_with_workers_takes_the_course_without(
 
 
 def test_changed_split_at_a_border_keeps_the_batches(
-    tiny: dict[str, Any], tmp_path: Path, batches: list[Loaded], at_step: Callable[..., None]
+    tiny: dict[str, Any],
+    tmp_path: Path,
+    batches: list[Loaded],
+    at_step: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parallel = {"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1}
     assert train(loading(tiny, 0, parallel=parallel), tmp_path / "plain") == 0
     expected = batches.copy()
     batches.clear()
-    at_step(3, lambda: send_command(tmp_path / "run", parse_command("set gpu0_bsz=2")))
-    assert train(loading(tiny, 2, parallel=parallel), tmp_path / "run") == 0
+    at_step(STEPS_PER_EPOCH + 3, lambda: send_command(tmp_path / "run", parse_command("set gpu0_bsz=2")))
+    scores = iter([0.9, 0.5, 0.4])  # the first epoch is saved as the best one
+    monkeypatch.setattr(Evaluation, "monitored", lambda *_: next(scores))
+    monkeypatch.setattr(CheckpointSaver, "_is_affordable", lambda _: True)
+    assert train(loading(tiny, 2, parallel=parallel, checkpoint={"every_epochs": 1000}), tmp_path / "run") == 0
     assert batches == expected
     splits = [(step["epoch"], step["split"]) for step in events(tmp_path / "run", "step")]
-    assert splits == [(1, [1, 1])] * STEPS_PER_EPOCH + [(e, [2, 0]) for e in (2, 3) for _ in range(STEPS_PER_EPOCH)]
+    assert splits == [(e, [2, 0] if e == 3 else [1, 1]) for e in (1, 2, 3) for _ in range(STEPS_PER_EPOCH)]
+    saved = [save["step"] for save in events(tmp_path / "run", "checkpoint")]
+    assert saved == [STEPS_PER_EPOCH * epoch for epoch in (1, 2, 3)], "the best, before the change, and at the end"
     changed = [loss for _, loss in losses(tmp_path / "run")]
     assert changed == pytest.approx([loss for _, loss in losses(tmp_path / "plain")], rel=1e-5)
     assert_no_children()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from segapp import failpoints
+from segapp.checkpoint.saver import CheckpointSaver
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import dump_config
 from segapp.inference.evaluate import Evaluation
@@ -60,6 +61,32 @@ def test_fourteen_short_epochs_do_not_wait_for_the_writer(
         assert expected.step == found.step
         for part in ("model", "ema"):
             torch.testing.assert_close(found.state[part], expected.state[part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "affordable", "saved"),
+    [
+        ([0.1, 0.9], [True], [(1, True), (2, True)]),  # the last epoch is the best
+        ([0.3, 0.6, 0.2, 0.5, 0.4], [True, False, False, True, True], [(1, True), (2, True), (4, False), (5, False)]),
+    ],
+)
+def test_best_epoch_is_saved_as_soon_as_a_save_is_affordable(
+    tiny: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scores: list[float],
+    affordable: list[bool],
+    saved: list[tuple[int, bool]],
+) -> None:
+    """No epoch is due, so only best epochs are saved, and the end. The third epoch cannot save the second."""
+    left, verdicts = iter(scores), iter(affordable)
+    monkeypatch.setattr(Evaluation, "monitored", lambda *_: next(left))
+    monkeypatch.setattr(CheckpointSaver, "_is_affordable", lambda _: next(verdicts))
+    config = merged(tiny, train={"epochs": len(scores), "batch_size": 10}, checkpoint={"every_epochs": 1000, "keep": 9})
+    assert train(config, tmp_path / "run") == 0
+    assert [(save["epoch"], save["is_best"]) for save in events(tmp_path / "run", "checkpoint")] == saved
+    best_epoch = 1 + scores.index(max(scores))
+    assert load_checkpoint(tmp_path / "run", "best").last_epoch == best_epoch
 
 
 @pytest.mark.slow

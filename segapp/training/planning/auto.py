@@ -230,10 +230,10 @@ def check_host_memory(config: RunConfig, num_images: int) -> None:
         return
     if needed <= free:
         return
-    beside = f" next to the batches that {workers} data workers load ahead" if workers else ""
+    ahead = f" next to the batches that {workers} data workers load ahead" if workers else ""
     raise OutOfMemoryError(
         f"a step of {num_images} crops of {height} x {width} px needs {needed / 2**30:.1f} GiB of memory at least, and "
-        f"{free / 2**30:.1f} GiB are free{beside}: lower data.crop_px = {[height, width]}"
+        f"{free / 2**30:.1f} GiB are free{ahead}: lower data.crop_px = {[height, width]}"
         + _fewer_images(config, num_images, free / needed)
     )
 

@@ -14,7 +14,7 @@ from segapp.config import RunConfig
 from segapp.config.modes import SpeedEstimate, auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, PeakError, calibrated
-from segapp.memory.judge import allocator_room
+from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room
 from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     BLAS_MIB,
@@ -107,7 +107,9 @@ def plan_memory(
     mode = mode or choose_mode(small, len(gpus))
     errors: list[PeakError] = []
     images = config.train.effective_batch_size
-    overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)), allocator_room(os.environ))
+    if overhead is None:
+        room = allocator_room({ALLOCATOR_VARIABLES[-1]: EXPANDABLE_SEGMENTS, **os.environ})  # as a training sets it
+        overhead = OverheadEstimate(context_mib(mode, len(gpus)), room)
     with SimulationPool(small) as pool:
         found = _simulated(pool, small, gpus, mode, with_advice=with_advice)
         if measurement is not None:

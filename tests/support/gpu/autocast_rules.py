@@ -65,6 +65,8 @@ def main() -> None:
             found: dict[str, object] = {name: dtype_of(call) for name, call in calls.items()}
             found["casts of a weight"] = casts(ledger, lambda: half.matmul(weight))
             found["casts of an activation"] = casts(ledger, lambda: half.matmul(single))
+            computed = weight.tanh()  # requires a gradient, but is no weight
+            found["casts of a computed weight"] = casts(ledger, lambda: half.matmul(computed))
             found["casts of a weight to float32"] = casts(ledger, half_weight.exp)
     print(json.dumps(found))
 

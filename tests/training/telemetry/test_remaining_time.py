@@ -147,3 +147,13 @@ def test_recorded_trainings_end_when_it_was_estimated(shape: str) -> None:
         if is_later and (eta_s is None or abs(eta_s - left_s) > max(0.15 * left_s, 1.0)):
             wrong.append((place, left_s, eta_s))
     assert not wrong
+
+
+def test_saves_take_a_twentieth_of_the_time_with_their_writes() -> None:
+    """A copy of 0.5 s and a write of 1.5 s: within 400 s there is time for ten, and the first and the last are made."""
+    timetable = Timetable(50, 3)
+    left = timetable.whole_run()
+    assert left.saves == 50
+    assert timetable.saves_within(left, 400.0, 0.5 + 1.5) == 12
+    assert timetable.saves_within(left, 4000.0, 0.5 + 1.5) == 50
+    assert timetable.saves_within(left, 400.0, 0.0) == 50
