@@ -18,7 +18,7 @@ from segapp.training.planning.simulate import Simulator
     ("mode", "cuda_graph", "num_each"), [("single", False, 2), ("ddp", False, 2), ("dp", False, 3), ("single", True, 3)]
 )
 def test_blas_workspaces_are_by_thread_and_stream(mode: Mode, cuda_graph: bool, num_each: int) -> None:
-    """One each for the forward pass and autograd; in dp one for an evaluation's threads, with a graph for its stream."""
+    """One for the forward pass and one for autograd; a third in dp, for an evaluation's threads, or for a graph."""
     config = validate_config(
         {"name": "w", "data": {"format": "camvid", "root": "."}, "train": {"cuda_graph": cuda_graph}}
     )
