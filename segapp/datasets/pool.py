@@ -68,6 +68,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory; torch's DataLoader calls it in a thread of its own."""
+        return Batch(self.images.pin_memory(), self.target.pin_memory(), self.indices)
+
 
 def collate(parts: Sequence[Batch], *, shared: bool = False, pinned: bool = False) -> Batch:
     """Return batches of images of one size as one batch.
@@ -272,7 +276,8 @@ class BatchPool:
         try:
             loaded = [self._next(part) for part in self._work.parts(batch)]
             is_pinned = self.options.pin_memory
-            return loaded[0] if len(loaded) == 1 and not is_pinned else collate(loaded, pinned=is_pinned)
+            joined = loaded[0] if len(loaded) == 1 else collate(loaded, pinned=is_pinned)
+            return joined.pin_memory() if is_pinned and not self._workers else joined
         except BaseException:  # the workers may still send parts of this batch
             self.close()
             raise
@@ -303,6 +308,7 @@ class BatchPool:
             sampler=self._work,
             collate_fn=_unchanged,
             num_workers=self._workers,
+            pin_memory=self.options.pin_memory,  # parts, too: to join them then copies without page faults
             prefetch_factor=2 * self._num_parts,  # two batches per worker, in parts
             timeout=_POLL_S,
             worker_init_fn=start_worker,
