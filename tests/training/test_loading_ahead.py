@@ -17,6 +17,7 @@ from segapp.datasets.sampling import sample_order
 from segapp.inference.evaluate import Evaluation
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
+from segapp.training.control import inbox
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
@@ -120,6 +121,7 @@ def test_changed_split_at_a_border_keeps_the_batches(
     expected = batches.copy()
     batches.clear()
     at_step(STEPS_PER_EPOCH + 3, lambda: send_command(tmp_path / "run", parse_command("set gpu0_bsz=2")))
+    monkeypatch.setattr(inbox, "POLL_S", 1e9)  # only the border of an epoch reads the folder again
     scores = iter([0.9, 0.5, 0.4])  # the first epoch is saved as the best one
     monkeypatch.setattr(Evaluation, "monitored", lambda *_: next(scores))
     monkeypatch.setattr(CheckpointSaver, "_is_affordable", lambda _: True)

@@ -43,10 +43,10 @@ class Inbox:
             self._handled = set(read_answers(_read_rare(folder.events)))
             remove_answered(self._path, self._handled)
 
-    def has_commands(self) -> bool:
-        """Return True if commands wait; reads the folder at most four times per second."""
+    def has_commands(self, *, is_due: bool = False) -> bool:
+        """Return True if commands wait; reads the folder at most four times per second unless it is due."""
         now_s = time.monotonic()
-        if self._path is not None and now_s - self._polled_s >= POLL_S:
+        if self._path is not None and (is_due or now_s - self._polled_s >= POLL_S):
             self._polled_s = now_s
             self._remove_answered()
             self._waiting = drain_commands(self._path, self._handled)
@@ -54,9 +54,7 @@ class Inbox:
 
     def take(self, *, is_last: bool = False) -> list[ReceivedCommand]:
         """Return the waiting commands in the order of sending, each once; `is_last`: read the folder now."""
-        if is_last:
-            self._polled_s = -POLL_S
-        self.has_commands()
+        self.has_commands(is_due=is_last)
         taken, self._waiting = self._waiting, []
         self._handled.update(received.id for received in taken)
         return taken

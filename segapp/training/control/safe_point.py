@@ -92,7 +92,7 @@ class SafePoint:
         is_stop, is_save, has_commands, is_overdue = context.ranks.any_of(
             context.signals.is_set,
             context.signals.take_checkpoint_request(),
-            controller.inbox.has_commands(),
+            controller.inbox.has_commands(is_due=is_due),
             self._saver.is_overdue(),
         )
         self._pace()

@@ -82,7 +82,7 @@ def test_ranks_with_fast_steps_skip_the_same_polls(
     requests = types.SimpleNamespace(is_paused=False, stop=None, wants_checkpoint=False)
     controller = types.SimpleNamespace(
         requests=requests,
-        inbox=types.SimpleNamespace(has_commands=lambda: False),
+        inbox=types.SimpleNamespace(has_commands=lambda is_due: False),
     )
     context = types.SimpleNamespace(
         ranks=ranks,
