@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from segapp.accelerator import ACCELERATORS, CUDA, GPUS, accelerator_of
-from segapp.build.speed import estimate_speed
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
@@ -59,9 +58,7 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
         mode, mode_reason = "ddp", "started as a rank"
     elif mode == "auto":
         against_ddp = _against_ddp(devices, is_one_process=is_one_process)
-        mode, mode_reason = auto_mode(
-            config, len(devices), against_ddp, lambda: estimate_speed(config, len(devices), devices)
-        )
+        mode, mode_reason = auto_mode(config, len(devices), against_ddp)
     check_mode(config, mode)
     if config.train.cuda_graph and not accelerator_of(devices[0]).can_capture:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The parallel modes that each feature supports: one table for config checks, `auto`, planner and step assembly."""
+"""The parallel modes that each feature supports, for config checks, planner and step assembly; the mode of `auto`."""
 
 from __future__ import annotations
 
@@ -72,60 +72,25 @@ def has_step(config: RunConfig, mode: Mode) -> bool:
     return all(feature.is_of_mode for feature in unsupported(config, mode))
 
 
-NEARLY = 0.95
-"""Share of ddp's speed that dp must reach to be selected by `auto`."""
-
-
-@dataclass(frozen=True)
-class SpeedEstimate:
-    """Estimated seconds of a step in dp and in ddp; `is_measured` if the speeds of this machine are known."""
-
-    dp_s: float
-    ddp_s: float
-    is_measured: bool
-
-    @property
-    def text(self) -> str:
-        """Both times as a sentence."""
-        source = "estimated" if self.is_measured else "estimated for a machine with RTX 3090s"
-        return f"dp {1000 * self.dp_s:.0f} ms per step, ddp {1000 * self.ddp_s:.0f} ms ({source})"
-
-
-def auto_mode(
-    config: RunConfig,
-    num_devices: int,
-    against_ddp: str | None = None,
-    estimate: Callable[[], SpeedEstimate | None] = lambda: None,
-) -> tuple[Mode, str]:
+def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = None) -> tuple[Mode, str]:
     """Return the mode of `parallel.mode: auto`, and the reason; no reason on one device.
-
-    The fastest mode that supports all features of the config is chosen. With an uneven split, dp is chosen if it is
-    about as fast as ddp, because one process uses less memory and can change its split and its micro-batches without a
-    restart.
 
     Args:
         config: the complete config; `train.batch_size` is 0 while it is unknown.
         num_devices: number of devices.
         against_ddp: why ranks cannot be started on these devices; None: they can.
-        estimate: returns the times of a step with a split; None if they cannot be estimated.
     """
     if num_devices == 1:
         return "single", ""
+    if config.train.cuda_graph:
+        return "single", "train.cuda_graph works with single only"
+    if config.parallel.stages is not None:
+        return "model", "parallel.stages works with model only"
+    if config.parallel.has_split:
+        return "dp", "gpu0_bsz or shares is set"
     if against_ddp is None and 0 < config.train.batch_size < num_devices:
         against_ddp = f"a batch of {config.train.batch_size} does not give every device an image"
-    reason = "gpu0_bsz or shares is set" if config.parallel.has_split else against_ddp
-    wanted: Mode = "ddp" if reason is None else "dp"
-    if wanted == "dp" and against_ddp is None and has_step(config, "ddp"):
-        speed = estimate()
-        if speed is not None:
-            wanted = "dp" if NEARLY * speed.dp_s <= speed.ddp_s else "ddp"
-            reason = f"with gpu0_bsz or shares the faster one, dp if it is nearly as fast: {speed.text}"
-    against_wanted = next(unsupported(config, wanted), None)
-    if against_wanted is None:
-        return wanted, reason or "one process for each GPU is the fastest"
-    others: tuple[Mode, ...] = ("ddp", "dp", "single", "model") if against_ddp is None else ("dp", "single", "model")
-    mode = next((mode for mode in others if next(unsupported(config, mode), None) is None), wanted)
-    return mode, f"{against_wanted.key} works with {_listed(against_wanted.modes)} only"
+    return ("ddp", "one process for each GPU is the fastest") if against_ddp is None else ("dp", against_ddp)
 
 
 def _listed(words: tuple[str, ...]) -> str:

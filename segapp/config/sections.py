@@ -433,13 +433,13 @@ class ParallelConfig(Section):
 
     mode: Literal["auto", "single", "dp", "ddp", "model"] = "auto"
     """single: one device. dp: one process for several devices. ddp: one process per GPU. model: layers on several
-    devices. auto: single on one device and ddp on several; dp if gpu0_bsz or shares is set and dp is predicted to reach
-    95 % of the speed of ddp; another mode if the config needs it. Change it to force a mode."""
+    devices. auto: single on one device, ddp on several, dp if gpu0_bsz or shares is set, model if stages is set,
+    single with train.cuda_graph. Change it to force a mode."""
     devices: str | list[int | str] = "auto"
     """auto (all visible GPUs, the one with the most free memory first), one device ("cuda:1", "mps", "xpu"), or a list
     ([0, 1], [cpu, cpu]). The first is "GPU 0" of this documentation. Change it to use only some GPUs."""
     gpu0_bsz: Count | Literal["auto"] | None = None
-    """Images of a batch on GPU 0, the first of parallel.devices (dp, ddp). With mode: auto it may select dp. null: an
+    """Images of a batch on GPU 0, the first of parallel.devices (dp, ddp). With mode: auto it selects dp. null: an
     even batch split; 0: GPU 0 holds weights only; auto: balanced by memory. Change it if GPU 0 runs out of memory
     first."""
     shares: list[Count] | None = None

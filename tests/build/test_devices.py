@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from segapp.build import devices as module
-from segapp.build import speed
 from segapp.build.devices import choose_devices, plan_devices
 from segapp.config import RunConfig, modes, validate_config
-from segapp.config.modes import FEATURES, Feature, SpeedEstimate, check_mode
+from segapp.config.modes import FEATURES, Feature, check_mode
 from segapp.errors import ConfigError
 from segapp.memory.peaks import SimulationJob
-from segapp.training.planning import plan
 from segapp.training.planning.plan import _advice_jobs, choose_mode
 
 
@@ -29,15 +27,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "choose_devices", choose)
     monkeypatch.setattr(module.dist, "is_nccl_available", lambda: True)
-    estimate_steps(monkeypatch, dp_s=0.1, ddp_s=0.1)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def estimate_steps(monkeypatch: pytest.MonkeyPatch, *, dp_s: float, ddp_s: float) -> None:
-    found = SpeedEstimate(dp_s, ddp_s, is_measured=True)
-    monkeypatch.setattr(module, "estimate_speed", lambda *_: found)
-    monkeypatch.setattr(plan, "_assumed_speed", lambda *_: found)
 
 
 def config_of(parallel: dict[str, Any] | None = None, batch_size: int = 8, **sections: Any) -> RunConfig:
@@ -49,7 +40,7 @@ def config_of(parallel: dict[str, Any] | None = None, batch_size: int = 8, **sec
     ("section", "mode", "why"),
     [
         ({}, "ddp", "one process for each GPU"),
-        ({"gpu0_bsz": 2}, "dp", "nearly as fast: dp 100 ms per step, ddp 100 ms (estimated)"),
+        ({"gpu0_bsz": 2}, "dp", "gpu0_bsz or shares"),
         ({"gpu0_bsz": "auto"}, "dp", "gpu0_bsz or shares"),
         ({"shares": [2, 3, 3]}, "dp", "gpu0_bsz or shares"),
         ({"devices": ["cpu", "cpu"]}, "dp", "logical devices"),
@@ -66,49 +57,6 @@ def test_mode_of_a_section_and_the_reason_for_it(section: dict[str, Any], mode: 
     assert why in found.mode_reason
     assert bool(why) == bool(found.mode_reason)
     assert f"mode {mode}" in found.description
-
-
-@pytest.mark.parametrize(("dp_s", "mode"), [(0.099, "dp"), (0.105, "dp"), (0.106, "ddp"), (0.5, "ddp")])
-def test_auto_takes_dp_if_it_has_95_percent_of_the_speed(
-    monkeypatch: pytest.MonkeyPatch, dp_s: float, mode: str
-) -> None:
-    estimate_steps(monkeypatch, dp_s=dp_s, ddp_s=0.1)
-    for section in ({"gpu0_bsz": 2}, {"shares": [2, 3, 3]}):
-        config = config_of(section)
-        assert plan_devices(config).mode == choose_mode(config, 3) == mode
-        assert plan_devices(config, is_one_process=True).mode == "dp"
-    assert plan_devices(config_of({"gpu0_bsz": 2}, 2)).mode == "dp", "ddp needs an image for every rank"
-
-
-def test_work_of_a_step_is_counted_for_each_crop() -> None:
-    """By hand: a convolution of 3x3 has 2 * 9 * C_in * C_out operations for each output pixel; three passes."""
-
-    class OneLayer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Conv2d(3, 8, 3, padding=1)
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return self.layer(images).relu()
-
-    config = config_of(data={"format": "camvid", "root": ".", "crop_px": [64, 96]})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speed, "build_network", lambda *_, **__: OneLayer())
-        assert speed.count_work(config) == speed.StepWork(3 * 2, 3 * 2 * 9 * 3 * 8 * 64 * 96)
-
-
-@pytest.mark.parametrize(("flops_per_s", "is_dp"), [(1e12, True), (1e18, False)])
-def test_slow_gpus_hide_the_dispatches_of_dp(monkeypatch: pytest.MonkeyPatch, flops_per_s: float, is_dp: bool) -> None:
-    monkeypatch.setattr(speed, "count_work", lambda _: speed.StepWork(1000, 1e12))
-    monkeypatch.setattr(speed, "measure_dispatch_s", lambda: 1e-5)
-    monkeypatch.setattr(speed, "measure_flops_per_s", lambda *_: flops_per_s)
-    devices = [torch.device("cuda", index) for index in range(3)]
-    found = speed.estimate_speed(config_of({"gpu0_bsz": 2}), 3, devices)
-    assert found is not None
-    if is_dp:
-        assert found.dp_s == found.ddp_s == pytest.approx(3 * 1e12 / 0.5e12), "three images on the fullest GPU"
-    else:
-        assert (found.dp_s, found.ddp_s) == pytest.approx((3 * speed.DP_OVERHEAD * 0.01, 0.01))
 
 
 def test_auto_takes_dp_where_ranks_are_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +97,7 @@ EOMT = {
 @pytest.mark.parametrize(
     ("parallel", "sections", "mode", "why"),
     [
-        ({"gpu0_bsz": 2}, COMPILED, "ddp", "train.compile works with single or ddp only"),
-        ({"devices": ["cpu", "cpu"]}, COMPILED, "single", "train.compile works with single or ddp only"),
+        ({}, {"train": {"cuda_graph": True}}, "single", "train.cuda_graph works with single only"),
         ({}, COMPILED, "ddp", "the fastest"),
         ({}, DISTILLED, "ddp", "the fastest"),
         ({"devices": ["cpu", "cpu"]}, EOMT, "dp", "logical devices"),
@@ -164,6 +111,13 @@ def test_auto_takes_a_mode_that_does_what_the_config_asks(
     found = plan_devices(config)
     assert (found.mode, choose_mode(config, 3)) == (mode, "ddp" if "devices" in parallel else mode)
     assert why in found.mode_reason
+
+
+def test_split_in_a_mode_that_cannot_do_the_rest_is_refused() -> None:
+    for config in (config_of({"gpu0_bsz": 2}, **COMPILED), config_of({"devices": ["cpu", "cpu"]}, **COMPILED)):
+        with pytest.raises(ConfigError, match=r"train\.compile does not support parallel\.mode: dp: use single or ddp"):
+            plan_devices(config)
+    assert plan_devices(config_of({"gpu0_bsz": 2, "mode": "ddp"}, **COMPILED)).mode == "ddp"
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.key)
@@ -215,4 +169,3 @@ def test_plan_simulates_no_mode_in_which_a_feature_does_not_work(monkeypatch: py
     alone = Feature("train.tf32", ("single",), lambda config: config.train.tf32)
     monkeypatch.setattr(modes, "FEATURES", (*FEATURES, alone))
     assert [job.mode for job in _advice_jobs(config_of(), job, 2, [], []).values()] == ["single", "single"]
-    assert plan_devices(config_of()).mode == "single"

@@ -11,7 +11,7 @@ from typing import Any
 
 from segapp.chunks import Mode
 from segapp.config import RunConfig
-from segapp.config.modes import SpeedEstimate, auto_mode, check_mode, has_step
+from segapp.config.modes import auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, PeakError, calibrated
 from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room
@@ -69,16 +69,9 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
             value=section.shares,
         )
     if mode == "auto":
-        mode = auto_mode(config, num_gpus, estimate=lambda: _assumed_speed(config, num_gpus))[0]
+        mode = auto_mode(config, num_gpus)[0]
     check_mode(config, mode)
     return "single" if mode == "dp" and num_gpus == 1 else mode
-
-
-def _assumed_speed(config: RunConfig, num_gpus: int) -> SpeedEstimate | None:
-    """Return the times of a step in dp and in ddp on assumed GPUs; imports torch, which a plan otherwise avoids."""
-    from segapp.build.speed import estimate_speed
-
-    return estimate_speed(config, num_gpus)
 
 
 def plan_memory(
