@@ -26,7 +26,6 @@ from segapp.tui import control, keys, layout, themes
 from segapp.tui.dialogs import EventScreen, HelpScreen, StopScreen, TrainerLogScreen, copy
 from segapp.tui.following import MarkedRuns, ShownRun
 from segapp.tui.glyphs import ASCII, UNICODE
-from segapp.tui.graphics import Graphics
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import ChartOptions, Viewport
 from segapp.tui.panes.events import GROUPS
@@ -66,7 +65,6 @@ class MonitorApp(App[None]):
         settings_file: Path | None = None,
         seen_file: Path | None = None,
         ascii_only: bool = False,
-        graphics: Graphics | None = None,
         has_trainer_ended: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
@@ -75,7 +73,7 @@ class MonitorApp(App[None]):
         self.glyphs = ASCII if ascii_only else UNICODE
         self.is_ascii = ascii_only
         has_color = not ascii_only and "NO_COLOR" not in os.environ
-        self.columns = layout.Columns(self.glyphs, has_color=has_color, graphics=graphics, write=self._write_control)
+        self.columns = layout.Columns(self.glyphs, has_color=has_color)
         self.chart = self.columns.chart
         self.failure: Exception | None = None
         """The error that ended the TUI; None if the user left."""

@@ -1,6 +1,5 @@
 """The panes in two columns: the visible ones for a size of the terminal, their titles and documentation pages."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from textual.containers import Horizontal, Vertical
@@ -10,7 +9,6 @@ from textual.widget import Widget
 from segapp.run.calibration import read_calibration
 from segapp.tui.following import MarkedRuns, ShownRun, series_of_metric
 from segapp.tui.glyphs import Glyphs
-from segapp.tui.graphics import Graphics
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import LossChart
 from segapp.tui.panes.classes import ClassesPane, classes_title
@@ -91,13 +89,11 @@ def plan_layout(
 class Columns(Horizontal):
     """Left: the chart or the images, the throughput and the events. Right: the devices, gpu0_bsz and the classes."""
 
-    def __init__(
-        self, glyphs: Glyphs, *, has_color: bool, graphics: Graphics | None, write: Callable[[str], None]
-    ) -> None:
+    def __init__(self, glyphs: Glyphs, *, has_color: bool) -> None:
         self._glyphs = glyphs
         self._layout = ScreenLayout(frozenset())
         self.chart = LossChart(glyphs, id="loss", classes="pane")
-        self.pictures = PictureView(has_color=has_color, graphics=graphics, write=write, id="pictures", classes="pane")
+        self.pictures = PictureView(has_color=has_color, id="pictures", classes="pane")
         self.events, self.devices, self.gpu0, self.table = EventsPane(), DevicesPane(), Gpu0Pane(), ClassesPane()
         self._throughput = LiteralText(id="throughput", classes="lines")
         self._left = Vertical(self.chart, self.pictures, self._throughput, self.events, id="left")

@@ -21,7 +21,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "notify": ("off", "bell", "osc9", "osc777"),
     "x_axis": X_AXES,
     "sort": SORTS,
-    "pictures": ("auto", "blocks"),
 }
 
 
@@ -42,8 +41,6 @@ class UiSettings:
     sort: str = "worst"
     notify: str = "bell"
     """How the end of a run and an alert are announced: `off`, `bell`, or a desktop notification by OSC 9 or 777."""
-    pictures: str = "auto"
-    """`blocks` draws sample images as half blocks even if the terminal supports images."""
     keymap: dict[str, str] = field(default_factory=dict)
     """Keys that replace the defaults: `toggle_pause = "p"`."""
 

@@ -11,7 +11,6 @@ from segapp.run.folder import RunFolder, find_run
 from segapp.run.words import printable
 from segapp.tui import themes
 from segapp.tui.app import MonitorApp
-from segapp.tui.graphics import find_graphics
 from segapp.tui.panes.header import state_label
 from segapp.tui.settings import load_settings, seen_path, settings_path
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
@@ -50,7 +49,6 @@ def run_ui(
     if theme is not None:
         settings.theme = themes.find_theme(theme)
     check_terminal()
-    is_ascii = ascii_only or is_ascii_only()
     app = MonitorApp(
         LiveSource(folder),
         readonly=readonly,
@@ -58,8 +56,7 @@ def run_ui(
         settings=settings,
         settings_file=file,
         seen_file=seen_path(),
-        ascii_only=is_ascii,
-        graphics=None if is_ascii or settings.pictures == "blocks" else find_graphics(),
+        ascii_only=ascii_only or is_ascii_only(),
         has_trainer_ended=has_trainer_ended,
     )
     _lower_priority()

@@ -38,7 +38,6 @@ class Terminal:
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
             os.execv(sys.executable, [sys.executable, "-c", code, str(run.folder.path)])
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
-        os.write(self.fd, b"\x1b[?62;22c")  # the answer to what the screen asks first: no pictures
 
     def read_until(self, wanted: bytes, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s

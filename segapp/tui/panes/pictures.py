@@ -1,4 +1,4 @@
-"""Sample images in the terminal: real images if it supports them, else half blocks of two pixels per cell.
+"""Sample images in the terminal, in half blocks: two pixels per cell.
 
 Without color, they are drawn in characters and letters. A file of a run contains a validation image, its prediction and
 its target next to each other, in the colors of the classes.
@@ -6,21 +6,19 @@ its target next to each other, in the colors of the classes.
 
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from rich.color import Color, ColorSystem
+from rich.color import Color
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import BindingType
 from textual.content import Content
-from textual.geometry import Region
 from textual.strip import Strip
 
 from segapp.run.words import printable
-from segapp.tui.graphics import KITTY_COLORS, Graphics, kitty_codes, kitty_rows, sixel_codes
 from segapp.tui.widgets import StripWidget
 from segapp.view.view import View
 from segapp.view.wording import clip
@@ -83,9 +81,7 @@ class PictureKey(NamedTuple):
 class PictureView(StripWidget):
     """Shows a PNG of the run's `samples`: its three pictures, labeled and as large as possible, with their classes.
 
-    In color it draws half blocks, otherwise characters by brightness, and a letter per class. In a terminal with
-    `graphics`, the pictures are real: Kitty replaces text by them, and sixels are drawn over the half blocks. Their
-    codes are written to the terminal by `write`.
+    In color it draws half blocks, otherwise characters by brightness, and a letter per class.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text", "picture-view--name", "picture-view--label"}
@@ -98,13 +94,9 @@ class PictureView(StripWidget):
     """
     BINDINGS: ClassVar[list[BindingType]] = [("up", "image(-1)", "previous image"), ("down", "image(1)", "next image")]
 
-    def __init__(
-        self, *, has_color: bool, graphics: Graphics | None, write: Callable[[str], None], **keywords: str
-    ) -> None:
+    def __init__(self, *, has_color: bool, **keywords: str) -> None:
         super().__init__(**keywords)
-        self._has_color, self._graphics, self._write = has_color, graphics, write
-        self._sixels: list[tuple[Region, str]] = []
-        """Position in the pane and codes of each picture; empty unless the terminal supports sixel."""
+        self._has_color = has_color
         self._paths: dict[PictureKey, Path] = {}
         self._shown: PictureKey | None = None
         self._names: dict[Rgb, str] = {}
@@ -160,7 +152,6 @@ class PictureView(StripWidget):
     def build(self) -> list[Strip]:
         """Return the labeled pictures with their legend, or why there are none."""
         width, height = self.content_size
-        self._sixels = []
         if self._shown is None:
             return [self._text("no sample images yet: each evaluation writes some")]
         if width < 2 or height < 2:
@@ -180,7 +171,7 @@ class PictureView(StripWidget):
         )
         letters = dict(zip(legend, string.ascii_uppercase, strict=False))
         blocks = [
-            [self._text(label, "label"), *self._draw_part(picture, i, letters if i else {}, plan)]
+            [self._text(label, "label"), *self._draw(picture, letters if i else {}, plan.width, plan.height)]
             for i, (label, picture) in enumerate(zip(_LABELS, pictures, strict=True))
         ]
         return self._join(plan, blocks, self._legend(legend, letters, plan))
@@ -223,46 +214,6 @@ class PictureView(StripWidget):
 
     def _text(self, text: str, name: str = "text") -> Strip:
         return Strip([Segment(text, self.get_component_rich_style(f"picture-view--{name}"))])
-
-    def _draw_part(self, image: Any, index: int, letters: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
-        """Return one of the three pictures, and send it to a terminal that supports images."""
-        from PIL.Image import Resampling
-
-        drawn = self._draw(image, letters, plan.width, plan.height)
-        cells = drawn[0].cell_length, len(drawn)
-        if self._graphics is None or not self._has_color:
-            return drawn
-        size = cells[0] * self._graphics.cell_px[0], cells[1] * self._graphics.cell_px[1]
-        scaled = image.resize(size, Resampling.NEAREST if index else Resampling.BICUBIC)
-        if self._graphics.protocol == "sixel":
-            place = index % plan.columns * (plan.width + 1), index // plan.columns * (plan.height + 1) + 1
-            self._sixels.append((Region(*place, *cells), sixel_codes(scaled)))
-            return drawn
-        if self.app.console.color_system == "standard":  # too few colors to name the image
-            return drawn
-        color, (red, green, blue) = Color.from_rgb(*KITTY_COLORS[index]), KITTY_COLORS[index]
-        number = red << 16 | green << 8 | blue
-        if self.app.console.color_system == "256":
-            number = color.downgrade(ColorSystem.EIGHT_BIT).number or 0
-        self._write(kitty_codes(scaled, number, cells))
-        return [Strip([Segment(row, Style(color=color))], cells[0]) for row in kitty_rows(cells)]
-
-    def render_lines(self, crop: Region) -> list[Strip]:
-        """Return lines of the pane; sixels are drawn over them after they are displayed."""
-        lines = super().render_lines(crop)
-        if self._sixels:
-            self.call_after_refresh(self._draw_sixels)
-        return lines
-
-    def _draw_sixels(self) -> None:
-        """Draw the pictures, except those below a message; draw none if a dialog is open."""
-        if not self.is_on_screen or self.screen is not self.app.screen:
-            return
-        messages = [message.region for message in self.screen.query("Toast")]
-        for place, codes in self._sixels:
-            region = place.translate(self.content_region.offset)
-            if not any(region.overlaps(message) for message in messages):
-                self._write(f"\x1b7\x1b[{region.y + 1};{region.x + 1}H{codes}\x1b8")
 
     def _draw(self, image: Any, letters: dict[Rgb, str], width: int, height: int) -> list[Strip]:
         """Return a picture as large as possible; class colors use the nearest pixel, an image is averaged."""
