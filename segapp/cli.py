@@ -839,19 +839,6 @@ def models(
     print_models(pattern, size, with_memory=memory, with_speed=speed, as_json=json_out)
 
 
-@app.command()
-def profile(
-    overrides: Overrides = None,
-    config: ConfigOption = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Number of steps to time.")] = 3,
-    json_out: JsonFlag = False,
-) -> None:
-    """Run a few training steps and show where their time and memory go."""
-    from segapp.commands.profile import print_profile
-
-    print_profile(config, overrides or [], steps, as_json=json_out)
-
-
 @app.command("check-part")
 def check_part(
     words: Annotated[

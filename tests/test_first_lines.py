@@ -29,7 +29,6 @@ COMMANDS = {
     "models": "models unet",
     "plan": "plan --config demo --gpus 1x8000MiB",
     "predict": "predict demo photos --out out",
-    "profile": "profile --config demo",
     "report": "report demo",
     "requeue-code": "requeue-code demo 75",
     "schema": "schema",
@@ -91,7 +90,7 @@ def test_every_command_prints_before_it_imports_torch() -> None:
     found = json.loads(done.stdout)
     assert {name for name, (end, text) in found.items() if not text} == set(), found
     importing = {name for name, (end, _) in found.items() if end == "torch"}
-    assert importing >= {"eval", "export", "predict", "profile", "train", "compare", "report", "sweep"}
+    assert importing >= {"eval", "export", "predict", "train", "compare", "report", "sweep"}
     assert not importing & {"attach", "completion", "ctl", "docs", "init", "ls", "plan", "schema", "status"}
 
 

@@ -45,7 +45,6 @@ COMMANDS: dict[str, list[str]] = {
     "completion": ["completion", "bash"],
     "plan": ["plan", "--config", "config.yaml", "--gpus", "1x4000MiB", "model.weights_backbone=imagenet"],
     "models": ["models", "resnet18", "--memory"],
-    "profile": ["profile", "--config", "config.yaml", "--steps", "2"],
     "check-part": ["check-part", "./own_parts.py:BrierLoss", "--as", "loss"],
     "docs": ["docs", "train"],
     "ckpt": ["ckpt", "verify", "stranger"],

@@ -1,6 +1,6 @@
 """Assemble a training step from a config: model, criterion, optimizer, parallel wrapper and engine.
 
-Training, the memory planner, `segapp profile`, the smoke run and the automatic batch all build their engine here, so
+Training, the memory planner, the smoke run and the automatic batch all build their engine here, so
 the plan describes the real training. A `DeviceBackend` has the differences between real devices and the planner's.
 """
 

@@ -407,7 +407,7 @@ class TrainConfig(Section):
     end runs that no longer improve."""
     channels_last: Annotated[bool | Literal["auto"], OnResume] = "auto"
     """Use the NHWC memory format. auto: on GPUs, for convolutional models in half precision or TF32. Change it if
-    segapp profile shows that the other value is faster."""
+    segapp train --smoke shows that the other value is faster."""
     compile: Annotated[bool, OnResume] = False
     """Compile the forward and backward pass with torch.compile; not with the modes dp and model, nor with distill.
     Change it to true for long runs on a GPU; the first step takes minutes."""

@@ -52,8 +52,6 @@ class PeakMoment:
 
     num_bytes: int
     by_kind: dict[str, int]
-    by_module: dict[str, int]
-    """Bytes other than weights and buffers, by the module that created them."""
     largest: tuple[Allocation, ...]
 
 
@@ -240,10 +238,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _moment(self, device: str, alive: set[int]) -> PeakMoment:
         own = [a for a in (self.allocations[number] for number in alive) if a.device == device]
         by_kind: Counter[str] = Counter()
-        by_module: Counter[str] = Counter()
         for allocation in own:
             by_kind[allocation.kind] += allocation.num_bytes
-            if allocation.module and allocation.kind not in _PARTS_OF_A_MODEL:
-                by_module[allocation.module] += allocation.num_bytes
         largest = tuple(sorted(own, key=lambda a: -a.num_bytes)[:8])
-        return PeakMoment(sum(by_kind.values()), dict(by_kind.most_common()), dict(by_module.most_common()), largest)
+        return PeakMoment(sum(by_kind.values()), dict(by_kind.most_common()), largest)

@@ -118,7 +118,7 @@ def all_commands() -> list[tuple[str, ...]]:
         "predict": ("there", ".", "--out", "out"), "calibrate": ("there",), "export": ("there", "--out", "o.onnx"),
         "check": CONFIG, "init": (".",), "report": ("there",), "compare": ("there", "there"), "suspects": ("there",),
         "status": ("there",), "completion": ("bash",), "plan": (*CONFIG, "--gpus", "1x8GiB"), "models": ("lraspp",),
-        "profile": CONFIG, "check-part": ("torch.optim:SGD", "--as", "optim"), "docs": ("train",), "ls": (),
+        "check-part": ("torch.optim:SGD", "--as", "optim"), "docs": ("train",), "ls": (),
         "schema": (), "doctor": (), "ckpt": ("list", "there"),
     }  # fmt: skip
     assert set(words) == set(typer.main.get_command(app).commands), "a new command belongs here"  # type: ignore[attr-defined]

@@ -80,7 +80,6 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train", "--smoke", "--config", "run.yaml"),
         ("train", "--plain", "--config", "run.yaml", "parallel.mode=ddp", "parallel.devices=[cpu,cpu]"),
         ("plan", "--config", "run.yaml", "seed=1", "--gpus", "2x8GiB"),
-        ("profile", "--config", "run.yaml"),
         ("check", "--config", "run.yaml"),
         ("check-part", "--config", "run.yaml"),
         ("sweep", "--config", "run.yaml", "seed=1,2"),

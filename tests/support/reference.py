@@ -430,7 +430,6 @@ INTERNAL = {
     "TORCH_CPP_LOG_LEVEL": "set for torch's agent",
     "NO_ALBUMENTATIONS_UPDATE": "set, never read",
     "OPENCV_FFMPEG_LOGLEVEL": "set, never read",
-    "KINETO_LOG_LEVEL": "set, never read",
     "PYTHONUNBUFFERED": "set for child processes",
     "PYTHONWARNINGS": "set for child processes",
 }
