@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["PYTHONSAFEPATH"] = "1"  # for the processes that libraries start
     announce_torch()
     is_json = any(word.partition("=")[0] == "--json" for word in arguments)
-    with trusting("--trust-parts" in arguments), _one_line_errors(is_debug, as_json=is_json):
-        words = [word for word in arguments if word not in ("--debug", "--trust-parts")]
+    words = [word for word in arguments if word not in ("--debug", "--trust-parts")]
+    with trusting("--trust-parts" in arguments), _one_line_errors(is_debug, words[:1], as_json=is_json):
         while True:
             try:
                 sys.exit(app(words, standalone_mode=False) or 0)
@@ -94,7 +94,7 @@ def _open_closed_streams() -> None:
 
 
 @contextlib.contextmanager
-def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
+def _one_line_errors(is_debug: bool, command: list[str], *, as_json: bool) -> Iterator[None]:
     """Print an error that a user can act on as one line, or also as JSON, and exit with the exit code of its class."""
     import typer
 
@@ -103,6 +103,9 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     try:
         yield
     except usage_error as error:
+        from segapp.config.words import why_removed
+
+        error.message = why_removed(" ".join(["segapp", *command])) or error.message
         if as_json:
             _print_json(ConfigError(error.format_message()))
         error.message = "\n".join(map(printable, error.message.split("\n")))

@@ -9,11 +9,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 import segapp
+from segapp.cli import app
 from segapp.config import (
     RunConfig,
     config_schema,
@@ -25,10 +27,12 @@ from segapp.config import (
     resume_differences,
     validate_config,
 )
+from segapp.config import words as words_module
 from segapp.config.load import changed_keys, config_hash, config_of, kept_on_resume
-from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, words_of
+from segapp.config.words import KEYS_ELSEWHERE, REMOVED, VALUES_ELSEWHERE, known_keys, meant_word, words_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
+from tests.support import ROOT
 from tests.support.reference import config_reference
 
 MINIMAL = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
@@ -487,3 +491,55 @@ def test_yaml_bomb_is_refused_in_bounded_time(tmp_path: Path, text: str, expecte
     start_s = time.process_time()
     assert expected in refusal(tmp_path, text)
     assert time.process_time() - start_s < 10
+
+
+def test_removed_keys_and_values_say_what_to_do_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "train.speed": "use A",
+        "loss.plus.shape": "use B",
+        "loss.name=edges": "use C",
+        "optim.options.x": "use D",
+    }
+    monkeypatch.setattr(words_module, "REMOVED", rows)
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        yaml.safe_dump({"name": "x", "data": {"format": "camvid", "root": "d"}})
+        + "train:\n  speed: 3\n  epoch: 4\nloss:\n  name: edges\n  plus:\n    - name: dice\n      shape: 2\n"
+        + "optim:\n  options:\n    x: 1\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    lines = str(caught.value).splitlines()[1:]
+    assert sorted(line.partition("c.yaml:")[2] for line in lines) == [
+        "12: loss.plus.0.shape was removed: use B",
+        "15: optim.options.x was removed: use D",
+        "6: train.speed was removed: use A",
+        "7: unknown key train.epoch: did you mean train.epochs?",
+        "9: loss.name = 'edges' was removed: use C",
+    ]
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_was_removed_exists_no_longer(name: str) -> None:
+    key, _, word = name.partition("=")
+    if name.startswith("segapp "):
+        assert name.removeprefix("segapp ") not in typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    elif word:
+        assert word not in words_of(tuple(key.split(".")))
+    else:
+        assert tuple(key.split(".")) not in set(known_keys())
+    assert REMOVED[name] in " ".join((ROOT / "segapp" / "docs" / "changes.md").read_text().split())
+
+
+def test_config_with_another_loss_drops_the_options_at_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    base = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
+    whole = validate_config({**base, "optim": {"name": "adam"}}).model_dump(mode="json")
+    path.write_text(yaml.safe_dump(whole))
+    config = load_config(path, ["loss.name=dice", "optim.name=sgd", "optim.options.nesterov=true"])
+    assert config.loss.options == {"smooth": 1.0}
+    assert config.optim.options == {"nesterov": True}
+    whole["optim"]["options"] = {"betas": [0.5, 0.9]}
+    path.write_text(yaml.safe_dump(whole))
+    with pytest.raises(ConfigError, match=r"unknown key optim\.options\.betas: no option of sgd: use nesterov"):
+        load_config(path, ["optim.name=sgd"])

@@ -16,6 +16,7 @@ from torch import nn
 from segapp.__main__ import main
 from segapp.cli import app, schema
 from segapp.config import load_config
+from segapp.config import words as words_module
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.errors import ConfigError, DataError, SegappError, StorageError
 from segapp.inference.predict.predictor import check_same_classes, check_same_pixels
@@ -89,6 +90,18 @@ def test_a_wrong_word_is_json_too(words: list[str], problem: str, capsys: pytest
     assert problem in error["message"]
     assert problem in printed.err
     assert printed.err.startswith("Usage: ")
+
+
+def test_a_removed_command_says_what_to_do_instead(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(words_module, "REMOVED", {"segapp measure": "use perf"})
+    with pytest.raises(SystemExit) as ended:
+        main(["measure", "run", "--json"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert json.loads(printed.out)["error"]["message"] == "segapp measure was removed: use perf"
+    assert "segapp measure was removed: use perf" in printed.err
 
 
 def test_a_wrong_key_is_named_with_its_file_and_value(tmp_path: Path) -> None:

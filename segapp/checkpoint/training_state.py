@@ -22,7 +22,6 @@ from segapp.checkpoint.snapshot import as_storable, find_non_finite, num_tensor_
 from segapp.config import RunConfig, resume_differences
 from segapp.errors import CheckpointError, NonFiniteError, accepted_words
 from segapp.models.weights import load_mapped_tensors, load_tensors, peek_tensors
-from segapp.older import CHECKPOINT_KEYS, renamed
 from segapp.run.checkpoints import (
     BEST,
     FORMAT,
@@ -369,7 +368,7 @@ def read_state(file: BinaryIO, path: Path, label: str, read: Reader = load_tenso
         )
     if not all(isinstance(about.get(key), int) for key in _POSITION):
         raise CheckpointError(f"{label} has no step, epoch and position: use another checkpoint", path=path)
-    return renamed(dict(state), CHECKPOINT_KEYS)
+    return dict(state)
 
 
 def _why_not_loaded(error: Exception) -> str:

@@ -27,7 +27,6 @@ from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import MAX_CHARS, MAX_NODES, parse_yaml
 from segapp.custom.trust import check_known
 from segapp.errors import ConfigError, SegappError, closest_words, without_secrets
-from segapp.older import say, upgraded
 
 MAX_PROBLEMS = 50
 """Maximum number of listed problems; further ones are only counted."""
@@ -200,25 +199,20 @@ def _check_secrets(raw: Any, locations: KeyLocations, loc: tuple[str, ...] = ())
 
 
 def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = None) -> RunConfig:
-    """Return a nested mapping as a config; raise one ConfigError that lists every problem.
-
-    Names of older versions are replaced by the present names, with one message.
-    """
+    """Return a nested mapping as a config; raise one ConfigError that lists every problem."""
     locations = locations or KeyLocations()
     try:
         check_values(raw, MAX_NODES, MAX_CHARS)
     except ValueError as error:
         raise ConfigError(f"the config cannot be read: {error}", path=locations.path) from None
-    today, notes = upgraded(raw)
-    say(notes, locations.path)
     try:
-        config = RunConfig.model_validate(today)
+        config = RunConfig.model_validate(raw)
     except ValidationError as error:
         items = error.errors()
         found = describe_problems(items[:MAX_PROBLEMS], locations)
         raise _all_problems(found, locations.path, len(items) - MAX_PROBLEMS) from None
     problems = [
-        ConfigError(f"{locations.place(loc)}: {key}: {text}", key=key, value=_value_at(today, loc))
+        ConfigError(f"{locations.place(loc)}: {key}: {text}", key=key, value=_value_at(raw, loc))
         for key, text in combination_problems(config)
         for loc in [tuple(key.split("."))]
     ]

@@ -15,10 +15,17 @@ from segapp.config.options import UNKNOWN_OPTION
 from segapp.config.parts import part_names
 from segapp.config.sections import MAX_LABELS, DataConfig, LossConfig, ParallelConfig, RunConfig
 from segapp.config.values import section_of
-from segapp.config.words import LISTS_OF_SECTIONS, description_of, meant_key, meant_word, options_of, words_of
+from segapp.config.words import (
+    LISTS_OF_SECTIONS,
+    description_of,
+    meant_key,
+    meant_word,
+    options_of,
+    why_removed,
+    words_of,
+)
 from segapp.custom.names import PART_PATTERN, is_part
 from segapp.errors import ConfigError
-from segapp.older import upgraded
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
 def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
     """Return the key paths of values that conflict with each other; None if single values are invalid."""
     try:
-        config = RunConfig.model_validate(upgraded(raw)[0])
+        config = RunConfig.model_validate(raw)
     except ValidationError:
         return None
     return frozenset(tuple(key.split(".")) for key, _ in combination_problems(config))
@@ -92,7 +99,10 @@ def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[Con
     found: list[ConfigError] = []
     for loc, own in by_key.items():
         options = options_of(loc)
-        if len(own) > 1 and options and all(item["input"] is own[0]["input"] for item in own):
+        removed = why_removed(".".join(loc), own[0]["input"])
+        if removed is not None:
+            found.append(ConfigError(f"{locations.place(loc)}: {removed}", key=".".join(loc), value=own[0]["input"]))
+        elif len(own) > 1 and options and all(item["input"] is own[0]["input"] for item in own):
             value = own[0]["input"]
             text = f"{'.'.join(loc)} = {_shown(value)}: {_hint(loc, value)}accepted: {options}"
             found.append(ConfigError(f"{locations.place(loc)}: {text}", key=".".join(loc), value=value))

@@ -55,6 +55,12 @@ _WORDS_ELSEWHERE = {
     "seed": "random_seed manual_seed random_state",
     "name": "run_name exp_name experiment experiment_name project",
 }
+REMOVED: Mapping[str, str] = {}
+"""What segapp accepted once -> what to do instead, the end of a sentence.
+
+A key is written as `train.offload`, one word of a key as `loss.name=boundary`, and a command as `segapp profile`.
+"""
+
 KEYS_ELSEWHERE: Mapping[str, str] = {word: key for key, words in _WORDS_ELSEWHERE.items() for word in words.split()}
 """Names of keys in other trainers, in lower case -> the key in segapp."""
 
@@ -88,6 +94,20 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ())
         section = section_of(model, name)
         if section is not None:
             yield from known_keys(section, (*prefix, name))
+
+
+def why_removed(key: str, value: object = None) -> str | None:
+    """Return why a key, or a value of a key, is refused that segapp accepted once; None if it never was.
+
+    Args:
+        key: its path, as `train.offload`; the index of an entry of a list is left out.
+        value: its value.
+    """
+    path = ".".join(part for part in key.split(".") if not part.isdecimal())
+    if path in REMOVED:
+        return f"{key} was removed: {REMOVED[path]}"
+    instead = REMOVED.get(f"{path}={value}")
+    return None if instead is None else f"{key} = {value!r} was removed: {instead}"
 
 
 def meant_key(path: Sequence[str]) -> str:

@@ -22,7 +22,6 @@ from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference
 from segapp.memory.judge import format_split
 from segapp.memory.oom import examine, headline, is_out_of_memory, release, report_lines
-from segapp.older import EVENT_KEYS, renamed
 from segapp.parallel.distributed import PeerOutOfMemoryError
 from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, Oom, read_answers
 from segapp.run.files import read_of_run, write_atomic
@@ -128,7 +127,7 @@ def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield the reports of ranks other than the main one, and the time of each, Unix seconds."""
     for path in sorted(folder.reports.glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
-            yield renamed(json.loads(read_of_run(path)), EVENT_KEYS["oom"]), path.stat().st_mtime
+            yield json.loads(read_of_run(path)), path.stat().st_mtime
 
 
 def final_error(report: Oom) -> OutOfMemoryError:

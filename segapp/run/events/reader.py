@@ -19,7 +19,6 @@ from typing import Annotated, Any, BinaryIO
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from segapp.older import EVENT_KEYS, renamed
 from segapp.run.events.types import EVENT_TYPES, FINAL_STATUSES, MAX_EVENTS_BYTES, MAX_LINE_BYTES, VERSION, Event
 from segapp.run.files import open_of_run
 
@@ -45,7 +44,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     has_frame = type(raw.get("v")) is int and type(seq) is int and isinstance(t, (int, float)) and t is not True
     if not has_frame or not isinstance(raw.get("type"), str):
         return None
-    return renamed(raw, EVENT_KEYS[raw["type"]]) if raw["type"] in EVENT_KEYS else raw
+    return raw
 
 
 def is_known(raw: dict[str, Any]) -> bool:
