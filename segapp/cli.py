@@ -618,12 +618,7 @@ def init(
         option("--group", "Images with the same match stay in one data split. Default: by scene.", "REGEX"),
     ] = None,
     folds: Annotated[int | None, option("--folds", "Write one config per fold for cross-validation.", "NUMBER")] = None,
-    blocks: Annotated[
-        int | None,
-        option("--blocks", "Cut large images into blocks of this side; a strip of each is for validation.", "PX"),
-    ] = None,
     seed: Annotated[int, option("--seed", "Random seed for splits and folds.", "NUMBER")] = 0,
-    html_file: Annotated[Path | None, option("--html", "Write a page with images of each layout.")] = None,
     clean_masks: Annotated[
         bool,
         typer.Option(
@@ -654,9 +649,7 @@ def init(
     from segapp.onboarding.init import InitRequest, init_folder
 
     chosen = {"masks": masks, "unlabelled": unlabelled, "palette": palette}
-    init_folder(
-        InitRequest(root, out, force, layout, val_share, group, folds, seed, html_file, clean_masks, blocks, **chosen)
-    )
+    init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, clean_masks, **chosen))
 
 
 @app.command()

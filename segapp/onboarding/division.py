@@ -358,6 +358,13 @@ def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -
     DataError is raised for a single group, ConfigError if one side would be empty.
     """
     sizes = Counter(grouping.groups)
+    if len(pairs) == 1:
+        image, mask = shown(pairs[0].image), shown(pairs[0].mask)
+        raise DataError(
+            f"{image} is the only image with a mask: cut both into tiles, such as gdal_retile.py -ps 512 512 "
+            f"-targetDir tiles/images {image} and gdal_retile.py -ps 512 512 -targetDir tiles/masks {mask}, then run "
+            "segapp init tiles"
+        )
     if len(sizes) < 2:
         raise DataError(
             f"{len(pairs)} images in one group ({grouping.kind}) cannot be divided into training and validation "

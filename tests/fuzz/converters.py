@@ -32,22 +32,6 @@ from tests.support.limits import LIMIT_S
 SIZE = (drawn.HEIGHT, drawn.WIDTH)
 
 
-def geojson(root: Path) -> None:
-    for name in drawn.NAMES:
-        draw_image(root / f"{name}.png", SIZE)
-        ring = [*drawn.BOX, drawn.BOX[0]]
-        geometries = [
-            {"type": "Polygon", "coordinates": [ring]},
-            {"type": "MultiPolygon", "coordinates": [[[*drawn.SMALL, drawn.SMALL[0]]]]},
-        ]
-        features = [
-            {"type": "Feature", "properties": {"class": name}, "geometry": one}
-            for name, one in zip(("road", "car"), geometries, strict=True)
-        ]
-        content = {"type": "FeatureCollection", "crs": None, "features": features}
-        (root / f"{name}.geojson").write_text(json.dumps(content))
-
-
 def run_lengths(root: Path) -> None:
     rows = [("ImageId", "EncodedPixels")]
     for name in drawn.NAMES:
@@ -84,7 +68,6 @@ SAMPLES: dict[str, Callable[[Path], None]] = {
     "Label Studio": drawn.label_studio,
     "CVAT": drawn.cvat,
     "Supervisely": drawn.supervisely,
-    "GeoJSON": geojson,
     "tables of run lengths": run_lengths,
     "arrays": arrays,
     "several masks for each image": pieces,
@@ -169,7 +152,7 @@ def mutate_folder(root: Path, rng: random.Random) -> None:
     others = [path for path in files if path.suffix not in (".png", ".jpg")]
     for _ in range(rng.randint(1, 2)):
         path = rng.choice(others if others and rng.random() < 0.85 else files)
-        if path.suffix in (".json", ".geojson") and rng.random() < 0.8:
+        if path.suffix in (".json",) and rng.random() < 0.8:
             with contextlib.suppress(ValueError):
                 path.write_text(json.dumps(mutate_json(json.loads(path.read_text()), rng)))
         elif path.suffix in (".png", ".jpg", ".npz", ".npy"):

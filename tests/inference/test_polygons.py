@@ -23,7 +23,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.predict import OutputPlan, PolygonPlan, find_images, outlines, parse_polygons, predict_files
 from segapp.inference.predict.outlines import OutlineTracer, Region, simplified
-from segapp.inference.predict.polygons import POLYGON_FORMATS, PolygonFormat, joined
+from segapp.inference.predict.polygons import PolygonFormat, joined
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 from segapp.onboarding.convert.conversion import fill_area
 from tests.support.drawn_folders import proposed
@@ -156,41 +156,34 @@ def predict(root: Path, format: PolygonFormat, min_area_px: int = 0, simplify_px
     return out / "polygons"
 
 
-def init(root: Path, format: PolygonFormat, files: Path) -> dict[str, NDArray[np.uint8]]:
+def init(root: Path, files: Path) -> dict[str, NDArray[np.uint8]]:
     """Return the masks that `segapp init` writes for the polygons beside the images, with the class ids of SCHEME."""
     for path in files.rglob("*.*"):
         target = root / path.relative_to(files)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    layout = "label-studio" if format == "labelstudio" else None  # predictions are asked about
-    config, _, _ = proposed(root, root.parent / "made.yaml", layout=layout)
+    config, _, _ = proposed(root, root.parent / "made.yaml")
     assert config.data.classes is not None
     ids = np.array([NAMES.index(name) for name in config.data.classes], np.uint8)
     found = sorted((root.parent / "made-masks").rglob("*.png"))
     return {path.stem: ids[np.asarray(Image.open(path))] for path in found}
 
 
-@pytest.mark.parametrize("format", POLYGON_FORMATS)
-def test_masks_of_init_equal_the_prediction(format: PolygonFormat, tmp_path: Path) -> None:
-    if format == "gpkg":
-        pytest.importorskip("pyogrio", reason="the extra geo is not installed")
-    is_map = format in ("geojson", "gpkg")
+def test_masks_of_init_equal_the_prediction(tmp_path: Path) -> None:
     wanted = {f"i{number}": drawn_labels(83, 71 + number, number) for number in range(4)}
-    for number, (name, labels) in enumerate(wanted.items()):
-        crs = "EPSG:32632" if is_map and number < 3 else None
-        write_image(tmp_path / "d" / "sub" / f"{name}.{'tif' if crs else 'png'}", labels, crs)
-    found = init(tmp_path / "d", format, predict(tmp_path / "d", format))
+    for name, labels in wanted.items():
+        write_image(tmp_path / "d" / "sub" / f"{name}.png", labels)
+    found = init(tmp_path / "d", predict(tmp_path / "d", "coco"))
     assert found.keys() == wanted.keys()
     for name in wanted:
         np.testing.assert_array_equal(found[name], wanted[name])
 
 
-@pytest.mark.parametrize("format", ["geojson", "coco"])
-def test_simplified_masks_differ_near_borders_only(format: PolygonFormat, tmp_path: Path) -> None:
+def test_simplified_masks_differ_near_borders_only(tmp_path: Path) -> None:
     smooth = cv2.resize(np.random.default_rng(3).normal(0, 1, (6, 6, 4)), (160, 140)).argmax(2).astype(np.uint8)
     for name in ("a", "b", "c", "d"):
         write_image(tmp_path / "d" / f"{name}.png", smooth)
-    for mask in init(tmp_path / "d", format, predict(tmp_path / "d", format, simplify_px=2.0)).values():
+    for mask in init(tmp_path / "d", predict(tmp_path / "d", "coco", simplify_px=2.0)).values():
         borders = (cv2.morphologyEx(smooth, cv2.MORPH_GRADIENT, np.ones((3, 3), np.uint8)) > 0).astype(np.uint8)
         distance = cv2.distanceTransform(1 - borders, cv2.DIST_L2, 5)
         assert distance[mask != smooth].max(initial=0) <= 3.0

@@ -17,7 +17,6 @@ from PIL import Image
 from segapp.errors import DataError, SegappError
 from segapp.onboarding.convert.conversion import decode_runs
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.survey.questions import OpenQuestionError
 from tests.support.drawn_annotations import (
     HEIGHT,
     NAMES,
@@ -173,20 +172,6 @@ def test_label_studio_polygons_and_brushes_become_masks(tmp_path: Path) -> None:
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["background", "car", "road"]
     assert (written(tmp_path, "images/0002") == expected(2, 1)).all()
-
-
-def test_label_studio_predictions_are_asked_about(tmp_path: Path) -> None:
-    label_studio(tmp_path / "d")
-    tasks = json.loads((tmp_path / "d/export.json").read_text())
-    for task in tasks[:2]:
-        task["predictions"] = task.pop("annotations")[1:2]
-    (tmp_path / "d/export.json").write_text(json.dumps(tasks))
-    fact = "2 tasks have no annotations, and the predictions of a model become their masks"
-    with pytest.raises(OpenQuestionError, match=rf"--layout label-studio \(50% sure: .*, {fact}\)"):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    _, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", layout="label-studio")
-    assert f"note: {fact}: correct them in Label Studio before you train on them" in result.lines
-    assert (written(tmp_path, "images/0000") == expected(2, 1)).all()
 
 
 def test_cvat_shapes_become_masks_by_z_order(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ HEIGHT, WIDTH = 40, 56
 
 
 def draw_folders(root: Path) -> None:
-    """Draw `photos`, `patients`, `walk`, `steel`, `street`, `cells` and `area` below a root."""
+    """Draw `photos`, `patients`, `walk`, `steel`, `street` and `cells` below a root."""
     draw(root / "photos", [f"{i:02}" for i in range(20)], "images/{}.jpg", "masks/{}_mask.png", BINARY)
     slices = [f"slice{s}_patient{p:02}_{k}" for s in range(3) for p in range(6) for k in range(2)]
     draw(root / "patients", slices, "images/{}.png", "masks/{}.png")
@@ -24,7 +24,6 @@ def draw_folders(root: Path) -> None:
     _draw_steel(root / "steel")
     _draw_street(root / "street")
     _draw_cells(root / "cells")
-    _draw_area(root / "area")
 
 
 def _draw_walk(root: Path) -> None:
@@ -77,19 +76,3 @@ def _draw_cells(root: Path) -> None:
     np.save(root / "images.npy", seeded("cells").integers(0, 255, (len(NAMES), HEIGHT, WIDTH, 3), np.uint8))
     masks = (np.arange(WIDTH)[None, None] // 9 + np.arange(len(NAMES))[:, None, None]) % 3
     np.save(root / "masks.npy", np.broadcast_to(masks, (len(NAMES), HEIGHT, WIDTH)).astype(np.uint8))
-
-
-def _draw_area(root: Path) -> None:
-    """One large GeoTIFF of four bands and its mask."""
-    import rasterio
-
-    root.mkdir(parents=True)
-    image = seeded("area").integers(0, 4000, (4, 400, 1200)).astype(np.uint16)
-    mask = np.broadcast_to(np.arange(1200) // 37 % 3, (1, 400, 1200)).astype(np.uint8)
-    place = rasterio.Affine(0.5, 0, 300_000, 0, -0.5, 5_000_000)
-    for name, pixels in (("area.tif", image), ("area_mask.tif", mask)):
-        with rasterio.open(
-            root / name, "w", driver="GTiff", height=400, width=1200, count=len(pixels), dtype=pixels.dtype,
-            crs="EPSG:32633", transform=place,
-        ) as file:  # fmt: skip
-            file.write(pixels)

@@ -9,7 +9,6 @@ Shapes: H, W height and width in pixels; B bands.
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -102,31 +101,6 @@ def crs_name(crs: str) -> str | None:
     return None if authority is None else f"urn:ogc:def:crs:{authority[0]}::{authority[1]}"
 
 
-def on_image(points_V2: NDArray[np.float64], crs: str | None, place: Georeference | None) -> NDArray[np.float64]:
-    """Return points of a coordinate system as columns and rows of an image; unchanged if either has no georeference.
-
-    Raises:
-        ValueError: the coordinate system is neither WKT nor a code such as EPSG:32632 or urn:ogc:def:crs:EPSG::32632.
-    """
-    if crs is None or place is None:
-        return points_V2
-    from rasterio.crs import CRS
-    from rasterio.transform import Affine
-    from rasterio.warp import transform
-
-    # GDAL and PROJ also open addresses and files, even one that is named like an unknown code, but not for a URN.
-    code = re.fullmatch(r"(?:urn:(?:x-)?ogc:def:crs:)?(\w+):(?:[\w.]*:)?(\w+)", crs)
-    if code is None and ("://" in crs or "[" not in crs):
-        raise ValueError(f"{crs!r} is no coordinate system: use a code such as EPSG:32632, or WKT")
-    x, y = points_V2.T
-    source = CRS.from_wkt(crs) if code is None else CRS.from_user_input(f"urn:ogc:def:crs:{code[1]}::{code[2]}")
-    target = source if place.crs is None else CRS.from_wkt(place.crs)
-    if source != target:
-        x, y = (np.asarray(side) for side in transform(source, target, x, y))
-    inverse = ~Affine(*place.transform)
-    return np.stack([inverse.a * x + inverse.b * y + inverse.c, inverse.d * x + inverse.e * y + inverse.f], 1)
-
-
 def _profile(size: tuple[int, int], dtype: np.dtype[Any], count: int, place: Georeference | None) -> dict[str, Any]:
     """Return the options for writing a TIFF: compressed without loss, in tiles if it is large."""
     from rasterio.transform import Affine
@@ -143,9 +117,6 @@ def encode_bands(
     pixels: Pixels,
     names: Sequence[str],
     description: str,
-    georeference: Georeference | None = None,
-    *,
-    is_rgb: bool = False,
 ) -> bytes:
     """Return a TIFF of bands (H, W, B) of any dtype, with names for the first bands and a description."""
     require_rasterio(Path(names[0]), "writing an image of several bands")
@@ -156,9 +127,9 @@ def encode_bands(
     with warnings.catch_warnings(), rasterio.Env(GDAL_PAM_ENABLED="NO"), MemoryFile() as memory:
         warnings.simplefilter("ignore")  # about files without a georeference
         with memory.open(
-            **_profile((height, width), pixels.dtype, count, georeference),
+            **_profile((height, width), pixels.dtype, count, None),
             interleave="pixel",
-            photometric="rgb" if is_rgb else "minisblack",
+            photometric="minisblack",
             alpha="no",
         ) as file:
             file.update_tags(TIFFTAG_IMAGEDESCRIPTION=description)

@@ -10,7 +10,6 @@ from segapp.onboarding.convert.conversion import UNUSABLE, problem_of
 from segapp.onboarding.convert.label_tools import find_cvat, find_label_studio, find_labelme, find_supervisely
 from segapp.onboarding.convert.pieces import find_pieces
 from segapp.onboarding.convert.rle import find_rle
-from segapp.onboarding.convert.vectors import find_vectors
 from segapp.onboarding.convert.yolo import find_yolo
 from segapp.onboarding.layout import Layout
 from segapp.onboarding.survey.tree import Tree
@@ -22,7 +21,6 @@ CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
     "Label Studio": find_label_studio,
     "CVAT": find_cvat,
     "Supervisely": find_supervisely,
-    "GeoJSON": find_vectors,
     "tables of run lengths": find_rle,
     "arrays": find_arrays,
     "several masks for each image": find_pieces,

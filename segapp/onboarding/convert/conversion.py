@@ -3,7 +3,7 @@
 A mask has a digest of its annotation in a PNG text chunk. An existing file with that digest and its end marker is kept;
 any other file is written under a temporary name and renamed, so that writing can be resumed.
 
-A pixel belongs to a polygon of COCO, CVAT, Label Studio or GeoJSON if its center is inside, as in pycocotools. It
+A pixel belongs to a polygon of COCO, CVAT or Label Studio if its center is inside, as in pycocotools. It
 belongs to a polygon of another format as cv2.fillPoly fills it: corners rounded to the nearest pixel center, outline
 included. An outline and its holes are filled together by the even-odd rule. A pixel belongs to an ellipse if its center
 is inside. Shapes are clipped to the image before they are drawn. Later objects are drawn on top.

@@ -2,7 +2,7 @@
 
 CVAT for images 1.1 is XML with polygons, boxes, ellipses and run lengths, drawn by z_order, then in their order. Label
 Studio exports JSON of tasks with polygons, brush strokes (run lengths) and rectangles; of each task, the first
-annotation that was not canceled is used, or the first prediction if it has no annotation. labelme has one JSON file per
+annotation that was not canceled is used. labelme has one JSON file per
 image. Supervisely has meta.json, and ann/NAME.json for each img/NAME. Later objects are drawn on top.
 """
 
@@ -10,7 +10,7 @@ import base64
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ from segapp.onboarding.survey.tree import Tree
 
 _CVAT_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")
 _LABEL_STUDIO_KINDS = ("polygonlabels", "brushlabels", "rectanglelabels")
-_PREDICTED_CONFIDENCE = 0.5  # below `SURE`: masks that no person has drawn are asked about
 
 _CvatShape = tuple[str, Mapping[str, str]]
 
@@ -157,14 +156,13 @@ def _draw_cvat(mask: Mask, kind_and_shape: _CvatShape, values: Mapping[str, int]
 
 
 def find_label_studio(tree: Tree) -> Layout | None:
-    """Return the conversion of Label Studio's tasks; it is asked about if some have only predictions of a model."""
-    num_predicted = 0
+    """Return the conversion of Label Studio's tasks that have annotations."""
     export = Export("label-studio", "Label Studio", "region", Images(tree))
     for path, tasks in json_files(tree, list):
         for number, task in enumerate(tasks):
             if not isinstance(task, dict) or "data" not in task:
                 continue
-            made = task.get("annotations") or task.get("predictions")
+            made = task.get("annotations")
             if not isinstance(made, list):
                 continue
             export.total += 1
@@ -173,7 +171,6 @@ def find_label_studio(tree: Tree) -> Layout | None:
             annotations = [one for one in made if isinstance(one, dict)]
             kept = [one for one in annotations if not one.get("was_cancelled")]
             if image is not None and kept:
-                num_predicted += not task.get("annotations")
                 regions = [
                     one
                     for one in kept[0].get("result", [])
@@ -181,16 +178,7 @@ def find_label_studio(tree: Tree) -> Layout | None:
                 ]
                 export.found.append(Annotated(path, f"{shown(path)}: task {number}", image, regions))
                 export.labels.update(name for one in regions if isinstance(one, dict) for name in _labels(one))
-    layout = export.by_label(_draw_label_studio, "tasks")
-    if layout is None or not num_predicted:
-        return layout
-    fact = f"{num_predicted} tasks have no annotations, and the predictions of a model become their masks"
-    return replace(
-        layout,
-        confidence=min(layout.confidence, _PREDICTED_CONFIDENCE),
-        evidence=(*layout.evidence, fact),
-        notes=(f"{fact}: correct them in Label Studio before you train on them", *layout.notes),
-    )
+    return export.by_label(_draw_label_studio, "tasks")
 
 
 def _labels(region: Mapping[str, Any]) -> list[str]:

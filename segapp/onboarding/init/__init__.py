@@ -20,11 +20,10 @@ from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
-from segapp.onboarding.convert.blocks import ask_for_blocks, cut_into_blocks
 from segapp.onboarding.convert.conversion import refuse_foreign, write_files
 from segapp.onboarding.convert.copies import copies_of
-from segapp.onboarding.init.candidates import Found, choose, confirm, find_candidates, found_lines, save_candidates
-from segapp.onboarding.init.splitting import DEFAULT_SHARE, Division, divided, neighbor_lines
+from segapp.onboarding.init.candidates import Found, choose, confirm, find_candidates, found_lines
+from segapp.onboarding.init.splitting import Division, divided, neighbor_lines
 from segapp.onboarding.init.text import Facts, config_text
 from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.survey.accounting import Uses, account_for
@@ -54,9 +53,7 @@ class InitRequest(MaskChoices):
     group: str | None = None
     folds: int | None = None
     seed: int = 0
-    html: Path | None = None
     clean_masks: bool = False
-    blocks: int | None = None
 
     def check(self) -> None:
         """Raise ConfigError if the value of an option is not possible, or conflicts with another one."""
@@ -68,12 +65,6 @@ class InitRequest(MaskChoices):
             )
         if self.folds is not None and self.folds < 2:
             raise ConfigError(f"--folds {self.folds}: write 2 or more")
-        others = {"--folds": self.folds, "--group": self.group, "--clean-masks": self.clean_masks or None}
-        given = [option for option, value in others.items() if value is not None]
-        if self.blocks is not None and given:
-            raise ConfigError(
-                f"--blocks and {given[0]}: give only one, because with --blocks a strip of each image is for validation"
-            )
         for option, word, known in (
             ("--masks", self.masks, [*MASK_KINDS]),
             ("--unlabelled", self.unlabelled, UNLABELLED),
@@ -112,18 +103,17 @@ def propose_config(request: InitRequest) -> InitResult:
             raise ConfigError(f"{shown(path)} exists: choose another --out, or add --force", path=path)
     survey = find_candidates(tree)
     found = survey.candidates
-    if request.html is not None:
-        save_candidates(request.html, tree, found)
     chosen = choose(root, found, request.layout)
     if chosen.is_drawn:
         confirm(root, found, chosen, request.layout)
     lines = found_lines(found, chosen)
-    used, choices = _in_blocks(tree, chosen, request), request
+    used, choices = chosen, request
     if not used.is_drawn and (copies := copies_of(tree, used, request, clean=request.clean_masks)) is not None:
         used, choices = copies, replace(request, masks="ids")
     pairs, image_root, mask_root = _written(tree, used, out, lines)
-    share = None if request.blocks is not None and any(pair.split for pair in pairs) else request.val_share
-    division = divided(pairs, share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS)
+    division = divided(
+        pairs, request.val_share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS
+    )
     lines += division.lines
     facts = _facts(name, tree, used, out, choices, division, image_root, mask_root)
     if not (request.clean_masks and len(found) == 1):  # masks that need cleaning look little like masks
@@ -141,19 +131,6 @@ def propose_config(request: InitRequest) -> InitResult:
     lines += account_for(tree, _uses(survey, used, pairs, division, facts.classes, class_files)).lines
     write_configs(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
-
-
-def _in_blocks(tree: Tree, chosen: Layout, request: InitRequest) -> Layout:
-    """Return a candidate cut into blocks if the user wants this; ask if there is one large image."""
-    if chosen.is_drawn:
-        if request.blocks is not None:
-            raise ConfigError(f"--blocks cuts images that have masks, not {chosen.title}: leave --blocks out")
-        return chosen
-    if request.blocks is None:
-        ask_for_blocks(tree, chosen)
-        return chosen
-    share = DEFAULT_SHARE if request.val_share is None else request.val_share
-    return cut_into_blocks(tree, chosen, int(request.blocks), share)
 
 
 def _written(tree: Tree, chosen: Layout, out: Path, lines: list[str]) -> tuple[list[Pair], Path, Path]:

@@ -1,24 +1,14 @@
-"""Candidates for a folder: layouts and convertible annotations, the choice between them, and a page of them."""
+"""Candidates for a folder: layouts and convertible annotations, and the choice between them."""
 
-import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-from markupsafe import Markup
-from numpy.typing import NDArray
-from PIL import Image
-
 from segapp.datasets.files import shown
-from segapp.datasets.images.reading import read_picture_of
-from segapp.datasets.layouts.published_classes import bit_palette
 from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.onboarding.convert import find_conversions, with_layouts
-from segapp.onboarding.convert.conversion import UNUSABLE
-from segapp.onboarding.layout import Layout, Pair, evenly
-from segapp.onboarding.survey.content import stored_pixels
+from segapp.onboarding.layout import Layout
 from segapp.onboarding.survey.hypotheses import CLOSE, find_layouts
 from segapp.onboarding.survey.published import published_layout
 from segapp.onboarding.survey.questions import SURE, Answer, OpenQuestionError, open_question
@@ -27,8 +17,6 @@ from segapp.onboarding.survey.tree import Tree
 
 MIN_CONFIDENCE = 0.04
 _MAX_SHOWN = 6
-_MAX_CANDIDATES, _MAX_PAIRS = 6, 4
-_THUMBNAIL_PX = 240
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,7 @@ def confirm(root: Path, found: Sequence[Layout], chosen: Layout, name: str | Non
 
 def _layout_question(question: str, candidates: Sequence[Layout]) -> OpenQuestionError:
     answers = [Answer(one.name, _evidence_of(one)) for one in candidates]
-    return open_question(question, "--layout", answers, "--html FILE shows pictures")
+    return open_question(question, "--layout", answers)
 
 
 def _evidence_of(candidate: Layout) -> str:
@@ -142,50 +130,3 @@ def _nothing_known(tree: Tree) -> str:
         f"annotations: it holds {there or 'nothing'} {tree.described()}give every mask the name of its image, such as "
         "images/a.jpg and masks/a.png, or write train.txt and val.txt with an image and its mask a line"
     )
-
-
-def save_candidates(out: Path, tree: Tree, found: Sequence[Layout]) -> None:
-    """Write a page with images of the most likely candidates."""
-    from segapp.report.render import render, save_page  # imports torch, which no config needs
-
-    values = {
-        "name": shown(tree.root),
-        "candidates": [(candidate, list(_pictures(tree, candidate))) for candidate in found[:_MAX_CANDIDATES]],
-    }
-    save_page(out, render("init.html.j2", values))
-
-
-def _pictures(tree: Tree, candidate: Layout) -> Iterator[tuple[str, Markup, Markup]]:
-    """Yield the names and the images of some pairs; unreadable ones are left out."""
-    for pair in evenly(candidate.pairs, _MAX_PAIRS):
-        try:
-            if pair.drawing is None:
-                name = f"{shown(pair.image)} + {shown(pair.mask)}"
-                mask: NDArray[np.integer] = stored_pixels(tree.root / pair.mask, as_rgb=False)[0]
-            else:
-                name, mask = shown(pair.image), pair.drawing.paint()
-            yield name, _thumbnail(_picture(tree, pair)), _thumbnail(_colored(mask))
-        except UNUSABLE:
-            continue
-
-
-def _picture(tree: Tree, pair: Pair) -> NDArray[np.uint8]:
-    if pair.drawing is not None and pair.drawing.image_bytes is not None:
-        return np.asarray(Image.open(io.BytesIO(pair.drawing.image_bytes(""))).convert("RGB"))
-    return read_picture_of(tree.root / pair.image)
-
-
-def _colored(mask: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """Return a mask as colors: ids (H, W) get distinct ones, colors are unchanged."""
-    if mask.ndim == 3:
-        return mask.astype(np.uint8)
-    colors = np.array([(0, 0, 0), *bit_palette(254, first=1), (255, 255, 255)], np.uint8)
-    return np.asarray(colors[mask.astype(np.int64) & 255])
-
-
-def _thumbnail(pixels: NDArray[np.uint8]) -> Markup:
-    from segapp.report.render import data_url
-
-    small = Image.fromarray(pixels)
-    small.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX), Image.Resampling.NEAREST)
-    return Markup(data_url(np.asarray(small), ".png"))

@@ -404,7 +404,7 @@ def test_masks_for_a_part_of_the_images_are_less_likely(tmp_path: Path) -> None:
     assert found["train"] | found["val"] == {f"images/{name}.jpg": f"masks/{name}.png" for name in NAMES}
 
 
-@pytest.mark.parametrize("request_of", [{"masks": "object"}, {"clean_masks": True}, {"blocks": 64}])
+@pytest.mark.parametrize("request_of", [{"masks": "object"}, {"clean_masks": True}])
 def test_patients_of_a_table_stay_together_in_copies(request_of: dict[str, Any], tmp_path: Path) -> None:
     root = tmp_path / "d"
     names = [f"i{i:03}" for i in range(24)]

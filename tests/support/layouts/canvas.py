@@ -31,7 +31,6 @@ class Picture:
         ignored: pixels that must not be trained.
         thumbnail: what its content is recognised by.
         is_broken: its files cannot be read.
-        is_cut: the image is to be cut into blocks.
     """
 
     image: str
@@ -42,7 +41,6 @@ class Picture:
     ignored: np.ndarray
     thumbnail: np.ndarray
     is_broken: bool = False
-    is_cut: bool = False
 
     @property
     def counts(self) -> dict[str, int]:
@@ -233,13 +231,10 @@ class Canvas:
         split: str | None = None,
         group: str | None = None,
         is_broken: bool = False,
-        is_cut: bool = False,
     ) -> None:
         """Notes the truth of an image whose areas 0, 1, ... have the names; None: ignored."""
         planes, ignored = planes_of(areas, names)
-        self.note_planes(
-            image, source, pixels, planes, ignored, split=split, group=group, is_broken=is_broken, is_cut=is_cut
-        )
+        self.note_planes(image, source, pixels, planes, ignored, split=split, group=group, is_broken=is_broken)
 
     def note_planes(
         self,
@@ -252,11 +247,10 @@ class Canvas:
         split: str | None = None,
         group: str | None = None,
         is_broken: bool = False,
-        is_cut: bool = False,
     ) -> None:
         """Notes the truth of an image by the pixels of each class."""
         none = np.zeros(pixels.shape[:2], bool)
         self.pictures.append(
             Picture(image, source, split, group or image, planes, none if ignored is None else ignored,
-                    pixels if is_cut else thumbnail(pixels), is_broken, is_cut)
+                    thumbnail(pixels), is_broken)
         )  # fmt: skip

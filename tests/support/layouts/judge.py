@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 
 from segapp.build.data import build_dataset
@@ -145,11 +144,7 @@ def samples(config: RunConfig, truth: Truth) -> Iterator[Sample]:
 def sample_of(side: str, image: np.ndarray, mask: np.ndarray, scheme: ClassScheme, truth: Truth) -> Sample:
     """Returns an image (H, W, B) and its mask of train ids as a sample, with the drawn picture that the image is."""
     planes, ignored = read_planes(mask, scheme)
-    picture, cut = recognised(image, truth)
-    if picture is not None and cut is not None:
-        part = {name: plane[cut] for name, plane in picture.planes.items()}
-        picture = replace(picture, planes=part, ignored=picture.ignored[cut])
-    return Sample(side, picture, planes, ignored)
+    return Sample(side, recognised(image, truth), planes, ignored)
 
 
 def _readable(config: RunConfig, split: str, truth: Truth) -> SegmentationDataset:
@@ -177,28 +172,14 @@ def read_planes(mask: np.ndarray, scheme: ClassScheme) -> tuple[dict[str, np.nda
     return {name: (mask >> number & 1 > 0) & ~ignored for number, name in enumerate(scheme.names)}, ignored
 
 
-def recognised(image: np.ndarray, truth: Truth) -> tuple[Picture | None, tuple[slice, slice] | None]:
-    """Returns the drawn picture that an image is, and where it is cut from if it is a block; None if it is none."""
+def recognised(image: np.ndarray, truth: Truth) -> Picture | None:
+    """Returns the drawn picture that an image is; None if it is none."""
     own = thumbnail(image)
     best, likeness = None, ALIKE
     for picture in truth.pictures:
-        if picture.is_cut:
-            place = found_in(image, picture.thumbnail)
-            if place is not None:
-                return picture, place
-        elif (found := float((own * picture.thumbnail).sum())) > likeness:
+        if (found := float((own * picture.thumbnail).sum())) > likeness:
             best, likeness = picture, found
-    return best, None
-
-
-def found_in(block: np.ndarray, whole: np.ndarray) -> tuple[slice, slice] | None:
-    """Returns where a block lies in an image that holds it pixel by pixel."""
-    if block.shape[0] > whole.shape[0] or block.shape[1] > whole.shape[1] or block.shape[2:] != whole.shape[2:]:
-        return None
-    matches = cv2.matchTemplate(whole.astype(np.float32), block.astype(np.float32), cv2.TM_SQDIFF)
-    top, left = (int(at) for at in np.unravel_index(matches.argmin(), matches.shape))
-    place = slice(top, top + block.shape[0]), slice(left, left + block.shape[1])
-    return place if (whole[place] == block).all() else None
+    return best
 
 
 def compare(truth: Truth, config: RunConfig, read: Iterable[Sample], verdict: Verdict, tolerance: float) -> None:
@@ -218,13 +199,11 @@ def compare(truth: Truth, config: RunConfig, read: Iterable[Sample], verdict: Ve
         else:
             verdict.num_right += 1
     verdict.wrong += [f"{count} images: {reason}" for reason, count in problems.items()]
-    if not any(picture.is_cut for picture in truth.pictures):
-        verdict.wrong += division_problems(truth, found, verdict.said)
+    verdict.wrong += division_problems(truth, found, verdict.said)
     is_new = not {"train", "val"} <= {one.split for one in truth.pictures}
     if is_new:
         groups = [{picture.group for picture in found[side] if picture.split != "test"} for side in ("train", "val")]
-        if not any(picture.is_cut for picture in truth.pictures):
-            verdict.leaks = tuple(sorted(groups[0] & groups[1]))
+        verdict.leaks = tuple(sorted(groups[0] & groups[1]))
         if verdict.leaks:
             verdict.wrong.append(f"groups in both splits, such as {verdict.leaks[0]}")
 

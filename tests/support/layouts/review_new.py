@@ -204,7 +204,7 @@ def geotiff(canvas: Canvas) -> None:
     tags = [(33550, "d", 3, (0.5, 0.5, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, 400_000.0, 5_600_000.0, 0.0), True)]
     save(canvas.root / "ortho.tif", pixels, extratags=tags)
     save(canvas.root / "ortho_mask.tif", areas.astype(np.uint8))
-    canvas.note("ortho.tif", "ortho_mask.tif", pixels, areas, list(UNNAMED.values()), is_cut=True)
+    canvas.note("ortho.tif", "ortho_mask.tif", pixels, areas, list(UNNAMED.values()))
 
 
 def npz_splits(canvas: Canvas) -> None:
@@ -519,7 +519,7 @@ NEW = layouts(
         "imagefolder": image_folder_same_names,
         "pair tables": pair_tables,
         "column of splits": split_column,
-        "one GeoTIFF": (geotiff, Ask("--blocks")),
+        "one GeoTIFF": (geotiff, Refuse(("gdal_retile.py",))),
         "npz of splits": npz_splits,
         "npz per image": npz_per_image,
         "DICOM": (dicom, Refuse(("12 dcm", "PNG or npy with pydicom"))),
