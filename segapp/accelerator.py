@@ -86,48 +86,6 @@ class Accelerator:
         """Start to copy a tensor to the host; return the copy, and a function that says if the copy is complete."""
         return tensor.cpu(), lambda: True
 
-    def parked(self, tensor: Tensor) -> ParkedTensor:
-        """Copy a dense tensor's values to host memory, from which they can be fetched; the device does not wait."""
-        return ParkedTensor(tensor)
-
-
-class ParkedTensor:
-    """The values of a CPU tensor or of a simulated device's tensor, in a copy on the host."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._device, self._host = tensor.device, tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
-
-    def fetch(self) -> Tensor:
-        """Begin to copy the values back; return the tensor that will hold them."""
-        return self._host.to(self._device)
-
-    def wait(self) -> None:
-        """Let the device wait until the fetched values are there."""
-
-
-class ParkedGpuTensor(ParkedTensor):
-    """The values of a GPU's tensor in pinned host memory. A second stream copies them while kernels run."""
-
-    def __init__(self, tensor: Tensor, module: Any, stream: Any) -> None:
-        self._device, self._module, self._stream = tensor.device, module, stream
-        stream.wait_stream(module.current_stream(self._device))
-        with module.stream(stream):
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
-
-    def fetch(self) -> Tensor:
-        fetched = torch.empty_like(self._host, device=self._device, pin_memory=False)
-        self._stream.wait_stream(self._module.current_stream(self._device))  # it may be memory of an earlier kernel
-        with self._module.stream(self._stream):
-            fetched.copy_(self._host, non_blocking=True)
-        fetched.record_stream(self._stream)
-        self._has_arrived = self._stream.record_event()
-        return fetched
-
-    def wait(self) -> None:
-        self._module.current_stream(self._device).wait_event(self._has_arrived)
-
 
 class Gpu(Accelerator):
     """A kind of device with its own memory and random states, implemented by the torch module of the same name.
@@ -142,8 +100,6 @@ class Gpu(Accelerator):
         self.tool = tool
         self.held_by_graph: list[object] = []
         """Objects that the graph being captured keeps alive."""
-        self._parking: dict[torch.device, Any] = {}
-        """For each device, the stream in which tensors are copied to the host and back."""
 
     @property
     def _torch(self) -> Any:
@@ -204,11 +160,6 @@ class Gpu(Accelerator):
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         return host, self._torch.current_stream(tensor.device).record_event().query
-
-    def parked(self, tensor: Tensor) -> ParkedTensor:
-        if tensor.device not in self._parking:
-            self._parking[tensor.device] = self._torch.Stream(tensor.device)
-        return ParkedGpuTensor(tensor, self._torch, self._parking[tensor.device])
 
     def rng_state(self, device: torch.device) -> Tensor:
         """Return the state of the device's random generator."""

@@ -78,8 +78,6 @@ class StepLayout:
         num_ranks: ranks that share a step, in ddp.
         recompute: blocks that are recomputed in the backward pass, one set per device in dp, else one; None: the blocks
             that the config names, none with `auto`.
-        offloaded: in the same form, with `train.offload`, blocks whose activations are kept in host memory; None: all
-            blocks that are not recomputed.
     """
 
     mode: Mode
@@ -89,7 +87,6 @@ class StepLayout:
     loss: LossStyle = "small"
     num_ranks: int = 1
     recompute: tuple[tuple[str, ...], ...] | None = None
-    offloaded: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def is_batch_divided(self) -> bool:
@@ -251,17 +248,14 @@ class StepAssembler:
         return model
 
     def _set_blocks(self, model: SegmentationModel, layout: StepLayout) -> None:
-        """Choose the blocks that each device recomputes, and the blocks whose activations are kept in host memory."""
-        train = self.config.train
-        wanted, num_devices = train.recompute, len(layout.devices) if layout.mode == "dp" else 1
-        recomputed, offloaded = layout.recompute, layout.offloaded if train.offload else ()
+        """Choose the blocks that each device recomputes."""
+        wanted, num_devices = self.config.train.recompute, len(layout.devices) if layout.mode == "dp" else 1
+        recomputed = layout.recompute
         if recomputed is None and wanted in ("off", "auto"):
             recomputed = ()
         elif recomputed is None:
             recomputed = (block_names(model, None if isinstance(wanted, str) else wanted),) * num_devices
-        if offloaded is None:
-            offloaded = (block_names(model),) * num_devices
-        set_recompute(model, recomputed, offloaded)
+        set_recompute(model, recomputed)
 
     def build_criterion(self, class_weights: Callable[[str], list[float]], style: LossStyle = "small") -> Any:
         """Build the criterion of the task.

@@ -191,11 +191,10 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((feature.key, feature.problem(parallel.mode)) for feature in unsupported(config, parallel.mode))
     if config.train.compile and config.distill is not None:
         yield "train.compile", "does not support distill: set it to false, or leave distill out"
-    for key, is_on in (("train.recompute", config.train.recompute != "off"), ("train.offload", config.train.offload)):
-        if is_on and config.train.compile:
-            yield key, "cannot be combined with train.compile: set one of them to off or false"
-        if is_on and config.train.cuda_graph:
-            yield key, "cannot be combined with train.cuda_graph: set one of them to off or false"
+    if config.train.recompute != "off":
+        for key, is_on in (("train.compile", config.train.compile), ("train.cuda_graph", config.train.cuda_graph)):
+            if is_on:
+                yield "train.recompute", f"cannot be combined with {key}: set one of them to off or false"
     if config.train.cuda_graph:
         yield from (("train.cuda_graph", f"true {problem}") for problem in _graph_problems(config))
     if isinstance(parallel.devices, list) and not parallel.devices:

@@ -379,9 +379,6 @@ class TrainConfig(Section):
     """Blocks of the model whose activations are recomputed in the backward pass (activation checkpointing): the
     same result with less memory and more time. auto: the blocks that cost the least time and make the memory plan fit;
     all; or names and patterns, e.g. ["encoder.layer1.*"]. Change it to auto if the run is out of memory."""
-    offload: Annotated[bool, OnResume] = False
-    """Keep the activations of blocks that are not recomputed in host memory until their backward pass. Change it to
-    true if recompute does not suffice; steps are slow if the connection to the GPU is slow."""
     precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "auto"
     """amp-bf16 and amp-fp16: autocast. fp16: half-precision weights with fp32 master weights. auto: amp-bf16 if every
     GPU supports it, else amp-fp16; fp32 on the CPU, and for a custom model or loss with the attribute

@@ -33,7 +33,6 @@ from segapp.compat.torch import (
     tree_iter,
     version_of,
 )
-from segapp.parallel.offload import Offload
 from segapp.parallel.rendezvous import current_replica
 from segapp.parallel.scatter_gather import map_tensors
 
@@ -196,13 +195,11 @@ class _BlockPlan:
     Attributes:
         name: name of the block in its network.
         devices: numbers of the devices on which it is recomputed.
-        offloaded_on: numbers of the devices on which its activations are kept in host memory.
         is_checked: True after a pass has been seen not to change its buffers.
     """
 
-    def __init__(self, name: str, devices: Collection[int], offloaded_on: Collection[int]) -> None:
-        self.name, self.is_checked = name, False
-        self.devices, self.offloaded_on = frozenset(devices), frozenset(offloaded_on)
+    def __init__(self, name: str, devices: Collection[int]) -> None:
+        self.name, self.devices, self.is_checked = name, frozenset(devices), False
 
 
 class RecomputedBlock(nn.Module):
@@ -214,12 +211,8 @@ class RecomputedBlock(nn.Module):
         """Return the block's output; see its own class."""
         replica, run = current_replica(), super().forward
         number = 0 if replica is None else replica.position
-        if getattr(_thread_local, "is_off", False) or not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        if number in self.recompute_plan.offloaded_on:
-            with Offload([*self.parameters(), *self.buffers()]).running():
-                return run(*args, **kwargs)
-        if number not in self.recompute_plan.devices:
+        is_kept = getattr(_thread_local, "is_off", False) or number not in self.recompute_plan.devices
+        if is_kept or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         args, kwargs = map_tensors(lambda tensor: tensor, (args, kwargs))  # a list may grow later, as in DenseNet
         own = _Pass(self, (args, kwargs))
@@ -244,9 +237,7 @@ def _recomputed(kind: type[nn.Module]) -> Any:
     return type(kind.__name__, (RecomputedBlock, kind), own)
 
 
-def set_recompute(
-    network: nn.Module, sets: Sequence[Collection[str]], offloaded: Sequence[Collection[str]] = ()
-) -> None:
+def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
     """Choose the blocks of a network whose activations are recomputed in the backward pass, in place.
 
     A later call replaces the choice; empty sets undo it. Call it between two steps. Parameters, buffers, state-dict
@@ -256,8 +247,6 @@ def set_recompute(
         network: any module.
         sets: names of submodules, none within another: one set per device of a `DataParallelModel`, or one set for a
             network on one device, in stages, or of a rank; ranks may differ.
-        offloaded: in the same form, blocks whose activations are kept in host memory; blocks that are also in `sets`
-            are recomputed instead.
 
     Raises:
         ValueError: a block lies within another, is compiled, or has a `forward` that its class does not have.
@@ -269,7 +258,7 @@ def set_recompute(
         >>> type(network[1]).__name__, isinstance(network[1], RecomputedBlock)
         ('Sequential', True)
     """
-    names = {name for each in (*sets, *offloaded) for name in each}
+    names = {name for each in sets for name in each}
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
             raise ValueError(f"{name} lies within {outer}: name one of them")
@@ -285,10 +274,7 @@ def set_recompute(
             raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
-        devices = [i for i, each in enumerate(sets) if name in each]
-        block.__dict__["recompute_plan"] = _BlockPlan(
-            name, devices, [i for i, each in enumerate(offloaded) if name in each and i not in devices]
-        )
+        block.__dict__["recompute_plan"] = _BlockPlan(name, [i for i, each in enumerate(sets) if name in each])
         for layer in block.modules():
             if isinstance(layer, BatchOrInstanceNorm):
                 layer.__dict__[IN_BLOCK] = True
@@ -299,11 +285,10 @@ def is_recomputable(block: nn.Module) -> bool:
     return not is_compiled(block) and "forward" not in block.__dict__
 
 
-def recomputed_blocks(network: nn.Module, num_devices: int = 1, *, offloaded: bool = False) -> BlockSets:
+def recomputed_blocks(network: nn.Module, num_devices: int = 1) -> BlockSets:
     """Return the names that `set_recompute` got for each device, in the order of the network."""
     plans = [part.recompute_plan for part in network.modules() if isinstance(part, RecomputedBlock)]
-    chosen = [(plan.name, plan.offloaded_on if offloaded else plan.devices) for plan in plans]
-    return tuple(tuple(name for name, devices in chosen if i in devices) for i in range(num_devices))
+    return tuple(tuple(plan.name for plan in plans if i in plan.devices) for i in range(num_devices))
 
 
 IN_BLOCK = "_is_in_recomputed_block"

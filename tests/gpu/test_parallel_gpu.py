@@ -16,7 +16,6 @@ from segapp.parallel import (
     SyncBatchNorm,
     convert_sync_batchnorm,
     gradient_penalty,
-    offload,
     set_recompute,
 )
 from segapp.parallel.distributed import init_from_env, shutdown, wrap_ddp
@@ -77,10 +76,9 @@ BLOCKS = ["stem", "dilated", "residual"]
 @pytest.mark.parametrize(
     "device_ids", [pytest.param(["cuda:0"], id="one GPU"), pytest.param(SAME, id="logical"), several]
 )
-@pytest.mark.parametrize(("recomputed", "offloaded"), [(BLOCKS, []), (BLOCKS[:1], BLOCKS[1:])])
-def test_recomputed_and_offloaded_blocks(device_ids, recomputed, offloaded, monkeypatch):
-    """Losses, gradients and statistics in float64; the peak is lower, and the host copies are pinned."""
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 2**10)
+@pytest.mark.parametrize("recomputed", [BLOCKS, BLOCKS[:1]])
+def test_recomputed_blocks(device_ids, recomputed):
+    """Losses, gradients and statistics in float64."""
     devices = as_devices(device_ids)
     images, target = (part.to("cuda:0") for part in make_batch(7))
     found = []
@@ -88,7 +86,7 @@ def test_recomputed_and_offloaded_blocks(device_ids, recomputed, offloaded, monk
         torch.manual_seed(0)
         net = convert_sync_batchnorm(SmallNet().double().to("cuda:0"))
         if is_chosen:
-            set_recompute(net, [recomputed] * len(devices), [offloaded] * len(devices))
+            set_recompute(net, [recomputed] * len(devices))
         model = DataParallelModel(net, devices, None if len(devices) == 1 else 1)
         criterion = DataParallelCriterion(PlainCE())
         for _ in range(2):
@@ -99,8 +97,7 @@ def test_recomputed_and_offloaded_blocks(device_ids, recomputed, offloaded, monk
     assert relative_error(chosen, kept) <= 1e-10
 
 
-@pytest.mark.parametrize("way", ["recomputed", "offloaded"])
-def test_peak_is_lower_with_recomputed_or_offloaded_blocks(way):
+def test_peak_is_lower_with_recomputed_blocks():
     layers = [
         nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 32, 3, padding=1)) for _ in range(6)
     ]
@@ -108,7 +105,7 @@ def test_peak_is_lower_with_recomputed_or_offloaded_blocks(way):
     names = [[str(i) for i in range(6)]]
     peaks = {}
     for is_chosen in (False, True):
-        set_recompute(net, names if is_chosen and way == "recomputed" else [], names if is_chosen else [])
+        set_recompute(net, names if is_chosen else [])
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         net(torch.randn(4, 32, 256, 256, device="cuda", requires_grad=True)).sum().backward()

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.accelerator import Accelerator, ParkedTensor
-from segapp.parallel import DataParallelModel, convert_sync_batchnorm, offload, set_recompute
+from segapp.parallel import DataParallelModel, convert_sync_batchnorm, set_recompute
 from segapp.parallel.batchnorm_guard import unused_parameters
 from segapp.parallel.recompute import RecomputedBlock
 
@@ -121,33 +120,6 @@ def test_inputs_of_blocks_are_freed_by_the_backward_pass(num_devices):
         assert not any(ref() is not None for ref in inputs)
     finally:
         gc.enable()
-
-
-def test_offloaded_activations_come_back_one_block_ahead(monkeypatch):
-    """The first tensor that a block's backward pass asks for also brings what the block before it saved."""
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 0)
-    log, owners = [], []
-
-    class Parked(ParkedTensor):
-        def __init__(self, tensor):
-            super().__init__(tensor)
-            self.owner = owners[-1]
-
-        def fetch(self):
-            log.append(f"fetch {self.owner}")
-            return super().fetch()
-
-    monkeypatch.setattr(Accelerator, "parked", lambda _, tensor: Parked(tensor))
-    net = network()
-    set_recompute(net, [], [EVERYWHERE])
-    for name, block in list(net.named_children())[1:4]:
-        block.register_forward_pre_hook(lambda *_, name=name: owners.append(name))
-        block.second.register_full_backward_hook(lambda *_, name=name: log.append(f"backward {name}"))
-    net(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum().backward()
-    first = {line: log.index(line) for line in dict.fromkeys(log)}
-    order = ["fetch 3", "fetch 2", "backward 3", "fetch 1", "backward 2", "backward 1"]
-    assert sorted(first, key=first.get) == order
-    assert log.count("fetch 2") == len([owner for owner in log if owner == "fetch 1"])
 
 
 def test_unused_parameters_are_found_beside_recomputed_blocks():

@@ -23,7 +23,6 @@ class RecomputeController:
     def __init__(self, model: nn.Module, num_devices: int = 1, problem: str | None = None) -> None:
         self._model = model
         self._configured = self.current = recomputed_blocks(model, num_devices)
-        self._offloaded = recomputed_blocks(model, num_devices, offloaded=True)
         self.blocks: tuple[str, ...] = ()
         try:
             self.blocks = tuple(name for name, block in find_blocks(model).items() if is_recomputable(block))
@@ -32,11 +31,10 @@ class RecomputeController:
         self.problem = problem or (None if self.blocks else "the model has no blocks")
 
     def sets_of(self, choice: RecomputeChoice) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the blocks for each device; with `all`, all except offloaded ones."""
+        """Return the names of the blocks for each device; without `config`, the same for all."""
         if choice == "config":
             return self._configured
-        names = self.blocks if choice == "all" else ()
-        return tuple(tuple(name for name in names if name not in offloaded) for offloaded in self._offloaded)
+        return (self.blocks if choice == "all" else (),) * len(self._configured)
 
     def words(self, choice: RecomputeChoice) -> str:
         """Return a choice in words."""
@@ -53,6 +51,6 @@ class RecomputeController:
         wanted = self.sets_of(choice)
         is_new = wanted != self.current
         if is_new:
-            set_recompute(self._model, wanted, self._offloaded)
+            set_recompute(self._model, wanted)
             self.current = wanted
         return is_new

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from segapp import accelerator
-from segapp.accelerator import Accelerator
 from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError
-from segapp.parallel import offload
 from segapp.parallel.recompute import RecomputedBlock
 from segapp.run.folder import RunFolder
 from segapp.training.request import TrainRequest
@@ -103,32 +100,9 @@ def test_names_and_devices_of_a_layout_choose_the_blocks(tiny: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("key", ["compile", "cuda_graph"])
-@pytest.mark.parametrize("section", [{"recompute": "all"}, {"offload": True}])
-def test_recomputation_is_refused_beside_compiled_steps(
-    tiny: dict[str, Any], key: str, section: dict[str, Any]
-) -> None:
-    with pytest.raises(ConfigError, match=rf"train\.{next(iter(section))}.*cannot be combined with train\.{key}"):
-        merged(tiny, train={key: True, **section}, parallel={"mode": "single"})
-
-
-@pytest.mark.parametrize("layout", [StepLayout("single", (CPU,)), StepLayout("dp", (CPU,) * 2, gpu0_bsz=1)])
-def test_steps_with_offloaded_activations_change_no_bit(
-    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, layout: StepLayout
-) -> None:
-    """The encoder is computed again, the decoder's activations are kept in host memory."""
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 2**10)
-    parked: list[torch.Size] = []
-    monkeypatch.setattr(
-        Accelerator, "parked", lambda _, tensor: parked.append(tensor.shape) or accelerator.ParkedTensor(tensor)
-    )
-    found = []
-    for section in ({}, {"recompute": ["encoder.*"], "offload": True}):
-        config = merged(tiny, model=UNET, train={"batch_size": 4, **section}, data={"crop_px": [48, 64]})
-        found.append(state_after_steps(config, layout)[0])
-        assert bool(parked) == bool(section)
-    assert differing(*found) == []
-    channels = {shape[1] for shape in parked if len(shape) == 4}
-    assert {16, 8} <= channels, "those of the decoder's blocks"
+def test_recomputation_is_refused_beside_compiled_steps(tiny: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.recompute.*cannot be combined with train\.{key}"):
+        merged(tiny, train={key: True, "recompute": "all"}, parallel={"mode": "single"})
 
 
 @pytest.mark.slow
