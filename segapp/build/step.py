@@ -35,7 +35,6 @@ from segapp.chunks import Mode, RankSplit
 from segapp.compat.torch import BatchNorm
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
-from segapp.custom.names import is_part
 from segapp.datasets.distances import target_layout
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
@@ -53,16 +52,11 @@ from segapp.parallel import DataParallelModel, SampleMasks, convert_sync_batchno
 from segapp.parallel.batchnorm_guard import check_batchnorm, no_samples_problem, smallest_chunk, unused_parameters
 from segapp.parallel.distributed import Ranks, wrap_ddp
 from segapp.parallel.model_parallel import balance_stages, place_stages
-from segapp.parallel.shards import Shards
 from segapp.precision import Precision
 from segapp.training.step.distill import DistilledInput
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.graph import StepGraph
 from segapp.training.step.participant import StepParticipant, UpdateCount
-
-SHARDED_FROM_BYTES = 2**30
-"""Minimum size of a rank's optimizer state and average from which `parallel.shard_optimizer: auto` divides them.
-Below it, sending the weights in each step costs more than the saved memory is worth."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +337,6 @@ class StepAssembler:
         network = self._wrapped(inner, bare, layout, backend, rank_split)
         self._compile(inner, layout, backend)
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
-        shards, average = self._divided(optimizer, model, layout, ranks)
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)
         smallest, needs_samples = 1, None
         is_split = rank_split is not None or isinstance(network, DataParallelModel)
@@ -362,7 +355,7 @@ class StepAssembler:
             criterion,
             optimizer,
             precision,
-            average=average,
+            average=self._average(model),
             clip_grad_norm=config.optim.clip_grad_norm,
             smallest_chunk=smallest,
             rank_split=rank_split,
@@ -370,7 +363,6 @@ class StepAssembler:
             thawed=thawed if model.frozen_parameters else None,
             participants=[*participants, *self._participants(model, network, inner, device, ranks)],
             ranks=ranks,
-            shards=shards,
             graph=self._graph(model, criterion, device) if has_graph else None,
             masks=SampleMasks(model, config.seed) if backend.has_values else None,
             mark=mark,
@@ -412,37 +404,13 @@ class StepAssembler:
         graphs = accelerator_of(device).new_graphs(device)
         return StepGraph(graphs, device, model, is_linear=criterion.is_linear)
 
-    def _divided(
-        self, optimizer: torch.optim.Optimizer, model: SegmentationModel, layout: StepLayout, ranks: Ranks
-    ) -> tuple[Shards | None, WeightAverage[SegmentationModel] | None]:
-        """Return the division of the optimizer's state over the ranks, if there is one, and the average of the weights.
-
-        Raises:
-            ConfigError: `parallel.shard_optimizer` with a custom optimizer, which may update parameters together.
-        """
-        wanted, ema = self.config.parallel.shard_optimizer, self.config.train.ema
-        num_ranks = max(layout.num_ranks, ranks.world_size)
-        is_custom = is_part(self.config.optim.name)
-        if is_custom and wanted is True:
-            raise ConfigError(
-                f"parallel.shard_optimizer = true: optim.name = {self.config.optim.name} may update parameters "
-                "together, so its state cannot be divided: use false or auto",
-                key="parallel.shard_optimizer",
-                value=True,
-            )
-        state = (tensor for tensors in optimizer.state.values() for tensor in tensors.values())
-        num_bytes = sum(tensor.nbytes for tensor in state)
+    def _average(self, model: SegmentationModel) -> WeightAverage[SegmentationModel] | None:
+        """Return the average of the weights, which shares the frozen base of adapters with the model."""
+        if self.config.train.ema is None:
+            return None
         named = [] if self.config.model.adapters is None else model.named_parameters()
         base = [p for name, p in named if not p.requires_grad and name not in model.frozen_parameters]
-        num_averages = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in base)
-        num_bytes += 0 if ema is None else 4 * num_averages
-        is_worth = wanted is True or (wanted == "auto" and not is_custom and num_bytes >= SHARDED_FROM_BYTES)
-        if layout.mode != "ddp" or num_ranks == 1 or not is_worth:
-            return None, None if ema is None else WeightAverage(model, ema, fixed=base)
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        shards = Shards(parameters, num_ranks, ranks)
-        shards.keep_own_state(optimizer)
-        return shards, None if ema is None else WeightAverage(model, ema, Shards(model.parameters(), num_ranks, ranks))
+        return WeightAverage(model, self.config.train.ema, base)
 
     def _participants(
         self, model: SegmentationModel, network: nn.Module, inner: NormalizedInput, device: torch.device, ranks: Ranks

@@ -140,10 +140,6 @@ def build_trainer(
             device_type=engine.device.type,
         )
         notes = start_notes(scheme, (train_set.targets, val_set.targets))
-        if engine.shards is not None:
-            what = "is" if engine.average is None else "and the average of the weights are"
-            count = engine.shards.num_shards
-            notes.append(f"the optimizer's state {what} divided over {count} ranks (parallel.shard_optimizer)")
         notes += _base_notes(config, engine.model.base, is_new=checkpoint is None)
         facts = dataclasses.replace(facts, alerts=alerts, notes=notes)
     return Trainer(

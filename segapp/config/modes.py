@@ -41,13 +41,6 @@ FEATURES = (
         "use a model of another library",
         "segapp",
     ),
-    Feature(
-        "parallel.shard_optimizer",
-        ("ddp",),
-        lambda config: config.parallel.shard_optimizer is True,
-        "set it to auto",
-        is_of_mode=True,
-    ),
     Feature("parallel.stages", ("model",), lambda config: config.parallel.stages is not None, is_of_mode=True),
 )
 

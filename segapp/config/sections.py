@@ -454,10 +454,6 @@ class ParallelConfig(Section):
     gradient_as_bucket_view: bool = True
     """Let gradients share the memory of DDP's buckets (ddp). Change it to false if a custom optimizer replaces
     gradients."""
-    shard_optimizer: bool | Literal["auto"] = "auto"
-    """Divide the optimizer state and the moving average of the weights (train.ema) among the ranks (ddp): the same
-    weights with less memory, but each step sends the weights. auto: if both take 1 GiB or more per rank. Change it to
-    true if a large model does not fit."""
 
     @property
     def has_split(self) -> bool:

@@ -65,8 +65,6 @@ class SimulationResult:
     """Result of a simulation: the peak of each phase, for each device."""
 
     devices: tuple[dict[str, PhasePeak], ...]
-    is_sharded: bool = False
-    """True if the ranks of ddp divide the optimizer's state."""
     trace: tuple[dict[str, float], ...] = ()
     """Results of `segapp.memory.costs.StepTrace` for each device."""
 

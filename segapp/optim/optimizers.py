@@ -6,17 +6,15 @@ The state of an optimizer is allocated before the first step.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from segapp.compat.torch import BatchOrInstanceNorm, foreach_copy_, fused_sgd_, parameter_slots
-from segapp.parallel.shards import Shards
+from segapp.compat.torch import BatchOrInstanceNorm, foreach_copy_, fused_sgd_
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -125,26 +123,18 @@ class WeightAverage(Generic[Module]):
         model: the averaged model.
         decay: share of the average that an update keeps; after n updates at most (1 + n) / (10 + n), so that the
             initial weights fade quickly (as in tf.train.ExponentialMovingAverage with num_updates).
-        shards: the ranks that divide the averages of `model`'s parameters; None: each rank has all of them.
-        fixed: parameters that never change; not with `shards`. Those in float32 are used as their own average, without
-            a copy.
+        fixed: parameters that never change. Those in float32 are used as their own average, without a copy.
     """
 
-    def __init__(
-        self, model: Module, decay: float, shards: Shards | None = None, fixed: Iterable[nn.Parameter] = ()
-    ) -> None:
+    def __init__(self, model: Module, decay: float, fixed: Iterable[nn.Parameter] = ()) -> None:
         self.decay = decay
         self.num_updates = 0
         shared = {id(parameter): parameter for parameter in fixed if parameter.dtype == torch.float32}
         self.module: Module = copy.deepcopy(model, shared).eval().requires_grad_(False).float()
-        self._shards = shards
-        self._slots: list[tuple[dict[str, Any], str, int]] = []
-        if shards is not None:
-            self._divide(list(model.parameters()), shards)
         pairs: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for average, current in zip(_floating(self.module), _floating(model), strict=True):
-            if average.numel() < current.numel() or average is current:
-                continue  # another rank's, or fixed
+            if average is current:
+                continue  # fixed
             is_alike = current.dtype == average.dtype and current.stride() == average.stride()
             pairs.setdefault((average.device, average.dtype, current.dtype, is_alike), []).append((average, current))
         self._groups = [([a for a, _ in group], [c for _, c in group], key[-1]) for key, group in pairs.items()]
@@ -176,56 +166,13 @@ class WeightAverage(Generic[Module]):
                 found_inf=is_bad.to(averages[0].device),
             )
 
-    def _divide(self, parameters: Sequence[nn.Parameter], shards: Shards) -> None:
-        """Free the averages that belong to other ranks, and replace them in the module by empty tensors."""
-        averages = list(self.module.parameters())
-        self._owners = [shards.owner(parameter) for parameter in parameters]
-        numbers = {id(average): number for number, average in enumerate(averages)}
-        others = {number for number, owner in enumerate(self._owners) if owner != shards.rank}
-        for part in self.module.modules():
-            slots = parameter_slots(part)
-            found = [(slots, key, numbers[id(each)]) for key, each in slots.items() if each is not None]
-            self._slots += [slot for slot in found if slot[-1] in others]
-        self._layouts = [(each.shape, each.stride(), each.device) for each in averages]
-        self._own = [None if number in others else each for number, each in enumerate(averages)]
-        empty = {number: torch.empty(0, device=averages[number].device) for number in others}
-        self._empty = {number: nn.Parameter(each, requires_grad=False) for number, each in empty.items()}
-        self._fill(self._empty)
-
-    def _fill(self, averages: Any) -> None:
-        for slots, key, number in self._slots:
-            slots[key] = averages[number]
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[Module]:
-        """Return a context with the averaged module; if ranks divide it, it is complete only within the context.
-
-        Every rank must enter it.
-        """
-        if self._shards is None:
-            yield self.module
-            return
-        with self._shards.all_or_none():
-            averages: list[Tensor] = [
-                nn.Parameter(torch.empty_strided(*layout, device=device), requires_grad=False) if own is None else own
-                for own, (*layout, device) in zip(self._own, self._layouts, strict=True)
-            ]
-        self._shards.share(averages, self._owners)
-        self._fill(averages)
-        try:
-            yield self.module
-        finally:
-            self._fill(self._empty)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole averaged module's state and the number of updates; every rank must call it."""
-        with self.whole() as module:
-            return {"module": module.state_dict(), "num_updates": self.num_updates}
+        """Return the averaged module's state and the number of updates."""
+        return {"module": self.module.state_dict(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`; every rank must call it."""
-        with self.whole() as module:
-            module.load_state_dict(state["module"])
+        """Load the result of `state_dict`."""
+        self.module.load_state_dict(state["module"])
         self.num_updates = int(state["num_updates"])
 
 

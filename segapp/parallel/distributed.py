@@ -375,20 +375,6 @@ class Ranks:
         """Return the value of the first rank whose value is not None, on every rank; None if there is none."""
         return next((each for each in self.gather(value) if each is not None), None)
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace a tensor on its device by the tensor of the rank `source`, in place."""
-        if self.world_size > 1:
-            dist.broadcast(tensor, source)
-
-    def send_to_main(self, tensor: Tensor) -> None:
-        """Send a dense tensor to the main rank, which calls `receive`; other ranks call neither."""
-        dist.send(_flat(tensor.detach().cpu()), 0, group=self._host_group)
-
-    def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Fill a dense tensor on the CPU with the tensor that the rank `source` sends, and return it."""
-        dist.recv(_flat(tensor), source, group=self._host_group)
-        return tensor
-
     @torch.no_grad()
     def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the sums of the ranks' tensors, without gradient, in one exchange.
@@ -406,8 +392,3 @@ class Ranks:
         dist.all_reduce(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return tuple(part.view(own.shape).to(own.dtype) for part, own in zip(parts, tensors, strict=True))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the memory of a dense tensor, in any layout, as one dimension."""
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -134,16 +134,7 @@ class Validation:
         Raises:
             torch.OutOfMemoryError: another rank ran out of memory. A rank that fails itself raises its own error.
         """
-        with self._engine.evaluated() as model:
-            return self._run(model, fallbacks, check, progress)
-
-    def _run(
-        self,
-        model: SegmentationModel,
-        fallbacks: MemoryFallbacks,
-        check: Callable[[], None],
-        progress: Callable[[int], None],
-    ) -> Evaluation:
+        model = self._engine.evaluated
         if self._precise_bn is not None:
             self._precise_bn.recompute(model, self._inference, self._engine.device, fallbacks.num_bn_pieces)
         check()
@@ -173,6 +164,5 @@ class Validation:
 
     def draw_samples(self, epoch: int, fallbacks: MemoryFallbacks) -> None:
         """Draw the sample pictures of an epoch; every rank must call it."""
-        with self._engine.evaluated() as model:
-            if self._samples is not None:
-                self._samples.draw(model, epoch, fallbacks.adapted, self._host)
+        if self._samples is not None:
+            self._samples.draw(self._engine.evaluated, epoch, fallbacks.adapted, self._host)

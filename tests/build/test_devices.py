@@ -127,10 +127,9 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
         "train.cuda_graph": {"train": {"cuda_graph": True}},
         "distill": DISTILLED,
         "model.library": EOMT,
-        "parallel.shard_optimizer": {},
         "parallel.stages": {},
     }
-    own = {"stages": {"backbone": 0}, "shard_optimizer": True}
+    own = {"stages": {"backbone": 0}}
     section, _, key = feature.key.partition(".")
     parallel = {key: own[key]} if section == "parallel" else {}
     for mode in ("single", "dp", "ddp", "model"):

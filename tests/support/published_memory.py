@@ -98,7 +98,7 @@ def published_config(figure: "Figure | EomtFigure", model: dict, loss: dict, opt
                 "tf32": False,
                 "channels_last": False,
             },
-            "parallel": {"mode": "ddp", "gradient_as_bucket_view": False, "shard_optimizer": False},
+            "parallel": {"mode": "ddp", "gradient_as_bucket_view": False},
         }
     )
 

@@ -88,14 +88,7 @@ def affine():
     return rows
 
 
-def sharded():
-    sections = {"optim": {"name": "adamw"}, "train": {"ema": 0.99}, "model": LINKNET}
-    return {
-        name: run(DDP, **sections, parallel={"shard_optimizer": name == "divided"}) for name in ("whole", "divided")
-    }
-
-
-CASES = {"default": default_trainings, "more": more_trainings, "affine": affine, "sharded": sharded}
+CASES = {"default": default_trainings, "more": more_trainings, "affine": affine}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

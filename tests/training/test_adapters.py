@@ -132,9 +132,8 @@ def test_dp_trains_adapters_as_one_device(base: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [False, True])
-def test_ranks_train_adapters_as_one_device(base: dict[str, Any], run: Path, tmp_path: Path, shards: bool) -> None:
-    ranks = {"mode": "ddp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1, "shard_optimizer": shards}
+def test_ranks_train_adapters_as_one_device(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
+    ranks = {"mode": "ddp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1}
     (tmp_path / "ddp.yaml").write_text(dump_config(merged(base, parallel=ranks)))
     result = segapp("train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

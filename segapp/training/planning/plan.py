@@ -242,7 +242,7 @@ def _simulated(
     frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
     results = iter(pool.simulate([*asked, *frozen_jobs, *jobs.values()]))
     own = [next(results) for _ in asked]
-    model, facts = fit_model(mode, own), {**facts, "is_sharded": own[0].is_sharded}
+    model = fit_model(mode, own)
     frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
     peaks_mib = {name: result.peak_mib()[0] for name, result in zip(jobs, results, strict=True)}
     return _Simulated(model, facts, frozen_model, changes, peaks_mib, job)
@@ -366,10 +366,6 @@ def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tup
         notes.append(f"model.freeze ends after epoch {epochs}: planned for the epochs after it, which need more")
     if planner.model.mode == "ddp":
         notes.append("ddp: the reducer's buckets are modeled, the rest is the real step of one rank")
-    if facts["is_sharded"]:
-        notes.append(
-            f"the optimizer's state and average are divided over {len(planner.gpus)} ranks (parallel.shard_optimizer)"
-        )
     if facts["loss_note"]:
         notes.append(facts["loss_note"])
     return tuple(notes)

@@ -171,10 +171,9 @@ class Simulator:
                     ledger.mark(EVAL)
                     evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
                     ledger.mark("idle")
-            is_sharded = engine.shards is not None
         peaks = ledger.peaks(first_mark)
         devices_peaks = tuple(phase_peaks(peaks.get(device, {})) for device in devices)
-        return SimulationResult(devices_peaks, is_sharded, numbers)
+        return SimulationResult(devices_peaks, numbers)
 
     def _blas_workspaces(self, job: SimulationJob, devices: Sequence[str]) -> list[Tensor]:
         """Return cuBLAS's workspaces: one for the thread of the forward pass, one for autograd's.

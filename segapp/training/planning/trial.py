@@ -76,8 +76,7 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
             host=HostLimit(1 + len(others)),
             other_devices=others,
         )
-        with engine.evaluated() as model:
-            evaluate(model, batches(), settings)
+        evaluate(engine.evaluated, batches(), settings)
     except _EnoughSeen:
         return
 

@@ -27,7 +27,6 @@ from segapp.memory.oom import oom_failpoint
 from segapp.optim.optimizers import WeightAverage, add_groups, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel, SampleMasks
 from segapp.parallel.distributed import Ranks
-from segapp.parallel.shards import Shards
 from segapp.precision import Precision
 from segapp.training.step.graph import StepGraph
 from segapp.training.step.participant import StepParticipant
@@ -63,7 +62,6 @@ class StepEngine:
         needs_samples: why the network cannot run without samples, as on a rank with a share of 0; None if it can.
         thawed: returns the network in its wrapper, and the optimizer's groups, for frozen parameters with these names
             that are trained from now on; None without `model.freeze`.
-        shards: the ranks that divide the optimizer's state, with its parameters; None: each rank has all of it.
         graph: runs the passes of the steps as a graph of the device; None: the host launches each kernel.
         masks: makes the keys of the samples' dropout masks; None: dropout draws from the generator of its device.
         mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
@@ -85,7 +83,6 @@ class StepEngine:
         thawed: Callable[[Sequence[str]], tuple[nn.Module, list[Mapping[str, Any]]]] | None = None,
         participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
-        shards: Shards | None = None,
         graph: StepGraph | None = None,
         masks: SampleMasks | None = None,
         mark: Callable[[str], None] = lambda phase: None,
@@ -95,7 +92,7 @@ class StepEngine:
         self.rank_split, self.needs_samples, self._thawed = rank_split, needs_samples, thawed
         self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
         self.participants = tuple(participants)
-        self.ranks, self.shards, self.graph = ranks or Ranks(), shards, graph
+        self.ranks, self.graph = ranks or Ranks(), graph
         self.masks, self._mark = masks, mark
         self.device = device = precision.device
         devices = [device, *(parameter.device for parameter in model.parameters())]
@@ -193,17 +190,10 @@ class StepEngine:
             return True
         return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
 
-    @contextlib.contextmanager
-    def evaluated(self) -> Iterator[SegmentationModel]:
-        """Return a context with the model to evaluate: the average of the weights if there is one.
-
-        Every rank must enter it.
-        """
-        if self.average is None:
-            yield self.model
-            return
-        with self.average.whole() as module:
-            yield module
+    @property
+    def evaluated(self) -> SegmentationModel:
+        """The model to evaluate: the average of the weights if there is one."""
+        return self.model if self.average is None else self.average.module
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next steps; participants scale their own with it."""
@@ -229,9 +219,6 @@ class StepEngine:
             self.network = self.network.module  # frees the old buckets before new ones are made
         self.network, groups = self._thawed(names)
         add_groups(self.optimizer, groups)
-        if self.shards is not None:
-            self.shards.add(parameter for group in groups for parameter in group["params"])
-            self.shards.keep_own_state(self.optimizer)
 
     def split_of(self, num_samples: int) -> list[int]:
         """Return the samples on each device, or on each rank, of a batch of `num_samples`."""
@@ -345,16 +332,14 @@ class StepEngine:
         return f"loss or gradient not finite for {in_row} steps in a row", where
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's part of a checkpoint, complete on the main rank; every rank must call it."""
+        """Return the engine's part of a checkpoint."""
         average = None if self.average is None else self.average.state_dict()
         if average is not None:
             self.model.without_base(average["module"])
         state: dict[str, Any] = {
             "model": self.model.without_base(self.model.state_dict()),
             "ema": average,
-            "optimizer": self.optimizer.state_dict()
-            if self.shards is None
-            else self.shards.whole_state(self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
             "precision": self.precision.state_dict(),
             "criterion": self.criterion.state_dict(),
             "bad_steps": self.bad_steps,
@@ -385,10 +370,7 @@ class StepEngine:
         self.model.load_state_dict(state["model"])
         if self.average is not None:
             self.average.load_state_dict(state["ema"])
-        if self.shards is None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            self.shards.load_own_state(self.optimizer, state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         hold_own_state(self.optimizer)
         self.precision.load_state_dict(state["precision"])
         self.criterion.load_state_dict(state["criterion"])
@@ -447,13 +429,8 @@ class StepEngine:
         """Update weights, average, participants and counters in place, with almost no additional memory."""
         self.is_whole = False
         if may_update(self.optimizer, is_bad):
-            if self.shards is None:
-                self.optimizer.step()
-            else:
-                self.shards.update(self.optimizer)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.shards is not None:
-            self.shards.share_weights(self.optimizer)
         self.precision.masters_to_model()
         self.precision.update(is_bad)
         self.guard.restore_where(is_bad)
