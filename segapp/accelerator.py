@@ -1,9 +1,8 @@
 """Kinds of devices: the one place that asks torch about a GPU's memory, random states, streams and arithmetic.
 
 `accelerator_of` works for every device, `gpu_of` for devices with their own memory. ROCm's devices are also called
-"cuda". `wide_sum` adds in float64, or in pairs of float32 if the device has no float64 (Apple's, and some of Intel's).
-A kind that is not in `ACCELERATORS`, such as the simulated devices of a memory plan, has no memory and no random
-states.
+"cuda". Apple's have no float64. A kind that is not in `ACCELERATORS`, such as the simulated devices of a memory plan,
+has no memory and no random states.
 """
 
 from __future__ import annotations
@@ -217,29 +216,6 @@ class Gpu(Accelerator):
         return self.has_bf16(device)
 
 
-class Xpu(Gpu):
-    """Intel's GPUs, whose module in torch has the names of CUDA's; Arc has no float64."""
-
-    can_replicate = can_capture = False
-
-    def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
-        """See the base class; memory of other processes is not counted if the driver does not report it."""
-        try:
-            return super().free_and_total_bytes(device)
-        except RuntimeError:
-            total_bytes = self.facts(device).total_bytes
-            return total_bytes - self.reserved_bytes(device), total_bytes
-
-    def has_bf16(self, device: torch.device) -> bool:
-        return True
-
-    def has_tf32(self, device: torch.device) -> bool:
-        return False
-
-    def has_float64(self, device: torch.device) -> bool:
-        return bool(self._torch.get_device_properties(device).has_fp64)
-
-
 class Mps(Gpu):
     """Apple's GPUs: one device, which shares the host's memory, and has no float64, no streams and no peak memory."""
 
@@ -351,7 +327,7 @@ _CPU = Accelerator("cpu")
 
 CUDA = Gpu("cuda", "nvidia-smi")
 
-GPUS = (CUDA, Xpu("xpu", "xpu-smi"), Mps("mps", "torch.backends.mps.is_built()"))
+GPUS = (CUDA, Mps("mps", "torch.backends.mps.is_built()"))
 """The kinds of devices with their own memory."""
 
 ACCELERATORS: dict[str, Accelerator] = {each.kind: each for each in (_CPU, *GPUS)}
@@ -394,31 +370,11 @@ def wide(values: Tensor) -> Tensor:
 
 
 def wide_sum(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return a differentiable sum with float64 accuracy; over all dimensions if `dim` is None.
+    """Return a differentiable sum in float64; over all dimensions if `dim` is None.
 
-    Returns:
-        float64. If the device has none: int64 for integers and bools, exact; otherwise float32, rounded once (a
-        relative error of 6e-8 if all values have one sign).
+    If the device has no float64, integers and bools are added in int64, which is exact, and the others in float32.
     """
-    if wide_dtype(values.device) == torch.float64:
-        return values.sum(dtype=torch.float64) if dim is None else values.sum(dim, dtype=torch.float64)
-    if not values.is_floating_point():
+    dtype = wide_dtype(values.device)
+    if dtype != torch.float64 and not values.is_floating_point():
         return values.sum(dim)
-    rounded = values.sum(dim, dtype=torch.float32)
-    correction = _sum_in_pairs(values.detach().float(), dim) - rounded.detach()
-    return rounded + correction  # both are exact, by Sterbenz's lemma
-
-
-def _sum_in_pairs(values: Tensor, dim: int | None) -> Tensor:
-    """Return a sum by halves; the rounding error of each addition (Knuth's two-sum) is added at the end."""
-    high = values.flatten() if dim is None else values.movedim(dim, -1)
-    low = torch.zeros_like(high)
-    while high.shape[-1] > 1:
-        half = high.shape[-1] // 2
-        first, second, odd = high[..., :half], high[..., half : 2 * half], high[..., 2 * half :]
-        total = first + second
-        part = total - first
-        error = (first - (total - part)) + (second - part)
-        low = torch.cat([low[..., :half] + low[..., half : 2 * half] + error, low[..., 2 * half :]], -1)
-        high = torch.cat([total, odd], -1)
-    return (high + low).sum(-1)
+    return values.sum(dtype=dtype) if dim is None else values.sum(dim, dtype=dtype)

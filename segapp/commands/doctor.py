@@ -28,7 +28,6 @@ TESTED_ON = {
     "cuda": ("NVIDIA GPUs (CUDA), one", "yes: H200"),
     "several": ("NVIDIA GPUs (CUDA), several", "untested"),
     "rocm": ("AMD GPUs (ROCm)", "untested"),
-    "xpu": ("Intel GPUs (XPU), one device", "untested"),
     "mps": ("Apple GPUs (MPS), one device", "untested"),
 }
 """Name of each kind of device, and whether trainings have been run on one: the table of `start/install.md`."""

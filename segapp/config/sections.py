@@ -433,7 +433,7 @@ class ParallelConfig(Section):
     devices. auto: single on one device, ddp on several, dp if gpu0_bsz or shares is set, model if stages is set,
     single with train.cuda_graph. Change it to force a mode."""
     devices: str | list[int | str] = "auto"
-    """auto (all visible GPUs, the one with the most free memory first), one device ("cuda:1", "mps", "xpu"), or a list
+    """auto (all visible GPUs, the one with the most free memory first), one device ("cuda:1", "mps"), or a list
     ([0, 1], [cpu, cpu]). The first is "GPU 0" of this documentation. Change it to use only some GPUs."""
     gpu0_bsz: Count | Literal["auto"] | None = None
     """Images of a batch on GPU 0, the first of parallel.devices (dp, ddp). With mode: auto it selects dp. null: an
