@@ -9,19 +9,21 @@ epoch, position, metric, config_hash, torch_version), which stay in every copy o
 
 import math
 import re
+import socket
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
 from segapp.checkpoint.snapshot import as_storable, find_non_finite, num_tensor_bytes
 from segapp.config import RunConfig, resume_differences
-from segapp.errors import CheckpointError, NonFiniteError, accepted_words
+from segapp.errors import CheckpointError, NonFiniteError, SegappError, accepted_words
 from segapp.models.weights import load_mapped_tensors, load_tensors, peek_tensors
+from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import (
     BEST,
     FORMAT,
@@ -31,8 +33,9 @@ from segapp.run.checkpoints import (
     CheckpointFolder,
     DamagedError,
     Manifest,
+    open_if_intact,
 )
-from segapp.run.files import hash_file, reason_of
+from segapp.run.files import hash_file, machine_id, reason_of
 from segapp.run.folder import RunFolder
 from segapp.run.words import first_line
 
@@ -40,6 +43,7 @@ FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
 """Parts of a state that must be finite for a commit."""
 
 Reader = Callable[[BinaryIO], Any]
+T = TypeVar("T")
 
 _POSITION = ("step", "epoch", "position")
 """Facts of a checkpoint that must be equal in the file and in the manifest."""
@@ -202,6 +206,61 @@ def checkpoint_to_resume(
         print("the run has no checkpoint yet: it begins anew")
         return None
     return load_checkpoint(folder.path, is_holder=True, is_mapped=True)
+
+
+def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
+    """Return on every rank the result of `make` on the main rank, or raise its SegappError on every rank."""
+    found: tuple[T | None, SegappError | None] = None, None
+    if ranks.is_main:
+        try:
+            found = make(), None
+        except SegappError as error:
+            found = None, error
+    made, problem = ranks.from_main(found)
+    if problem is not None:
+        raise problem
+    return made  # type: ignore[no-any-return]
+
+
+def load_on_every_rank(ranks: Ranks, load: Callable[[], LoadedCheckpoint | None]) -> LoadedCheckpoint | None:
+    """Return on every rank the checkpoint that `load` returns on the main rank, with tensors mapped from its file.
+
+    No state is sent or held twice: the ranks of a machine share the file's pages in the page cache. `load` has compared
+    the hash on the main rank's machine; the first rank of each other machine compares it there.
+
+    Raises:
+        SegappError: `load` raised it, or a rank does not see the same file; on every rank.
+    """
+    loaded: LoadedCheckpoint | None = None
+
+    def facts() -> tuple[LoadedCheckpoint, int] | None:
+        nonlocal loaded
+        loaded = load()
+        return None if loaded is None else (replace(loaded, state={}), loaded.file.stat().st_size)
+
+    found = on_main(ranks, facts)
+    if found is None or ranks.world_size == 1:
+        return loaded
+    checkpoint, num_bytes = found
+    machines = ranks.gather(machine_id())
+    is_first = machines.index(machines[ranks.rank]) == ranks.rank
+    problem: SegappError | None = None
+    if loaded is None:
+        try:
+            with open_if_intact(checkpoint.file.resolve(), num_bytes, checkpoint.sha256 if is_first else None) as file:
+                state = read_state(file, checkpoint.path, file.name, load_mapped_tensors)
+                loaded = replace(checkpoint, state=state)
+        except SegappError as error:
+            problem = error
+        except (DamagedError, OSError) as error:
+            problem = CheckpointError(
+                f"{checkpoint.file}: rank {ranks.rank}, on {socket.gethostname()}, does not see the checkpoint of rank "
+                f"0 ({reason_of(error)}): put it on a file system that all machines share",
+                path=checkpoint.file,
+            )
+    if problem := ranks.first_of(problem):
+        raise problem
+    return loaded
 
 
 def saved_state(folder: RunFolder | None, checkpoint: Path | None) -> tuple[Path, dict[str, Any]] | None:

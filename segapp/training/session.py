@@ -28,8 +28,14 @@ from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.build.pairs import build_scheme, count_images, split_names
 from segapp.build.topology import shares_note, topology_event
 from segapp.build.trainer import build_trainer
-from segapp.checkpoint.sharing import load_on_every_rank, on_main
-from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, checkpoint_to_resume, saved_state
+from segapp.checkpoint.training_state import (
+    LoadedCheckpoint,
+    check_resumable,
+    checkpoint_to_resume,
+    load_on_every_rank,
+    on_main,
+    saved_state,
+)
 from segapp.config import LiveSettings, RunConfig, dump_config, part_names
 from segapp.config.trackers import unnamed_trackers
 from segapp.custom.names import keep_parts

@@ -25,9 +25,8 @@ MEASURE = """
 import json, sys, threading, time, warnings
 from pathlib import Path
 import torch
-from segapp.checkpoint import sharing
 from segapp.checkpoint.snapshot import hold_own_state
-from segapp.checkpoint.training_state import load_checkpoint
+from segapp.checkpoint.training_state import load_checkpoint, load_on_every_rank
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown
 from segapp.training.session import exchanged_classes
 
@@ -59,7 +58,7 @@ load = lambda: load_checkpoint(folder, is_mapped=how != "objects")
 if how == "objects":
     checkpoint = ranks.from_main(load() if ranks.is_main else None)
 else:
-    checkpoint = sharing.load_on_every_rank(ranks, load)
+    checkpoint = load_on_every_rank(ranks, load)
 got_s = time.monotonic() - start_s
 net.load_state_dict(checkpoint.state["model"])
 average = {name: tensor.clone() for name, tensor in checkpoint.state["ema"].items()}

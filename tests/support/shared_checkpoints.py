@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from segapp.checkpoint import sharing
+from segapp.checkpoint import training_state
 from segapp.checkpoint.snapshot import hold_own_state
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from segapp.errors import SegappError
@@ -34,7 +34,7 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
     def note(case: str, *, is_elsewhere: bool, sees: bytes | None = b"") -> None:
         """Load with this rank on a machine of its own or not, where its file ends in other bytes or is missing."""
         patches = mock.patch.multiple(
-            sharing,
+            training_state,
             machine_id=lambda: f"machine-{ranks.rank if is_elsewhere else 0}",
             open_if_intact=lambda path, *facts: real(seen(path), *facts),
         )
@@ -50,7 +50,7 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
 
         with patches:
             try:
-                loaded = sharing.load_on_every_rank(ranks, load)
+                loaded = training_state.load_on_every_rank(ranks, load)
             except SegappError as error:
                 own: list[Any] = [type(error).__name__, str(error).replace(str(folder), "")]
             else:
@@ -62,7 +62,7 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
                 own = [maps(folder), max(differences)]
             found[case] = ranks.gather(own)
 
-    real = sharing.open_if_intact
+    real = training_state.open_if_intact
     note("one machine", is_elsewhere=False)
     note("two machines", is_elsewhere=True)
     note("other bytes there", is_elsewhere=True, sees=b"?")

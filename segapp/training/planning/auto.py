@@ -16,7 +16,7 @@ from segapp.accelerator import accelerator_of
 from segapp.build.devices import DevicePlan
 from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_pairs, count_images, split_names
-from segapp.checkpoint.sharing import on_main
+from segapp.checkpoint.training_state import on_main
 from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_part
 from segapp.datasets.files import check_pairs
