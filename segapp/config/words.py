@@ -55,7 +55,10 @@ _WORDS_ELSEWHERE = {
     "seed": "random_seed manual_seed random_state",
     "name": "run_name exp_name experiment experiment_name project",
 }
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "parallel.shard_optimizer": "parallel.mode=dp parallel.gpu0_bsz=1 keeps the optimizer state on the first GPU only",
+    "train.offload": "recompute activations with train.recompute=all, or use a smaller train.batch_size",
+}
 """What segapp accepted once -> what to do instead, the end of a sentence.
 
 A key is written as `train.offload`, one word of a key as `loss.name=boundary`, and a command as `segapp profile`.
