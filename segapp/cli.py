@@ -528,25 +528,6 @@ def predict(
 
 
 @app.command()
-def calibrate(
-    target: Annotated[
-        str,
-        _runs("RUN|CHECKPOINT", "Name or folder of a run, or one of its checkpoints."),
-    ],
-    split: Annotated[str | None, option("--split", "Data split to fit to. Default: validation.", "NAME")] = None,
-    picture: Annotated[Path | None, option("--picture", "Write a reliability diagram.", "FILE.svg")] = None,
-) -> None:
-    """Fit a temperature, so that a predicted probability of 0.9 is right about 90 % of the time.
-
-    The temperature is saved in the run folder, and segapp predict and segapp export use it. The predicted classes do
-    not change.
-    """
-    from segapp.commands.calibrate import calibrate_target
-
-    calibrate_target(target, split=split, picture=picture)
-
-
-@app.command()
 def export(
     target: Target,
     out: Annotated[Path, option("--out", "File to write.")],

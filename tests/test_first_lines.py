@@ -12,7 +12,6 @@ from segapp.cli import app
 
 COMMANDS = {
     "attach": "attach",
-    "calibrate": "calibrate demo",
     "check": "check --config demo --html page.html",
     "check-part": "check-part --config demo",
     "ckpt": "ckpt list demo",

@@ -31,7 +31,6 @@ COMMANDS: dict[str, list[str]] = {
     "requeue-code": ["requeue-code", "stranger"],
     "eval": ["eval", "stranger"],
     "predict": ["predict", "stranger", ".", "--out", "out"],
-    "calibrate": ["calibrate", "stranger"],
     "export": ["export", "stranger", "--out", "model.onnx"],
     "check": ["check", "--config", "config.yaml", "--html", "check.html"],
     "doctor": ["doctor"],

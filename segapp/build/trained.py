@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
 from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
 from segapp.precision import Precision
-from segapp.run.calibration import read_calibration
-from segapp.run.folder import run_of_file
 from segapp.run.words import printable
 
 CONFIG_KEY = "config"
@@ -50,8 +48,6 @@ class TrainedState:
     """State of the criterion, with the class weights of the training; None if the file has none."""
     messages: tuple[str, ...] = ()
     """Notes for the user."""
-    temperature: float = 1.0
-    """Temperature of the probabilities; 1 unless the checkpoint has been calibrated."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ def load_trained(
     precision = Precision(with_precision(own, (place,)).train.precision, place)
     precision.prepare(model.to(place))
     inference = build_inference(own.data, evaluation, model, precision, own.loss.align_corners)
-    inference = replace(inference, temperature=trained.temperature)
     model.eval()
     return TrainedModel(**vars(trained), inference=inference, device=place)
 
@@ -99,7 +94,6 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     checkpoint = find_checkpoint(target)
     state = checkpoint.state
     model, saved, scheme = restored_network(checkpoint)
-    temperature, notes = _temperature_of(checkpoint.path, checkpoint.sha256)
     return TrainedState(
         model,
         saved,
@@ -109,23 +103,8 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         checkpoint.last_epoch,
         checkpoint.step,
         state.get("criterion"),
-        (*checkpoint.messages, *changed_parts(state.get("parts"), saved), *notes),
-        temperature,
+        (*checkpoint.messages, *changed_parts(state.get("parts"), saved)),
     )
-
-
-def _temperature_of(path: Path, sha256: str) -> tuple[float, list[str]]:
-    """Return the temperature of a run's checkpoint, and a note if the run's calibration is for another checkpoint."""
-    folder = run_of_file(path)
-    found = None if folder is None else read_calibration(folder.calibration)
-    if found is None:
-        return 1.0, []
-    if found.sha256 == sha256:
-        return found.temperature, []
-    return 1.0, [
-        f"{path.name} is not calibrated: calibration.json was fitted to the checkpoint of step {found.step}; segapp "
-        "calibrate fits it to the best one"
-    ]
 
 
 def _from_weights(path: Path, config: RunConfig) -> TrainedState:
@@ -151,8 +130,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
             "give weights of the whole model for these classes, or train them first with model.weights",
             path=path,
         )
-    stored = read_metadata(path, "weights").get("temperature", "1") if path.suffix.lower() == ".safetensors" else "1"
-    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"), temperature=float(stored))
+    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"))
 
 
 def _config_of(path: Path) -> RunConfig:

@@ -97,7 +97,6 @@ def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
         output="labels" if argmax else "logits",
         multilabel=scheme.multilabel is not None,
         threshold=trained.inference.threshold,
-        temperature=trained.temperature,
         precision="fp16" if half else "fp32",
         fixed_size_px=model.fixed_size_px,
     )

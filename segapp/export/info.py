@@ -60,8 +60,6 @@ class ExportInfo(BaseModel):
     """The logits are for sigmoids: a pixel may have several classes, or none."""
     threshold: float | None = None
     """A class is predicted if its probability is above this (multilabel)."""
-    temperature: float = 1.0
-    """The exported model divides its logits by this (segapp calibrate); weights files do not apply it."""
     precision: Literal["fp32", "fp16"]
     """Precision of weights and arithmetic; the dtypes of input and output do not change."""
     fixed_size_px: tuple[int, int] | None = None

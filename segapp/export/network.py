@@ -30,7 +30,6 @@ class ExportNetwork(nn.Module):
         align_corners: the value for the upsampling, as in training.
         argmax: return class ids instead of logits.
         half: compute the network in float16; the upsampling stays in float32.
-        temperature: divides the logits.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class ExportNetwork(nn.Module):
         align_corners: bool = True,
         argmax: bool = False,
         half: bool = False,
-        temperature: float = 1.0,
     ) -> None:
         super().__init__()
         dtype = torch.float16 if half else torch.float32
@@ -53,7 +51,6 @@ class ExportNetwork(nn.Module):
         self.normalizer = Normalizer(mean, std, dtype, ranges)
         self.align_corners = align_corners
         self.argmax = argmax
-        self.temperature = temperature
 
     def forward(self, images: Tensor) -> Tensor:
         """Return float32 logits (N, C, H, W), or class ids (N, H, W), of images (N, H, W, B) as stored in files.
@@ -70,7 +67,7 @@ class ExportNetwork(nn.Module):
             rows, columns = torch.arange(height, device=low.device), torch.arange(width, device=low.device)
             logits = logits.index_select(2, rows).index_select(3, columns)
         if not self.argmax:
-            return logits if self.temperature == 1.0 else logits / self.temperature
+            return logits
         return logits.argmax(1).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)
 
     @property

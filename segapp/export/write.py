@@ -149,7 +149,6 @@ def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
         align_corners=info.align_corners,
         argmax=info.output == "labels",
         half=info.precision == "fp16",
-        temperature=info.temperature,
     ).eval()
 
 

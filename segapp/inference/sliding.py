@@ -55,7 +55,6 @@ class Inference:
     scales: tuple[float, ...] = (1.0,)  # scales of the image; the predictions are averaged
     flip: bool = False  # also average over the horizontally flipped image
     threshold: float | None = None  # a class is predicted if its sigmoid is above this; None: one class per pixel
-    temperature: float = 1.0  # of the probabilities (`segapp.inference.calibration`); the classes do not depend on it
     autocast: Callable[[], Any] = torch.no_grad  # returns the context manager of the forward pass
 
     @property
@@ -71,12 +70,9 @@ class Inference:
 
     def probabilities(self, views: Tensor | list[View], size: tuple[int, int]) -> Tensor:
         """Return the class probabilities (N, C, H, W) of `views`."""
-        found = upsample_probabilities(
+        return upsample_probabilities(
             views, size, align_corners=self.align_corners, is_sigmoid=self.threshold is not None
         )
-        if self.temperature == 1.0:
-            return found
-        return (found.float().clamp_min(torch.finfo(torch.float32).tiny).log() / self.temperature).softmax(1)
 
     @property
     def has_plain_windows(self) -> bool:

@@ -6,7 +6,6 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.widget import Widget
 
-from segapp.run.calibration import read_calibration
 from segapp.tui.following import MarkedRuns, ShownRun, series_of_metric
 from segapp.tui.glyphs import Glyphs
 from segapp.tui.panes import header
@@ -19,7 +18,6 @@ from segapp.tui.panes.pictures import PictureView
 from segapp.tui.widgets import LiteralText, set_title
 from segapp.view.metrics import chart_title
 from segapp.view.source import newest_pictures
-from segapp.view.wording import calibrated
 
 WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")
@@ -139,8 +137,6 @@ class Columns(Horizontal):
             self.table.show(view, sort, glyphs)
             room = self.table.size.width - (4 if plan.has_left else 34)
             self._set_title(self.table, classes_title(view, sort, self.table.search.text, room, glyphs))
-            found = read_calibration(run.source.folder.calibration)
-            set_title(self.table, Content(calibrated(found) if found is not None else ""), "border_subtitle")
 
     def _show_devices(self, run: ShownRun, *, is_editing: bool) -> None:
         """Show the devices, with a graph each if the classes and gpu0_bsz leave room."""

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from rich.cells import cell_len, set_cell_size
 
 from segapp.run import events
-from segapp.run.calibration import Calibration
 from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
 from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
 
@@ -157,12 +156,6 @@ def recomputed(event: events.Recompute) -> str:
     counts = [len(names) for names in event.blocks]
     shown = dots(counts) if len(set(counts)) > 1 else str(max(counts, default=0))
     return f"{shown} of {event.num_blocks} blocks recomputed"
-
-
-def calibrated(found: Calibration) -> str:
-    """Return the temperature of a calibrated checkpoint, with its expected calibration error before and after."""
-    errors = " to ".join(f"{error:.3f}" for error in found.ece)
-    return f"temperature {found.temperature:.2f}, ECE {errors}"
 
 
 def _checkpoint(event: events.Checkpoint) -> str:

@@ -115,7 +115,7 @@ def all_commands() -> list[tuple[str, ...]]:
         "train": ("--print-config", *CONFIG), "launch": ("--", "train", *CONFIG),
         "sweep": ("--dry-run", *CONFIG, "seed=1"),
         "attach": ("there",), "ctl": ("there", "pause"), "requeue-code": ("there", "1"), "eval": ("there",),
-        "predict": ("there", ".", "--out", "out"), "calibrate": ("there",), "export": ("there", "--out", "o.onnx"),
+        "predict": ("there", ".", "--out", "out"), "export": ("there", "--out", "o.onnx"),
         "check": CONFIG, "init": (".",), "report": ("there",), "compare": ("there", "there"), "suspects": ("there",),
         "status": ("there",), "completion": ("bash",), "plan": (*CONFIG, "--gpus", "1x8GiB"), "models": ("lraspp",),
         "check-part": ("torch.optim:SGD", "--as", "optim"), "docs": ("train",), "ls": (),

@@ -15,7 +15,6 @@ from textual import events
 from textual.geometry import Size
 from textual.pilot import Pilot
 
-from segapp.run.calibration import Calibration
 from segapp.run.events import CommandAnswer, EventReader, Step, Val
 from segapp.run.words import number
 from segapp.tui.app import MonitorApp
@@ -374,19 +373,6 @@ def test_old_evaluations_keep_their_classes(tmp_path: Path) -> None:
 
 
 # --- devices and settings --------------------------------------------------------------------------------------------
-
-
-def test_class_pane_names_the_calibration_of_the_run(run: RecordedRun) -> None:
-    found = Calibration(temperature=1.314, sha256="a", step=60, split="val", num_images=9, num_px=99, nll=(0.5, 0.4),
-                        ece=(0.0811, 0.0242))  # fmt: skip
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        assert "temperature" not in screen_text(app)
-        run.folder.calibration.write_text(found.model_dump_json())
-        await settle(app, pilot)
-        assert "temperature 1.31, ECE 0.081 to 0.024" in screen_text(app)
-
-    run_screen(run, act)
 
 
 def test_device_pane_shows_more_where_there_is_room(run: RecordedRun) -> None:
