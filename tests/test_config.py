@@ -372,7 +372,7 @@ def test_each_key_has_values_and_says_when_to_change_it() -> None:
     assert facts["train.ema"] == "number > 0 and < 1 or `null`; default `null`"
     assert facts["data.workers"] == 'integer from 0 to 512 or `auto`; processes; default `"auto"`'
     assert facts["schedule.options.final_div_factor"] == "number > 0; default `10000`"
-    assert facts["loss.name"].startswith("`ce`, `ohem`, `bce`, `dice`, `tversky`, `focal`, `lovasz`, `boundary`, ")
+    assert facts["loss.name"].startswith("`ce`, `ohem`, `bce`, `dice`, `tversky`, `focal`, `lovasz`, ")
 
 
 def test_lower_bounds_of_the_reference_are_those_of_the_check() -> None:

@@ -180,7 +180,7 @@ def sets_root(tiny_root: Path, tmp_path: Path) -> Path:
 def sets_config(tiny: dict[str, Any], root: Path, **sections: Any) -> Any:
     data = {"root": str(root), "classes": ["box", "disc", "thing"], "multilabel": "bits", "ignore_index": 200}
     data["allow_outside_root"] = True
-    plus = [{"name": "dice"}, {"name": "boundary", "weight": 0.01}]
+    plus = [{"name": "dice"}, {"name": "focal", "weight": 0.01}]
     return merged(tiny, data=data, loss={"name": "bce", "plus": plus}, **sections)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,12 +46,6 @@ def build_criterion(
         return _build_term(section.model_copy(update={"options": options}), given, weights_of)
     criteria = [(term.weight, _build_term(term, given, weights_of)) for term in [section, *section.plus]]
     return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
-
-
-def needs_distances(section: LossConfig) -> bool:
-    """Return True if a loss term needs targets with distance maps."""
-    built_in = [LOSSES[term.name] for term in [section, *section.plus] if term.name in LOSSES]
-    return any(pkgutil.resolve_name(each.factory).needs_distances for each in built_in)
 
 
 def _build_term(

@@ -58,14 +58,12 @@ def build_dataset(
     is_training: bool,
     seed: int,
     most: int | None = None,
-    has_distances: bool = False,
     ranks: Ranks | None = None,
 ) -> SegmentationDataset:
     """Return the data set of a split with checked headers and with the training or the evaluation transform.
 
-    At most `most` images are used, evenly spread. With `has_distances`, targets also hold the distance maps of the
-    classes for the boundary loss. `ranks` are the ranks of a training, which share `data.cache`; all must call. Without
-    them, images are read once and nothing is cached.
+    At most `most` images are used, evenly spread. `ranks` are the ranks of a training, which share `data.cache`; all
+    must call. Without them, images are read once and nothing is cached.
 
     Raises:
         ConfigError: `data.cache_dir` lies in the data set.
@@ -81,7 +79,7 @@ def build_dataset(
     if is_part(data.format):
         source = own_data(data, split)
         chosen = _chosen(range(len(source)), most)
-        own = SegmentationDataset(source.pairs(chosen), scheme, pixels=pixels, seed=seed, has_distances=has_distances)
+        own = SegmentationDataset(source.pairs(chosen), scheme, pixels=pixels, seed=seed)
         first_sizes = own.sizes(range(min(len(own), NUM_TRIED)))  # each is read for that
         own.transform, own.mix = _transform(data, scheme, first_sizes, pixels, is_training=is_training), mix
         own.targets, own.largest_px = read(source.pairs(), first_sizes), _largest(first_sizes)
@@ -122,7 +120,6 @@ def build_dataset(
         cache=cache,
         cache_part=part,
         notes=notes,
-        has_distances=has_distances,
     )
     dataset.mix, dataset.targets, dataset.largest_px = mix, targets, _largest(sizes)
     return dataset

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import accelerator_of
-from segapp.build.criterion import build_criterion, needs_distances
+from segapp.build.criterion import build_criterion
 from segapp.build.devices import DevicePlan
 from segapp.build.distill import (
     build_critic,
@@ -35,7 +35,6 @@ from segapp.chunks import Mode, RankSplit
 from segapp.compat.torch import BatchNorm
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
-from segapp.datasets.distances import target_layout
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput
@@ -427,9 +426,9 @@ class StepAssembler:
         self, inner: NormalizedInput, criterion: AdditiveCriterion, precision: Precision, rank_split: RankSplit
     ) -> str | None:
         """Return why every rank needs samples in each step; None if it need not; ConfigError if one has none."""
-        has_distances = needs_distances(self.config.loss)
-        shape, dtype = target_layout(self.scheme, self.config.data.crop_px, has_distances=has_distances)
-        target = torch.zeros(0, *shape, dtype=getattr(torch, dtype.name), device=precision.device)
+        target = torch.zeros(
+            0, *self.config.data.crop_px, dtype=getattr(torch, self.scheme.dtype.name), device=precision.device
+        )
 
         def loss(outputs: Any) -> Tensor:
             first, *others = (part.sum() for part in criterion.statistics(outputs, target))

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from segapp.build.class_weights import cached_frequencies, class_weights
-from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options, build_order
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference, fill_in_base
@@ -291,7 +290,7 @@ def _build_datasets(
     train_split, val_split = split_names(config.data)
     num_train = None if limit is None else limit.num_batches * config.train.batch_size
     num_val = None if limit is None else limit.num_val
-    common: Any = {"seed": config.seed, "has_distances": needs_distances(config.loss), "ranks": ranks}
+    common: Any = {"seed": config.seed, "ranks": ranks}
     train_set = build_dataset(config.data, scheme, train_split, is_training=True, most=num_train, **common)
     if len(train_set) < ranks.world_size:
         raise ConfigError(

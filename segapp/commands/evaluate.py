@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from segapp.build.criterion import build_criterion, needs_distances
+from segapp.build.criterion import build_criterion
 from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import choose_devices
 from segapp.build.network import num_queries
@@ -124,8 +124,7 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     split = options.split or split_names(data)[1]
-    has_distances = needs_distances(config.loss)
-    dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed, has_distances=has_distances)
+    dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed)
     _note_training_images(networks, dataset)
     evaluators = _build_evaluators(networks, ensemble, options)
     loader = EvalLoader(

@@ -162,7 +162,6 @@ LOSSES: Mapping[str, BuiltIn] = {
     "tversky": BuiltIn("segapp.losses.overlap:CriterionTversky", TverskyOptions),
     "focal": BuiltIn("segapp.losses.focal:CriterionFocal", FocalOptions),
     "lovasz": BuiltIn("segapp.losses.lovasz:CriterionLovasz"),
-    "boundary": BuiltIn("segapp.losses.boundary:CriterionBoundary"),
     "mask_classification": BuiltIn(
         "segapp.losses.mask_classification:CriterionMaskClassification", MaskClassificationOptions
     ),

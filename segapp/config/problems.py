@@ -287,7 +287,7 @@ def _part_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-MULTILABEL_LOSSES = ("bce", "dice", "tversky", "focal", "boundary")
+MULTILABEL_LOSSES = ("bce", "dice", "tversky", "focal")
 """The losses for classes that do not exclude each other."""
 
 

@@ -253,7 +253,7 @@ class LossTerm(Section):
 
     name: LossName | PartName = "ce"
     """ce: cross-entropy. ohem: cross-entropy of the hard pixels. bce: binary cross-entropy. dice and tversky: overlap.
-    focal: down-weights easy pixels. lovasz: IoU surrogate. boundary: distance to the contour. mask_classification: the
+    focal: down-weights easy pixels. lovasz: IoU surrogate. mask_classification: the
     loss of eomt. Or a custom component. Change it for rare classes, thin structures or overlapping classes."""
     options: dict[str, Any] = Field({}, json_schema_extra=options_schema(LOSSES))
     """Options of this loss, or keyword arguments of a custom component. Change it to tune the loss."""

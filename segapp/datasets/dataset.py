@@ -19,7 +19,6 @@ from torch import Tensor
 from segapp.custom.loading import shown_error
 from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.cache import PixelCache
-from segapp.datasets.distances import with_distances
 from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.images.reading import read_image
@@ -38,7 +37,7 @@ class Sample:
     """One image and its target."""
 
     image: Tensor  # the bands, shape (B, H, W), with the dtype of the files, not normalized
-    target: Tensor  # train ids and `ignore_index`, shape (H, W), uint8 or int16; with distances int32 (1 + C, H, W)
+    target: Tensor  # train ids and `ignore_index`, shape (H, W), uint8 or int16
     index: int  # in the data set
 
 
@@ -93,7 +92,6 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     cache: PixelCache | None = None  # filled at the first read; None: every read decodes
     cache_part: Sequence[int] = ()  # the images that this rank stores in the background (`CacheFiller`)
     notes: Sequence[str] = ()  # sentences for the user about how the images are read
-    has_distances: bool = False  # targets also hold the distance maps of the classes, for the boundary loss
     mix: PairMix | None = None  # mixes each sample with another image's sample
     targets: Targets | None = None  # counts of the masks that were read before the training
     # Largest height and largest width of the images whose sizes are known
@@ -118,11 +116,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
             if partner is not None:
                 other = self._augmented(partner, mix_seed("partner", seed))
                 image, mask = self.mix((image, mask), other, seed)
-        if self.has_distances:
-            is_sets = self.scheme.multilabel is not None
-            target = with_distances(mask, self.scheme.num_classes, self.scheme.ignore_index, multilabel=is_sets)
-        else:
-            target = mask if mask.flags.owndata and mask.flags.writeable else mask.copy()
+        target = mask if mask.flags.owndata and mask.flags.writeable else mask.copy()
         return Sample(to_planes(image), torch.from_numpy(np.ascontiguousarray(target)), index)
 
     def _augmented(self, index: int, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
@@ -148,7 +142,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
     def is_large(self, index: int) -> bool:
         """Return True for an image of an evaluation that can be read in windows (`large_batch`)."""
-        return self.transform is None and not self.has_distances and self._image_windows(index) is not None
+        return self.transform is None and self._image_windows(index) is not None
 
     def large_batch(self, index: int) -> LargeBatch:
         """Return an image for which `is_large` is true, and its mask, of which parts are read when they are needed."""

@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from segapp.compat.multiprocessing import set_within
 from segapp.compat.torch import loader_workers, replace_done_event, shut_down_workers
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.distances import target_layout
 from segapp.datasets.files import shown
 from segapp.datasets.sampling import SampleKey
 from segapp.errors import DataError, SegappError, WorkerError
@@ -58,7 +57,7 @@ class Batch:
     """A batch of images and targets."""
 
     images: Tensor  # the bands, shape (N, B, H, W), with the dtype of the files, not normalized, contiguous
-    # Train ids and `ignore_index`, shape (N, H, W), uint8 or int16; with distances int32 (N, 1 + C, H, W)
+    # Train ids and `ignore_index`, shape (N, H, W), uint8 or int16
     target: Tensor
     indices: tuple[int, ...]  # in the data set
     epoch: int = 0
@@ -149,8 +148,7 @@ class _GuardedDataset(Dataset["Batch | SegappError"]):
     def _no_samples(self) -> Batch:
         """Return a batch of 0 images of the transform's size."""
         size = getattr(self.dataset.transform, "crop_px", (0, 0))
-        shape, dtype = target_layout(self.dataset.scheme, size, has_distances=self.dataset.has_distances)
-        target = torch.from_numpy(np.empty((0, *shape), dtype))
+        target = torch.from_numpy(np.empty((0, *size), self.dataset.scheme.dtype))
         pixels = self.dataset.pixels
         return Batch(torch.empty((0, pixels.num_bands, *size), dtype=pixels.torch_dtype), target, ())
 

@@ -27,7 +27,7 @@ from segapp.compat.torch import dispatch_modes
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
-from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
+from segapp.losses import CriterionCE, View, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import BoundaryCounts, SegmentationScores, counts_for
 from segapp.parallel import DataParallelModel
@@ -170,8 +170,7 @@ def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
     if criterion is None:
         return ()
     logits = torch.zeros(1, settings.num_classes, 1, 1, device=settings.device)
-    shape = (1, 1 + settings.num_classes, 1, 1) if criterion.needs_distances else (1, 1, 1)
-    target = torch.full(shape, settings.ignore_index, dtype=torch.int16, device=settings.device)
+    target = torch.full((1, 1, 1), settings.ignore_index, dtype=torch.int16, device=settings.device)
     device = settings.device if wide_dtype(settings.device) == torch.float64 else torch.device("cpu")
     statistics = criterion.statistics((logits,), target)
     return tuple(torch.zeros_like(s, dtype=torch.float64, device=device) for s in statistics)
@@ -305,7 +304,7 @@ def count_views(
     Args:
         views: logits with their size, as `Inference.views` returns them.
         size: (H', W') to which the logits are upsampled, at least the size of the target.
-        target: (N, H, W) class ids, on the views' device; with distance maps (N, 1 + C, H, W).
+        target: (N, H, W) class ids, on the views' device.
         settings: how the logits were computed, and the criterion.
 
     Returns:
@@ -317,13 +316,13 @@ def count_views(
     target = F.pad(target, padding, value=settings.ignore_index)
     how: dict[str, Any] = {"align_corners": align_corners, "ignore_index": settings.ignore_index}
     if settings.inference.threshold is not None:
-        counts = upsample_label_counts(views, labels_of(target), settings.inference.threshold, **how)
+        counts = upsample_label_counts(views, target, settings.inference.threshold, **how)
     elif isinstance(criterion, CriterionCE):
         how |= {"weight": criterion.weight, "label_smoothing": criterion.label_smoothing}
-        counted = upsample_confusion(views, labels_of(target), **how)
+        counted = upsample_confusion(views, target, **how)
         return counted.confusion, (counted.loss_sum, counted.weight_sum)
     else:
-        counts = upsample_confusion(views, labels_of(target), with_loss=False, **how).confusion
+        counts = upsample_confusion(views, target, with_loss=False, **how).confusion
     if criterion is None:
         return counts, ()
     if not isinstance(views, Tensor):

@@ -32,7 +32,6 @@ from segapp.inference.evaluate import (
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
-from segapp.losses import labels_of
 from segapp.memory.oom import is_out_of_memory
 from segapp.metrics import BoundaryScores, Counts, counts_for
 from segapp.models import SegmentationModel
@@ -139,7 +138,7 @@ class Evaluator(DeviceCounter):
         for counts, statistics in parts:
             self.counts.add(counts, statistics)
         if boundary is not None:
-            boundary.update(labels, labels_of(target[..., :, :])[0].numpy())
+            boundary.update(labels, target[..., :, :][0].numpy())
         return torch.stack([counts for counts, _ in parts]).sum(0)
 
 
@@ -193,13 +192,13 @@ class EnsembleEvaluator(Evaluator):
         for strip in strips:
             aim = target[..., strip.rows, :][None]
             found = torch.from_numpy(strip.labels.astype(np.int64))[None]
-            counts.update(found, labels_of(aim))
+            counts.update(found, aim)
             labels[strip.rows] = strip.labels
             if settings.criterion is not None and strip.probabilities is not None:
                 logits = _as_logits(torch.from_numpy(strip.probabilities)[None].to(settings.device), settings)
                 self.counts.add_statistics(settings.criterion.statistics((logits,), aim.to(settings.device)))
         if self.counts.boundary is not None:
-            self.counts.boundary.update(labels, labels_of(target[None])[0].numpy())
+            self.counts.boundary.update(labels, target.numpy())
         return counts
 
 

@@ -13,11 +13,9 @@ from segapp.losses.additive import (
     PlainCriterion as PlainCriterion,
     PlainLossError as PlainLossError,
     Statistics as Statistics,
-    labels_of as labels_of,
     surrogate as surrogate,
 )
 from segapp.losses.binary import CriterionBCE as CriterionBCE
-from segapp.losses.boundary import CriterionBoundary as CriterionBoundary
 from segapp.losses.confusion import (
     Scores as Scores,
     upsample_argmax as upsample_argmax,

@@ -45,11 +45,6 @@ def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def labels_of(target: Tensor) -> Tensor:
-    """Return the class ids (N, H, W) of a target with or without distance maps."""
-    return target if target.dim() == 3 else target[:, 0]
-
-
 class AdditiveCriterion(nn.Module):
     """Loss that is a function of sums over pixels or images.
 
@@ -57,14 +52,12 @@ class AdditiveCriterion(nn.Module):
 
     Attributes:
         is_sigmoid: the loss uses each logit separately (sigmoid); otherwise the logits of a pixel together (softmax).
-        needs_distances: the target has the distance maps of the classes after the class ids (`labels_of`).
         is_linear: `finalize` is linear in the differentiable entries, and the others depend only on the target. Then
             `target_statistics` gives the denominators of a step before any logits exist.
         num_statistics: number of entries of `statistics`.
     """
 
     is_sigmoid: bool = False
-    needs_distances: bool = False
     is_linear: bool = False
     num_statistics: int = 0
 
@@ -73,7 +66,7 @@ class AdditiveCriterion(nn.Module):
 
         Args:
             outputs: logits (N, C, h, w) at any resolution: a tensor, a sequence or a mapping (see `heads_of`).
-            target: class ids (N, H, W), uint8 or a signed integer type; with distance maps (N, 1 + C, H, W).
+            target: class ids (N, H, W), uint8 or a signed integer type.
         """
         raise NotImplementedError
 
@@ -253,7 +246,6 @@ class CriterionSum(AdditiveCriterion):
         self.criteria = nn.ModuleList(criterion for _, criterion in terms)
         self.is_linear = all(criterion.is_linear for criterion in self._terms())
         self.is_sigmoid = any(criterion.is_sigmoid for criterion in self._terms())
-        self.needs_distances = any(criterion.needs_distances for criterion in self._terms())
         self.num_statistics = sum(criterion.num_statistics for criterion in self._terms())
 
     def _terms(self) -> list[AdditiveCriterion]:
@@ -261,19 +253,11 @@ class CriterionSum(AdditiveCriterion):
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
         """Return the concatenated statistics of the terms."""
-        return tuple(
-            entry
-            for criterion in self._terms()
-            for entry in criterion.statistics(outputs, target if criterion.needs_distances else labels_of(target))
-        )
+        return tuple(entry for criterion in self._terms() for entry in criterion.statistics(outputs, target))
 
     def target_statistics(self, target: Tensor) -> Statistics:
         """Return the concatenated target statistics of the terms; TypeError unless all are linear."""
-        return tuple(
-            entry
-            for criterion in self._terms()
-            for entry in criterion.target_statistics(target if criterion.needs_distances else labels_of(target))
-        )
+        return tuple(entry for criterion in self._terms() for entry in criterion.target_statistics(target))
 
     def finalize(self, totals: Statistics) -> Tensor:
         """Return the sum of factor x loss over the terms."""

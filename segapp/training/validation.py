@@ -17,7 +17,6 @@ from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate, 
 from segapp.inference.predict import colorize, predict_image
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
-from segapp.losses import labels_of
 from segapp.run.files import write_atomic
 from segapp.training.recovery import MemoryFallbacks
 from segapp.training.step.engine import StepEngine
@@ -62,7 +61,7 @@ class SamplePictures:
                 image = sample.image.permute(1, 2, 0).numpy()
                 prediction = predict_image(model, inference, image, self.device, host)
                 path = self.folder / f"epoch_{epoch:04}_{number}.png"
-                self._write(path, image, prediction, labels_of(sample.target[None])[0].numpy().astype(np.int64))
+                self._write(path, image, prediction, sample.target.numpy().astype(np.int64))
         except Exception:
             logger.exception("sample pictures of epoch %d", epoch)
         finally:

@@ -270,7 +270,7 @@ SECTIONS: dict[str, Any] = {
 @pytest.mark.parametrize(
     "name",
     [
-        "segapp.losses.boundary:torch.os.system",
+        "segapp.losses.overlap:torch.os.system",
         "segapp.optim.optimizers:torch.os.system",
         "segapp.losses.cross_entropy:CriterionCE",
         "segapp.losses.d/x.py:f",

@@ -193,8 +193,7 @@ def _engine(config: RunConfig, place: torch.device) -> StepEngine:
 
 def _steps(engine: StepEngine, config: RunConfig) -> None:
     scheme, pixels = build_scheme(config.data), build_pixels(config.data)
-    has_distances = engine.criterion.task.needs_distances
-    batch = blank_batch(scheme, int(config.train.batch_size), config.data.crop_px, pixels, has_distances=has_distances)
+    batch = blank_batch(scheme, int(config.train.batch_size), config.data.crop_px, pixels)
     train = config.train
     with numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=False):
         for _ in range(2):  # the second meets what the first leaves

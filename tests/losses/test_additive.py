@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, CriterionSum, surrogate
 from segapp.losses.additive import reciprocal_or_zero
-from tests.support.loss_cases import criteria, draw, relative_error, suited
+from tests.support.loss_cases import criteria, draw, relative_error
 
 NAMES = list(criteria())
 
@@ -42,7 +42,6 @@ shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]), min_size=12, max_
 def test_loss_of_any_split_equals_the_whole_batch(name, sizes, ignored, seed):
     criterion = criteria()[name]
     logits, target = draw(sum(sizes), low=(3, 4), high=(9, 11), ignored=ignored[: sum(sizes)], seed=seed)
-    target = suited(criterion, target)
     loss, gradient = whole(criterion, logits, target)
     assert math.isfinite(loss)
 
@@ -81,7 +80,7 @@ def test_mean_of_chunk_means_differs_from_the_mean():
 def test_all_ignored_is_zero_with_zero_gradient(name):
     criterion = criteria()[name]
     logits, target = draw(ignored=1.0)
-    loss, gradient = whole(criterion, logits, suited(criterion, target))
+    loss, gradient = whole(criterion, logits, target)
     assert loss.item() == 0.0
     assert gradient.abs().max() == 0.0
 
@@ -90,7 +89,6 @@ def test_all_ignored_is_zero_with_zero_gradient(name):
 def test_auxiliary_heads_are_added_with_their_weight(name):
     criterion = criteria()[name]
     logits, target = draw(ignored=0.5)
-    target = suited(criterion, target)
     other, _ = draw(low=(3, 4), seed=1)
     expected = criterion(logits, target) + 0.4 * criterion(other, target)
     assert torch.allclose(criterion({"out": logits, "aux": other}, target), expected, rtol=1e-13)
@@ -100,7 +98,6 @@ def test_auxiliary_heads_are_added_with_their_weight(name):
 def test_target_statistics_equal_statistics_without_numerators(name):
     criterion = criteria()[name]
     logits, target = draw(ignored=[0.0, 0.2, 1.0, 0.5, 0.9])
-    target = suited(criterion, target)
     entries = criterion.statistics(logits.requires_grad_(), target)
     assert len(entries) == criterion.num_statistics
     if not criterion.is_linear:
@@ -117,7 +114,6 @@ def test_gradient_by_target_statistics_is_exact_in_float64(name):
     """The numerators of the target statistics are float32 zeros; the slopes at them are not rounded to float32."""
     criterion = criteria()[name]
     logits, target = draw(ignored=[0.0, 0.2, 1.0, 0.5, 0.9])
-    target = suited(criterion, target)
     _, expected = whole(criterion, logits, target)
     x = logits.clone().requires_grad_()
     surrogate(criterion, criterion.statistics(x, target), criterion.target_statistics(target)).backward()
@@ -129,7 +125,7 @@ def test_counts_are_float64_and_losses_at_least_float32(name):
     criterion = criteria()[name]
     for dtype in (torch.float16, torch.float32, torch.float64):
         logits, target = draw(dtype=dtype)
-        entries = criterion.statistics(logits.requires_grad_(), suited(criterion, target))
+        entries = criterion.statistics(logits.requires_grad_(), target)
         assert all(e.dtype == torch.float64 for e in entries if not e.requires_grad)
         loss = criterion.finalize(entries)
         assert loss.shape == ()

@@ -1,7 +1,7 @@
 """Every criterion against segmentation_models_pytorch's (smp's) loss on drawn cases in float64: values and gradients.
 
-Two have no counterpart there: OHEM, whose pixels are chosen by hand from smp's, and the boundary loss, which follows
-its authors' code. smp knows neither low-resolution logits (they are upsampled for it) nor steps without a valid pixel.
+OHEM has no counterpart there: its pixels are chosen by hand from smp's. smp knows neither low-resolution logits (they
+are upsampled for it) nor steps without a valid pixel.
 """
 
 import math
@@ -17,7 +17,6 @@ from torch import Tensor
 from segapp.config.options import LOSSES
 from segapp.losses import (
     CriterionBCE,
-    CriterionBoundary,
     CriterionCE,
     CriterionDice,
     CriterionFocal,
@@ -223,28 +222,3 @@ def test_lovasz_has_smps_definition(case, classes):
             return smp.lovasz._lovasz_softmax(values.softmax(1)[images], case.ids[images], classes, True, 255)
 
     assert_equal(ours, case.ids, truth, case, 1e-10)
-
-
-@drawn
-@given(cases(), st.booleans())
-def test_boundary_has_its_authors_definition(case, has_sets):
-    """LIViAETS/boundary-loss from masks on, with SciPy's distances; theirs has no ignored pixels."""
-    edt = pytest.importorskip("scipy.ndimage").distance_transform_edt
-    distances = pytest.importorskip("segapp.datasets.distances")
-    ids, maps = case.target(has_sets=has_sets)
-    stacked = [
-        torch.from_numpy(distances.with_distances(each.numpy(), case.num_classes, 255, multilabel=has_sets))
-        for each in ids
-    ]
-    signed = torch.zeros_like(case.upsampled(case.logits))
-    for image, c in ((image, c) for image in range(len(ids)) for c in range(case.num_classes)):
-        own, others = maps[image, c].numpy() == 1, maps[image, c].numpy() == 0
-        if own.any() and others.any():
-            signed[image, c] = torch.from_numpy(edt(~own) * ~own - (edt(~others) - 1) * own)
-
-    def truth(values):
-        probability = values.sigmoid() if has_sets else values.softmax(1)
-        return (probability * signed).movedim(1, -1)[case.valid].mean()
-
-    ours = CriterionBoundary(multilabel=has_sets, align_corners=case.align_corners)
-    assert_equal(ours, torch.stack(stacked), truth, case, 1e-11)

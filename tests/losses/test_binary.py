@@ -1,12 +1,11 @@
-"""Losses of independent classes (sigmoid), and the boundary loss, against torch's operators at full resolution."""
+"""Losses of independent classes (sigmoid) against torch's operators at full resolution."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import CriterionBCE, CriterionBoundary, CriterionDice, CriterionFocal
-from segapp.losses.boundary import signed_distance
-from tests.support.loss_cases import class_weight, draw, relative_error, suited
+from segapp.losses import CriterionBCE, CriterionDice, CriterionFocal
+from tests.support.loss_cases import class_weight, draw, relative_error
 
 CLASSES = 4
 
@@ -97,37 +96,8 @@ def test_dice_of_sets_matches_its_formula():
     both(CriterionDice(multilabel=True), truth, logits, target)
 
 
-@pytest.mark.parametrize("full_bytes", [0, 1 << 60])
-@pytest.mark.parametrize("multilabel", [False, True])
-def test_boundary_loss_matches_its_formula(multilabel, full_bytes, monkeypatch):
-    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", full_bytes)
-    logits, target, _ = draw_sets()
-    target = target if multilabel else torch.where(target == 255, 255, target % CLASSES)
-    criterion = CriterionBoundary(multilabel=multilabel)
-    stacked = suited(criterion, target)
-    maps = stacked[:, 1:].double()
-    distances = torch.where(maps > 0, maps.abs().sqrt(), torch.where(maps < 0, 1 - maps.abs().sqrt(), 0.0))
-
-    def truth(values):
-        p = values.sigmoid() if multilabel else values.softmax(1)
-        return over_pixels(p * distances, target, torch.ones(CLASSES, dtype=torch.float64))
-
-    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    loss, expected = criterion(mine, stacked), truth(upsampled(theirs, target))
-    loss.backward()
-    expected.backward()
-    assert relative_error(loss.detach(), expected.detach()) < 1e-11
-    assert relative_error(mine.grad, theirs.grad) < 1e-12
-
-
-def test_boundary_distances_are_those_of_the_authors():
-    assert signed_distance(torch.tensor([4, 1, 0, -1, -9]), torch.float64).tolist() == [2, 1, 0, 0, -2]
-
-
 def test_targets_and_options_that_do_not_fit_are_named():
     logits, target = draw()
-    with pytest.raises(ValueError, match=r"\(N, 1 \+ C, H, W\)"):
-        CriterionBoundary()(logits, target)
     with pytest.raises(ValueError, match="holds the ids 16"):
         CriterionBCE(multilabel=True)(logits, torch.full_like(target, 16))
     with pytest.raises(ValueError, match=r"pos_weight=0"):

@@ -6,7 +6,6 @@ from torch import Tensor
 from segapp.losses import (
     AdditiveCriterion,
     CriterionBCE,
-    CriterionBoundary,
     CriterionCE,
     CriterionDice,
     CriterionFocal,
@@ -40,17 +39,6 @@ def draw(
     return logits.to(dtype), target.to(target_dtype)
 
 
-def suited(criterion: AdditiveCriterion, target: Tensor) -> Tensor:
-    """Return a target as the criterion takes it: with random distance maps behind it, if it needs them."""
-    if not criterion.needs_distances:
-        return target
-    generator = torch.Generator("cpu").manual_seed(1)
-    maps = torch.randint(
-        -60, 60, (CLASSES, *target.shape), generator=generator, dtype=torch.int32, device="cpu"
-    ).movedim(0, 1)
-    return torch.cat([target.unsqueeze(1).int(), maps], 1)
-
-
 def class_weight(num_classes: int = CLASSES) -> Tensor:
     return torch.linspace(0.25, 2.0, num_classes, dtype=torch.float64)
 
@@ -71,14 +59,11 @@ def criteria() -> dict[str, AdditiveCriterion]:
         "tversky-multilabel": CriterionTversky(gamma=1.5, multilabel=True),
         "bce": CriterionBCE(),
         "bce-multilabel": CriterionBCE(weight, pos_weight=3.0, label_smoothing=0.1, multilabel=True),
-        "boundary": CriterionBoundary(align_corners=False),
-        "boundary-multilabel": CriterionBoundary(multilabel=True),
         "focal-multilabel": CriterionFocal(0.5, weight, multilabel=True),
         "focal": CriterionFocal(2.0),
         "focal-alpha": CriterionFocal(0.5, weight),
         "lovasz": CriterionLovasz(),
         "lovasz-all": CriterionLovasz("all"),
-        "sum-boundary": CriterionSum([(1.0, CriterionCE()), (0.1, CriterionBoundary())]),
         "sum": CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice()), (2.0, CriterionLovasz())]),
     }
 

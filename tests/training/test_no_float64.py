@@ -20,7 +20,7 @@ ACCUMULATED = {"train": {"epochs": 2, "batch_size": 3, "accumulate": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "ce": {"loss": {"name": "ce"}, **ACCUMULATED},
     "weights": {"loss": {"name": "ce", "class_weights": WEIGHTS, "label_smoothing": 0.1}, **ACCUMULATED},
-    "terms": {"loss": {"name": "ce", "plus": [{"name": name} for name in ("dice", "focal", "lovasz", "boundary")]}},
+    "terms": {"loss": {"name": "ce", "plus": [{"name": name} for name in ("dice", "focal", "lovasz")]}},
     "ohem": {"loss": {"name": "ohem", "class_weights": WEIGHTS}},
     "bce": {"loss": {"name": "bce"}, "train": {"precise_bn": 2}},
 }

@@ -34,35 +34,25 @@ class PixelOptions:
         ignore_index: target id of the pixels that are left out.
         multilabel: the target holds sets of classes: bit c of an id is class c.
         is_sigmoid: a pixel's logits are used one by one; otherwise a constant may be added to all of them.
-        has_maps: the target is (N, 1 + C, H, W), ids and then one map per class.
     """
 
     align_corners: bool = True
     ignore_index: int = 255
     multilabel: bool = False
     is_sigmoid: bool = False
-    has_maps: bool = False
 
     def num_ids(self, num_classes: int) -> int:
         """Return the number of ids that a valid pixel can have."""
         return 1 << num_classes if self.multilabel else num_classes
 
     def read(self, target: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-        """Return the arguments of `PixelSums` from a part of the target (m, R, W), or (m, 1 + C, R, W) with maps."""
-        labels = target[:, :1] if self.has_maps else target.unsqueeze(1)
-        ids, valid = class_ids(labels, self.num_ids(num_classes), self.ignore_index)
-        return (target[:, 1:], valid) if self.has_maps else (ids, valid)
+        """Return the arguments of `PixelSums` from a part of the target (m, R, W)."""
+        return class_ids(target.unsqueeze(1), self.num_ids(num_classes), self.ignore_index)
 
     def check(self, logits: Tensor, target: Tensor) -> Tensor | None:
         """Check shapes, dtypes and ids; see `check_inputs` and `check_target_range`."""
-        if self.has_maps and (target.dim() != 4 or target.shape[1] != 1 + logits.shape[1]):
-            raise ValueError(
-                f"target has shape {tuple(target.shape)} for logits of {logits.shape[1]} classes: "
-                "give (N, 1 + C, H, W), class ids and then the map of each class"
-            )
-        labels = target[:, 0] if self.has_maps else target
-        check_inputs(logits, labels)
-        return check_target_range(labels, self.num_ids(logits.shape[1]), self.ignore_index)
+        check_inputs(logits, target)
+        return check_target_range(target, self.num_ids(logits.shape[1]), self.ignore_index)
 
 
 class PixelSums(Protocol):
@@ -78,7 +68,7 @@ class PixelSums(Protocol):
 
         Args:
             values: (N, C, R, W) logits, up to an additive constant per pixel unless the options say sigmoid.
-            ids: (N, 1, R, W) int64 class ids, or with maps one map per class, (N, C, R, W).
+            ids: (N, 1, R, W) int64 class ids.
             valid: (N, 1, R, W) bool.
         """
         ...
@@ -90,7 +80,7 @@ def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options:
     Args:
         function: additive over pixels.
         logits: (N, C, h, w).
-        target: (N, H, W) class ids, or (N, 1 + C, H, W) with maps.
+        target: (N, H, W) class ids.
         options: interpretation of both.
 
     Returns:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from segapp.build.criterion import needs_distances
 from segapp.build.network import build_normalizer, largest_phase
 from segapp.build.numerics import with_precision
 from segapp.build.own_parts import fp32_part, plain_loss_note
@@ -215,9 +214,8 @@ class Simulator:
 
     def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
         """Return a batch of black crops."""
-        has_distances = needs_distances(self.assembler.config.loss)
         scheme, pixels = self.assembler.scheme, self.assembler.pixels
-        return blank_batch(scheme, num_samples, self._crop_px, pixels, has_distances=has_distances, device=device)
+        return blank_batch(scheme, num_samples, self._crop_px, pixels, device=device)
 
     def _equal_weights(self, _rule: str) -> list[float]:
         return [1.0] * self.assembler.scheme.num_classes

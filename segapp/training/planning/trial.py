@@ -17,7 +17,6 @@ from segapp.build.pairs import build_pixels, build_scheme, split_names
 from segapp.build.step import RealDevices, StepAssembler, StepLayout
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig
-from segapp.datasets.distances import target_layout
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
@@ -42,16 +41,11 @@ def blank_batch(
     size: tuple[int, int],
     pixels: PixelFormat = RGB8,
     *,
-    has_distances: bool = False,
     device: str = "cpu",
 ) -> Batch:
-    """Return a batch of black images (N, B, H, W) with targets of class 0.
-
-    The targets are (N, H, W), or (N, 1 + C, H, W) with distance maps.
-    """
-    shape, dtype = target_layout(scheme, size, has_distances=has_distances)
+    """Return a batch of black images (N, B, H, W) with targets (N, H, W) of class 0."""
     images = torch.zeros(num_samples, pixels.num_bands, *size, dtype=pixels.torch_dtype, device=device)
-    target = torch.zeros(num_samples, *shape, dtype=getattr(torch, dtype.name), device=device)
+    target = torch.zeros(num_samples, *size, dtype=getattr(torch, scheme.dtype.name), device=device)
     return Batch(images, target, tuple(range(num_samples)))
 
 
@@ -62,8 +56,7 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
 
     def batches() -> Iterator[Batch]:
         for _ in range(2 * (1 + len(others))):
-            has_distances = engine.criterion.task.needs_distances
-            yield blank_batch(scheme, config.eval.batch_size, size, pixels, has_distances=has_distances)
+            yield blank_batch(scheme, config.eval.batch_size, size, pixels)
         raise _EnoughSeen
 
     try:
@@ -139,7 +132,6 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
             config.train.batch_size,
             config.data.crop_px,
             build_pixels(config.data),
-            has_distances=engine.criterion.task.needs_distances,
         )
         for _ in range(2):  # the second step runs with the memory that the first one keeps
             engine.step([batch] * min(2, config.train.accumulate))

@@ -11,7 +11,7 @@ from segapp.losses.fused import bands
 from segapp.losses.fused import pixel_sums as sums
 from segapp.losses.fused.bands import sweep_bands
 from segapp.losses.fused.grid import grid_of
-from tests.support.loss_cases import class_weight, criteria, draw, relative_error, suited
+from tests.support.loss_cases import class_weight, criteria, draw, relative_error
 
 THREADS = [1, 2, 4, 40]
 """The last is more than any case here has rows."""
@@ -116,7 +116,6 @@ def test_cross_entropy_with_any_threads_matches_torch(num_threads, low, high, op
 def test_criteria_with_any_threads_match_the_full_resolution(num_threads, name, monkeypatch):
     criterion = criteria()[name]
     logits, target = draw(3, low=(5, 6), high=(33, 41))
-    target = suited(criterion, target)
     torch.set_num_threads(num_threads)
     ours = slope_of(lambda x: criterion(x, target), logits)
     monkeypatch.setattr(sums, "FULL_BYTES", 1 << 60)
