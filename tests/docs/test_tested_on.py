@@ -1,4 +1,4 @@
-"""The page `tested-on`: it agrees with what `segapp doctor` says about devices, and with the allowed versions."""
+"""The page `tested-on`: it agrees with the table of `start/install.md`, and with the allowed versions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from datetime import date
 
 from packaging.requirements import Requirement
 
-from segapp.commands.doctor import TESTED_ON
 from segapp.docs.pages import find_page
 from tests.support import ROOT
 
 PAGE = find_page("tested-on")[0].text()
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", PAGE, re.MULTILINE))
+TESTED_ON = re.findall(
+    r"^\| (?!devices)([^|]+?) \| ([^|]+?) \|",
+    find_page("install")[0].text().partition("## Tested on")[2],
+    re.MULTILINE,
+)
 
 
-def test_devices_are_untested_as_doctor_says() -> None:
-    for name, trained_on in TESTED_ON.values():
+def test_devices_are_untested_as_the_page_install_says() -> None:
+    for name, trained_on in TESTED_ON:
         (own, *others) = [cell for row, cell in ROWS.items() if row.startswith(name)]
         assert (own == "not yet") == (trained_on == "untested"), name
         assert own == "not yet" or trained_on.startswith("yes")
         assert set(others) <= {"not yet"} or trained_on.startswith("yes")
     assert PAGE.splitlines()[2].startswith("segapp has trained on one NVIDIA H200 and on CPUs.")
-    assert {kind for kind, (_, trained_on) in TESTED_ON.items() if trained_on != "untested"} == {"cpu", "cuda"}
+    assert [name for name, trained_on in TESTED_ON if trained_on != "untested"] == ["CPU", "NVIDIA GPUs (CUDA), one"]
 
 
 def test_dates_and_versions_are_possible() -> None:
