@@ -58,6 +58,10 @@ _WORDS_ELSEWHERE = {
 REMOVED: Mapping[str, str] = {
     "parallel.shard_optimizer": "parallel.mode=dp parallel.gpu0_bsz=1 keeps the optimizer state on the first GPU only",
     "train.offload": "recompute activations with train.recompute=all, or use a smaller train.batch_size",
+    "loss.name=boundary": (
+        "for thin classes, use `loss.name=dice` or `loss.name=tversky`, or a loss of your own, "
+        "`loss.name=package.module:factory`"
+    ),
 }
 """What segapp accepted once -> what to do instead, the end of a sentence.
 
