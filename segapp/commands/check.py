@@ -36,9 +36,9 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.sampling import uniform_order
 from segapp.errors import ConfigError, DataError, storage_errors
+from segapp.onboarding.accounting import Account, Uses, account_for
 from segapp.onboarding.division import find_shared_groups
-from segapp.onboarding.survey.accounting import Account, Uses, account_for
-from segapp.onboarding.survey.tree import survey_tree
+from segapp.onboarding.tree import survey_tree
 from segapp.run.words import printable
 
 if TYPE_CHECKING:

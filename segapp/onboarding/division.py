@@ -19,8 +19,8 @@ from enum import IntEnum
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.layout import Pair
-from segapp.onboarding.survey.questions import Answer, open_question
-from segapp.onboarding.survey.words import SPLIT_WORDS, known_words
+from segapp.onboarding.questions import Answer, open_question
+from segapp.onboarding.words import SPLIT_WORDS, known_words
 
 MIN_GROUPS = 5  # a kind with fewer groups is used only if there is no other kind
 _FEW_GROUPS = 3

@@ -21,7 +21,7 @@ from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_mask
 from segapp.errors import DataError
-from segapp.onboarding.survey.content import stored_pixels
+from segapp.onboarding.content import stored_pixels
 from tests.support.drawn_data import draw_image, draw_mask
 from tests.support.fault_table import case
 

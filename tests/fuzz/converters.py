@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from segapp.errors import SegappError
-from segapp.onboarding.convert import CONVERTERS, find_conversions
-from segapp.onboarding.convert.conversion import write_files
+from segapp.onboarding.conversion import write_files
+from segapp.onboarding.converters import CONVERTERS, find_conversions
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.survey.tree import survey_tree
+from segapp.onboarding.tree import survey_tree
 from tests.support import drawn_annotations as drawn
 from tests.support.drawn_folders import draw_image, draw_mask
 from tests.support.hostile_files import png_bomb

@@ -25,7 +25,7 @@ from segapp.inference.predict import OutputPlan, PolygonPlan, find_images, outli
 from segapp.inference.predict.outlines import OutlineTracer, Region, simplified
 from segapp.inference.predict.polygons import PolygonFormat, joined
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
-from segapp.onboarding.convert.conversion import fill_area
+from segapp.onboarding.conversion import fill_area
 from tests.support.drawn_folders import proposed
 
 rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")

@@ -12,7 +12,7 @@ from PIL import Image
 from segapp.config import RunConfig
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.survey.questions import OpenQuestionError
+from segapp.onboarding.questions import OpenQuestionError
 from tests.support.drawn_folders import proposed, samples_read, seeded
 
 NUM, HEIGHT, WIDTH = 10, 40, 56

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.convert import CONVERTERS
-from segapp.onboarding.convert.conversion import write_files
-from segapp.onboarding.convert.label_tools import find_cvat, parse_xml
+from segapp.onboarding.annotations import find_cvat, parse_xml
+from segapp.onboarding.conversion import write_files
+from segapp.onboarding.converters import CONVERTERS
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.survey.tree import survey_tree
+from segapp.onboarding.tree import survey_tree
 from tests.support import drawn_annotations as drawn
 from tests.support.drawn_folders import draw_image
 from tests.support.hostile_files import png_bomb
@@ -135,27 +135,6 @@ def many_corners(root: Path) -> None:
     labelme(root, {"shape_type": "polygon", "points": rng.uniform(-2e7, 2e7, (20_001, 2)).tolist()})
 
 
-def panoptic(root: Path) -> None:
-    """A million segments of an image."""
-    from PIL import Image
-
-    names = [f"{name}" for name in drawn.NAMES]
-    (root / "annotations" / "panoptic_train").mkdir(parents=True)
-    for name in names:
-        draw_image(root / "train" / f"{name}.jpg", (512, 512))
-        Image.fromarray(np.zeros((512, 512, 3), np.uint8)).save(root / "annotations" / "panoptic_train" / f"{name}.png")
-    segments = [{"id": number, "category_id": 1} for number in range(200_000)]
-    content = {
-        "images": [{"id": i, "file_name": f"{name}.jpg"} for i, name in enumerate(names)],
-        "annotations": [
-            {"image_id": i, "file_name": f"{name}.png", "segments_info": segments if not i else segments[:2]}
-            for i, name in enumerate(names)
-        ],
-        "categories": [{"id": 1, "name": "road"}],
-    }
-    (root / "annotations" / "panoptic_train.json").write_text(json.dumps(content))
-
-
 def table_of_keys(root: Path) -> None:
     """A JSON list of records, each with another key: as a table it has 900 million cells."""
     drawn.yolo(root)
@@ -185,9 +164,8 @@ BOMBS: dict[Callable[[Path], None], str] = {
     npz: "an array of shape (44000, 512, 512) would take 11",
     npz_header: "data.npz: ",
     zigzag: "a polygon of 200000 corners that crosses itself would take",
-    circles: "masks: 6 in",
+    circles: "an ellipse around (20, 20) with the radii",
     many_corners: "masks: 6 in",
-    panoptic: "every pixel has one class",
     table_of_keys: "classes: background, road, car",
     value_of_mask: "",
 }

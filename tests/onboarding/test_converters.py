@@ -15,8 +15,11 @@ import pytest
 from PIL import Image
 
 from segapp.errors import DataError, SegappError
-from segapp.onboarding.convert.conversion import decode_runs
+from segapp.onboarding.annotations import find_yolo
+from segapp.onboarding.conversion import decode_runs
 from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.layout import Layout
+from segapp.onboarding.tree import survey_tree
 from tests.support.drawn_annotations import (
     HEIGHT,
     NAMES,
@@ -113,28 +116,6 @@ def test_bad_entries_are_named_and_the_others_converted(tmp_path: Path) -> None:
     assert len(names["train"] + names["val"]) == 4
 
 
-def test_coco_panoptic_segments_become_masks(tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    content: dict[str, Any] = {
-        "images": [],
-        "annotations": [],
-        "categories": [{"id": 9, "name": "sky"}, {"id": 1, "name": "car"}],
-    }
-    ids = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
-    ids[:20], ids[20:30] = (5, 1, 0), (7, 0, 0)  # segments 261 and 7; the rest has none
-    for number, name in enumerate(NAMES):
-        draw_image(root / "val2017" / f"{name}.jpg", (HEIGHT, WIDTH))
-        (root / "annotations" / "panoptic_val2017").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(ids).save(root / "annotations" / "panoptic_val2017" / f"{name}.png")
-        content["images"].append({"id": number, "file_name": f"{name}.jpg"})
-        segments = [{"id": 261, "category_id": 9}, {"id": 7, "category_id": 1}]
-        content["annotations"].append({"image_id": number, "file_name": f"{name}.png", "segments_info": segments})
-    (root / "annotations" / "panoptic_val2017.json").write_text(json.dumps(content))
-    proposed(root, tmp_path / "made.yaml", layout="coco")
-    mask = written(tmp_path, "val2017/0000")
-    assert [int(mask[row, 0]) for row in (0, 25, 40)] == [2, 1, 255]
-
-
 def test_yolo_polygons_become_masks(tmp_path: Path) -> None:
     root = tmp_path / "d"
     yolo(root)
@@ -142,6 +123,31 @@ def test_yolo_polygons_become_masks(tmp_path: Path) -> None:
     assert config.data.classes == ["background", "road", "car"]
     assert (len(names_of["train"]), len(names_of["val"])) == (4, 2)
     assert (written(tmp_path, "images/train/0000") == expected()).all()
+
+
+def test_polygons_of_yolo_are_drawn_largest_first(tmp_path: Path) -> None:
+    draw_image(tmp_path / "a.png", (10, 10))
+    small, large = "0 0.35 0.35 0.55 0.35 0.55 0.55 0.35 0.55", "12 0.05 0.05 0.95 0.05 0.95 0.95 0.05 0.95"
+    wanted = np.full((10, 10), 13)
+    wanted[3:6, 3:6] = 1
+    for lines in ([small, large], [large, small]):
+        (tmp_path / "a.txt").write_text("\n".join(lines))
+        layout = find_yolo(survey_tree(tmp_path))
+        assert layout is not None
+        assert len(layout.classes) == 14  # 0 to 12, the largest in any line, and the background
+        np.testing.assert_array_equal(painted(layout), wanted)
+    (tmp_path / "a.txt").write_text(f"{large}\n-1{large[2:]}")
+    layout = find_yolo(survey_tree(tmp_path))
+    assert layout is not None
+    with pytest.raises(ValueError, match="polygon 1: class -1 has no name"):
+        painted(layout)
+
+
+def painted(layout: Layout) -> np.ndarray:
+    """Returns the mask of the first pair."""
+    drawing = layout.pairs[0].drawing
+    assert drawing is not None
+    return np.asarray(drawing.paint())
 
 
 def test_labelme_shapes_become_masks_later_on_top(tmp_path: Path) -> None:

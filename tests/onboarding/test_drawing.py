@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.onboarding.convert.conversion import area_of, blank_mask, fill_area, fill_ellipse, fill_polygon, paste
+from segapp.onboarding.conversion import area_of, blank_mask, fill_area, fill_ellipse, fill_polygon, paste
 
 
 def test_pasted_piece_is_cut_off_at_every_side() -> None:
@@ -28,8 +28,8 @@ def test_pasted_piece_is_cut_off_at_every_side() -> None:
 
 
 def test_polygons_fill_their_outline_but_not_their_holes() -> None:
-    mask = blank_mask(9, 8, 2)
-    assert (mask == 2).all()
+    mask = blank_mask(9, 8)
+    mask[:] = 2
     assert mask.shape == (9, 8)
     fill_polygon(mask, [[(1, 1), (6.4, 1), (6.4, 7.4), (1, 7.4)], [(2, 2), (5, 2), (5, 6), (2, 6)]], 5)
     wanted = np.full((9, 8), 2, np.uint8)
@@ -51,7 +51,7 @@ def test_corners_may_have_further_numbers() -> None:
         ([(0, 0), (1, 1)], "a polygon of 2 corners"),
         ([(0,), (1,), (2,)], "a polygon of 3 corners"),
         ([(0, 0), (1, math.nan), (2, 2)], "a corner is not a number"),
-        ([(0, 0), (1, 2.0**41), (2, 2)], "a corner is not a number"),
+        ([(0, 0), (1, 2.0**29), (2, 2)], "a corner is not a number"),
     ],
 )
 def test_polygon_that_cannot_be_filled_leaves_the_mask(ring: list[tuple[float, ...]], message: str) -> None:
@@ -59,7 +59,7 @@ def test_polygon_that_cannot_be_filled_leaves_the_mask(ring: list[tuple[float, .
     with pytest.raises(ValueError, match=message):
         fill_polygon(mask, [ring], 1)
     assert not mask.any()
-    fill_polygon(mask, [[(0, 0), (2.0**40, 0), (0, 2.0**40)]], 1)
+    fill_polygon(mask, [[(0, 0), (2.0**28, 0), (0, 2.0**28)]], 1)
     assert mask.all()
 
 
@@ -92,7 +92,7 @@ def inside(ring: np.ndarray[Any, Any], height: int, width: int) -> np.ndarray[An
     return mask
 
 
-@pytest.mark.parametrize("reach", [40.0, 1e5, 2e9, 1e11])
+@pytest.mark.parametrize("reach", [40.0, 1e5, 2e8])
 def test_polygons_far_outside_match_exact_arithmetic(reach: float) -> None:
     rng = np.random.default_rng(int(reach) % 97)
     for number in range(12):
@@ -103,16 +103,6 @@ def test_polygons_far_outside_match_exact_arithmetic(reach: float) -> None:
         wanted = inside(ring, 20, 24)
         if wanted.any():
             np.testing.assert_array_equal(mask, wanted)
-
-
-@pytest.mark.parametrize("scale", [1, 10**4, 10**9])
-def test_outlines_far_outside_are_cut_at_the_image(scale: int) -> None:
-    """A triangle with one corner in the image, whose sides cross its border at the same places at any scale."""
-    wanted = np.zeros((40, 40), np.uint8)
-    cv2.fillPoly(wanted, [np.array([(10, 20), (10 + 400, 20 - 400), (10 + 400, 20 + 400)])], 1)
-    mask = blank_mask(40, 40)
-    fill_polygon(mask, [[(10, 20), (10 + 400 * scale, 20 - 400 * scale), (10 + 400 * scale, 20 + 400 * scale)]], 1)
-    np.testing.assert_array_equal(mask, wanted)
 
 
 def test_polygons_inside_the_image_are_those_of_opencv() -> None:
@@ -132,10 +122,9 @@ def test_polygons_inside_the_image_are_those_of_opencv() -> None:
         ((20.0, 14.0), (0.0, 0.0), 0.0),
         ((-30.0, 14.0), (45.0, 60.0), 0.0),
         ((20.3, 14.7), (12.5, 4.25), 33.0),
-        ((2e9 + 0.3, 14.0), (2e9 - 17, 2e9 - 17), 0.0),
-        ((-1e9, -1e9), (1.5e9, 1.4142135623e9), 45.0),
-        ((20.0, 14.0), (2e9, 2e9), 0.0),
-        ((20.3, 14.7), (2e9, 5.0), 90.0),
+        ((2e8 + 0.3, 14.0), (2e8 - 17, 2e8 - 17), 0.0),
+        ((20.0, 14.0), (2e8, 2e8), 0.0),
+        ((20.3, 14.7), (2e8, 5.0), 90.0),
     ],
 )
 def test_ellipses_hold_the_centers_of_pixels_by_their_formula(
@@ -152,14 +141,6 @@ def test_ellipses_hold_the_centers_of_pixels_by_their_formula(
     doubtful = np.abs(distance - 1) * min(rx, ry) < 1e-5
     assert doubtful.sum() <= 4
     np.testing.assert_array_equal(np.where(doubtful, 0, mask), np.where(doubtful, 0, distance <= 1))
-
-
-def test_circles_are_those_of_opencv() -> None:
-    for radius in range(20):
-        wanted, mask = blank_mask(50, 50), blank_mask(50, 50)
-        cv2.circle(wanted, (24, 25), radius, 1, -1)
-        fill_ellipse(mask, (24, 25), (radius, radius), 1)
-        np.testing.assert_array_equal(mask, wanted)
 
 
 @pytest.mark.parametrize("far", [math.inf, -math.inf, math.nan, 1e300])

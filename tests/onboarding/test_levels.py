@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from segapp.onboarding.convert.conversion import painter
-from segapp.onboarding.convert.yolo import _area, _draw
-from segapp.onboarding.survey.content import MaskContent, dominant_levels, nearest_level
+from segapp.onboarding.content import MaskContent, dominant_levels, nearest_level
 
 RED, BLUE = (200, 0, 0), (0, 0, 200)
 
@@ -52,17 +48,3 @@ def test_pixels_get_the_nearest_level() -> None:
     np.testing.assert_array_equal(nearest_level(grey, [0, 128, 255]), [[0, 0, 0, 1], [1, 2, 2, 1]])
     color = np.array([[(190, 10, 10), (10, 10, 190), (120, 0, 110)]], np.uint8)
     np.testing.assert_array_equal(nearest_level(color, [BLUE, RED]), [[1, 0, 1]])
-
-
-def test_polygons_of_yolo_are_drawn_largest_first() -> None:
-    images: Any = SimpleNamespace(size_of=lambda path: (10, 10))
-    small, large = b"0 0.35 0.35 0.55 0.35 0.55 0.55 0.35 0.55", b"1 0.05 0.05 0.95 0.05 0.95 0.95 0.05 0.95"
-    draw = partial(_draw, num_classes=2)
-    for lines in ([small, large], [large, small]):
-        mask = painter(images, "a.png", lines, draw, "polygon", _area)()
-        wanted = np.full((10, 10), 2)
-        wanted[3:6, 3:6] = 1
-        np.testing.assert_array_equal(mask, wanted)
-    for number in (b"-1", b"2"):
-        with pytest.raises(ValueError, match=f"class {number.decode()} has no name"):
-            painter(images, "a.png", [number + large[1:]], draw, "polygon", _area)()

@@ -17,10 +17,10 @@ from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import read_mask
 from segapp.errors import DataError
-from segapp.onboarding.survey.class_files import ClassFile
-from segapp.onboarding.survey.content import read_contents
-from segapp.onboarding.survey.encoding import Classes, MaskChoices, read_classes
-from segapp.onboarding.survey.questions import OpenQuestionError
+from segapp.onboarding.class_files import ClassFile
+from segapp.onboarding.content import read_contents
+from segapp.onboarding.encoding import Classes, MaskChoices, read_classes
+from segapp.onboarding.questions import OpenQuestionError
 
 NAMES = ("ground", "road", "car", "sky", "tree", "wall", "pole", "sign")
 VOID = ("void", "Unlabelled", "ignore", "no data", "unknown")

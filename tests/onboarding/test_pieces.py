@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from segapp.onboarding.convert.pieces import combine, overlap_share
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.survey.questions import OpenQuestionError
+from segapp.onboarding.pieces import combine, overlap_share
+from segapp.onboarding.questions import OpenQuestionError
 from tests.support.drawn_folders import IDS, draw_image, draw_mask, proposed, seeded, targets_read
 
 HEIGHT, WIDTH = 48, 64

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segapp.onboarding.convert.conversion import blank_mask
-from segapp.onboarding.convert.label_tools import _draw_cvat, _draw_label_studio, _draw_labelme
-from segapp.onboarding.convert.yolo import _shape
+from segapp.onboarding.annotations import _draw_cvat, _draw_label_studio, _draw_labelme, yolo_shape
+from segapp.onboarding.conversion import blank_mask
 
 SIZE = (24, 20)
 VALUES = {"road": 3}
@@ -103,4 +102,4 @@ def test_boxes_of_label_studio_are_percent_of_the_sides() -> None:
 )
 def test_lines_of_yolo_are_boxes_or_polygons(line: bytes, corners: list[tuple[float, float]]) -> None:
     """On an image of 80 x 40 pixels."""
-    assert _shape(line, 40, 80) == (7, corners)
+    assert yolo_shape(line, 40, 80) == (7, corners)

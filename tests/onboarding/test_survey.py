@@ -9,13 +9,12 @@ import pytest
 from PIL import Image
 
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import Images
-from segapp.onboarding.convert.yolo import _largest_class, _lines
-from segapp.onboarding.survey.class_files import ClassFile
-from segapp.onboarding.survey.content import MaskContent, count_pixels
-from segapp.onboarding.survey.encoding import MaskChoices, binary_classes, is_stray, read_classes
-from segapp.onboarding.survey.tables import read_tables
-from segapp.onboarding.survey.tree import Tree, survey_tree
+from segapp.onboarding.class_files import ClassFile
+from segapp.onboarding.content import MaskContent, count_pixels
+from segapp.onboarding.conversion import Images
+from segapp.onboarding.encoding import MaskChoices, binary_classes, is_stray, read_classes
+from segapp.onboarding.tables import read_tables
+from segapp.onboarding.tree import Tree, survey_tree
 
 
 @pytest.mark.parametrize(("suffix", "is_lossy"), [("png", False), ("jpg", True)])
@@ -178,13 +177,6 @@ def test_names_of_a_file_are_taken_where_they_fit(
         assert all(name.startswith(("class_", "background", "object")) for name in found.names)
     else:
         assert (found.names, found.label_map) == (tuple(expected[0].split()), expected[1])
-
-
-def test_largest_class_is_that_of_any_line_of_a_label_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("0 0.1 0.1 0.9 0.1 0.5 0.9\n12 0.1 0.1 0.9 0.1 0.5 0.9\n\n3 0 0 1 0 1 1\n")
-    (tmp_path / "b.txt").write_text("")
-    tree = Tree(tmp_path, (), ("a.txt", "b.txt"), leads_outside=False)
-    assert [_largest_class(_lines(tree, name)) for name in ("a.txt", "b.txt")] == [12, 0]
 
 
 @pytest.mark.parametrize(

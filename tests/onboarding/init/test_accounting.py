@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from segapp.commands.check import check_data
 from segapp.config import RunConfig, load_config
+from segapp.onboarding.accounting import Uses, account_for
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.survey.accounting import Uses, account_for
-from segapp.onboarding.survey.tree import Tree, survey_tree
+from segapp.onboarding.tree import Tree, survey_tree
 from tests.support.drawn_folders import draw, draw_image, draw_mask
 
 NAMES = [f"{number:04}" for number in range(12)]

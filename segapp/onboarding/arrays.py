@@ -27,12 +27,12 @@ from segapp.bounds import check_memory
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import encode_bands
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import as_ids, encode_png, file_state, mask_target
-from segapp.onboarding.convert.pieces import MAX_SETS, combine
+from segapp.onboarding.content import stored_pixels
+from segapp.onboarding.conversion import as_ids, encode_png, file_state, mask_target
 from segapp.onboarding.layout import Drawing, Layout, Pair, WideMask
-from segapp.onboarding.survey.content import stored_pixels
-from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, tokens
+from segapp.onboarding.pieces import MAX_SETS, combine
+from segapp.onboarding.tree import Tree
+from segapp.onboarding.words import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, tokens
 from segapp.run.words import first_line
 
 _IMAGE_WORDS = IMAGE_WORDS | {"x", "ct", "mr"}

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import shown
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import Images, drawn_pair, file_state, split_said
+from segapp.onboarding.content import UNREADABLE, stored_pixels
+from segapp.onboarding.conversion import Images, drawn_pair, file_state, split_said
+from segapp.onboarding.hypotheses import probe
 from segapp.onboarding.layout import Layout, Pair, WideMask, evenly
-from segapp.onboarding.survey.content import UNREADABLE, stored_pixels
-from segapp.onboarding.survey.hypotheses import probe
-from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import (
+from segapp.onboarding.tree import Tree
+from segapp.onboarding.words import (
     GLUE_WORDS,
     MASK_WORDS,
     ROLE_WORDS,

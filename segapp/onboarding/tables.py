@@ -18,10 +18,10 @@ from typing import Any
 from segapp.bounds import check_memory
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
+from segapp.onboarding.hypotheses import common_affixes
 from segapp.onboarding.layout import Layout, Pair, by_image
-from segapp.onboarding.survey.hypotheses import common_affixes
-from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import (
+from segapp.onboarding.tree import Tree
+from segapp.onboarding.words import (
     SPLIT_WORDS,
     affixes,
     is_trainval,

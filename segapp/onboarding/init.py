@@ -20,20 +20,20 @@ from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
-from segapp.onboarding.convert.conversion import refuse_foreign, write_files
-from segapp.onboarding.convert.copies import copies_of
-from segapp.onboarding.init.candidates import Found, choose, confirm, find_candidates, found_lines
-from segapp.onboarding.init.splitting import Division, divided, neighbor_lines
-from segapp.onboarding.init.text import Facts, config_text
+from segapp.onboarding.accounting import Uses, account_for
+from segapp.onboarding.candidates import Found, choose, confirm, find_candidates, found_lines
+from segapp.onboarding.class_files import find_class_files, nearest_first
+from segapp.onboarding.content import MaskContent, read_contents
+from segapp.onboarding.conversion import refuse_foreign, write_files
+from segapp.onboarding.copies import copies_of
+from segapp.onboarding.encoding import IGNORED, MASK_KINDS, UNLABELLED, Classes, MaskChoices, read_classes
+from segapp.onboarding.hypotheses import common_beginning
 from segapp.onboarding.layout import Layout, Pair
-from segapp.onboarding.survey.accounting import Uses, account_for
-from segapp.onboarding.survey.class_files import find_class_files, nearest_first
-from segapp.onboarding.survey.content import MaskContent, read_contents
-from segapp.onboarding.survey.encoding import IGNORED, MASK_KINDS, UNLABELLED, Classes, MaskChoices, read_classes
-from segapp.onboarding.survey.hypotheses import common_beginning
-from segapp.onboarding.survey.published import pairs_of_format
-from segapp.onboarding.survey.questions import OpenQuestionError
-from segapp.onboarding.survey.tree import Tree, survey_tree
+from segapp.onboarding.published import pairs_of_format
+from segapp.onboarding.questions import OpenQuestionError
+from segapp.onboarding.splitting import Division, divided, neighbor_lines
+from segapp.onboarding.text import Facts, config_text
+from segapp.onboarding.tree import Tree, survey_tree
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
 

@@ -8,9 +8,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from segapp.datasets.files import shown
-from segapp.onboarding.survey.hypotheses import SurveyedImage, inner_stem, parse_file
-from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import affixes, role_of
+from segapp.onboarding.hypotheses import SurveyedImage, inner_stem, parse_file
+from segapp.onboarding.tree import Tree
+from segapp.onboarding.words import affixes, role_of
 
 _KIND_OF_SUFFIX = {
     **dict.fromkeys((".txt", ".lst", ".names"), "list"),

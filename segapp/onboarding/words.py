@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-_TABLES = tomllib.loads(Path(__file__).parents[1].joinpath("words.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(Path(__file__).parent.joinpath("words.toml").read_text(encoding="utf-8"))
 
 
 def known_words(table: str, key: str) -> frozenset[str]:

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
 from segapp.datasets.layouts.published_classes import Color
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import IGNORED, MAX_CLASSES, mask_target
-from segapp.onboarding.layout import Drawing, Layout, Mask
-from segapp.onboarding.survey.class_files import find_class_files
-from segapp.onboarding.survey.content import (
+from segapp.onboarding.class_files import find_class_files
+from segapp.onboarding.content import (
     UNREADABLE,
     MaskContent,
     Value,
@@ -25,8 +23,10 @@ from segapp.onboarding.survey.content import (
     read_contents,
     stored_pixels,
 )
-from segapp.onboarding.survey.encoding import INSTANCE_STEP, MASK_KINDS, Classes, MaskChoices, read_classes
-from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.conversion import IGNORED, MAX_CLASSES, mask_target
+from segapp.onboarding.encoding import INSTANCE_STEP, MASK_KINDS, Classes, MaskChoices, read_classes
+from segapp.onboarding.layout import Drawing, Layout, Mask
+from segapp.onboarding.tree import Tree
 
 
 def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) -> Layout | None:

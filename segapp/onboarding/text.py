@@ -13,9 +13,9 @@ from segapp.datasets.images.measure import PERCENTILES, config_values
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.memory.gpus import count_visible_gpus
-from segapp.onboarding.init.splitting import TEST_VALIDATES, Division
-from segapp.onboarding.survey.content import MaskContent
-from segapp.onboarding.survey.encoding import Classes
+from segapp.onboarding.content import MaskContent
+from segapp.onboarding.encoding import Classes
+from segapp.onboarding.splitting import TEST_VALIDATES, Division
 from segapp.run.words import printable
 
 LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device

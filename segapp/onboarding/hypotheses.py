@@ -25,8 +25,8 @@ from segapp.datasets.images.raster import read_bands
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.errors import DataError
 from segapp.onboarding.layout import Layout, Pair, by_image, evenly
-from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import (
+from segapp.onboarding.tree import Tree
+from segapp.onboarding.words import (
     SPLIT_WORDS,
     SPLITS,
     affixes,

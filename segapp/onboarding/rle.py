@@ -17,11 +17,11 @@ import numpy as np
 
 from segapp.datasets.files import open_regular, shown
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import UNUSABLE, Images, check_classes
-from segapp.onboarding.convert.pieces import Plane, both_readings, overlap_share, pairs_of_planes
+from segapp.onboarding.conversion import UNUSABLE, Images, check_classes
 from segapp.onboarding.layout import Layout, evenly
-from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import known_words, role_of
+from segapp.onboarding.pieces import Plane, both_readings, overlap_share, pairs_of_planes
+from segapp.onboarding.tree import Tree
+from segapp.onboarding.words import known_words, role_of
 
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
 _EMPTY = {"", "nan", "none", "null", "-1", "-1.0"}

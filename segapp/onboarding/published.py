@@ -10,7 +10,7 @@ from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.datasets.layouts.published_classes import PUBLISHED, Color, PublishedSet
 from segapp.errors import DataError
 from segapp.onboarding.layout import Layout, Pair
-from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.tree import Tree
 
 PALETTES = tuple(known for known in PUBLISHED.values() if known.colors)
 """The data sets whose masks may be images of colors."""

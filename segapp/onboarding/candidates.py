@@ -7,13 +7,13 @@ from pathlib import Path
 
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError, accepted_words
-from segapp.onboarding.convert import find_conversions, with_layouts
+from segapp.onboarding.converters import find_conversions, with_layouts
+from segapp.onboarding.hypotheses import CLOSE, find_layouts
 from segapp.onboarding.layout import Layout
-from segapp.onboarding.survey.hypotheses import CLOSE, find_layouts
-from segapp.onboarding.survey.published import published_layout
-from segapp.onboarding.survey.questions import SURE, Answer, OpenQuestionError, open_question
-from segapp.onboarding.survey.tables import paired_lists, read_tables, with_listed_splits
-from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.published import published_layout
+from segapp.onboarding.questions import SURE, Answer, OpenQuestionError, open_question
+from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
+from segapp.onboarding.tree import Tree
 
 MIN_CONFIDENCE = 0.04
 _MAX_SHOWN = 6

@@ -4,15 +4,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from segapp.errors import DataError
-from segapp.onboarding.convert.arrays import find_arrays
-from segapp.onboarding.convert.coco import find_coco
-from segapp.onboarding.convert.conversion import UNUSABLE, problem_of
-from segapp.onboarding.convert.label_tools import find_cvat, find_label_studio, find_labelme, find_supervisely
-from segapp.onboarding.convert.pieces import find_pieces
-from segapp.onboarding.convert.rle import find_rle
-from segapp.onboarding.convert.yolo import find_yolo
+from segapp.onboarding.annotations import (
+    find_coco,
+    find_cvat,
+    find_label_studio,
+    find_labelme,
+    find_supervisely,
+    find_yolo,
+)
+from segapp.onboarding.arrays import find_arrays
+from segapp.onboarding.conversion import UNUSABLE, problem_of
 from segapp.onboarding.layout import Layout
-from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.pieces import find_pieces
+from segapp.onboarding.rle import find_rle
+from segapp.onboarding.tree import Tree
 
 CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
     "COCO": find_coco,

@@ -1,0 +1,397 @@
+"""Annotations of other programs, each read by a small function: COCO, YOLO, labelme, Label Studio, CVAT, Supervisely.
+
+A reader collects images with their objects, and says how one object is drawn. Pixels without an object are background.
+Objects of COCO and YOLO are drawn by area, larger ones first, the others in their order (CVAT: by z_order first).
+"""
+
+import base64
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+from xml.etree import ElementTree
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.files import open_bytes, read_bytes, shown
+from segapp.datasets.images.reading import decode
+from segapp.errors import DataError, install_command
+from segapp.onboarding.class_files import find_class_files, is_background
+from segapp.onboarding.conversion import (
+    Annotations,
+    area_of,
+    check_classes,
+    decode_runs,
+    draw_lines,
+    fill_area,
+    fill_box,
+    fill_ellipse,
+    fill_polygon,
+    json_files,
+    paste,
+    split_said,
+)
+from segapp.onboarding.layout import Layout, Mask
+from segapp.onboarding.tree import Tree
+
+_YOLO_LINE = re.compile(rb"\s*\d+(\s+-?[\d.]+(e-?\d+)?){6,}\s*")
+_CVAT_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")
+_LABEL_STUDIO_KINDS = ("polygonlabels", "brushlabels", "rectanglelabels")
+
+Values = Mapping[Any, int]
+"""Label, or number of a category -> value in the mask."""
+
+
+def find_coco(tree: Tree) -> Layout | None:
+    """Return the conversion of COCO files with segmentations: polygons, or run lengths by columns."""
+    files: dict[str, Any] = {}
+    for path, content in json_files(tree, dict):
+        is_coco = all(isinstance(content.get(key), list) for key in ("images", "annotations", "categories"))
+        if is_coco and any("segmentation" in one for one in content["annotations"][:50]):
+            files[path] = content
+    if not files:
+        return None
+    categories = {int(one["id"]): str(one["name"]) for content in files.values() for one in content["categories"]}
+    own_background = next((number for number, name in categories.items() if is_background(name)), None)
+    others = [number for number in sorted(categories) if number != own_background]
+    first = next(iter(files))
+    names = check_classes(["background", *(categories[number] for number in others)], first)
+    found = Annotations(tree, "coco", "COCO", "annotation", _draw_coco, _area_of_coco)
+    found.values = {number: value for value, number in enumerate(others, start=1)}
+    if own_background is not None:
+        found.values[own_background] = 0
+    for path, content in files.items():
+        by_image: dict[Any, list[Any]] = {}
+        for annotation in content["annotations"]:
+            by_image.setdefault(annotation.get("image_id"), []).append(annotation)
+        for entry in content["images"]:
+            name = str(entry.get("file_name", ""))
+            found.add(path, name, by_image.get(entry.get("id"), []), f"image {shown(name)}")
+    evidence = [f"{len(files)} COCO files", f"{len(categories)} categories"]
+    return found.layout(names, f"the categories of {shown(first)}", evidence, [*files])
+
+
+def _draw_coco(mask: Mask, annotation: Mapping[str, Any], values: Values) -> None:
+    value, segmentation = values[int(annotation["category_id"])], annotation["segmentation"]
+    if isinstance(segmentation, list):
+        for flat in segmentation:
+            fill_area(mask, [_corners(flat)], value)
+        return
+    height, width = (int(side) for side in segmentation["size"])
+    if (height, width) != mask.shape:
+        raise ValueError(f"run lengths of {width} x {height} pixels for an image of {mask.shape[1]} x {mask.shape[0]}")
+    counts = segmentation["counts"]
+    pixels = decode_runs(counts, height, width, order="F") if isinstance(counts, list) else _decompressed(segmentation)
+    mask[pixels] = value
+
+
+def _decompressed(segmentation: Mapping[str, Any]) -> NDArray[np.bool_]:
+    try:
+        from pycocotools import mask as coco_masks
+    except ImportError:
+        missing = "compressed run lengths of COCO need pycocotools, which is not installed"
+        raise DataError(f"{missing}: {install_command('import')}") from None
+    counts = segmentation["counts"]
+    encoded = {"size": segmentation["size"], "counts": counts.encode() if isinstance(counts, str) else counts}
+    return np.asarray(coco_masks.decode(encoded)).astype(bool)
+
+
+def _area_of_coco(annotation: Mapping[str, Any]) -> float:
+    if isinstance(annotation.get("area"), int | float):
+        return float(annotation["area"])
+    segmentation = annotation["segmentation"]
+    return sum(area_of(_corners(ring)) for ring in segmentation) if isinstance(segmentation, list) else 0.0
+
+
+def _corners(flat: Sequence[float]) -> list[tuple[float, float]]:
+    return list(zip(flat[0::2], flat[1::2], strict=True))
+
+
+def find_yolo(tree: Tree) -> Layout | None:
+    """Return the conversion of YOLO: text files with a class and a polygon per line.
+
+    They lie next to the images, or in labels/ if the images are in images/. Images without a file are left out.
+    """
+    by_place = {str(PurePosixPath(path).with_suffix("")): path for path in tree.images}
+    labels = {}
+    for path in tree.others_named(".txt"):
+        place = str(PurePosixPath(path).with_suffix(""))
+        head, below_labels, tail = place.rpartition("labels/")  # the last such folder is images/ for the images
+        for image_place in (place, f"{head}images/{tail}" if below_labels else place):
+            if image_place in by_place:
+                labels[by_place[image_place]] = path
+    first_lines = [tree.read(path, 4096).partition(b"\n")[0] for path in list(labels.values())[:200]]
+    num_polygons = sum(_YOLO_LINE.fullmatch(line) is not None for line in first_lines)
+    if not num_polygons or num_polygons < 0.3 * len(first_lines):
+        return None
+    found = Annotations(tree, "yolo", "YOLO polygons", "polygon", _draw_yolo, _area_of_yolo)
+    lines = {}
+    for image, path in sorted(labels.items()):
+        lines[image] = [line for line in tree.read(path).splitlines() if line.strip()]
+        found.add(path, image, lines[image])
+    numbers = [int(line.split()[0]) for own in lines.values() for line in own if line.split()[0].isdigit()]
+    names, reason, source = _yolo_names(tree, max(numbers, default=0))
+    found.values = {number: number + 1 for number in range(len(names))}
+    splits = {split_said(image) for image in labels}
+    empty = [path for path in tree.images if path not in labels and split_said(path) in splits]
+    found.total += len(empty)
+    evidence = [f"{len(labels)} label files of YOLO with polygons", f"{len(names)} classes"]
+    if empty:
+        evidence.append(f"{len(empty)} images without a label file are left out")
+    classes = check_classes(["background", *names], "the labels")
+    return found.layout(classes, reason, evidence, [*sorted(labels.values()), *source])
+
+
+def _yolo_names(tree: Tree, largest: int) -> tuple[list[str], str, list[str]]:
+    """Return the names of the classes, the reason, and the file with the names, if it names the largest number."""
+    files = [one for one in find_class_files(tree) if not one.colors]
+    named = next((one for one in files if one.source.endswith((".yaml", ".yml"))), next(iter(files), None))
+    if named is None or largest >= len(named.names):
+        numbers = check_classes(range(largest + 1), "the labels")
+        return [f"class_{number}" for number in numbers], "replace with their names", []
+    numbers = check_classes(range(max(named.ids, default=-1) + 1), named.source)
+    names = [named.ids.get(number, f"class_{number}") for number in numbers] or list(named.names)
+    return names, f"from {shown(named.source)}; YOLO's 0 is 1 here", [named.source]
+
+
+def _draw_yolo(mask: Mask, line: bytes, values: Values) -> None:
+    number, corners = yolo_shape(line, *mask.shape)
+    if number not in values:
+        raise ValueError(f"class {number} has no name")
+    fill_polygon(mask, [corners], values[number])
+
+
+def _area_of_yolo(line: bytes) -> float:
+    return area_of(yolo_shape(line, 1, 1)[1])
+
+
+def yolo_shape(line: bytes, height: int, width: int) -> tuple[int, Sequence[tuple[float, float]]]:
+    """Return the class and the corners in pixels from a line; a box has four numbers, and is drawn as a rectangle."""
+    number, *words = line.split()
+    values = [float(word) for word in words]
+    if len(values) in (4, 5):
+        x, y, w, h = values[:4]
+        values = [x - w / 2, y - h / 2, x + w / 2, y - h / 2, x + w / 2, y + h / 2, x - w / 2, y + h / 2]
+    return int(number), [(x * width - 0.5, y * height - 0.5) for x, y in _corners(values)]
+
+
+def find_cvat(tree: Tree) -> Layout | None:
+    """Return the conversion of XML files of CVAT for images 1.1."""
+    found = Annotations(tree, "cvat", "CVAT", "shape", _draw_cvat)
+    for path in tree.others_named(".xml"):
+        if b"<annotations" not in tree.read(path, 4096):
+            continue
+        try:
+            top = parse_xml(read_bytes(tree.root / path))
+        except (ElementTree.ParseError, ValueError, LookupError, DataError):
+            continue
+        found.labels.update(one.text for one in top.iterfind("./meta//labels/label/name") if one.text)
+        for entry in top.iterfind("image"):
+            shapes = [(one.tag, dict(one.attrib)) for one in entry if one.tag in _CVAT_KINDS]
+            shapes.sort(key=lambda shape: float(shape[1].get("z_order") or 0))
+            name = entry.get("name", "")
+            if found.add(path, name, shapes, f"image {shown(name)}"):
+                found.labels.update(shape["label"] for _, shape in shapes if "label" in shape)
+    return found.by_label("entries in XML")
+
+
+class _PlainBuilder(ElementTree.TreeBuilder):
+    """Builder of XML without a document type, which could define entities; in any encoding, as the parser reads it."""
+
+    def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
+        raise ValueError("XML with a document type is not read: remove <!DOCTYPE ...>")
+
+
+def parse_xml(data: bytes) -> ElementTree.Element:
+    """Return the top element of XML; raise ValueError if it has a document type, and ParseError if it is damaged."""
+    parser = ElementTree.XMLParser(target=_PlainBuilder())
+    for start in range(0, len(data), 2**16):  # so that nothing after a document type is parsed
+        parser.feed(data[start : start + 2**16])
+    top: ElementTree.Element = parser.close()
+    return top
+
+
+def _draw_cvat(mask: Mask, kind_and_shape: tuple[str, Mapping[str, str]], values: Values) -> None:
+    kind, shape = kind_and_shape
+    value = values[shape["label"]]
+    if kind == "polygon":
+        corners = [tuple(float(side) for side in corner.split(",")) for corner in shape["points"].split(";") if corner]
+        fill_area(mask, [corners], value)
+    elif kind == "box":
+        x0, y0, x1, y1 = (float(shape[key]) for key in ("xtl", "ytl", "xbr", "ybr"))
+        fill_box(mask, (x0, y0), (x1, y1), value)
+    elif kind == "mask":
+        left, top, width, height = (int(shape[key]) for key in ("left", "top", "width", "height"))
+        counts = [int(count) for count in shape["rle"].split(",")]
+        paste(mask, decode_runs(counts, height, width, num_px=mask.size), left, top, value)
+    elif kind == "ellipse":
+        x, y, rx, ry = (round(float(shape[key])) for key in ("cx", "cy", "rx", "ry"))
+        fill_ellipse(mask, (x, y), (rx, ry), value, float(shape.get("rotation", 0)))
+    else:
+        raise ValueError("a line has no area: draw it as a polygon")
+
+
+def find_label_studio(tree: Tree) -> Layout | None:
+    """Return the conversion of JSON tasks of Label Studio: of each, the first annotation that was not canceled."""
+    found = Annotations(tree, "label-studio", "Label Studio", "region", _draw_label_studio)
+    for path, tasks in json_files(tree, list):
+        for number, task in enumerate(tasks):
+            if not isinstance(task, dict) or "data" not in task or not isinstance(task.get("annotations"), list):
+                continue
+            said = next((value for value in task["data"].values() if isinstance(value, str)), "")
+            made = [one for one in task["annotations"] if isinstance(one, dict) and not one.get("was_cancelled")]
+            kept = made[0].get("result", []) if made else []
+            regions = [one for one in kept if not isinstance(one, dict) or one.get("type") in _LABEL_STUDIO_KINDS]
+            name = said.partition("/data/local-files/?d=")[2] or said
+            if made and found.add(path, name, regions, f"task {number}"):
+                found.labels.update(name for one in regions if isinstance(one, dict) for name in _labels(one))
+    return found.by_label("tasks")
+
+
+def _labels(region: Mapping[str, Any]) -> list[str]:
+    value = region.get("value")
+    names = value.get(region["type"]) if isinstance(value, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Values) -> None:
+    height, width = mask.shape
+    value = values[_labels(region)[0]]
+    content = region["value"]
+    if region["type"] == "brushlabels":
+        mask[decode_brush(content["rle"], height, width)] = value
+        return
+    corners = content.get("points")
+    if region["type"] == "rectanglelabels":
+        if content.get("rotation"):
+            raise ValueError("a rotated rectangle cannot be read: draw it as a polygon")
+        x, y, w, h = (float(content[key]) for key in ("x", "y", "width", "height"))
+        corners = [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
+    fill_area(mask, [[(x / 100 * width, y / 100 * height) for x, y in corners]], value)  # percent of the sides
+
+
+def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[np.bool_]:
+    """Return the opaque pixels of a brush stroke, from Label Studio's bitwise run lengths of RGBA values.
+
+    The format comes from label-studio-converter (brush.py): 32 bits of length, the number of bits of a value, four bit
+    counts of run lengths, then runs: a flag (repeated or not), the index of the bit count, the length, the values.
+
+    Raises:
+        ValueError: the data end early, or have another size.
+    """
+    bits = bytes(np.unpackbits(np.asarray(data, np.uint8)) + ord("0"))
+    position = 0
+
+    def read(count: int) -> int:
+        nonlocal position
+        if position + count > len(bits):
+            raise ValueError("the run lengths end early")
+        position += count
+        return int(bits[position - count : position], 2)
+
+    num_values = read(32)
+    if num_values != height_px * width_px * 4:
+        raise ValueError(f"run lengths of {num_values // 4} pixels for {width_px} x {height_px}")
+    value_bits = read(5) + 1
+    length_bits = [read(4) + 1 for _ in range(4)]
+    values = np.zeros(num_values, np.uint8)
+    at = 0
+    while at < num_values:
+        is_repeated = read(1)
+        end = at + 1 + read(length_bits[read(2)])
+        if is_repeated:
+            values[at:end] = read(value_bits)
+        else:
+            values[at:end] = [read(value_bits) for _ in range(end - at)][: num_values - at]
+        at = end
+    return np.asarray(values.reshape(height_px, width_px, 4)[..., 3] > 0)
+
+
+def find_labelme(tree: Tree) -> Layout | None:
+    """Return the conversion of labelme: a JSON file for each image."""
+    found = Annotations(tree, "labelme", "labelme", "shape", _draw_labelme)
+    for path, content in json_files(tree, dict):
+        if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
+            continue
+        stem = path.rpartition("/")[2].rpartition(".")[0]
+        said = str(content["imagePath"]) if found.images.find(str(content["imagePath"]), path) else stem
+        found.labels.update(str(shape.get("label")) for shape in content["shapes"] if isinstance(shape, dict))
+        found.add(path, said, content["shapes"])
+    return found.by_label("files")
+
+
+def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Values) -> None:
+    """Draw a shape in place, without points. Raise ValueError if its kind is unknown, or it has too few points."""
+    value = values[str(shape["label"])]
+    kind, points = shape.get("shape_type") or "polygon", shape["points"]
+    if kind == "polygon":
+        fill_polygon(mask, [points], value)
+    elif kind == "rectangle":
+        first, last = points
+        fill_box(mask, first, last, value)
+    elif kind == "circle":
+        (x0, y0), (x1, y1) = points
+        radius = round(math.hypot(x1 - x0, y1 - y0))
+        fill_ellipse(mask, (round(x0), round(y0)), (radius, radius), value)
+    elif kind in ("line", "linestrip"):
+        draw_lines(mask, points, value)
+    elif kind == "mask":
+        piece = _bitmap(base64.b64decode(shape["mask"]), cv2.IMREAD_GRAYSCALE, mask.size)
+        paste(mask, piece, round(points[0][0]), round(points[0][1]), value)
+    elif kind not in ("point", "points"):
+        raise ValueError(f"shape_type {kind!r} is not known")
+
+
+def _bitmap(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:
+    """Return the pixels of a PNG that are not 0, (H, W); of several channels, the last one is used.
+
+    DataError is raised if it is larger than its image, of `num_px` pixels.
+    """
+    if not png.startswith(b"\x89PNG"):
+        raise ValueError("its bitmap is not a PNG")
+    open_bytes(png, Path("bitmap"), num_px)
+    pixels = decode(png, flags)
+    if pixels is None:
+        raise ValueError("its bitmap is damaged")
+    return np.asarray((pixels[..., -1] if pixels.ndim == 3 else pixels) > 0)
+
+
+def find_supervisely(tree: Tree) -> Layout | None:
+    """Return the conversion of a Supervisely project: meta.json, and ann/NAME.json for each img/NAME."""
+    found = Annotations(tree, "supervisely", "Supervisely", "object", _draw_supervisely)
+    for path, content in json_files(tree, dict, folder="ann"):
+        objects = content.get("objects")
+        if not isinstance(objects, list):
+            continue
+        folder, _, name = path.removesuffix(".json").rpartition("/")
+        if found.add(path, f"{folder.removesuffix('ann')}img/{name}", objects):
+            found.labels.update(
+                str(one["classTitle"]) for one in objects if isinstance(one, dict) and "classTitle" in one
+            )
+    metas = [path for path in tree.others_named(".json") if path.endswith("meta.json")][:1]
+    meta = tree.read_json(metas[0]) if metas and found.pairs else None
+    classes = meta.get("classes") if isinstance(meta, dict) else None
+    known = classes if isinstance(classes, list) else []
+    found.labels.update(str(one["title"]) for one in known if isinstance(one, dict) and "title" in one)
+    return found.by_label("files", metas)
+
+
+def _draw_supervisely(mask: Mask, one: Mapping[str, Any], values: Values) -> None:
+    value = values[str(one["classTitle"])]
+    kind = one["geometryType"]
+    if kind == "polygon":
+        fill_polygon(mask, [one["points"]["exterior"], *one["points"].get("interior", [])], value)
+    elif kind == "rectangle":
+        first, last = one["points"]["exterior"]
+        fill_box(mask, first, last, value)
+    elif kind == "bitmap":
+        most_bytes = 2**20 + 9 * mask.size  # of a PNG of the image's size, uncompressed
+        png = zlib.decompressobj().decompress(base64.b64decode(one["bitmap"]["data"]), most_bytes)
+        left, top = one["bitmap"]["origin"]
+        paste(mask, _bitmap(png, cv2.IMREAD_UNCHANGED, mask.size), int(left), int(top), value)
+    elif kind not in ("point", "line"):
+        raise ValueError(f"geometryType {kind!r} is not known")

@@ -1,0 +1,522 @@
+"""Annotations that become masks: collecting their images, painting their objects, and writing the masks.
+
+A mask has a digest of its annotation in a PNG text chunk. An existing file with that digest and its end marker is kept;
+any other file is written under a temporary name and renamed, so that writing can be resumed.
+
+There are two kinds of polygons. If (0, 0) is the corner of the first pixel (COCO, CVAT, Label Studio), a pixel belongs
+to a polygon if its center is inside, as in pycocotools. If (0, 0) is its center (labelme, YOLO, Supervisely), corners
+are rounded and the outline is included, as cv2.fillPoly does. An outline and its holes follow the even-odd rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import re
+import stat
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, PngImagePlugin
+from tqdm import tqdm
+
+from segapp.bounds import check_memory
+from segapp.datasets.files import read_header, shown
+from segapp.datasets.images.raster import read_description
+from segapp.errors import ConfigError, DataError, storage_errors
+from segapp.onboarding.class_files import is_background, is_void
+from segapp.onboarding.hypotheses import parse_file
+from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
+from segapp.onboarding.tree import Tree
+from segapp.run.files import remove_dead_temporaries, remove_quietly, write_atomic
+from segapp.run.words import first_line
+
+IGNORED = 255
+MAX_CLASSES = 255
+_DIGEST_KEY = "segapp-annotation"
+_RULES = "4"  # version of the drawing rules: masks with another version are drawn again
+_MAX_NAMED = 5
+
+BAD_ENTRY: tuple[type[Exception], ...] = (
+    ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, zlib.error, cv2.error,
+)  # fmt: skip
+"""Errors of reading an entry whose types, numbers or keys do not follow its format."""
+UNUSABLE: tuple[type[Exception], ...] = (DataError, OSError, SyntaxError, *BAD_ENTRY)  # errors of drawing an entry
+
+_ON_TOP = (
+    "each pixel has one class: where objects of two classes overlap, the one drawn last covers the other; if both "
+    "should count, write a mask for each class and set data.multilabel: files"
+)
+_MAX_SIDE_PX = 65_536
+_MAX_CORNER = 2**28  # OpenCV computes with integers of 32 bits
+_CROSSINGS_AT_ONCE = 2**20
+
+
+class Images:
+    """The images of a folder, found by the path, the end of a path, or the name in an annotation."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._paths = set(tree.images)
+        self._by_name: dict[str, list[str]] = defaultdict(list)
+        self._by_stem: dict[str, list[str]] = defaultdict(list)
+        for path in tree.images:
+            name = PurePosixPath(path)
+            self._by_name[name.name.casefold()].append(path)
+            self._by_stem[name.stem.casefold()].append(path)
+
+    def find(self, said: str, near: str = "") -> str | None:
+        """Return the image for a path, a name or a URL; None if there is none, or if several fit equally well.
+
+        If several images fit, the one that shares the most folders with the annotation file `near` is used.
+        """
+        clean = unquote(said).replace("\\", "/").split("?")[0]
+        folder = near.rpartition("/")[0]
+        for place in (clean, os.path.normpath(f"{folder}/{clean}")):
+            if place in self._paths:
+                return place
+        name = clean.rpartition("/")[2].casefold()
+        found = self._by_name.get(name) or self._by_stem.get(name) or []
+        if not found and "-" in name:  # Label Studio writes its own id in front of an uploaded name
+            found = self._by_name.get(name.partition("-")[2], [])
+        ends = [path for path in found if clean.casefold().endswith(path.casefold())]
+        if len(found) < 2 or len(ends) == 1:
+            return next(iter(ends or found), None)
+        scores = Counter({path: len(os.path.commonpath([f"/{folder}", f"/{path}"])) for path in found})
+        scores.update({path: 1000 for path in found if parse_file(path).split == split_said(near)})
+        best = scores.most_common(2)
+        return best[0][0] if best[0][1] > best[1][1] else None
+
+    def size_of(self, path: str) -> tuple[int, int]:
+        """Return the upright height and width of an image; raise DataError if it cannot be read."""
+        header = read_header(self._tree.root / path)
+        return header.height_px, header.width_px
+
+
+class Annotations:
+    """The annotated images of a folder in one format: the common part of its readers.
+
+    Attributes:
+        pairs: the images that were added, with masks that are drawn later.
+        total: number of entries, also of those without an image.
+        labels: names of classes in the annotations; `by_label` gives them values.
+        values: label, or number of a category -> value in the mask.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        name: str,
+        title: str,
+        noun: str,
+        draw: Callable[[Mask, Any, dict[Any, int]], None],
+        area: Callable[[Any], float] | None = None,
+    ) -> None:
+        """`draw` draws an object in place, with `values`; with `area`, larger objects are drawn first.
+
+        `name` is the layout's name, `title` the format's, `noun` an object's.
+        """
+        self.images = Images(tree)
+        self.pairs: list[Pair] = []
+        self.total = 0
+        self.labels: set[str] = set()
+        self.values: dict[Any, int] = {}
+        self._name, self._title, self._noun = name, title, noun
+        self._draw, self._area = draw, area
+        self._files: dict[str, None] = {}
+
+    def add(self, path: str, said: str, objects: Sequence[Any], entry: str = "") -> bool:
+        """Add an entry of the file `path` with the name of its image; return False if there is no such image."""
+        self.total += 1
+        image = self.images.find(said, path)
+        if image is None:
+            return False
+        self._files[path] = None
+        origin = f"{shown(path)}: {entry}" if entry else shown(path)
+        self.pairs.append(drawn_pair(image, origin, objects, partial(self._paint, image, objects), path))
+        return True
+
+    def _paint(self, image: str, objects: Sequence[Any]) -> Mask:
+        """Return the mask of an image: its objects one after the other, later ones on top.
+
+        ValueError with the noun and the number of an object is raised for an error in BAD_ENTRY.
+        """
+        mask = blank_mask(*self.images.size_of(image))
+        numbered = list(enumerate(objects))
+        if self._area is not None:
+            area = self._area
+            numbered.sort(key=lambda one: -area(one[1]))
+        for number, one in numbered:
+            try:
+                self._draw(mask, one, self.values)
+            except BAD_ENTRY as error:
+                raise ValueError(f"{self._noun} {number}: {problem_of(error)}") from error
+        return mask
+
+    def by_label(self, entries: str, sources: Sequence[str] = ()) -> Layout | None:
+        """Return the conversion to masks of the labels; None if there are no images.
+
+        Labels that mean unlabeled pixels are ignored, and background is the first class. `sources` are files that are
+        read in addition to the annotations. ValueError is raised if no image has an object.
+        """
+        if not self.pairs:
+            return None
+        if not any(pair.drawing is not None and pair.drawing.content for pair in self.pairs):
+            raise ValueError(
+                f"there are no objects in its {len(self.pairs)} images; annotate some and export them again"
+            )
+        void = {label for label in self.labels if is_void(label)}
+        names = sorted(self.labels - void, key=lambda name: (not is_background(name), name))
+        if not names or not is_background(names[0]):
+            names = ["background", *names]
+        classes = check_classes(names, next(iter(self._files)))
+        self.values = {label: number for number, label in enumerate(classes)} | dict.fromkeys(void, IGNORED)
+        evidence = [f"{self.total} {entries} of {self._title}", f"{len(classes)} classes"]
+        return self.layout(classes, "the labels, by name", evidence, [*sources, *self._files], entries)
+
+    def layout(
+        self,
+        classes: tuple[str, ...],
+        reason: str,
+        evidence: Sequence[str],
+        sources: Sequence[str],
+        entries: str = "entries",
+    ) -> Layout | None:
+        """Return the conversion to masks of the classes; None if there are no images."""
+        if not self.pairs:
+            return None
+        there = f"{len(self.pairs)} of {self.total} {entries} name an image that is there"
+        return Layout(
+            self._name,
+            self.pairs,
+            0.97 * len(self.pairs) / self.total,
+            (*evidence, there),
+            tuple(sources),
+            title=self._title,
+            classes=classes,
+            classes_reason=reason,
+            notes=(_ON_TOP,),
+        )
+
+
+def drawn_pair(image: str, origin: str, content: Any, paint: Callable[[], WideMask], near: str = "") -> Pair:
+    """Return an image of the data set with a mask at its path that is painted; see `Drawing`.
+
+    The folders or the name of the file `near` give the split if the image's do not.
+    """
+    split = split_said(image) or split_said(near)
+    return Pair(image, f"{mask_target(image)}.png", split, drawing=Drawing(origin, content, paint))
+
+
+def check_classes(classes: Sequence[Any], source: str) -> tuple[Any, ...]:
+    """Return the names, or the numbers, of classes; raise DataError if there are too many for uint8 masks."""
+    if len(classes) > MAX_CLASSES:
+        raise DataError(
+            f"{shown(source)}: {len(classes)} classes, but 8-bit masks hold {MAX_CLASSES}: keep fewer classes in it",
+            path=source,
+        )
+    return tuple(classes)
+
+
+def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and content of JSON files with an object (`dict`) or a `list`, in folders with this ending."""
+    first = b"{" if kind is dict else b"["
+    for path in tree.others_named(".json"):
+        if path.rpartition("/")[0].endswith(folder) and first in tree.read(path, 64):
+            content = tree.read_json(path)
+            if isinstance(content, kind):
+                yield path, content
+
+
+def split_said(path: str) -> str | None:
+    """Return the split in the folders or the name of a file: train for annotations/instances_train2017.json."""
+    return parse_file(path).split or parse_file(f"{PurePosixPath(path).stem}/x").split
+
+
+def mask_target(image: str) -> str:
+    """Return the path of an image's mask in the folder of masks: the same path without extension."""
+    return os.path.splitext(image)[0]
+
+
+def file_state(path: Path) -> tuple[int, int]:
+    """Return a value that changes if a file is written again: its size in bytes and its time in nanoseconds."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], int]:
+    """Write the masks and images of a layout that are drawn and do not exist yet.
+
+    Return the written pairs, sentences about the bad entries, and the number of pairs whose files already existed.
+    DataError is raised if every entry is bad.
+    """
+    refuse_foreign(folder, _is_written)
+    pairs, problems, num_kept = [], [], 0
+    made: set[Path] = set()
+    masks: set[str] = set()
+    for pair in tqdm(layout.pairs, "writing", unit="image", disable=None, leave=False):
+        assert pair.drawing is not None
+        origin = pair.drawing.origin
+        if pair.mask in masks:
+            problems.append(f"{origin}: its image {shown(pair.image)} has been annotated before: entry left out")
+            continue
+        masks.add(pair.mask)
+        wanted = _wanted(pair, pair.drawing, layout.classes, folder)
+        for place in {path.parent for path in wanted} - made:
+            with storage_errors(place):
+                place.mkdir(parents=True, exist_ok=True)
+                remove_dead_temporaries(place)
+            made.add(place)
+        try:
+            missing = [path for path, (digest, _) in wanted.items() if not _is_file_of(path, digest)]
+            for path in missing:
+                data = wanted[path][1]()
+                with storage_errors(path):
+                    write_atomic(path, data)
+        except UNUSABLE as error:
+            for path in wanted:
+                remove_quietly(path)
+            reason = f"the entry cannot be read ({problem_of(error)}): correct or remove it"
+            problems.append(f"{origin}: {error if isinstance(error, DataError) else reason}")
+            continue
+        num_kept += not missing
+        pairs.append(pair)
+    if not pairs:
+        named = "; ".join(problems[:_MAX_NAMED])
+        raise DataError(f"no entry of {layout.title} can be converted: {named}: correct the annotations")
+    if (more := len(problems) - _MAX_NAMED) > 0:
+        problems[_MAX_NAMED:] = [f"and {more} more"]
+    return pairs, problems, num_kept
+
+
+def _wanted(
+    pair: Pair, drawing: Drawing, classes: Sequence[str], folder: Path
+) -> dict[Path, tuple[str, Callable[[], bytes]]]:
+    """Return the files of a pair to write: the digest of each, and a function that returns its content."""
+    wanted: dict[Path, tuple[str, Callable[[], bytes]]] = {}
+    if drawing.image_bytes is not None:
+        digest = _digest_of(drawing.content)
+        wanted[folder / pair.image] = (digest, partial(drawing.image_bytes, digest))
+    if not drawing.is_mask_there:
+        of_mask = _digest_of((classes, drawing.content))
+        wanted[folder / pair.mask] = (of_mask, lambda: encode_png(drawing.paint(), of_mask))
+    return wanted
+
+
+def _digest_of(content: Any) -> str:
+    """Return 32 hexadecimal digits for a value that consists of plain values and bytes."""
+    data = repr((_RULES, content)).encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _is_file_of(path: Path, digest: str) -> bool:
+    """Return True for a complete PNG or TIFF with this digest; read only the header and the end of the file."""
+    if not path.is_file():
+        return False
+    if path.suffix != ".png":
+        return read_description(path) == digest
+    try:
+        read_header(path)
+        with Image.open(path) as image:
+            return image.format == "PNG" and image.info.get(_DIGEST_KEY) == digest
+    except (DataError, OSError, SyntaxError, ValueError):
+        return False
+
+
+def problem_of(error: Exception) -> str:
+    """Return the problem of an entry from one of the errors in BAD_ENTRY."""
+    return f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
+
+
+def refuse_foreign(folder: Path, is_own: Callable[[Path], bool]) -> None:
+    """Raise ConfigError if a folder that segapp named has a link, another owner, or a file that segapp did not write.
+
+    `is_own` returns True for a file that segapp wrote; empty and hidden files count as written.
+    """
+    for path in [folder, *folder.rglob("*")] if os.path.lexists(folder) else []:
+        status = path.lstat()
+        is_file = stat.S_ISREG(status.st_mode)
+        if stat.S_ISLNK(status.st_mode):
+            problem = "is a link, and segapp does not write through links"
+        elif status.st_uid != os.geteuid():
+            problem = "belongs to another user"
+        elif path.is_dir() or (is_file and (path.name[0] == "." or not status.st_size or is_own(path))):
+            continue
+        else:
+            problem = "was not written by segapp"
+        raise ConfigError(f"{shown(path)} {problem}: remove {shown(folder)}, or choose another --out", path=path)
+
+
+def _is_written(path: Path) -> bool:
+    """Return True for a PNG or a TIFF that segapp wrote, even if its end is missing."""
+    with path.open("rb") as file:
+        is_mask = _DIGEST_KEY.encode() in file.read(256)
+    return is_mask or (path.suffix == ".tif" and re.fullmatch("[0-9a-f]{32}", read_description(path) or "") is not None)
+
+
+def as_ids(values: NDArray[Any], largest: int) -> WideMask:
+    """Return values of any dtype as 8-bit ids, or 16-bit ids if some are above 255; ValueError if they are no ids."""
+    if values.dtype == np.uint8:
+        return values
+    low, high = values.min(initial=0), values.max(initial=0)
+    if not (low >= 0 and high <= largest):
+        raise ValueError(f"values from {low} to {high}, which are not ids of 0 to {largest}")
+    ids: WideMask = values.astype(np.uint8) if high <= 255 else values.astype(np.uint16)
+    if not (ids == values).all():
+        raise ValueError("numbers with fractions, which are not ids")
+    return ids
+
+
+def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16], digest: str) -> bytes:
+    """Return a PNG of ids or gray values (H, W), or RGB (H, W, 3), with the digest of its content."""
+    info = PngImagePlugin.PngInfo()
+    info.add_text(_DIGEST_KEY, digest)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", pnginfo=info, compress_level=4)
+    return buffer.getvalue()
+
+
+def blank_mask(height_px: int, width_px: int) -> Mask:
+    """Return a mask of zeros; raise ValueError if it would be too large."""
+    if not (0 < height_px <= _MAX_SIDE_PX and 0 < width_px <= _MAX_SIDE_PX and height_px * width_px <= 2**28):
+        raise ValueError(f"a size of {width_px} x {height_px} pixels")
+    return np.zeros((height_px, width_px), np.uint8)
+
+
+def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
+    """Fill an outline in place, except the holes that follow it.
+
+    Rings are lists of (x, y) in pixels; (0, 0) is the center of the first pixel. ValueError is raised if a ring has
+    fewer than three corners, or a corner is not finite.
+    """
+    points = [np.rint(_ring(ring)) for ring in rings]
+    _fill_inside(mask, [ring + 0.5 for ring in points], value)
+    cv2.polylines(mask, [ring.astype(np.int32) for ring in points], True, value)
+
+
+def fill_area(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
+    """Set the pixels whose centers lie inside rings by the even-odd rule, in place; see `fill_polygon` for errors.
+
+    (0, 0) is the top left corner of the first pixel. A center on a border belongs to the polygon to the right of or
+    below the border, so that neighbors neither overlap nor leave a gap. A polygon that contains no pixel center gets
+    the pixels of its outline, so that no object vanishes.
+    """
+    points = [_ring(ring) for ring in rings]
+    if not _fill_inside(mask, points, value):
+        fill_polygon(mask, [(ring - 0.5).tolist() for ring in points], value)
+
+
+def _fill_inside(mask: Mask, points: Sequence[NDArray[np.float64]], value: int) -> bool:
+    """Set the pixels whose centers lie inside rings (V, 2), in place; return False if there are none.
+
+    Only the rows and columns of the image are computed, some edges at a time: cv2.fillPoly takes minutes for ten
+    thousand lines that cross each other.
+    """
+    start = np.concatenate(points)
+    end = np.concatenate([np.roll(ring, -1, axis=0) for ring in points])
+    height, width = mask.shape
+    is_down = (start[:, 1] <= end[:, 1])[:, None]  # always from the upper end, so a line traversed twice rounds equally
+    (x0, y0), (x1, y1) = np.where(is_down, start, end).T, np.where(is_down, end, start).T
+    first, last = (np.clip(np.ceil(y - 0.5), 0, height).astype(np.int64) for y in (y0, y1))
+    count = last - first
+    check_memory(8 * int(count.sum()), f"a polygon of {len(start)} corners that crosses itself", num_px=mask.size)
+    left, right = (int(np.clip(np.ceil(x - 0.5), 0, width)) for x in (start[:, 0].min(), start[:, 0].max()))
+    top, bottom = int(first.min()), int(last.max())
+    crossings = np.zeros((bottom - top, right + 1 - left), bool)
+    part = np.cumsum(count) // _CROSSINGS_AT_ONCE
+    for own in np.split(np.arange(len(count)), np.flatnonzero(np.diff(part)) + 1):
+        edge = np.repeat(own, count[own])
+        row = np.arange(len(edge)) - np.repeat(np.cumsum(count[own]) - count[own], count[own]) + first[edge]
+        x = x0[edge] + (row + 0.5 - y0[edge]) * (x1[edge] - x0[edge]) / (y1[edge] - y0[edge])
+        column = np.clip(np.ceil(x - 0.5), left, right).astype(np.int64)
+        np.logical_xor.at(crossings, (row - top, column - left), True)
+    is_inside = np.logical_xor.accumulate(crossings, axis=1)
+    paste(mask, is_inside, left, top, value)
+    return bool(is_inside.any())
+
+
+def draw_lines(mask: Mask, points: Sequence[Sequence[float]], value: int) -> None:
+    """Draw the lines from each point (x, y) to the next, one pixel wide, in place; see `fill_polygon`."""
+    cv2.polylines(mask, [np.rint(_checked(np.asarray(points, np.float64))).astype(np.int32)], False, value)
+
+
+def fill_ellipse(
+    mask: Mask, center: tuple[float, float], radii: tuple[float, float], value: int, rotation_deg: float = 0.0
+) -> None:
+    """Set the pixels whose centers lie in an ellipse, in place.
+
+    (0, 0) is the center of the first pixel. ValueError is raised for numbers that are not finite.
+    """
+    (x, y), (rx, ry) = center, (max(radius, 1e-3) for radius in radii)
+    if not all(abs(number) <= _MAX_CORNER for number in (*center, *radii, rotation_deg)):
+        raise ValueError(f"an ellipse around ({x:g}, {y:g}) with the radii {rx:g} and {ry:g}")
+    reach = max(rx, ry)
+    (top, bottom), (left, right) = ((max(0, math.ceil(c - reach)), max(0, math.floor(c + reach) + 1)) for c in (y, x))
+    part = mask[top:bottom, left:right]
+    dy, dx = top - y + np.arange(part.shape[0])[:, None], left - x + np.arange(part.shape[1])
+    cos, sin = math.cos(math.radians(rotation_deg)), math.sin(math.radians(rotation_deg))
+    part[((dx * cos + dy * sin) / rx) ** 2 + ((dy * cos - dx * sin) / ry) ** 2 <= 1 + 1e-12] = value
+
+
+def fill_box(mask: Mask, first: Sequence[float], last: Sequence[float], value: int) -> None:
+    """Fill a rectangle, in place, between two opposite corners (x, y); see `fill_polygon`."""
+    (x0, y0), (x1, y1) = first, last
+    fill_polygon(mask, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)]], value)
+
+
+def _ring(ring: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Return a ring as (V, 2); raise ValueError for a ring without area or with corners that are not finite."""
+    points = np.asarray(ring, np.float64)
+    if points.ndim != 2 or points.shape[1] < 2 or len(points) < 3:
+        raise ValueError(f"a polygon of {len(points)} corners")
+    return _checked(points)
+
+
+def _checked(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return x and y of points (V, 2); raise ValueError if one is not finite, or too far away to be drawn exactly."""
+    if not (np.abs(points) <= _MAX_CORNER).all():
+        raise ValueError("a corner is not a number")
+    return points[:, :2]
+
+
+def area_of(ring: Sequence[Sequence[float]]) -> float:
+    """Return the area of a polygon, in square pixels."""
+    points = np.asarray(ring, np.float64)
+    x, y = points[:, 0], points[:, 1]
+    with np.errstate(invalid="ignore", over="ignore"):  # of corners that are refused when they are drawn
+        return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
+
+
+def paste(mask: Mask, piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:
+    """Set the pixels of a piece, in place; parts outside the mask are cut off."""
+    x0, y0 = max(left, 0), max(top, 0)
+    x1, y1 = min(left + piece.shape[1], mask.shape[1]), min(top + piece.shape[0], mask.shape[0])
+    if x0 < x1 and y0 < y1:
+        mask[y0:y1, x0:x1][piece[y0 - top : y1 - top, x0 - left : x1 - left]] = value
+
+
+def decode_runs(
+    counts: Sequence[int], height_px: int, width_px: int, order: str = "C", *, num_px: int = 0
+) -> NDArray[np.bool_]:
+    """Return the pixels (H, W) of alternating run lengths of background and object, beginning with background.
+
+    They run along the rows ("C": CVAT) or down the columns ("F": COCO). ValueError is raised if they do not fill the
+    size, or the size is too large for an image of `num_px` pixels.
+    """
+    size = height_px * width_px
+    check_memory(size, f"a mask of {width_px} x {height_px} pixels", num_px=num_px)
+    lengths = np.asarray(counts, np.int64)
+    if (lengths < 0).any() or (lengths > size).any() or lengths.sum() != size:  # a sum of larger ones may overflow
+        raise ValueError(f"run lengths of {sum(map(int, counts))} pixels for {width_px} x {height_px}")
+    values = np.arange(len(lengths)) % 2 == 1
+    return np.repeat(values, lengths).reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]
