@@ -18,8 +18,7 @@ RULES: list[tuple[str, str, str, str]] = [
     # key, accepted, refused, part of the message
     ("data.crop_px", "data.crop_px=[8192,8192]", "data.crop_px=[8192,8193]", "67 megapixels"),
     ("data.scale", "data.scale=[1,1]", "data.scale=[1.1,1]", "swap them"),
-    ("data.mix", "data.mix={cutmix: 0.5, mixup: 0.5}", "data.mix={cutmix: 1, mixup: 0.5}", "add up to 1.5"),
-    ("data.mix", "data.mix={classmix: 1}", "data.mix={cutmix: 0.75, classmix: 0.5}", "add up to 1.25"),
+    ("data.cutmix", "data.cutmix=0.5; data.classmix=0.5", "data.cutmix=0.75; data.classmix=0.5", "add up to 1.25"),
     ("data.augment", "data.augment=[ScaledCrop]", "data.augment=[]", "is empty"),
     (
         "data.sampling",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.optim.lr_scheduler as lrs
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
@@ -43,10 +43,10 @@ def rate(step: int, **schedule: object) -> float:
         (100, {"name": "wsd", "min_lr": 0.02}, 0.02 + 0.08 * 0.05),
         (51, {"name": "wsd", "min_lr": 0.02, "options": {"decay_ratio": 1.0}}, 0.06),
         (63, {"name": "wsd", "options": {"decay_ratio": 0.5, "decay_type": "sqrt"}}, 0.1 * (1 - math.sqrt(12 / 50))),
-        (3, {"name": "wsd", "warmup_steps": 4, "warmup_factor": 0.2}, 0.06),
-        (1, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.02),
-        (3, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.06),
-        (5, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.1),
+        (3, {"name": "wsd", "warmup_steps": 4}, 0.05005),
+        (1, {"name": "constant", "warmup_steps": 4}, 0.0001),
+        (3, {"name": "constant", "warmup_steps": 4}, 0.05005),
+        (5, {"name": "constant", "warmup_steps": 4}, 0.1),
     ],
 )
 def test_learning_rates_by_hand(step: int, schedule: dict[str, object], expected: float) -> None:
@@ -76,7 +76,8 @@ class Training:
 
     def assert_rates(self, expected: list[float], **schedule: Any) -> None:
         """Compare every step's rate with torch's, times the factor of torch's LinearLR during a warm-up."""
-        warmup_steps, factor = self.warmup.get("warmup_steps", 0), self.warmup.get("warmup_factor", 1.0)
+        warmup_steps = self.warmup.get("warmup_steps", 0)
+        factor = 0.001 if warmup_steps else 1.0
         factors = rates(lambda o: lrs.LinearLR(o, factor, 1.0, max(warmup_steps, 1)), 1.0, self.num_steps)
         section = ScheduleConfig.model_validate({**schedule, **self.warmup})
         rate_at = build_schedule(section, self.lr, total_steps=self.num_steps, steps_per_epoch=self.steps_per_epoch)
@@ -89,7 +90,7 @@ trainings = st.builds(
     st.floats(1e-5, 10.0),
     st.integers(1, 200),
     st.integers(1, 50),
-    st.just({}) | st.fixed_dictionaries({"warmup_steps": st.integers(1, 220), "warmup_factor": st.floats(0.001, 1.0)}),
+    st.just({}) | st.fixed_dictionaries({"warmup_steps": st.integers(1, 220)}),
 )
 drawn = settings(max_examples=40)
 
@@ -120,18 +121,14 @@ def test_step_equals_torchs_scheduler(training: Training, epochs: list[int], ste
 
 
 @drawn
-@given(trainings, st.floats(0.02, 0.98), st.floats(1.5, 50.0), st.floats(1.5, 1e5))
-def test_one_cycle_equals_torchs_scheduler(
-    training: Training, pct_start: float, div_factor: float, final_div_factor: float
-) -> None:
-    assume(pct_start * training.num_steps != 1)  # there torch divides by 0
-    options = {"pct_start": pct_start, "div_factor": div_factor, "final_div_factor": final_div_factor}
+@given(trainings)
+def test_one_cycle_equals_torchs_scheduler(training: Training) -> None:
     theirs = rates(
-        lambda o: lrs.OneCycleLR(o, training.lr, training.num_steps, cycle_momentum=False, **options),
+        lambda o: lrs.OneCycleLR(o, training.lr, training.num_steps, cycle_momentum=False),
         training.lr,
         training.num_steps,
     )
-    training.assert_rates(theirs, name="onecycle", options=options)
+    training.assert_rates(theirs, name="onecycle")
 
 
 @drawn

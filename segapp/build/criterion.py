@@ -38,12 +38,9 @@ def build_criterion(
         "num_queries": num_queries,
         "ignore_index": ignore_index,
         "multilabel": multilabel,
+        "align_corners": section.align_corners,
+        "aux_weight": section.aux_weight,
     }
-    if section.name == "mask_classification":  # its terms are weighted one by one
-        options = {
-            key: section.weight * value if key.endswith("_factor") else value for key, value in section.options.items()
-        }
-        return _build_term(section.model_copy(update={"options": options}), given, weights_of)
     criteria = [(term.weight, _build_term(term, given, weights_of)) for term in [section, *section.plus]]
     return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
 
@@ -61,12 +58,17 @@ def _build_term(
         )
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
     if is_part(term.name):
-        return own_criterion(term, num_classes, given["ignore_index"], weight)
+        return own_criterion(
+            term,
+            num_classes,
+            given["ignore_index"],
+            weight,
+            align_corners=given["align_corners"],
+            aux_weight=given["aux_weight"],
+        )
     offered = {
         **given,
         "weight": weight,
-        "align_corners": term.align_corners,
-        "aux_weight": term.aux_weight,
         "label_smoothing": term.label_smoothing,
     }
     made: AdditiveCriterion = build_part(

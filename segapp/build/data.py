@@ -66,7 +66,7 @@ def build_dataset(
     must call. Without them, images are read once and nothing is cached.
 
     Raises:
-        ConfigError: `data.cache_dir` lies in the data set.
+        ConfigError: the folder of `data.cache: disk` lies in the data set.
         DataError: a file is missing or cannot be used.
     """
     pixels = build_pixels(data)
@@ -104,12 +104,12 @@ def build_dataset(
             if remote is not None:
                 notes.append(
                     f"data.cache = disk: {files.place} is on a network file system ({remote}): name a folder on a "
-                    "local disk of each machine in data.cache_dir"
+                    "local disk of each machine in XDG_CACHE_HOME"
                 )
         except OSError as error:
             notes.append(
                 f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "
-                "is read; name another folder in data.cache_dir, or set data.cache to none"
+                "is read; name another folder in XDG_CACHE_HOME, or set data.cache to none"
             )
     dataset = SegmentationDataset(
         pairs,
@@ -161,17 +161,17 @@ def _cache_files(
     """Return the files of a split's cache; in memory, one rank of each machine makes them for its other ranks.
 
     Raises:
-        ConfigError: `data.cache_dir` lies in the data set.
+        ConfigError: the folder of `data.cache: disk` lies in the data set.
         OSError: they cannot be made.
     """
     if data.cache == "disk":
-        folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else default_folder()
+        folder = default_folder()
         root = Path(os.path.realpath(data.root))
         if Path(os.path.realpath(folder)).is_relative_to(root):
             raise ConfigError(
-                f"data.cache_dir = {folder} lies in data.root = {data.root}: name a folder outside it",
-                key="data.cache_dir",
-                value=folder,
+                f"data.cache = disk: {folder} lies in data.root = {data.root}: set XDG_CACHE_HOME to another folder",
+                key="data.cache",
+                value="disk",
             )
         return disk_files(folder, data.root, split, scheme, pixels)
     first_here = machines.index(machines[ranks.rank])
@@ -235,7 +235,5 @@ def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: Cla
 
 def build_mix(data: DataConfig, ignore_index: int) -> PairMix | None:
     """Return the transform that mixes training samples; None if they are not mixed."""
-    mix = data.mix
-    if not mix.cutmix + mix.mixup + mix.classmix:
-        return None
-    return PairMix(mix.cutmix, mix.mixup, mix.classmix, mix.mixup_alpha, ignore_index)
+    is_mixed = data.cutmix + data.classmix > 0
+    return PairMix(data.cutmix, data.classmix, ignore_index) if is_mixed else None

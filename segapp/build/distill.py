@@ -12,7 +12,7 @@ from torch import nn
 from segapp.build.network import build_normalizer
 from segapp.build.numerics import uses_channels_last
 from segapp.build.pairs import build_pixels
-from segapp.config import CriticConfig, RunConfig
+from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput
@@ -37,6 +37,11 @@ from segapp.training.step.participant import StepParticipant
 
 if TYPE_CHECKING:
     from segapp.build.trained import TrainedState
+
+CRITIC_LR = 0.0004
+"""Initial learning rate of the critic; it follows the schedule. This and the next value are those of Liu et al."""
+PENALTY_WEIGHT = 10.0
+"""Weight of the critic's gradient penalty."""
 
 
 def distilled_criterion(config: RunConfig, task: AdditiveCriterion, network: NormalizedInput) -> AdditiveCriterion:
@@ -109,10 +114,9 @@ def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, i
     assert config.distill is not None
     if not config.distill.holistic:
         return None
-    section = config.distill.critic
     size = critic_size(config.data.crop_px)
     channels = build_pixels(config.data).num_bands + num_classes
-    critic = Critic(channels, size, width=section.width, has_batchnorm=section.batchnorm)
+    critic = Critic(channels, size, width=config.distill.critic_width)
     if is_synced:
         convert_sync_batchnorm(critic)
     _critic_precision(config, device).prepare(critic.to(device))
@@ -138,7 +142,6 @@ def build_distilled_input(
         TermSettings(
             _factors(config),
             distill.temperature,
-            distill.pair_grid,
             config.loss.align_corners,
             critic_size(config.data.crop_px),
         ),
@@ -161,7 +164,7 @@ def build_distillation(
     `network` is the student's wrapped network, `inner` the same without the wrapper, and `device` the first device.
     """
     assert config.distill is not None
-    section, critic = config.distill.critic, inner.critic
+    critic = inner.critic
     identity = TeacherIdentity(inner.teacher)
     if critic is None:
         return [identity]
@@ -178,17 +181,17 @@ def build_distillation(
     trainer = CriticTrainer(
         critic,
         own,
-        _build_optimizer(section, critic, lr_factor=section.lr / config.optim.lr),
+        _build_optimizer(critic, lr_factor=CRITIC_LR / config.optim.lr),
         _critic_precision(config, device),
-        PenaltySettings(section.penalty, section.penalty_weight, config.seed),
+        PenaltySettings(config.distill.critic_penalty, PENALTY_WEIGHT, config.seed),
         ranks,
     )
     return [identity, trainer]
 
 
-def _build_optimizer(section: CriticConfig, critic: Critic, lr_factor: float) -> torch.optim.Optimizer:
+def _build_optimizer(critic: Critic, lr_factor: float) -> torch.optim.Optimizer:
     groups = [{"params": list(critic.parameters()), "lr_factor": lr_factor}]
-    optimizer = torch.optim.Adam(groups, lr=section.lr, betas=section.betas, fused=True)
+    optimizer = torch.optim.Adam(groups, lr=CRITIC_LR, betas=(0.9, 0.99), fused=True)
     for parameter in critic.parameters():  # torch creates them in the first step; then no update allocates
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

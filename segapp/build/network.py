@@ -98,7 +98,7 @@ class _BoundedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def put_adapters(section: ModelConfig, model: SegmentationModel) -> None:
     """Freeze the backbone and add the adapters of a `model` section, if it has any; see `add_adapters`."""
     if section.adapters is not None:
-        add_adapters(model, **section.adapters.model_dump(exclude={"kind"}))
+        add_adapters(model, section.adapters)
 
 
 def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None:
@@ -115,7 +115,7 @@ def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None
         raise CheckpointError(
             f"{checkpoint.path} holds only adapters and head, for a base from {', '.join(saved['sources'])} with "
             f"sha256 {saved['sha256'][:16]}, and {now}: put the original file back, or name a copy of it as "
-            "model.weights_backbone or model.weights (checkpoint.full=true saves the base too)",
+            "model.weights_backbone or model.weights",
             key="model.adapters",
             path=checkpoint.path,
         )
@@ -148,8 +148,7 @@ def build_inference(
         align_corners=align_corners,
         window_px=window,
         overlap=section.slide_overlap,
-        weighting=section.slide_weighting,
-        scales=tuple(section.scales) if section.tta else (1.0,),
+        scales=(0.75, 1.0, 1.25) if section.tta else (1.0,),
         flip=section.tta,
         threshold=None if data.multilabel is None else section.threshold,
         autocast=precision.autocast,

@@ -41,12 +41,10 @@ def with_precision(config: RunConfig, devices: Sequence[torch.device]) -> RunCon
 def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.device) -> bool:
     """Return True if the network is to work in channels_last (NHWC).
 
-    `auto` selects NHWC if it is the faster format: on a GPU whose tensor cores compute the convolutions (half
+    NHWC is used if it is the faster format: on a GPU whose tensor cores compute the convolutions (half
     precision, or float32 as TF32), for networks most of whose parameters are in convolutions. The precision must be
     resolved. A device that is neither CPU nor CUDA represents a GPU in a plan.
     """
-    if section.channels_last != "auto":
-        return section.channels_last
     if device.type == "cpu":
         return False
     if section.precision == "fp32" and not (section.tf32 and accelerator_of(device).has_tf32(device)):
@@ -79,7 +77,7 @@ _WORKSPACE = ":4096:8"
 
 
 @contextlib.contextmanager
-def numerics(*, deterministic: bool, tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
+def numerics(*, deterministic: bool, tf32: bool) -> Iterator[None]:
     """Run the body of the `with` statement with these switches, and restore the previous ones at its end.
 
     cuBLAS reads its variable at the first matrix product of the process. So `deterministic` needs a process that has
@@ -87,9 +85,8 @@ def numerics(*, deterministic: bool, tf32: bool, cudnn_benchmark: bool) -> Itera
 
     Args:
         deterministic: use algorithms that repeat their results bit for bit; an operation without such an algorithm
-            raises.
+            raises. Without it, cuDNN times its algorithms for each new shape and uses the fastest.
         tf32: float32 convolutions and matrix products on GPUs round their inputs to TF32 (10 bits of mantissa).
-        cudnn_benchmark: cuDNN benchmarks its algorithms for each new shape; ignored if `deterministic`.
 
     Raises:
         ConfigError: `deterministic`, but CUDA has started in this process without cuBLAS's variable.
@@ -104,7 +101,7 @@ def numerics(*, deterministic: bool, tf32: bool, cudnn_benchmark: bool) -> Itera
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(os.environ, deterministic=deterministic))
         stack.enter_context(_algorithms_restored())
-        torch.backends.cudnn.benchmark = cudnn_benchmark and not deterministic
+        torch.backends.cudnn.benchmark = not deterministic
         if deterministic:
             torch.backends.cudnn.deterministic = True
             torch.use_deterministic_algorithms(True)

@@ -72,7 +72,7 @@ def group_settings(section: OptimConfig, model: SegmentationModel) -> dict[str, 
     prefix, settings = model.backbone_prefix, {}
     for name, parameter in model.named_parameters():
         is_head, is_exempt = not name.startswith(prefix), id(parameter) in no_decay
-        factor = section.head_lr_factor if is_head else section.backbone_lr_factor * decays.get(name, 1.0)
+        factor = section.head_lr_factor if is_head else decays.get(name, 1.0)
         decay = 0.0 if is_exempt else section.weight_decay
         number = entry_of.get(name, 0)
         if number:
@@ -93,7 +93,7 @@ def _layer_factors(layer_decay: float | None, model: SegmentationModel) -> tuple
         raise ConfigError(
             f"optim.layer_decay = {layer_decay}: the depth of {found} in backbone {model.encoder_name} is not known "
             "(ViT, DINO, Swin, ConvNeXt, PVT and SegFormer encoders have numbered blocks): use "
-            "optim.backbone_lr_factor, or optim.groups",
+            "optim.groups",
             key="optim.layer_decay",
             value=layer_decay,
         )
@@ -134,7 +134,7 @@ def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, step
     shape: Shape = build_part(
         SCHEDULES[section.name].factory, "schedule.name", section.options, offered=offered, is_built_in=True
     )
-    return warmed_up(shape, section.warmup_steps, section.warmup_factor)
+    return warmed_up(shape, section.warmup_steps)
 
 
 def build_plateau(section: ScheduleConfig, lr: float, *, larger_is_better: bool) -> Plateau | None:

@@ -66,18 +66,18 @@ def _wrong_kind(key: str, name: str, made: object, wanted: str) -> ConfigError:
     return ConfigError(f"{key} = {name} made a {type(made).__name__}: return {wanted}", key=key, value=name)
 
 
-def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: Tensor | None) -> AdditiveCriterion:
+def own_criterion(
+    term: LossTerm, num_classes: int, ignore_index: int, weight: Tensor | None, **upsampling: Any
+) -> AdditiveCriterion:
     """Return the criterion of a custom loss; a loss that is no `AdditiveCriterion` is wrapped as a plain one.
+
+    `upsampling` has `align_corners` and `aux_weight`, if they are not the defaults.
 
     Raises:
         ConfigError: the loss cannot be made, is no loss, or takes no class weights although the config has some.
     """
-    offered: dict[str, Any] = {
-        "num_classes": num_classes,
-        "ignore_index": ignore_index,
-        "align_corners": term.align_corners,
-        "aux_weight": term.aux_weight,
-    }
+    upsampling = {"align_corners": True, "aux_weight": 0.4, **upsampling}
+    offered: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index, **upsampling}
     if weight is not None:
         if not takes(load_part(term.name, "loss.name"), "weight"):
             raise ConfigError(
@@ -90,7 +90,7 @@ def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: T
     if not callable(made):
         wanted = "a function of (logits, target), or an AdditiveCriterion"
         raise _wrong_kind("loss.name", term.name, made, wanted)
-    return PlainCriterion(made, ignore_index=ignore_index, align_corners=term.align_corners, aux_weight=term.aux_weight)
+    return PlainCriterion(made, ignore_index=ignore_index, **upsampling)
 
 
 def plain_loss_note(config: RunConfig, criterion: AdditiveCriterion) -> str | None:

@@ -160,13 +160,13 @@ def build_trainer(
 
 def _base_notes(config: RunConfig, base: BaseReference | None, *, is_new: bool) -> list[str]:
     """Return notes on the tensors that checkpoints leave out below adapters, or on why they leave none out."""
-    if config.model.adapters is None or config.checkpoint.full:
+    if config.model.adapters is None:
         return []
     if base is not None:
         sources = ", ".join(base.sources)
         return [
             f"checkpoints hold adapters and head; {len(base.names)} tensors of the backbone come from {sources} "
-            f"(sha256 {base.sha256[:16]}): keep it, or set checkpoint.full: true"
+            f"(sha256 {base.sha256[:16]}): keep it"
         ]
     why = (
         "no weights file gives it, so that it cannot be referred to"
@@ -240,7 +240,6 @@ def build_settings(config: RunConfig, num_batches: int, num_val: int) -> Trainer
         monitor=checkpoint.monitor,
         freeze_epochs=config.model.freeze_epochs,
         early_stop=train.early_stop,
-        max_bad_steps=train.max_bad_steps,
         log_every_steps=config.log.every_steps,
     )
 
@@ -329,8 +328,6 @@ def _build_engine(
     )
     if checkpoint is not None:
         fill_in_base(checkpoint, parts.model)
-    if config.checkpoint.full:
-        parts.model.base = None
     mark = context.device_memory.mark
     return assembler.assemble(parts, layout, participants=first_looks, ranks=ranks, mark=mark, has_graph=True)
 

@@ -22,7 +22,6 @@ from segapp.config.load import (
 from segapp.config.parts import part_names as part_names
 from segapp.config.sections import (
     CheckpointConfig as CheckpointConfig,
-    CriticConfig as CriticConfig,
     DataConfig as DataConfig,
     DistillConfig as DistillConfig,
     EvalConfig as EvalConfig,

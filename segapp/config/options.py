@@ -77,19 +77,6 @@ class FocalOptions(Section):
     """Focusing exponent; 0 is cross-entropy. Change it to less if training is unstable."""
 
 
-class MaskClassificationOptions(Section):
-    """The loss of eomt."""
-
-    class_factor: NonNegativeFloat = 2.0
-    """Factor on the cross-entropy of the queries' classes. Change it if you reproduce a recipe."""
-    bce_factor: NonNegativeFloat = 5.0
-    """Factor on the binary cross-entropy of the masks. Change it if you reproduce a recipe."""
-    dice_factor: NonNegativeFloat = 5.0
-    """Factor on the Dice loss of the masks. Change it if you reproduce a recipe."""
-    no_object: NonNegativeFloat = 0.1
-    """Weight of queries without a match in the cross-entropy of the classes. Change it if you reproduce a recipe."""
-
-
 class SgdOptions(Section):
     """SGD."""
 
@@ -113,17 +100,6 @@ class StepOptions(Section):
     """Steps after which the learning rate is multiplied by gamma. Change it if you plan by steps."""
     gamma: PositiveFloat = 0.1
     """Factor at each of these epochs and steps. Change it if the reductions are too strong."""
-
-
-class OneCycleOptions(Section):
-    """One cycle."""
-
-    pct_start: OpenFraction = 0.3
-    """Share of the steps in which the learning rate rises. Change it if you reproduce a recipe."""
-    div_factor: PositiveFloat = 25.0
-    """optim.lr divided by the first learning rate. Change it if you reproduce a recipe."""
-    final_div_factor: PositiveFloat = 1e4
-    """First learning rate divided by the last. Change it if you reproduce a recipe."""
 
 
 class WsdOptions(Section):
@@ -162,9 +138,7 @@ LOSSES: Mapping[str, BuiltIn] = {
     "tversky": BuiltIn("segapp.losses.overlap:CriterionTversky", TverskyOptions),
     "focal": BuiltIn("segapp.losses.focal:CriterionFocal", FocalOptions),
     "lovasz": BuiltIn("segapp.losses.lovasz:CriterionLovasz"),
-    "mask_classification": BuiltIn(
-        "segapp.losses.mask_classification:CriterionMaskClassification", MaskClassificationOptions
-    ),
+    "mask_classification": BuiltIn("segapp.losses.mask_classification:CriterionMaskClassification"),
 }
 OPTIMIZERS: Mapping[str, BuiltIn] = {
     "sgd": BuiltIn("segapp.optim.optimizers:sgd", SgdOptions),
@@ -176,7 +150,7 @@ SCHEDULES: Mapping[str, BuiltIn] = {
     "cosine": BuiltIn("segapp.optim.schedules:cosine"),
     "step": BuiltIn("segapp.optim.schedules:steps_down", StepOptions),
     "constant": BuiltIn("segapp.optim.schedules:constant"),
-    "onecycle": BuiltIn("segapp.optim.schedules:one_cycle", OneCycleOptions),
+    "onecycle": BuiltIn("segapp.optim.schedules:one_cycle"),
     "plateau": BuiltIn("segapp.optim.schedules:constant", PlateauOptions),
     "wsd": BuiltIn("segapp.optim.schedules:wsd", WsdOptions),
 }

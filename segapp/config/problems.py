@@ -359,8 +359,8 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
             yield f"data.{key}", "is for the built-in transforms, not for data.augment: write it into the list there"
     if data.sampling != "uniform" and not any("ScaledCrop" in entry for entry in data.transforms):
         yield "data.sampling", f"{data.sampling} needs ScaledCrop in data.augment, which places the crops: add it"
-    if (total := data.mix.cutmix + data.mix.mixup + data.mix.classmix) > 1:
-        yield "data.mix", f"cutmix, mixup and classmix add up to {total:g}: at most one is used, so at most 1"
+    if (total := data.cutmix + data.classmix) > 1:
+        yield "data.cutmix", f"data.cutmix and classmix add up to {total:g}: at most one is used, so at most 1"
     if data.augment == []:
         yield "data.augment", "is empty: list at least ScaledCrop, or set it to null"
     if data.scale[0] > data.scale[1]:

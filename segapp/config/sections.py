@@ -53,22 +53,6 @@ MAX_LABELS = 31
 """Maximum number of classes of `data.multilabel`: a target holds them as the bits of an int32."""
 
 
-class MixConfig(Section):
-    """`data.mix:` mixes each training image with another one. At most one of the three kinds applies to an image."""
-
-    cutmix: Fraction = 0.0
-    """Probability of CutMix, which pastes a rectangle of another image and mask. Change it to 0.5 if the model
-    overfits."""
-    mixup: Fraction = 0.0
-    """Probability of MixUp, which blends two images; each pixel gets the class of one of them, drawn by the same
-    weights. Change it if the model overfits and CutMix does not help."""
-    classmix: Fraction = 0.0
-    """Probability of ClassMix, which pastes the pixels of half of the classes of another mask. Change it if rare
-    classes need more contexts."""
-    mixup_alpha: PositiveFloat = 0.2
-    """Parameter of the Beta distribution of MixUp's weight. Change it to 1.0 for a stronger, uniform blend."""
-
-
 class DataConfig(Section):
     """`data:` the data set, its augmentation and its loading."""
 
@@ -103,8 +87,12 @@ class DataConfig(Section):
     augment: Transforms = None
     """Transforms in order: a list of albumentations names or custom components, or a file written by A.save; null: the
     built-in crop, flip and color changes. Change it for rotations, blur, noise or custom transforms."""
-    mix: MixConfig = MixConfig()
-    """Mixes training images with each other."""
+    cutmix: Fraction = 0.0
+    """Probability of CutMix, which pastes a rectangle of another image and mask. Change it to 0.5 if the model
+    overfits."""
+    classmix: Fraction = 0.0
+    """Probability of ClassMix, which pastes the pixels of half of the classes of another mask, into images without
+    CutMix. Change it if rare classes need more contexts."""
     sampling: Literal["uniform", "class-balanced", "foreground"] = "uniform"
     """uniform: each image once per epoch. class-balanced: each crop contains a chosen class, all classes equally often.
     foreground: the same for foreground_share of the crops and foreground_classes. Change it if rare classes have a low
@@ -176,11 +164,8 @@ class DataConfig(Section):
     """Data loading processes per rank; auto: from the number of processors and the measured time per image; 0: load in
     the main process. Change it if GPUs wait for data, or if memory is short."""
     cache: Annotated[Literal["none", "ram", "disk"], OnResume] = "none"
-    """Keep decoded images and masks after the first read: ram, disk (cache_dir), or none. All workers and ranks share
-    the cache. Change it if loading is slower than training."""
-    cache_dir: Annotated[str | None, OnResume] = None
-    """Folder of data.cache: disk, on a local disk outside data.root; null: $XDG_CACHE_HOME/segapp/pixels. Change it if
-    that disk is small or slow."""
+    """Keep decoded images and masks after the first read: ram, disk (below $XDG_CACHE_HOME), or none. All workers
+    and ranks share the cache. Change it if loading is slower than training."""
     timeout_s: Annotated[NonNegativeFloat, OnResume] = 120.0
     """Maximum wait for a data worker before the run fails; 0: no limit. Change it if your storage is sometimes slow."""
 
@@ -192,22 +177,6 @@ class DataConfig(Section):
         crop = {"ScaledCrop": {"scale": list(self.scale), "cat_max_ratio": self.cat_max_ratio}}
         colors = [{"PhotometricChange": {"strength": float(self.photometric)}}] if self.photometric else []
         return [crop, {"HorizontalFlip": {"p": self.hflip}}, *colors]
-
-
-class AdapterConfig(Section):
-    """`model.adapters:` low-rank adapters in a frozen backbone. Needs the package peft (uv sync --extra lora)."""
-
-    kind: Literal["lora"] = "lora"
-    """lora: a layer W x becomes W x + (alpha / rank) B A x, and only A and B are trained."""
-    rank: PositiveInt = 16
-    """Rows of A and columns of B. Change it to 4 or 8 for less memory, to 32 or 64 for more capacity."""
-    alpha: PositiveFloat = 16.0
-    """Scale of the adapters, divided by rank. Change it together with rank."""
-    targets: list[Text] | None = None
-    """Layers of the backbone that get adapters: names, ends of names (qkv) or patterns; null: the layers of attention
-    and MLPs. Change it to adapt fewer layers."""
-    dropout: Decay = 0.0
-    """Dropout probability before the adapters. Change it to 0.05 or 0.1 if the model overfits."""
 
 
 class ModelConfig(Section):
@@ -237,9 +206,10 @@ class ModelConfig(Section):
     freeze_epochs: PositiveInt | None = None
     """Epochs for which model.freeze applies; null: the whole run. Change it to train the head first and the whole model
     later."""
-    adapters: AdapterConfig | None = None
-    """Train low-rank adapters instead of the backbone; the head is trained completely; null: train all weights. Change
-    it if a large transformer does not fit into memory."""
+    adapters: PositiveInt | None = None
+    """Rank of low-rank adapters (LoRA, alpha = rank) in the layers of attention and MLPs, which are trained instead of
+    the backbone; the head is trained completely; null: train all weights. Needs the package peft (uv sync --extra
+    lora). Change it to 16 if a large transformer does not fit into memory."""
     aux: bool = True
     """Build the auxiliary head if the model has one; eomt: also learn from the queries before each block. Change it to
     false to save memory."""
@@ -259,12 +229,6 @@ class LossTerm(Section):
     """Options of this loss, or keyword arguments of a custom component. Change it to tune the loss."""
     weight: NonNegativeFloat = 1.0
     """Weight of this term in the sum. Change it to balance several terms."""
-    align_corners: bool = True
-    """Whether upsampling of the logits aligns the corner pixels, as in F.interpolate. Evaluation uses the value of the
-    first term. true is the convention of the original PSPNet and DeepLab code; false is the convention of torchvision,
-    smp, SegFormer and eomt. Change it to false if your initial weights were trained with false."""
-    aux_weight: NonNegativeFloat = 0.4
-    """Weight of the loss of the auxiliary head. Change it if you reproduce a recipe."""
     label_smoothing: Decay = 0.0
     """Share of the target probability that is spread evenly over all classes (ce), or over yes and no (bce). Change it
     to 0.1 if the model is overconfident or the masks have errors."""
@@ -279,6 +243,12 @@ class LossTerm(Section):
 class LossConfig(LossTerm):
     """`loss:` the loss, and more terms that are added to it."""
 
+    align_corners: bool = True
+    """Whether upsampling of the logits aligns the corner pixels, as in F.interpolate. Evaluation uses it too.
+    true is the convention of the original PSPNet and DeepLab code; false is the convention of torchvision, smp,
+    SegFormer and eomt. Change it to false if your initial weights were trained with false."""
+    aux_weight: NonNegativeFloat = 0.4
+    """Weight of the loss of the auxiliary head. Change it if you reproduce a recipe."""
     plus: list[LossTerm] = []
     """More terms; the loss is the weighted sum of all terms. Change it to combine losses, e.g. ce with dice."""
 
@@ -293,7 +263,7 @@ class ParamGroupConfig(Section):
     pattern: Text
     """backbone, or a pattern of parameter or module names, e.g. "decoder.*". The first entry that matches applies."""
     lr_factor: PositiveFloat | None = None
-    """Factor on optim.lr, instead of head_lr_factor, backbone_lr_factor and layer_decay; null: these apply. Change it
+    """Factor on optim.lr, instead of head_lr_factor and layer_decay; null: these apply. Change it
     to train these parameters faster or slower."""
     weight_decay: NonNegativeFloat | None = None
     """Weight decay of these parameters; null: optim.weight_decay and decay_norm_and_bias apply. Change it to 0 for
@@ -320,8 +290,6 @@ class OptimConfig(Section):
     """Apply weight decay to normalization layers and biases too. Change it to false for transformers."""
     head_lr_factor: PositiveFloat = 1.0
     """Factor on the learning rate of the head. Change it to 10 to train a new head on a pretrained backbone."""
-    backbone_lr_factor: PositiveFloat = 1.0
-    """Factor on the learning rate of the backbone. Change it to 0.1 to preserve pretrained weights."""
     layer_decay: PositiveFraction | None = None
     """Factor on the learning rate from each block of a transformer or ConvNeXt backbone to the one before it. With 0.75
     each block learns at 75 % of the rate of the next; null: 1. Change it to 0.65 to 0.9 to fine-tune a vision
@@ -351,9 +319,8 @@ class ScheduleConfig(Section):
     """Learning rate at the end (poly, cosine, wsd), or the lowest one (plateau). Change it if the last
     epochs no longer improve the model."""
     warmup_steps: Count = 0
-    """Steps of linear warm-up. Change it to 500 to 1500 for transformers, and if the loss jumps at the beginning."""
-    warmup_factor: Fraction = 0.001
-    """Factor on the learning rate at the first warm-up step. Change it if you reproduce a recipe."""
+    """Steps of linear warm-up, from 0.001 of the learning rate. Change it to 500 to 1500 for transformers, and if
+    the loss jumps at the beginning."""
 
     _checked = checked_options(SCHEDULES)
 
@@ -393,32 +360,20 @@ class TrainConfig(Section):
     precise_bn: Count = 0
     """Number of micro-batches from which BatchNorm statistics are recomputed before each evaluation; 0: use the running
     statistics. Change it to 100 or 200 if the run has few steps or tiny batches."""
-    max_bad_steps: Annotated[PositiveInt, OnResume] = 10
-    """The run fails after this number of consecutive steps with a non-finite loss or gradient. Change it if rare bad
-    images interrupt a run."""
     hang_timeout_s: Annotated[NonNegativeFloat, OnResume] = 600.0
     """Time without progress after which the run fails and writes all stacks to RUN/stacks.log; 0: never. Change it if a
     step or an evaluation batch takes minutes."""
     early_stop: Annotated[PositiveInt | None, OnResume] = None
     """Stop after this number of evaluations without a better checkpoint.monitor; null: never. Change it to 10 or 20 to
     end runs that no longer improve."""
-    channels_last: Annotated[bool | Literal["auto"], OnResume] = "auto"
-    """Use the NHWC memory format. auto: on GPUs, for convolutional models in half precision or TF32. Change it if
-    segapp train --smoke shows that the other value is faster."""
     compile: Annotated[bool, OnResume] = False
     """Compile the forward and backward pass with torch.compile; not with the modes dp and model, nor with distill.
     Change it to true for long runs on a GPU; the first step takes minutes."""
     cuda_graph: Annotated[bool, OnResume] = False
     """Replay the forward and backward pass as one CUDA graph. Needs parallel.mode: single; not with compile, distill,
     or a custom model or loss. Change it to true for small models whose GPU waits for the CPU."""
-    keep_freed_memory: Annotated[bool, OnResume] = True
-    """On the CPU, keep freed memory for reuse (glibc only): fewer page faults, a slightly higher peak. Change it to
-    false if host memory is short."""
-    cudnn_benchmark: Annotated[bool, OnResume] = True
-    """Let cuDNN time its algorithms for each shape in training. Change it to false if a run begins slowly or memory is
-    short."""
     deterministic: Annotated[bool, OnResume] = False
-    """On GPUs, use only deterministic algorithms; slower, and without cudnn_benchmark. Change it to
+    """On GPUs, use only deterministic algorithms; slower, and cuDNN times no algorithms. Change it to
     true if two runs must agree exactly."""
     tf32: Annotated[bool, OnResume] = True
     """On GPUs, round the inputs of float32 convolutions and matrix products to TF32. Change it to false for full
@@ -480,16 +435,11 @@ class EvalConfig(Section):
     slide_overlap: Decay = 1 / 3
     """Overlap of neighboring windows, as a share of the window. Change it to 0.5 for smoother borders, to 0 for
     speed."""
-    slide_weighting: Literal["uniform", "gaussian"] = "uniform"
-    """Weight of a window where windows overlap. uniform, or gaussian: largest at the center. Change it to gaussian if
-    borders of windows are visible."""
     threshold: OpenFraction = 0.5
     """Probability above which a class is predicted (data.multilabel). Change it to trade precision for recall."""
     tta: bool = False
-    """Test-time augmentation: average over a horizontal flip and eval.scales. Change it to true for a slightly higher
-    mIoU at about six times the time."""
-    scales: list[PositiveFloat] = [0.75, 1.0, 1.25]
-    """Image scales of test-time augmentation. Change it to [1.0] to average over the flip only."""
+    """Test-time augmentation: average over a horizontal flip and the scales 0.75, 1 and 1.25. Change it to true
+    for a slightly higher mIoU at about six times the time."""
 
 
 class CheckpointConfig(Section):
@@ -510,9 +460,6 @@ class CheckpointConfig(Section):
     monitor: ScoreName = "miou"
     """Evaluation score that selects best.pt. Lower is better for loss. Change it to mean_dice or another score that you
     report."""
-    full: bool = False
-    """With model.adapters: also save the backbone, instead of the sha256 of its weights file. Change it to true to
-    share a checkpoint as one file."""
 
 
 class LogConfig(Section):
@@ -531,25 +478,6 @@ class LogConfig(Section):
     null: off. Change it to track runs with MLflow."""
 
 
-class CriticConfig(Section):
-    """`distill.critic:` the model that scores prediction maps in the holistic term, and its training."""
-
-    penalty: Literal["wgan-gp", "wgan-lp", "dragan"] = "wgan-gp"
-    """Gradient penalty: wgan-gp (norm 1 between real and generated maps), wgan-lp (only norms above 1), dragan (norm 1
-    near real maps). Change it if the critic's loss diverges."""
-    penalty_weight: NonNegativeFloat = 10.0
-    """Weight of the gradient penalty. Change it if the critic's loss diverges."""
-    width: PositiveInt = 64
-    """Channels of the first stage. Change it to 32 to save memory."""
-    batchnorm: bool = True
-    """Normalize the input over the whole batch. Change it if you reproduce a recipe."""
-    lr: PositiveFloat = 0.0004
-    """Initial learning rate (Adam). It follows the schedule. Change it if the critic learns much faster than the
-    student."""
-    betas: tuple[Decay, Decay] = (0.9, 0.99)
-    """Decay rates of the first and second moment (Adam). Change it if you reproduce a recipe."""
-
-
 class DistillConfig(Section):
     """`distill:` knowledge distillation from a trained model, in the modes single, dp and ddp."""
 
@@ -564,14 +492,14 @@ class DistillConfig(Section):
     pair_wise: NonNegativeFloat = 10.0
     """Weight of the squared difference between the similarities of pairs of image regions; 0: off. Change it to balance
     the terms."""
-    pair_grid: HeightWidth = (8, 8)
-    """Number of regions along height and width, for the pair-wise term. Change it if objects are much smaller than a
-    region."""
     holistic: NonNegativeFloat = 0.1
     """Weight of the critic's score of whole prediction maps (adversarial term); 0: off. Change it to 0 to train without
     a critic, which is faster."""
-    critic: CriticConfig = CriticConfig()
-    """The critic of the holistic term."""
+    critic_penalty: Literal["wgan-gp", "wgan-lp", "dragan"] = "wgan-gp"
+    """Gradient penalty of the critic: wgan-gp (norm 1 between real and generated maps), wgan-lp (only norms above 1),
+    dragan (norm 1 near real maps). Change it if the critic's loss diverges."""
+    critic_width: PositiveInt = 64
+    """Channels of the critic's first stage. Change it to 32 to save memory."""
 
 
 class RunConfig(Section):

@@ -62,6 +62,28 @@ REMOVED: Mapping[str, str] = {
         "for thin classes, use `loss.name=dice` or `loss.name=tversky`, or a loss of your own, "
         "`loss.name=package.module:factory`"
     ),
+    "data.mix": "write `data.cutmix` or `data.classmix`, also instead of MixUp",
+    "data.cache_dir": "name the folder in the environment, as in `XDG_CACHE_HOME=/fast segapp train`",
+    **dict.fromkeys(("loss.plus.align_corners", "loss.plus.aux_weight"), "the value of `loss` holds for all its terms"),
+    **dict.fromkeys(
+        ("loss.options.class_factor", "loss.options.bce_factor", "loss.options.dice_factor", "loss.options.no_object"),
+        "EoMT's factors hold; for others, name a loss of your own",
+    ),
+    "optim.backbone_lr_factor": "write `optim.groups=[{pattern: backbone, lr_factor: 0.1}]`",
+    "schedule.warmup_factor": "the warm-up begins at 0.001 of the learning rate",
+    **dict.fromkeys(
+        ("schedule.options.pct_start", "schedule.options.div_factor", "schedule.options.final_div_factor"),
+        "onecycle has the numbers of torch; for others, name a schedule of your own",
+    ),
+    "train.max_bad_steps": "a run ends after 10 steps in a row that are not finite",
+    "train.channels_last": "the NHWC memory format is used where it is faster",
+    "train.keep_freed_memory": "a training on the CPU reuses freed memory",
+    "train.cudnn_benchmark": "cuDNN times its algorithms unless `train.deterministic` is true",
+    "eval.slide_weighting": "windows have equal weights; if their borders show, write `eval.slide_overlap=0.5`",
+    "eval.scales": "`--tta` averages over the scales 0.75, 1 and 1.25",
+    "checkpoint.full": "keep the weights file too, or write one file with `segapp export RUN --format pt2 --out FILE`",
+    "distill.pair_grid": "the grid has 8 x 8 regions",
+    "distill.critic": "write `distill.critic_penalty` or `distill.critic_width`",
 }
 """What segapp accepted once -> what to do instead, the end of a sentence.
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,6 @@ class Inference:
     align_corners: bool = True  # of the upsampling, as in training
     window_px: tuple[int, int] | None = None  # height and width of a sliding window; None: the whole image
     overlap: float = 1 / 3  # share of a window that the next one covers too
-    weighting: Literal["uniform", "gaussian"] = "uniform"  # of overlapping windows; gaussian: largest in the middle
     scales: tuple[float, ...] = (1.0,)  # scales of the image; the predictions are averaged
     flip: bool = False  # also average over the horizontally flipped image
     threshold: float | None = None  # a class is predicted if its sigmoid is above this; None: one class per pixel
@@ -119,12 +118,9 @@ class Inference:
         height, width = images.shape[-2:]
         window = (min(window_px[0], height), min(window_px[1], width))
         frame = model.suitable_size(*window)
-        weights = None
-        if self.weighting == "gaussian":
-            weights = gaussian_weights(window[0], images.device), gaussian_weights(window[1], images.device)
         for top, left in window_corners((height, width), window, self.overlap):
             part = images[..., top : top + window[0], left : left + window[1]]
-            yield LogitsTile(self._logits(model, _padded(part, frame)), top, left, window, frame, weights=weights)
+            yield LogitsTile(self._logits(model, _padded(part, frame)), top, left, window, frame)
 
     def _logits(self, model: SegmentationModel, images: Tensor) -> Tensor:
         # The weight average of a half-precision model is float32, and is evaluated in float32.
@@ -138,23 +134,13 @@ def _unflipped(tile: LogitsTile, width: int) -> LogitsTile:
     """Return a tile of the flipped image as a tile of the image; its padding moves from the right to the left."""
     left = width - tile.left - tile.size[1]
     skip = tile.frame[1] - tile.size[1]
-    return replace(tile, logits=tile.logits.flip(-1), left=left, skip=skip)  # the weights are symmetric
+    return replace(tile, logits=tile.logits.flip(-1), left=left, skip=skip)
 
 
 def _padded(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Return images padded with zeros, the mean color, at the bottom and right."""
     height, width = images.shape[-2:]
     return images if (height, width) == size else F.pad(images, (0, size[1] - width, 0, size[0] - height))
-
-
-def gaussian_weights(side: int, device: torch.device) -> Tensor:
-    """Return weights along one axis of a window, (side,): a Gaussian with sigma of an eighth of the side, at most 1.
-
-    As in nnU-Net (Isensee et al., Nature Methods 18, 2021), where the product over the axes weights a patch. The
-    weights are at least 0.001, because pixels that only the corner of one window covers would lose precision.
-    """
-    at = torch.arange(side, dtype=torch.float32, device=device) - (side - 1) / 2
-    return torch.exp(-0.5 * (at / (side / 8)) ** 2).clamp_min_(1e-3)
 
 
 def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: float) -> Iterator[tuple[int, int]]:

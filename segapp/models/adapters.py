@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -24,23 +23,17 @@ MLP = ("fc1", "fc2", "fc1_g", "fc1_x")
 """Last components of the names of a transformer's linear layers in timm and smp."""
 
 
-def add_adapters(
-    model: SegmentationModel, *, rank: int, alpha: float, dropout: float = 0.0, targets: Sequence[str] | None = None
-) -> None:
-    """Freeze the backbone and put LoRA layers of peft around some of its layers, in place.
+def add_adapters(model: SegmentationModel, rank: int) -> None:
+    """Freeze the backbone and put LoRA layers of peft around the linear layers of its attention and MLPs, in place.
 
     Its BatchNorms stay in evaluation mode. `model.base` is set if tensors of the backbone came from weights files.
 
     Args:
         model: the network, with its pretrained weights.
-        rank: r, the width of an adapter.
-        alpha: the adapters' outputs are multiplied by alpha / r.
-        dropout: probability of dropout before the adapters.
-        targets: names of layers, ends of names, or patterns; None: the linear layers of attention and MLPs, but not of
-            the MLPs if attention has reduced keys and values (MiT, PVT).
+        rank: r, the width of an adapter, and alpha.
 
     Raises:
-        ConfigError: peft is missing, the network has no backbone, or a target matches no layer that can be adapted.
+        ConfigError: peft is missing, the network has no backbone, or no layer of it can be adapted.
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(f"model.adapters needs the package peft: {install_command('lora')}", key="model.adapters")
@@ -53,12 +46,12 @@ def add_adapters(
             "encoder",
             key="model.adapters",
         )
-    chosen = _chosen_layers(model, targets)
+    chosen = _chosen_layers(model)
     model.base = _reference(model, chosen)
     norms = [name for name, part in model.named_modules() if isinstance(part, BatchNorm)]
     model.base_norms = tuple(name for name in norms if name.startswith(prefix))
     inside = [name.removeprefix(prefix) for name in chosen]
-    options: Any = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": inside}
+    options: Any = {"r": rank, "lora_alpha": rank, "target_modules": inside}
     inject_adapter_in_model(LoraConfig(**options), model.backbone_module)
     model.train(model.training)
 
@@ -77,42 +70,27 @@ def merge_adapters(model: SegmentationModel) -> SegmentationModel:
     return model
 
 
-def _chosen_layers(model: SegmentationModel, targets: Sequence[str] | None) -> list[str]:
-    """Return the names of the layers to adapt; if a target matches none, the ConfigError lists the available layers.
+def _chosen_layers(model: SegmentationModel) -> list[str]:
+    """Return the names of the layers to adapt: the linear layers of attention, and of MLPs.
 
-    Some transformers read a layer's weight and never call the layer, as timm's BEiT does with `qkv`; an adapter around
-    it would have no effect.
+    If attention has reduced keys and values (MiT, PVT), the MLPs are left out. So are layers whose weight is read
+    although the layer is never called, as timm's BEiT does with `qkv`: an adapter around it would have no effect.
+
+    Raises:
+        ConfigError: there is no such layer.
     """
     inside = ((name, part) for name, part in model.named_modules() if name.startswith(model.backbone_prefix))
-    layers = {name: part for name, part in inside if isinstance(part, nn.Linear | nn.Conv2d)}
-    known = [name for name in layers if name in model.called_modules]
-    if targets is None:
-        linear = [name for name in known if isinstance(layers[name], nn.Linear)]
-        is_reduced = any(name.endswith(".kv") for name in linear)
-        usual = ATTENTION if is_reduced else (*ATTENTION, *MLP)
-        if found := [name for name in linear if name.rpartition(".")[2] in usual]:
-            return found
-        raise _no_target(model, "is null, and", "no linear layer of a transformer's attention or MLP", known)
-    chosen: dict[str, None] = {}
-    for target in targets:
-        is_meant = {name: name.endswith(f".{target}") or fnmatchcase(name, target) for name in layers}
-        found = [name for name in known if is_meant[name]]
-        if not found:
-            what = "no layer of these names that is called" if any(is_meant.values()) else "no such layer"
-            raise _no_target(model, f"has {target!r}:", what, known)
-        chosen |= dict.fromkeys(found)
-    return list(chosen)
-
-
-def _no_target(model: SegmentationModel, said: str, what: str, known: Sequence[str]) -> ConfigError:
-    ends: dict[str, list[str]] = {}
-    for name in known:
-        ends.setdefault(name.rpartition(".")[2], []).append(name)
-    there = ", ".join(f"{end} ({len(names)}, {names[0]})" for end, names in ends.items()) or "no linear layer at all"
-    return ConfigError(
-        f"model.adapters.targets {said} backbone {model.encoder_name} has {what}; it has {there}",
-        key="model.adapters.targets",
-    )
+    linear = [name for name, part in inside if isinstance(part, nn.Linear) and name in model.called_modules]
+    is_reduced = any(name.endswith(".kv") for name in linear)
+    usual = ATTENTION if is_reduced else (*ATTENTION, *MLP)
+    chosen = [name for name in linear if name.rpartition(".")[2] in usual]
+    if not chosen:
+        raise ConfigError(
+            f"model.adapters: backbone {model.encoder_name} has no linear layer of a transformer's attention or MLP: "
+            "leave adapters out, or choose a vision transformer",
+            key="model.adapters",
+        )
+    return chosen
 
 
 def _reference(model: SegmentationModel, adapted: Sequence[str]) -> BaseReference | None:

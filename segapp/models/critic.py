@@ -59,13 +59,13 @@ class Critic(nn.Module):
     """Network that scores each image's map; a higher score means that it is more like a teacher's.
 
     Every layer is twice differentiable, as a gradient penalty requires. Smaller inputs get fewer stages; the first
-    stage has `width` channels, and each further one twice as many as the previous. `has_batchnorm` normalizes the input
-    over the batch first, as in the published network.
+    stage has `width` channels, and each further one twice as many as the previous. The input
+    is normalized over the batch first, as in the published network.
     """
 
-    def __init__(self, channels: int, size: tuple[int, int], *, width: int = 64, has_batchnorm: bool = True) -> None:
+    def __init__(self, channels: int, size: tuple[int, int], *, width: int = 64) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm2d(channels) if has_batchnorm else nn.Identity()
+        self.norm = nn.BatchNorm2d(channels)
         num_stages = max(1, min(4, min(size).bit_length() - 1))
         stages: list[nn.Module] = []
         for stage in range(num_stages):

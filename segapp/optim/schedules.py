@@ -78,7 +78,7 @@ def constant(lr: float, **_: Any) -> Shape:
     return lambda _: lr
 
 
-def warmed_up(shape: Shape, num_steps: int, first_factor: float) -> Shape:
+def warmed_up(shape: Shape, num_steps: int, first_factor: float = 0.001) -> Shape:
     """Return a shape whose first steps are multiplied by a linear factor from `first_factor` to 1."""
 
     def rate(step: int) -> float:

@@ -70,8 +70,6 @@ class TrainerSettings:
     """Epochs for which `model.freeze` applies; None: the whole run."""
     early_stop: int | None
     """Number of evaluations without a better score after which the training ends; None: never."""
-    max_bad_steps: int
-    """Number of consecutive steps with a non-finite loss or gradient after which the training ends."""
     log_every_steps: int
 
 

@@ -109,7 +109,7 @@ def run_session(
         SegappError: the training could not begin, or failed.
     """
     train = request.config.train
-    switches = numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark)
+    switches = numerics(deterministic=train.deterministic, tf32=train.tf32)
     with signals or StopSignals() as signals, switches:
         devices = _devices_of_launcher() or plan_devices(request.config)
         if devices.mode == "ddp" and not is_launched():
@@ -237,7 +237,7 @@ def exchanged_classes() -> list[type]:
 @contextlib.contextmanager
 def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> Iterator[RunFolder]:
     """Create or reopen the run folder, on the main rank with its lock, and log into it."""
-    if request.config.train.keep_freed_memory and devices.devices[0].type == "cpu":
+    if devices.devices[0].type == "cpu":
         keep_freed_memory()
     os.umask(os.umask(OTHERS_WRITE) | OTHERS_WRITE)
     if not ranks.is_main:

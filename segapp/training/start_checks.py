@@ -33,7 +33,7 @@ def first_step_words(train: TrainConfig, device_type: str) -> str:
     waits = ["loads its images"]
     if device_type == CUDA.kind:
         waits.append("compiles the kernels of the loss")
-        if train.cudnn_benchmark and not train.deterministic:
+        if not train.deterministic:
             waits.append("lets cuDNN time its algorithms")
     if train.compile:
         waits.append("compiles the model")

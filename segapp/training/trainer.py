@@ -333,7 +333,7 @@ class Trainer:
 
     def _stop_if_diverged(self, group: list[Batch]) -> None:
         """Raise NonFiniteError after too many consecutive bad steps, or if the loss scale fell below 1."""
-        if problem := self.engine.divergence(group[-1], self.settings.max_bad_steps):
+        if problem := self.engine.divergence(group[-1]):
             move = "use train.precision amp-bf16, or lower" if self.engine.precision.scaler is not None else "lower"
             raise NonFiniteError(
                 f"{problem[0]}, up to step {self.position.step}{problem[1]} (no bad step changed the weights): "

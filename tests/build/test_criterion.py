@@ -41,14 +41,14 @@ def test_every_name_builds_its_criterion(name: str) -> None:
 
 
 def test_weight_of_mask_classification_multiplies_its_terms() -> None:
-    section = LossConfig(
-        name="mask_classification", weight=0.5, options={"bce_factor": 3.0, "no_object": 0.2}, align_corners=False
-    )
-    criterion = build_criterion(section, 2, 255, no_rule, num_queries=7)
+    section = LossConfig(name="mask_classification", weight=0.5, align_corners=False)
+    total = build_criterion(section, 2, 255, no_rule, num_queries=7)
+    assert isinstance(total, CriterionSum)
+    assert total.factors == (0.5,)
+    criterion = total.criteria[0]
     assert isinstance(criterion, CriterionMaskClassification)
     assert criterion.num_queries == 7
-    assert criterion.factors == {"class": 1.0, "bce": 1.5, "dice": 2.5}
-    assert criterion.no_object == 0.2
+    assert criterion.factors == {"class": 2.0, "bce": 5.0, "dice": 5.0}
 
 
 def test_terms_are_summed_with_their_options_and_weights() -> None:

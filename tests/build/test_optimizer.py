@@ -43,11 +43,9 @@ def settings_of(model: SegmentationModel, **section: object) -> dict[str, tuple[
 
 def test_groups_hold_every_parameter_once_with_its_factor() -> None:
     model = fcn()
-    section = OptimConfig(
-        head_lr_factor=10.0, backbone_lr_factor=0.5, weight_decay=0.1, decay_norm_and_bias=False, lr=0.2
-    )
+    section = OptimConfig(head_lr_factor=20.0, weight_decay=0.1, decay_norm_and_bias=False, lr=0.1)
     groups = build_parameter_groups(section, model, FP32)
-    assert [(g["lr_factor"], g["weight_decay"]) for g in groups] == [(0.5, 0.1), (0.5, 0.0), (10.0, 0.1), (10.0, 0.0)]
+    assert [(g["lr_factor"], g["weight_decay"]) for g in groups] == [(1.0, 0.1), (1.0, 0.0), (20.0, 0.1), (20.0, 0.0)]
     names = {id(p): name for name, p in model.named_parameters()}
     found = [[names[id(p)] for p in group["params"]] for group in groups]
     assert sorted(name for group in found for name in group) == sorted(names.values())
@@ -56,7 +54,7 @@ def test_groups_hold_every_parameter_once_with_its_factor() -> None:
     assert found[2] == ["classifier.0.weight", "classifier.4.weight"]
     assert found[3] == ["classifier.1.weight", "classifier.1.bias", "classifier.4.bias"]
     optimizer = build_optimizer(section, groups)
-    set_lr(optimizer, 0.5)
+    set_lr(optimizer, 0.25)
     assert [g["lr"] for g in optimizer.param_groups] == [0.25, 0.25, 5.0, 5.0]
 
 

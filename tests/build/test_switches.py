@@ -24,7 +24,7 @@ from segapp.models.normalizer import Normalizer
 from segapp.training.failures import as_segapp_error
 from tests.support import ROOT
 
-PLAIN: dict[str, Any] = {"deterministic": False, "tf32": True, "cudnn_benchmark": True}
+PLAIN: dict[str, Any] = {"deterministic": False, "tf32": True}
 
 
 def switches() -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_switches_are_set_and_undone(deterministic: bool, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = switches()
-    with numerics(deterministic=deterministic, tf32=tf32, cudnn_benchmark=True):
+    with numerics(deterministic=deterministic, tf32=tf32):
         inside = switches()
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")  # torch.compile reads this
     assert switches() == before
@@ -95,7 +95,7 @@ def test_expandable_segments_unless_the_user_chose(
 
 def test_users_workspace_is_kept_and_children_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
-    with numerics(deterministic=True, tf32=True, cudnn_benchmark=True):
+    with numerics(deterministic=True, tf32=True):
         code = f"import os; print(os.environ[{CUBLAS_VARIABLE!r}], os.environ.get('PYTORCH_ALLOC_CONF'))"
         words = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert words[0] == ":16:8"

@@ -68,7 +68,6 @@ def test_smoke_of_failing_config_fails_alike_and_leaves_no_file(tiny: dict[str, 
     (tmp_path / "tiny.yaml").write_text(dump_config(validate_config(tiny)))
     cases = [
         (("data.root=nowhere",), 3, "segapp check --config tiny.yaml"),
-        (("optim.lr=1e30", "train.max_bad_steps=1", "schedule.warmup_steps=0"), 5, "error: "),
         (("--resume",), 2, "--smoke tries a new training"),
         (("parallel.mode=ddp", "parallel.devices=[cpu,cpu]"), 2, "--smoke runs in one process"),
         (("model.weights=gone.pt",), 4, "no file gone.pt"),

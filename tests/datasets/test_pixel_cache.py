@@ -529,9 +529,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_ranks_of_a_machine_fill_its_cache_in_parts(caches: Caches, tmp_path: Path, kind: str) -> None:
+def test_ranks_of_a_machine_fill_its_cache_in_parts(
+    caches: Caches, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks 1 and 2 of machine b store all images without reading one for training; the pixels are the decoded ones."""
-    data = config_of(caches, cache=kind, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = config_of(caches, cache=kind)
     made: list[object] = []
     sets = [
         build_dataset(
@@ -561,9 +564,10 @@ def test_ranks_of_a_machine_fill_its_cache_in_parts(caches: Caches, tmp_path: Pa
         assert all(np.array_equal(one, other) for one, other in zip(stored, read, strict=True))
 
 
-def test_filler_leaves_errors_to_the_training(caches: Caches, tmp_path: Path) -> None:
+def test_filler_leaves_errors_to_the_training(caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be read ends nothing: the others are stored, and the training names it."""
-    data = config_of(caches, cache="disk", cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = config_of(caches, cache="disk")
     ranks = OnMachines(0, ["a", "b"])
     dataset = build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=ranks)
     dataset.pairs[1].image.write_bytes(b"no image")
@@ -577,8 +581,9 @@ def test_filler_leaves_errors_to_the_training(caches: Caches, tmp_path: Path) ->
     loader.close()
 
 
-def test_one_machine_has_no_filler(caches: Caches, tmp_path: Path) -> None:
-    data = config_of(caches, cache="disk", cache_dir=str(tmp_path / "cache"))
+def test_one_machine_has_no_filler(caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = config_of(caches, cache="disk")
     ranks = OnMachines(1, ["a", "a"])
     assert not build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=ranks).cache_part
 
@@ -597,15 +602,17 @@ def test_cache_on_a_network_file_system_is_named(tmp_path: Path) -> None:
     assert remote_file_system(tmp_path / "home dirs", mounts) is None
 
 
-def test_disk_cache_in_the_data_set_is_refused(caches: Caches) -> None:
-    data = config_of(caches, cache="disk", cache_dir=str(caches.pairs[0].image.parent / "cache"))
-    with pytest.raises(ConfigError, match=r"data.cache_dir = .* lies in data.root"):
+def test_disk_cache_in_the_data_set_is_refused(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches.pairs[0].image.parent))
+    data = config_of(caches, cache="disk")
+    with pytest.raises(ConfigError, match=r"data.cache = disk: .* lies in data.root"):
         build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=Ranks())
 
 
-def test_unusable_cache_folder_is_noted(caches: Caches, tmp_path: Path) -> None:
+def test_unusable_cache_folder_is_noted(caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    data = config_of(caches, cache="disk", cache_dir=str(tmp_path / "file" / "below"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+    data = config_of(caches, cache="disk")
     dataset = build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=Ranks())
     assert dataset.cache is None
     assert "every image is decoded each time" in dataset.notes[0]

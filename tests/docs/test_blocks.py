@@ -165,7 +165,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     (folder / "data").symlink_to(ROOT / "data")
     (folder / "segapp").symlink_to(ROOT / "segapp")
-    teacher = {"teacher": "runs/teacher", "critic": {"width": 8}}
+    teacher = {"teacher": "runs/teacher", "critic_width": 8}
     for name in ("camvid", "cityscapes", "cityscapes-pspnet", "camvid-distill"):
         config = {**CONFIG, "name": name, **({"distill": teacher} if name == "camvid-distill" else {})}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))

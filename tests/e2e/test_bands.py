@@ -114,7 +114,8 @@ def test_cached_samples_of_bands_equal_decoded_ones(
     data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "RESERVE_BYTES", 0)
-    section = config_of(data, data={"cache": "disk", "cache_dir": str(tmp_path)}).data
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    section = config_of(data, data={"cache": "disk"}).data
     scheme = build_scheme(section)
     cached = build_dataset(section, scheme, "train", is_training=True, seed=1, ranks=Ranks())
     plain = build_dataset(section, scheme, "train", is_training=True, seed=1)

@@ -195,7 +195,7 @@ def _steps(engine: StepEngine, config: RunConfig) -> None:
     scheme, pixels = build_scheme(config.data), build_pixels(config.data)
     batch = blank_batch(scheme, int(config.train.batch_size), config.data.crop_px, pixels)
     train = config.train
-    with numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=False):
+    with numerics(deterministic=train.deterministic, tf32=train.tf32):
         for _ in range(2):  # the second meets what the first leaves
             engine.step([batch])
 

@@ -171,7 +171,7 @@ def engine_of(config: RunConfig, place: torch.device, wanted: Mode) -> Iterator[
     three, which exchanges nothing: kernels and work of the host are those of a rank, the transport is missing.
     """
     train = config.train
-    with numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark):
+    with numerics(deterministic=train.deterministic, tf32=train.tf32):
         try:
             with _fake_group() if wanted == "ddp" else nullcontext():
                 engine = _built(config, place, wanted)

@@ -209,7 +209,7 @@ def allocator_of_trainings() -> dict[str, str]:
 
     torch reads them at the first call of CUDA. A row that needs others sets them in its process before that.
     """
-    with numerics(deterministic=False, tf32=True, cudnn_benchmark=False):
+    with numerics(deterministic=False, tf32=True):
         return {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
 
 

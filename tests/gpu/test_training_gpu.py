@@ -132,7 +132,7 @@ def _little_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("_little_memory")
 def test_out_of_memory_leaves_the_step_without_trace(device: str) -> None:
     config = figures_config(True, batch_size=32, ema=None)
-    with numerics(deterministic=False, tf32=True, cudnn_benchmark=False):
+    with numerics(deterministic=False, tf32=True):
         engine = build_trial_engine(config, StepLayout("single", (torch.device(device),)))
         engine.network.train()
         batch = blank_batch(build_scheme(config.data), 32, config.data.crop_px)

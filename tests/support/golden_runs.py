@@ -50,7 +50,7 @@ SMALLER: dict[str, list[str]] = {
     "camvid-distill": [*LRASPP, WARM_UP],
     "cityscapes": DEEPLAB_WITHOUT_RESNET,
     "cityscapes-eomt-vitl": [*EOMT, "train.accumulate=1"],
-    "cityscapes-eomt-vitl-lora": [*EOMT, "train.accumulate=1", "model.adapters={rank: 4}"],
+    "cityscapes-eomt-vitl-lora": [*EOMT, "train.accumulate=1", "model.adapters=4"],
     "cityscapes-eomt-vits": EOMT,
     "cityscapes-fast": [*LRASPP, WARM_UP],
     "cityscapes-pspnet": [

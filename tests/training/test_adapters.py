@@ -58,7 +58,7 @@ def base(tiny_root: Path, backbone: Path) -> dict[str, Any]:
             "crop_px": [32, 48],
             "workers": 0,
         },
-        "model": {**VIT, "options": SMALL, "weights_backbone": str(backbone), "adapters": {"rank": 4}},
+        "model": {**VIT, "options": SMALL, "weights_backbone": str(backbone), "adapters": 4},
         "loss": {"name": "mask_classification"},
         "optim": {"name": "adamw", "lr": 0.001},
         "schedule": {"name": "constant"},
@@ -82,7 +82,7 @@ def with_random_adapters(library: str, name: str, encoder: str, **options: Any) 
     """Return a network whose adapters have an effect: those of the initialisation have none."""
     torch.manual_seed(0)
     model = build_model(library, name, 3, encoder=encoder, options=options)
-    add_adapters(model, rank=4, alpha=8.0)
+    add_adapters(model, 4)
     for key, parameter in model.named_parameters():
         if ".lora_B." in key:
             nn.init.normal_(parameter, std=0.05)
@@ -90,8 +90,11 @@ def with_random_adapters(library: str, name: str, encoder: str, **options: Any) 
 
 
 @pytest.mark.slow
-def test_checkpoint_holds_adapters_head_and_their_average(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
-    assert train(merged(base, checkpoint={"full": True}), tmp_path / "full") == 0
+def test_checkpoint_holds_adapters_head_and_their_average(
+    base: dict[str, Any], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segapp.models.adapters._reference", lambda *_: None)  # as without a weights file
+    assert train(merged(base), tmp_path / "full") == 0
     small, full = saved(run), saved(tmp_path / "full")
     assert losses(run) == losses(tmp_path / "full")
     trained = [name for name in small["model"] if ".lora_" in name or not name.startswith("encoder.")]
@@ -152,12 +155,12 @@ def test_half_precision_with_adapters_resumes_bitwise(base: dict[str, Any], tmp_
 
 @pytest.mark.slow
 def test_other_base_is_refused_at_resume_and_by_readers(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
-    """The file of then continues the run, here with whole checkpoints from now on."""
+    """The file of then continues the run."""
     file, copy = tmp_path / "backbone.pt", tmp_path / "run"
     shutil.copytree(run, copy)
     weights = torch.load(base["model"]["weights_backbone"], weights_only=True)
     torch.save(weights, file)
-    config = merged(base, model={"weights_backbone": str(file)}, train={"epochs": 3}, checkpoint={"full": True})
+    config = merged(base, model={"weights_backbone": str(file)}, train={"epochs": 3})
     weights["blocks.0.norm1.weight"][0] += 1e-6
     torch.save(weights, tmp_path / "other.pt")
     other = config.model_copy(
@@ -166,11 +169,8 @@ def test_other_base_is_refused_at_resume_and_by_readers(base: dict[str, Any], ru
     with pytest.raises(CheckpointError, match=r"only adapters and head.*backbone.pt with sha256 \w{16}, and sha256"):
         run_session(TrainRequest(other, RunFolder(copy)))
     assert run_session(TrainRequest(config, RunFolder(copy))) == 0
-    whole = saved(copy)
-    assert torch.equal(whole["model"]["encoder.norm.weight"], weights["norm.weight"])
-    assert "base" not in whole
-    file.unlink()
     assert read_trained(str(copy)).step == 6
+    file.unlink()
     gone = shutil.move(base["model"]["weights_backbone"], file)
     try:
         with pytest.raises(CheckpointError, match=r"epoch_0002.pt holds only adapters and head, their base: .*no"):
@@ -273,33 +273,25 @@ def test_freeze_thaw_and_layer_decay_apply_to_adapters(base: dict[str, Any]) -> 
         assert of_block == {0.5 ** (3 - number)}
 
 
-REFUSED = [
-    ("mit_b0", ["mlp.fc3"], r"has 'mlp.fc3': .* no such layer; it has .*kv \(8, encoder.block1.0.attn.kv\)"),
-    ("tu-beit_base_patch16_224", ["qkv"], r"has 'qkv': .* no layer of these names that is called; it has .*fc1"),
-    ("resnet18", None, r"is null, and backbone resnet18 has no linear layer of .*; it has conv1"),
-]
-"""timm's BEiT reads the weight of `qkv` without calling the layer: an adapter there would change nothing."""
+def test_backbone_without_a_layer_to_adapt_is_refused() -> None:
+    model = build_model("smp", "FPN", 3, encoder="resnet18")
+    with pytest.raises(ConfigError, match=r"backbone resnet18 has no linear layer of a transformer's attention or MLP"):
+        add_adapters(model, 4)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("encoder", "targets", "message"), REFUSED)
-def test_target_without_a_layer_names_those_there_are(encoder: str, targets: Any, message: str) -> None:
-    options = {"decoder_fusion_channels": 16} if "beit" in encoder else {}
-    model = build_model("smp", "DPT" if "beit" in encoder else "FPN", 3, encoder=encoder, options=options)
-    with pytest.raises(ConfigError, match=message):
-        add_adapters(model, rank=4, alpha=4.0, targets=targets)
-
-
-def test_targets_are_names_ends_or_patterns() -> None:
-    model = build_model("segapp", "eomt", 3, encoder=VIT["encoder"], options=SMALL)
-    add_adapters(model, rank=4, alpha=4.0, targets=["attn.qkv", "encoder.blocks.[01].mlp.*", "patch_embed.proj"])
-    layers = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
-    wanted = {f"encoder.blocks.{number}.attn.qkv" for number in range(3)} | {"encoder.patch_embed.proj"}
-    assert layers == wanted | {f"encoder.blocks.{number}.mlp.{layer}" for number in (0, 1) for layer in ("fc1", "fc2")}
+def test_layer_that_is_never_called_is_not_adapted() -> None:
+    """timm's BEiT reads the weight of `qkv` without calling the layer: an adapter there would change nothing."""
+    options = {"decoder_fusion_channels": 16}
+    model = build_model("smp", "DPT", 3, encoder="tu-beit_base_patch16_224", options=options)
+    add_adapters(model, 4)
+    layers = {
+        name.partition(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_A" in name
+    }
+    assert layers == {"proj", "fc1", "fc2"}
 
 
 def test_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("segapp", "eomt", 3, encoder=VIT["encoder"], options=SMALL)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package peft: run `uv sync --extra lora`"):
-        add_adapters(model, rank=4, alpha=4.0)
+        add_adapters(model, 4)

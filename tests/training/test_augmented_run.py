@@ -1,4 +1,4 @@
-"""Trainings with `data.augment`, `data.mix` and `data.sampling` resume bitwise."""
+"""Trainings with `data.augment`, `data.cutmix` and `data.sampling` resume bitwise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def config(tiny_root: Path, augment: Any) -> RunConfig:
                 "classes": ["ground", "box", "disc"],
                 "crop_px": [32, 32],
                 "augment": augment,
-                "mix": {"cutmix": 0.4, "mixup": 0.3, "classmix": 0.3},
+                "cutmix": 0.6,
+                "classmix": 0.4,
                 "sampling": "foreground",
             },
             "model": {"name": "fcn", "encoder": "mobilenet_v3_small", "aux": False},

@@ -205,10 +205,14 @@ def test_run_with_workers_killed_at_random_resumes_bitwise(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("loading", [{"workers": 2, "cache": "disk"}, {"workers": "auto", "cache": "ram"}])
 def test_workers_and_caches_do_not_change_the_losses(
-    loading: dict[str, object], reference: tuple[RunConfig, Path], tmp_path: Path
+    loading: dict[str, object],
+    reference: tuple[RunConfig, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, uninterrupted = reference
-    data = config.data.model_copy(update={**loading, "cache_dir": str(tmp_path / "cache")})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = config.data.model_copy(update=loading)
     assert train(config.model_copy(update={"data": data}), tmp_path / "run") == 0
     assert course(tmp_path / "run") == course(uninterrupted)
 
@@ -386,11 +390,12 @@ def test_early_stop_ends_the_run_after_its_evaluations(
 
 
 def test_consecutive_bad_steps_stop_with_finite_checkpoint(tiny: dict[str, Any], tmp_path: Path) -> None:
-    config = merged(tiny, train={"max_bad_steps": 3}, optim={"name": "sgd", "lr": 1e30}, schedule={"warmup_steps": 0})
-    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+    rates = {"optim": {"name": "sgd", "lr": 1e30}, "schedule": {"warmup_steps": 0}}
+    config = merged(tiny, train={"steps": 20}, eval={"every_steps": 20}, **rates)
+    with pytest.raises(NonFiniteError, match="10 steps in a row"):
         train(config, tmp_path / "run")
     state = final_state(tmp_path / "run")
-    assert int(state["bad_steps"]) >= 3
+    assert int(state["bad_steps"]) >= 10
     assert all(torch.isfinite(v).all() for v in state["model"].values() if v.is_floating_point())
     end = events(tmp_path / "run", "run_end")[-1]
     assert (end["status"], end["exit_code"]) == ("failed", 5)

@@ -48,7 +48,7 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
         ({}, "cpu", "loads its images"),
         ({}, "cuda", "loads its images, compiles the kernels of the loss, lets cuDNN time its algorithms"),
         ({"deterministic": True}, "cuda", "loads its images, compiles the kernels of the loss"),
-        ({"cudnn_benchmark": False, "compile": True}, "cuda",
+        ({"deterministic": True, "compile": True}, "cuda",
          "loads its images, compiles the kernels of the loss, compiles the model"),
     ],
 )  # fmt: skip

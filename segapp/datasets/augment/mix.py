@@ -1,11 +1,10 @@
-"""CutMix, MixUp and ClassMix: a sample mixed with the sample of another image, determined by a seed.
+"""CutMix and ClassMix: a sample mixed with the sample of another image, determined by a seed.
 
 Shapes: H, W height and width in pixels, B bands; all samples of a data set have one size.
 """
 
 from dataclasses import dataclass
 
-import cv2
 import numpy as np
 
 from segapp.datasets.images.pixel_format import Pixels
@@ -16,18 +15,16 @@ Pair = tuple[Pixels, Pixels]
 
 @dataclass(frozen=True)
 class PairMix:
-    """Mixes a sample with another one, in at most one of three ways, each with its probability."""
+    """Mixes a sample with another one, in at most one of two ways, each with its probability."""
 
     cutmix: float = 0.0
-    mixup: float = 0.0
     classmix: float = 0.0
-    mixup_alpha: float = 0.2  # parameter of the Beta distribution of MixUp
     ignore_index: int = 255
 
     def partner(self, index: int, num_images: int, seed: int) -> int | None:
         """Return the index of the image to mix with, any other one with equal probability; None: not mixed."""
         rng = np.random.default_rng(seed)
-        if rng.random() >= self.cutmix + self.mixup + self.classmix:
+        if rng.random() >= self.cutmix + self.classmix:
             return None
         drawn = int(rng.integers(max(1, num_images - 1)))
         return min(drawn + (drawn >= index), num_images - 1)
@@ -35,12 +32,8 @@ class PairMix:
     def __call__(self, own: Pair, other: Pair, seed: int) -> Pair:
         """Return the mixed image and mask."""
         rng = np.random.default_rng([seed, 1])
-        drawn = rng.random() * (self.cutmix + self.mixup + self.classmix)
-        for share, way in ((self.cutmix, self._cutmix), (self.mixup, self._mixup), (self.classmix, self._classmix)):
-            if drawn < share:
-                return way(own, other, rng)
-            drawn -= share
-        return own
+        is_cut = rng.random() * (self.cutmix + self.classmix) < self.cutmix
+        return (self._cutmix if is_cut else self._classmix)(own, other, rng)
 
     def _cutmix(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
         """Replace a rectangle by the same rectangle of the other image and mask (CutMix, Yun et al. 2019)."""
@@ -51,16 +44,6 @@ class PairMix:
         for target, source in zip(mixed, other, strict=True):
             target[rows, columns] = source[rows, columns]
         return mixed
-
-    def _mixup(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
-        """Blend both images, lam * own + (1 - lam) * other (MixUp, Zhang et al. 2018).
-
-        A pixel of the mask has one class: its own with probability lam, else the other image's. So for losses that are
-        sums over pixels, the expected loss is MixUp's, lam * loss(own) + (1 - lam) * loss(other).
-        """
-        lam = rng.beta(self.mixup_alpha, self.mixup_alpha)
-        image = cv2.addWeighted(own[0], lam, other[0], 1 - lam, 0).reshape(own[0].shape)
-        return image, np.where(rng.random(own[1].shape) < lam, own[1], other[1])
 
     def _classmix(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
         """Paste all pixels of half of the other mask's classes (ClassMix, Olsson et al. 2021)."""

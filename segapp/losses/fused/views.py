@@ -30,8 +30,6 @@ class LogitsTile:
         size: height and width in output pixels.
         frame: height and width that the logits cover, at least `size`; the remainder is padding.
         skip: columns of padding at the left of the frame; the other padding is at the right and at the bottom.
-        weights: (height,) and (width,) of `size`; their products weight the pixels in overlaps of tiles. None: equal
-            weights.
     """
 
     logits: Tensor
@@ -40,7 +38,6 @@ class LogitsTile:
     size: tuple[int, int]
     frame: tuple[int, int]
     skip: int = 0
-    weights: tuple[Tensor, Tensor] | None = None
 
 
 View = Tensor | Sequence[LogitsTile]
@@ -158,22 +155,19 @@ class _Row:
         self._grid, self._first = sources[0].sweep.grid, sources[0].tile
         self.top, self.bottom = self._first.top, self._first.top + self._first.size[0]
         self._wide: tuple[slice, Tensor] | None = None
-        self._count = torch.stack([self._placed(source, self._weight(source)) for source in sources]).sum(0)
+        logits = self._first.logits
+        self._count = torch.zeros(width, dtype=compute_dtype(logits), device=logits.device)
+        for source in sources:
+            self._count[self._place(source)] += 1
 
     def add(self, images: slice, rows: slice, total: Tensor, count: Tensor) -> None:
-        """Add the tiles' contribution to the sums (m, C, R, W) of logits and (R, W) of weights."""
+        """Add the tiles' contribution to the sums (m, C, R, W) of logits and (R, W) of their number."""
         start, stop = max(rows.start, self.top), min(rows.stop, self.bottom)
         own, place = slice(start - self.top, stop - self.top), slice(start - rows.start, stop - rows.start)
         wide, grid = self._joined(images), self._grid
         ends = wide.index_select(2, grid.lower_rows[own]), wide.index_select(2, grid.upper_rows[own])
-        part = torch.lerp(*ends, grid.fractions[own])
-        if self._first.weights is None:
-            total[:, :, place] += part
-            count[place] += self._count
-        else:
-            vertical = self._first.weights[0][own].view(-1, 1)
-            total[:, :, place].addcmul_(part, vertical)
-            count[place] += vertical * self._count
+        total[:, :, place] += torch.lerp(*ends, grid.fractions[own])
+        count[place] += self._count
 
     @property
     def logits(self) -> Tensor:
@@ -185,33 +179,24 @@ class _Row:
         self._wide = None
 
     def _joined(self, images: slice) -> Tensor:
-        """Return the weighted sum of the tiles' widened source rows, (m, C, h, W)."""
+        """Return the sum of the tiles' widened source rows, (m, C, h, W)."""
         if self._wide is None or self._wide[0] != images:
             logits = self._first.logits
             shape = (images.stop - images.start, *logits.shape[1:3], self._width)
             total = torch.zeros(shape, dtype=compute_dtype(logits), device=logits.device)
             for source in self._sources:
-                columns = slice(source.tile.left, source.tile.left + source.tile.size[1])
-                total[..., columns].addcmul_(source.wide(images), self._weight(source))
+                total[..., self._place(source)] += source.wide(images)
             self._wide = images, total
         return self._wide[1]
 
     @staticmethod
-    def _weight(source: _SampledTile) -> Tensor:
-        weights, logits = source.tile.weights, source.tile.logits
-        if weights is None:
-            return torch.ones(source.tile.size[1], dtype=compute_dtype(logits), device=logits.device)
-        return weights[1]
-
-    def _placed(self, source: _SampledTile, weight: Tensor) -> Tensor:
-        """Return a tile's weights along the whole width, (W,)."""
-        placed = weight.new_zeros(self._width)
-        placed[source.tile.left : source.tile.left + source.tile.size[1]] = weight
-        return placed
+    def _place(source: _SampledTile) -> slice:
+        """Return the output columns of a tile."""
+        return slice(source.tile.left, source.tile.left + source.tile.size[1])
 
 
 class _Tiles:
-    """Overlapping tiles as a source of bands: the mean of their logits, weighted by their `weights`."""
+    """Overlapping tiles as a source of bands: the mean of their logits."""
 
     def __init__(
         self, tiles: Sequence[LogitsTile], size: tuple[int, int], align_corners: bool, budget: int, is_shifted: bool
@@ -219,7 +204,7 @@ class _Tiles:
         self._width = size[1]
         rows: dict[tuple[int, ...], list[_SampledTile]] = {}
         for tile in tiles:
-            key = (tile.top, tile.size[0], tile.frame[0], tile.logits.shape[2], id(tile.weights and tile.weights[0]))
+            key = (tile.top, tile.size[0], tile.frame[0], tile.logits.shape[2])
             rows.setdefault(key, []).append(_SampledTile(tile, align_corners, budget, is_shifted))
         self._rows = [_Row(sources, size[1]) for sources in rows.values()]
 

@@ -31,7 +31,7 @@ from segapp.parallel import DataParallelModel, all_reduce_gradients, gradient_pe
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.penalties import PenaltyKind
 from segapp.precision import Precision
-from segapp.training.step.participant import StepParticipant
+from segapp.training.step.participant import MAX_BAD_STEPS, StepParticipant
 from segapp.training.step.rollback import BufferGuard
 
 if TYPE_CHECKING:
@@ -180,10 +180,10 @@ class CriticTrainer(StepParticipant):
         """Return the Wasserstein distance and the gradient penalty, not weighted."""
         return self.values
 
-    def divergence(self, max_bad_steps: int) -> str | None:
+    def divergence(self) -> str | None:
         """Return a message if the loss scale fell below 1, or, without one, after too many bad steps in a row."""
         scaler = self.precision.scaler
-        is_alive = int(self.bad_in_row) < max_bad_steps if scaler is None else float(scaler.scale) >= 1.0
+        is_alive = int(self.bad_in_row) < MAX_BAD_STEPS if scaler is None else float(scaler.scale) >= 1.0
         return None if is_alive else "the gradient of the distillation's critic not finite for too many steps in a row"
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -227,14 +227,18 @@ class Teacher:
         self.sha256 = sha256
         self._on = dict(on)
 
-    def __call__(self, images: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor | None]:
-        """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the nodes of the features if a grid is given."""
+    def __call__(self, images: Tensor, *, with_nodes: bool) -> tuple[Tensor, Tensor | None]:
+        """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the nodes of the features if asked for."""
         model, normalizer = self._on[images.device]
         with torch.inference_mode():
             heads, features = model.compute_with_features(normalizer(images))
-            nodes = None if grid is None else node_features(features, grid)
+            nodes = node_features(features, PAIR_GRID) if with_nodes else None
         # Autograd cannot save an inference tensor for the backward pass, but it can save a copy of these small ones.
         return heads[0].clone(), None if nodes is None else nodes.clone()
+
+
+PAIR_GRID = 8, 8
+"""Number of image regions of the pair-wise term along height and width."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +247,6 @@ class TermSettings:
 
     factors: Mapping[str, float]
     temperature: float
-    grid: tuple[int, int]
-    """Nodes of the pair-wise term along height and width."""
     align_corners: bool
     critic_size: tuple[int, int]
     """Height and width of the critic's input."""
@@ -276,16 +278,15 @@ class DistilledInput(NormalizedInput):
         normalized = self.normalized(images)
         with sample_masks(keys):
             heads, features = self.model.compute_with_features(normalized)
-        grid = settings.grid if PAIR_WISE in settings.factors else None
-        told, told_nodes = self.teacher(images, grid)
+        told, told_nodes = self.teacher(images, with_nodes=PAIR_WISE in settings.factors)
         values: list[Tensor] = []
         maps: tuple[Tensor, ...] = ()
         if PIXEL_WISE in settings.factors:
             values.append(
                 pixel_wise_divergence(heads[0], told, settings.temperature, align_corners=settings.align_corners)
             )
-        if grid is not None and told_nodes is not None:
-            values.append(pair_wise_difference(node_features(features, grid), told_nodes))
+        if told_nodes is not None:
+            values.append(pair_wise_difference(node_features(features, PAIR_GRID), told_nodes))
         if self.critic is not None:
             fake = critic_input(normalized, heads[0], settings.critic_size)
             with self._autocast():

@@ -29,7 +29,7 @@ from segapp.parallel import DataParallelCriterion, DataParallelModel, SampleMask
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.graph import StepGraph
-from segapp.training.step.participant import StepParticipant
+from segapp.training.step.participant import MAX_BAD_STEPS, StepParticipant
 from segapp.training.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
 
 if TYPE_CHECKING:
@@ -315,15 +315,15 @@ class StepEngine:
         """True after a bad step in half precision: a lower loss scale is tried, which may still end the run."""
         return self.precision.scaler is not None and int(self.bad_in_row) > 0
 
-    def divergence(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
+    def divergence(self, batch: Batch) -> tuple[str, str] | None:
         """Return why no further step can be made, and the layer where it begins; None if one can."""
         for participant in self.participants:
-            if problem := participant.divergence(max_bad_steps):
+            if problem := participant.divergence():
                 return problem, ""
         in_row, scaler = int(self.bad_in_row), self.precision.scaler
         is_collapsed = scaler is not None and float(scaler.scale) < 1.0
         # A scale that is still falling explains bad steps on its own.
-        if not is_collapsed and (scaler is not None or in_row < max_bad_steps):
+        if not is_collapsed and (scaler is not None or in_row < MAX_BAD_STEPS):
             return None
         layer = self.first_non_finite_layer(batch)
         where = f", first in {layer}" if layer else ""

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from segapp.datasets.pool import Batch
 
 
+MAX_BAD_STEPS = 10
+"""Number of consecutive steps with a non-finite loss or gradient after which the training ends."""
+
+
 class StepParticipant:
     """A participant that does nothing; subclasses override what they need.
 
@@ -55,7 +59,7 @@ class StepParticipant:
         """Return the values of the last step to show next to the loss, by name."""
         return {}
 
-    def divergence(self, max_bad_steps: int) -> str | None:
+    def divergence(self) -> str | None:
         """Return why no further step can be made; None if one can."""
         return None
 

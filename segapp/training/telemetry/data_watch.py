@@ -115,7 +115,7 @@ class CacheWatch:
             return ()
         self._is_stopped = True
         move = (
-            "free some of it, or name another disk in data.cache_dir"
+            "free some of it, or name a folder on another disk in XDG_CACHE_HOME"
             if self._cache.files.kind == "disk"
             else "free memory, or set data.cache to disk"
         )

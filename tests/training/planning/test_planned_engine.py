@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation on two devices": {
         "parallel": {"mode": "dp", "devices": ["cpu"] * 2, "shares": [2, 4]},
         "train": {"batch_size": 6, "ema": None},
-        "distill": {"critic": {"width": 8}},
+        "distill": {"critic_width": 8},
     },
 }
 

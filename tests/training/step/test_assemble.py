@@ -41,9 +41,10 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
         assert assembler.assemble(parts, layout, ranks=ranks).split_of(4) == [1, 3]
 
 
-def test_channels_last_weights_where_the_config_asks(tiny: dict[str, Any]) -> None:
+def test_channels_last_weights_where_they_are_faster(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for is_asked in (True, False):
-        assembler = assembler_of(merged(tiny, train={"channels_last": is_asked}))
+        monkeypatch.setattr("segapp.build.step.uses_channels_last", lambda *_, is_asked=is_asked: is_asked)
+        assembler = assembler_of(merged(tiny))
         model = assembler.prepare(assembler.build_model(with_weights=False), ONE_CPU)
         kernels = [p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1 and p.shape[2] > 1]
         assert kernels

@@ -69,7 +69,7 @@ def test_pyramid_pooling_is_replaced_by_the_same_function(model: dict[str, Any])
 
 @pytest.fixture
 def _deterministic() -> Iterator[None]:
-    with numerics(deterministic=True, tf32=True, cudnn_benchmark=True):
+    with numerics(deterministic=True, tf32=True):
         yield
 
 

@@ -38,7 +38,7 @@ def student(tiny: dict[str, Any], teacher: Path, penalty: str = "wgan-gp", **sec
         "data": {"crop_px": [48, 64]},
         "log": {"every_steps": 1, "tensorboard": False},
         "eval": {"every_epochs": 3},
-        "distill": {"teacher": str(teacher), "critic": {"penalty": penalty, "width": 8, "lr": 4e-5}},
+        "distill": {"teacher": str(teacher), "critic_penalty": penalty, "critic_width": 8},
     }
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
@@ -128,7 +128,7 @@ def test_dp_in_float64_equals_one_device_up_to_rounding(
     monkeypatch.setattr(Precision, "__init__", double)
     monkeypatch.setattr(Precision, "prepare", lambda _self, model: model.double())
     for name, parallel in (("single", {"mode": "single"}), ("dp", {**DP, "gpu0_bsz": 1})):
-        distill = {"critic": {"penalty": penalty, "width": 8}}
+        distill = {"critic_penalty": penalty, "critic_width": 8}
         config = student(plain, teacher, penalty, parallel=parallel, optim={"lr": 0.02}, distill=distill)
         assert train(config, tmp_path / name) == 0
         assert terms(tmp_path / name)[-1]["pixel_wise"] < terms(tmp_path / name)[0]["pixel_wise"]
@@ -229,10 +229,8 @@ def test_micro_batches_without_batchnorm_equal_whole_batch(
     # In evaluation mode BatchNorm is an affine map of each image by itself.
     monkeypatch.setattr(torch.nn.BatchNorm2d, "train", lambda self, _mode=True: torch.nn.Module.train(self, False))
     for name, sizes in (("whole", {"batch_size": 4}), ("parts", {"batch_size": 2, "accumulate": 2})):
-        critic = {"width": 8, "batchnorm": False}
-        config = student(
-            plain, teacher, train={"epochs": 1, **sizes}, distill={"teacher": str(teacher), "critic": critic}
-        )
+        distill = {"teacher": str(teacher), "critic_width": 8}
+        config = student(plain, teacher, train={"epochs": 1, **sizes}, distill=distill)
         assert train(config, tmp_path / name) == 0
     whole, parts = terms(tmp_path / "whole"), terms(tmp_path / "parts")
     assert len(whole) == 2  # the third step of the parts has the two images that no batch of four takes
@@ -280,7 +278,7 @@ def simulated(config: RunConfig, job: SimulationJob) -> SimulationResult:
 
 @pytest.mark.slow
 def test_plan_counts_teacher_and_critic(plain: dict[str, Any], teacher: Path) -> None:
-    config = student(plain, teacher, train={"batch_size": 2}, distill={"critic": {}})
+    config = student(plain, teacher, train={"batch_size": 2}, distill={"critic_width": 64})
     alone = merged({**config.model_dump(mode="json"), "distill": None})
     job = SimulationJob("dp", (1, 1))
     taught, plainly = (simulated(each, job) for each in (config, alone))

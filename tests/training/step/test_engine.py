@@ -363,4 +363,4 @@ def test_loss_scale_below_1_is_divergence(scale: float, is_diverged: bool) -> No
     engine = engine_of(CriterionCE())
     engine.precision.scaler = types.SimpleNamespace(scale=torch.tensor(scale))  # type: ignore[assignment]
     expected = ("the loss scale fell below 1", "") if is_diverged else None
-    assert engine.divergence(batch(2), max_bad_steps=1) == expected
+    assert engine.divergence(batch(2)) == expected

@@ -72,7 +72,7 @@ def test_full_disk_is_told_once(cached: SegmentationDataset, pairs: list[ImagePa
     (message,) = watch.after_interval(0, 1)
     assert message.startswith("data.cache = disk has no room in ")
     assert "for 8 of 8 training images, 0.1 MiB (No space left on device)" in message
-    assert message.endswith("name another disk in data.cache_dir")
+    assert message.endswith("name a folder on another disk in XDG_CACHE_HOME")
     assert watch.after_interval(0, 1) == []
 
 
