@@ -344,7 +344,7 @@ class TrainConfig(Section):
     accumulate applies. Change it to keep the same step on machines with less memory."""
     recompute: Annotated[Literal["off", "auto", "all"] | list[Text], OnResume] = "off"
     """Blocks of the model whose activations are recomputed in the backward pass (activation checkpointing): the
-    same result with less memory and more time. auto: the blocks that cost the least time and make the memory plan fit;
+    same result with less memory and more time. auto: as many of the first or last blocks as the plan needs;
     all; or names and patterns, e.g. ["encoder.layer1.*"]. Change it to auto if the run is out of memory."""
     precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "auto"
     """amp-bf16 and amp-fp16: autocast. fp16: half-precision weights with fp32 master weights. auto: amp-bf16 if every

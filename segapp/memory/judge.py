@@ -83,7 +83,7 @@ class SplitJudge:
     """Samples of a full batch, over all devices."""
     num_devices: int
     mode: str = "dp"
-    """True if the mode has a split that can be chosen, which `dp` and `ddp` have."""
+    """The parallel mode; only dp and ddp have a split that can be chosen."""
     smallest_chunk: int = 1
     """Minimum number of samples of a device that has any (`segapp.parallel.batchnorm_guard.smallest_chunk`)."""
     needs_samples: str | None = None
@@ -169,7 +169,7 @@ class SplitJudge:
         tight_frac = self.room - (FULL_FRAC - TIGHT_FRAC)
         if is_bound and frac > tight_frac:
             return "tight", f"{need} at most: no other split was measured yet"
-        if frac > self.room:
+        if not fits(mib / self.room, total):
             return "won't fit", f"{need}: give it fewer samples"
         if frac > tight_frac:
             return "tight", f"{need}: little memory is left"
@@ -279,6 +279,11 @@ class SplitJudge:
             return cls(**known)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the facts of a split: {error}") from None
+
+
+def fits(required_mib: float, total_mib: float) -> bool:
+    """Return True if a device has the memory that tensors, driver, and the allocator's rounding and fragments need."""
+    return required_mib <= total_mib
 
 
 def allocator_room(environ: Mapping[str, str]) -> float:

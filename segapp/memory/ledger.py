@@ -7,8 +7,8 @@ that a kernel allocates and frees within one call is recorded if `workspaces` li
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -115,17 +115,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the numbers of the living storages, which index `allocations`."""
         return frozenset(number for number, _ in self._alive.values())
 
-    def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, in the order of creation; -1 if it is not recorded."""
-        found = self._alive.get(storage_key(tensor))
-        return -1 if found is None else found[0]
-
-    def living_bytes(self, device: str, first: int, end: int, without: Container[int]) -> int:
-        """Return the bytes of a device's living storages with numbers from `first` to `end`."""
-        alive = self.alive()
-        own = (self.allocations[n] for n in range(first, end) if n in alive and n not in without)
-        return sum(allocation.num_bytes for allocation in own if allocation.device == device)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -135,8 +124,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         workspace = self.workspaces[func](*args) if func in self.workspaces else ()
         for tensor in workspace:
             self._record(tensor, None, operator_name(func))
-        if operator_name(func) == _ADDED and self.number_of(args[0]) >= 0 and is_added_in_place(*args[:2]):
-            self._record_free(storage_key(args[0]), self.number_of(args[0]))
+        if operator_name(func) == _ADDED and is_added_in_place(*args[:2]):
+            key = storage_key(args[0])
+            self._record_free(key, self._alive.get(key, (-1,))[0])
         out = func(*args, **(kwargs or {}))
         kind = None
         if operator_name(func) == _MOVED and self.kind_of(args[0]) in (*_PARTS_OF_A_MODEL, _COPIES):
@@ -186,32 +176,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def num_marks(self) -> int:
         """Number of marks so far."""
         return len(self._marks)
-
-    @property
-    def num_events(self) -> int:
-        """Number of storages created and freed so far, in total."""
-        return len(self._events)
-
-    def peaks_between(self, moments: Iterable[tuple[int, str, str]]) -> dict[str, dict[str, int]]:
-        """Return device -> key -> most bytes alive in any moment with that key.
-
-        A moment is (number of events before it, device, key), in order; it lasts until the device's next one.
-        """
-        live: Counter[str] = Counter()
-        current: dict[str, str] = {}
-        peaks: dict[str, dict[str, int]] = defaultdict(dict)
-        queue = deque(moments)
-        for at, event in enumerate((*self._events, None)):
-            while queue and queue[0][0] == at:
-                _, device, current[device] = queue.popleft()
-                peaks[device][current[device]] = max(peaks[device].get(current[device], 0), live[device])
-            if event is not None:
-                allocation = self.allocations[max(event, ~event)]
-                device = allocation.device
-                live[device] += allocation.num_bytes if event >= 0 else -allocation.num_bytes
-                if device in current:
-                    peaks[device][current[device]] = max(peaks[device][current[device]], live[device])
-        return peaks
 
     def _peak_events(self, first_mark: int) -> dict[str, dict[str, tuple[int, int]]]:
         """Return device -> phase -> (event after which the most bytes were alive, those bytes)."""

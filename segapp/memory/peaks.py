@@ -60,17 +60,33 @@ class PhasePeak:
     """The largest tensors: (MiB, description, module that created it)."""
 
 
+class StepTime(NamedTuple):
+    """Estimated seconds of a device."""
+
+    pass_s: float
+    """Forward pass, loss and backward pass of one micro-batch."""
+    update_s: float
+
+    def step_s(self, accumulate: int) -> float:
+        """Return the seconds of a step with this number of micro-batches."""
+        return accumulate * self.pass_s + self.update_s
+
+
 @dataclass(frozen=True)
 class SimulationResult:
     """Result of a simulation: the peak of each phase, for each device."""
 
     devices: tuple[dict[str, PhasePeak], ...]
-    trace: tuple[dict[str, float], ...] = ()
-    """Results of `segapp.memory.costs.StepTrace` for each device."""
+    times: tuple[StepTime, ...] = ()
+    """Estimated times of each device."""
 
     def peak_mib(self) -> tuple[float, ...]:
         """Return each device's highest peak over all phases, MiB."""
         return tuple(max((peak.mib for peak in phases.values()), default=0.0) for phases in self.devices)
+
+    def step_s(self, accumulate: int) -> float:
+        """Return the estimated seconds of a step with this number of micro-batches: those of the slowest device."""
+        return max(time.step_s(accumulate) for time in self.times)
 
 
 Split = tuple[int, ...]
@@ -115,7 +131,10 @@ def fit_lines(groups: Sequence[Sequence[Point]], slope: float | None = None) -> 
 
 
 Numbers = dict[str, float]
-"""Phase or phase/kind -> MiB."""
+"""Phase or phase/kind -> MiB, and `TIMES` -> seconds."""
+
+TIMES = ("pass_s", "update_s")
+"""Keys of the fields of `StepTime`, which are fitted like peaks."""
 
 FEW, MANY = (2, 4), (10, 12)
 """Samples per device in the simulations of the two regimes; at least 2, because BatchNorm may need 2."""
@@ -123,18 +142,18 @@ FEW, MANY = (2, 4), (10, 12)
 
 @dataclass(frozen=True)
 class Line:
-    """MiB as an affine function of the samples on a device."""
+    """MiB or seconds as an affine function of the samples on a device."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
 
     def at(self, samples: int) -> float:
-        """Return the value in MiB, at least 0."""
+        """Return the value, at least 0."""
         return max(0.0, self.fixed + self.per_sample * samples)
 
 
 Lines = Mapping[str, Line]
-"""Phase or phase/kind -> line."""
+"""Key of `Numbers` -> line."""
 Regimes = tuple[Lines, ...]
 """Lines for few and for many samples; in every phase, the higher one applies."""
 
@@ -175,12 +194,9 @@ class PlannedPeaks:
         """Return the highest peak of each device over all phases, MiB."""
         return tuple(max(found.values(), default=0.0) for found in self.phases(split))
 
-    def traces(self, split: Sequence[int]) -> tuple[Numbers, ...]:
-        """Return the trace of the step on every device.
-
-        Only memory that grows with the samples counts as kept, because casts of weights stay in autocast's cache.
-        """
-        return tuple(_traced(self._regimes[key], samples) for key, samples in self._places(split))
+    def step_s(self, split: Sequence[int], accumulate: int) -> float:
+        """Return the estimated seconds of a step with this number of micro-batches: those of the slowest device."""
+        return max(_time(self._regimes[key], samples).step_s(accumulate) for key, samples in self._places(split))
 
     def _places(self, split: Sequence[int]) -> Iterator[tuple[int | str, int]]:
         """Return the key of each device's lines in `_regimes`, and its samples."""
@@ -222,16 +238,8 @@ def _highest(regimes: Regimes, samples: int) -> Numbers:
     return found
 
 
-def _traced(regimes: Regimes, samples: int) -> Numbers:
-    found: Numbers = {}
-    for key in regimes[-1] if regimes else ():
-        if key.startswith("trace/kept/"):
-            found[key.removeprefix("trace/")] = samples * min(
-                lines[key].per_sample for lines in regimes if key in lines
-            )
-        elif key.startswith("trace/"):
-            found[key.removeprefix("trace/")] = max(lines[key].at(samples) for lines in regimes if key in lines)
-    return found
+def _time(regimes: Regimes, samples: int) -> StepTime:
+    return StepTime(*(max((lines[key].at(samples) for lines in regimes if key in lines), default=0.0) for key in TIMES))
 
 
 def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
@@ -244,10 +252,7 @@ def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
 
 def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> PlannedPeaks:
     """Return the affine model that agrees with the results of `splits_to_simulate`, in that order."""
-    nothing: dict[str, Any] = {}
-    tables = [
-        [_flat(*each) for each in zip_longest(result.devices, result.trace, fillvalue=nothing)] for result in results
-    ]
+    tables = [[_flat(*each) for each in zip_longest(result.devices, result.times)] for result in results]
     if len(results) == len((*FEW, *MANY)):
         columns = [
             (_through(FEW, few, more), _through(MANY, many, most))
@@ -270,10 +275,10 @@ def _through(samples: tuple[int, int], low: Numbers, high: Numbers) -> dict[str,
     return {key: Line(fit.fixed[0] or 0.0, fit.slope or 0.0) for key, fit in fits.items()}
 
 
-def _flat(phases: Mapping[str, PhasePeak], trace: Numbers) -> Numbers:
+def _flat(phases: Mapping[str, PhasePeak], time: StepTime | None) -> Numbers:
     of_kinds = {f"{phase}/{kind}": mib for phase, peak in phases.items() for kind, mib in peak.by_kind.items()}
-    traced = {f"trace/{key}": number for key, number in trace.items()}
-    return {phase: peak.mib for phase, peak in phases.items()} | of_kinds | traced
+    times = {} if time is None else dict(zip(TIMES, time, strict=True))
+    return {phase: peak.mib for phase, peak in phases.items()} | of_kinds | times
 
 
 class Peak(NamedTuple):

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
 from segapp.errors import ConfigError
-from segapp.memory.judge import FULL_FRAC, Level, SplitJudge
+from segapp.memory.judge import FULL_FRAC, Level, SplitJudge, fits
 from segapp.memory.peaks import PeakModel, PlannedPeaks
 from segapp.run.files import read_of_run, write_atomic
 
@@ -153,7 +153,7 @@ class Fit:
     """Memory that each GPU needs, overhead included."""
     fits: bool
     step_s: float
-    """Seconds per step, estimated for the machine of `segapp.memory.costs.Machine`."""
+    """Seconds per step, estimated for an RTX 3090."""
     tensors_mib: tuple[float, ...] = ()
     """Simulated peak of the tensors; empty if it is a line through other splits."""
     saved_mib: tuple[float, ...] = ()
@@ -243,10 +243,18 @@ class Planner:
         """True if the batch can be divided in several ways."""
         return self.model.mode in ("dp", "ddp")
 
-    def budget_mib(self, device: int) -> float:
-        """Return the simulated memory of tensors that fits on a GPU."""
-        room = (self.gpus[device].total_mib - self.overhead.context_mib[device]) * self.overhead.room
-        return room / self.overhead.tensors_mib(device, 1.0)
+    def tensors_mib(self, peaks_mib: Sequence[float]) -> tuple[float, ...]:
+        """Return the expected peaks of the tensors on the GPUs, from the simulated ones."""
+        return tuple(self.overhead.tensors_mib(i, mib) for i, mib in enumerate(peaks_mib))
+
+    def required_mib(self, tensors_mib: Sequence[float]) -> tuple[float, ...]:
+        """Return the memory that each GPU needs for its tensors."""
+        return tuple(self.overhead.required_mib(i, mib) for i, mib in enumerate(tensors_mib))
+
+    def all_fit(self, tensors_mib: Sequence[float]) -> bool:
+        """Return True if every GPU has the memory for its tensors."""
+        sizes = (gpu.total_mib for gpu in self.gpus)
+        return all(map(fits, self.required_mib(tensors_mib), sizes))
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
         """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons.
@@ -286,14 +294,15 @@ class Planner:
     def largest_shares(self) -> tuple[int, ...]:
         """Return the number of samples each GPU can hold, independent of the other GPUs."""
         counts = range(1, LARGEST_BATCH + 1)
-        fits = (functools.partial(self._fits_alone, i) for i in range(len(self.gpus)))
-        return tuple(bisect_left(counts, True, key=lambda count: not fits_one(count)) for fits_one in fits)
 
-    def _fits_alone(self, device: int, samples: int) -> bool:
-        split = [0] * len(self.gpus)
-        split[device] = samples
-        tensors = self.overhead.tensors_mib(device, self.model.peak_mib(split)[device])
-        return self.overhead.required_mib(device, tensors) <= self.gpus[device].total_mib
+        def is_too_large(count: int, device: int) -> bool:
+            split = [0] * len(self.gpus)
+            split[device] = count
+            required = self.required_mib(self.tensors_mib(self.model.peak_mib(split)))
+            return not fits(required[device], self.gpus[device].total_mib)
+
+        devices = range(len(self.gpus))
+        return tuple(bisect_left(counts, True, key=functools.partial(is_too_large, device=i)) for i in devices)
 
     def _best_fit(self, batch_size: int) -> PlanRow | None:
         if self.model.mode == "ddp" and batch_size < len(self.gpus):
@@ -330,7 +339,7 @@ class Planner:
 
     def _row(self, gpu0_bsz: int | None, split: Sequence[int], level: Level, reason: str) -> PlanRow:
         phases = self.model.phases(split)
-        tensors = [self.overhead.tensors_mib(i, max(found.values(), default=0.0)) for i, found in enumerate(phases)]
+        tensors = self.tensors_mib([max(found.values(), default=0.0) for found in phases])
         for i, (gpu, context_mib) in enumerate(zip(self.gpus, self.overhead.context_mib, strict=True)):
             if gpu.total_mib <= context_mib:
                 level, reason = "won't fit", f"device {i} has less memory than the driver's context needs"
@@ -338,7 +347,7 @@ class Planner:
         return PlanRow(
             gpu0_bsz=gpu0_bsz,
             split=tuple(split),
-            peak_mib=tuple(round(self.overhead.required_mib(i, mib), 1) for i, mib in enumerate(tensors)),
+            peak_mib=tuple(round(mib, 1) for mib in self.required_mib(tensors)),
             tensors_mib=tuple(round(mib, 1) for mib in tensors),
             phase=tuple(max(found, key=lambda phase: found[phase]) if found else "idle" for found in phases),
             phases=tuple({phase: round(mib, 1) for phase, mib in found.items()} for found in phases),
@@ -400,12 +409,9 @@ def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, ro
         saved = planner.overhead.tensors_mib(fullest, varied_mib - reference_mib) / planner.overhead.room
         return Advice(variant.change, round(saved, 1), before, row.fits, variant.note, in_use=True)
     ratio = varied_mib / reference_mib if reference_mib else 1.0
-    after = planner.overhead.required_mib(fullest, row.tensors_mib[fullest] * ratio)
-    fits = all(
-        planner.overhead.required_mib(i, mib * ratio) <= planner.gpus[i].total_mib
-        for i, mib in enumerate(row.tensors_mib)
-    )
-    return Advice(variant.change, round(before - after, 1), round(after, 1), fits, variant.note)
+    tensors_mib = [mib * ratio for mib in row.tensors_mib]
+    after = planner.required_mib(tensors_mib)[fullest]
+    return Advice(variant.change, round(before - after, 1), round(after, 1), planner.all_fit(tensors_mib), variant.note)
 
 
 def accumulate_advice(
@@ -425,8 +431,8 @@ def accumulate_advice(
     if best.gpu0_bsz is not None:
         change += f" {_split_words(best, planner)}"
     note = "the gradient of a step stays exact; BatchNorm sees half as many images at a time"
-    fits = best.fits and best.peak_mib[0] + extra <= planner.gpus[0].total_mib
-    return [Advice(change, round(max(row.peak_mib) - after, 1), round(after, 1), fits, note)]
+    is_enough = best.fits and fits(best.peak_mib[0] + extra, planner.gpus[0].total_mib)
+    return [Advice(change, round(max(row.peak_mib) - after, 1), round(after, 1), is_enough, note)]
 
 
 def ranked(advice: Sequence[Advice]) -> tuple[Advice, ...]:

@@ -45,12 +45,11 @@ def test_simulated_peak_is_within_1_percent_of_the_profiler(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "share"), [("segformer_b0", "0.8"), ("fpn_mobilenet", "0.8")])
 def test_peak_of_recomputed_blocks_is_within_1_percent(model, share):
-    """The cheapest blocks that free a fifth of the memory, in a real step; the estimate that chose them is near."""
-    ((_, measured, simulated, plain, estimated, (blocks,)),) = measured_and_simulated(model, "4", f"recompute={share}")
+    """The first blocks that free a fifth of the memory, in a real step."""
+    ((_, measured, simulated, plain, (blocks,)),) = measured_and_simulated(model, "4", f"recompute={share}")
     assert blocks
     assert simulated == pytest.approx(measured, rel=0.01)
-    assert estimated == pytest.approx(simulated, rel=0.03)
-    assert simulated < (float(share) + 0.03) * plain
+    assert simulated <= float(share) * plain
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
     python tests/support/real_steps.py MODEL SPLIT... [recompute=SHARE]
 
-prints one JSON object a split; with a share, for the cheapest blocks to compute again in that share of the peak, with
-the peak that was estimated for them. The backend of the simulation is for the whole process: this has one of its own.
+prints one JSON object a split; with a share, for the fewest first blocks to compute again in that share of the peak.
+The backend of the simulation is for the whole process: this has one of its own.
 """
 
 import json
@@ -18,7 +18,6 @@ from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.config import validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
-from segapp.memory.recompute import DeviceCourse
 from segapp.parallel import data_parallel
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step
 
@@ -94,11 +93,10 @@ def measured_mib(engine, batch):
 
 
 def chosen_blocks(simulator, split, share):
-    """The blocks that a plan would choose for a share of the peak, and the peak it estimates."""
-    course = DeviceCourse.of_trace(simulator.run(SimulationJob("single", split), granule_bytes=1).trace[0])
-    chosen = course.cheapest(share * course.peak_mib(()))
-    assert chosen
-    return (chosen,), course.peak_mib(chosen)
+    """The fewest first blocks with which a step fits into a share of the peak."""
+    blocks, most = simulator.facts("single")["blocks"], share * simulated_mib(simulator, split)
+    sets = ((blocks[:count],) for count in range(1, len(blocks) + 1))
+    return next(each for each in sets if simulated_mib(simulator, split, each) <= most)
 
 
 def simulated_mib(simulator, split, recompute=None):
@@ -133,10 +131,10 @@ if __name__ == "__main__":
     data_parallel.run_replicas = run_in_this_thread
     if share is not None:
         for split in splits:
-            blocks, estimated = chosen_blocks(own, split, share)
+            blocks = chosen_blocks(own, split, share)
             simulated, plain = simulated_mib(own, split, blocks), simulated_mib(own, split)
             measured_ = measured_mib(real_engine(own, split, blocks), own.batch(sum(split)))
-            print(json.dumps((split, measured_, simulated, plain, estimated, blocks)))
+            print(json.dumps((split, measured_, simulated, plain, blocks)))
         sys.exit()
     rows = [(split, simulated_mib(simulator, split)) for split in splits for simulator in simulators]
     measured = []

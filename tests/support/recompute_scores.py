@@ -19,14 +19,12 @@ import torch.nn.functional as F
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler
 from segapp.config import RunConfig
-from segapp.memory import costs
-from segapp.memory.costs import Machine
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
 from segapp.memory.plan import GpuSpec, OverheadEstimate
-from segapp.memory.recompute import DeviceCourse
+from segapp.training.planning import simulate
 from segapp.training.planning.plan import plan_memory
-from segapp.training.planning.simulate import Simulator
+from segapp.training.planning.simulate import Machine, Simulator
 from tests.support.plan_on_cpu import BATCH, config_of, eomt, ledger_mib, real_engine, smp, torchvision
 
 NETWORKS = {
@@ -54,7 +52,6 @@ def this_cpu() -> Machine:
     copied = torch.zeros(2**24)
     launch_s = seconds_of(lambda: [small.add_(1) for _ in range(1000)]) / 1000
     return Machine(
-        dispatch_s=0.0,
         launch_s=launch_s,
         flops_per_s=flops / seconds_of(lambda: F.conv2d(images, weight, padding=1)),
         half_flops_per_s=1e9,
@@ -100,10 +97,9 @@ def rows(name: str) -> list[dict]:
     whole = simulated(())
     peak_mib = whole.peak_mib()[0]
     ways = {"nothing": (), "chosen": chosen_blocks(config, peak_mib / 2), "all": every}
-    gpu = DeviceCourse.of_trace(whole.trace[0])
-    machine = this_cpu()
-    with mock.patch.object(costs, "Machine", return_value=machine):
-        cpu = DeviceCourse.of_trace(simulated(()).trace[0])
+    gpu = {way: simulated(blocks).step_s(1) for way, blocks in ways.items()}
+    with mock.patch.object(simulate, "Machine", return_value=this_cpu()):
+        cpu = {way: simulated(blocks).step_s(1) for way, blocks in ways.items()}
     measured_s = step_seconds(simulator, ways)
     gc.collect()
     return [
@@ -115,8 +111,8 @@ def rows(name: str) -> list[dict]:
             "ledger": ledger_mib(simulator, blocks)[0],
             "step s": measured_s[way],
             "time": measured_s[way] / measured_s["nothing"],
-            "predicted time": cpu.step_s(blocks, 1) / cpu.step_s((), 1),
-            "predicted time on a GPU": gpu.step_s(blocks, 1) / gpu.step_s((), 1),
+            "predicted time": cpu[way] / cpu["nothing"],
+            "predicted time on a GPU": gpu[way] / gpu["nothing"],
         }
         for way, blocks in ways.items()
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, PeakError, calibrated
-from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room
-from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
+from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room, fits
+from segapp.memory.peaks import PlannedPeaks, SimulationJob, SimulationResult, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     BLAS_MIB,
     LARGEST_BATCH,
@@ -34,7 +34,6 @@ from segapp.memory.plan import (
     variant_advice,
     variants,
 )
-from segapp.memory.recompute import DeviceCourse
 from segapp.run.words import printable
 from segapp.training.planning.pool import SimulationPool
 from segapp.training.planning.recompute import RecomputeSearch
@@ -119,8 +118,8 @@ def plan_memory(
                 config = with_batch(config, _largest_batch(config, planner, facts["min_train_batch"], batches))
             plan = _assembled(config, planner, found)
         if fit or (fit is None and not (plan.current or plan.best).fits):
-            fits = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
-            plan = replace(plan, fits=fits, keeps_images=images is not None)
+            ways = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
+            plan = replace(plan, fits=ways, keeps_images=images is not None)
     return plan, errors
 
 
@@ -140,11 +139,7 @@ def _with_chosen(
         try:
             counts = [_largest_batch(config, planner, least, batches)]
         except ConfigError:
-
-            def fits(row: PlanRow) -> bool:
-                return search.can_fit(row, train.accumulate)
-
-            counts = [_largest_batch(config, planner, least, batches, fits)]
+            counts = [_largest_batch(config, search.most_frugal(train.accumulate), least, batches)]
     total = total or counts[0] * train.accumulate
     candidates = [
         (row, total // count)
@@ -160,10 +155,7 @@ def _with_chosen(
         chosen = search.all(*min(candidates, key=lambda each: each[0].fullest(planner.gpus)))
     config = with_batch(config, chosen.batch_size)
     config = config.model_copy(update={"train": config.train.model_copy(update={"accumulate": chosen.accumulate})})
-    planner = search.planner(chosen.accumulate)
-    if any(chosen.sets):
-        planner = replace(planner, model=search.model(chosen.sets, chosen.accumulate))
-    return config, planner, chosen
+    return config, search.planner(chosen.accumulate, chosen.sets), chosen
 
 
 def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:
@@ -174,13 +166,7 @@ def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:
     return () if row is None else (row,)
 
 
-def _largest_batch(
-    config: RunConfig,
-    planner: Planner,
-    least: int,
-    batches: Sequence[int],
-    fits: Callable[[PlanRow], bool] = lambda row: row.fits,
-) -> int:
+def _largest_batch(config: RunConfig, planner: Planner, least: int, batches: Sequence[int]) -> int:
     """Return the largest of some batches that fits in training and in evaluation with the config's split."""
     gpu0_bsz = config.parallel.gpu0_bsz
     if planner.model.mode == "ddp":
@@ -190,7 +176,7 @@ def _largest_batch(
     allowed = [batch for batch in batches if batch >= least]
 
     def is_too_large(batch: int) -> bool:
-        return not any(map(fits, _possible_rows(with_batch(config, batch), planner)))
+        return not any(row.fits for row in _possible_rows(with_batch(config, batch), planner))
 
     count = bisect_left(allowed, True, key=is_too_large)
     if not count:
@@ -221,8 +207,8 @@ class _Simulated:
     frozen_model: PlannedPeaks | None
     """Peaks for the epochs in which `model.freeze` applies; None if it does not end, or without advice."""
     variants: Sequence[Variant]
-    peaks_mib: Mapping[str, float]
-    """Peaks of one device for the advice, by the names of `_advice_jobs`; empty without advice."""
+    advice: Mapping[str, SimulationResult]
+    """Results for the advice, by the names of `_advice_jobs`; empty without advice."""
     job: SimulationJob
     """Without a split."""
 
@@ -244,8 +230,7 @@ def _simulated(
     own = [next(results) for _ in asked]
     model = fit_model(mode, own)
     frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
-    peaks_mib = {name: result.peak_mib()[0] for name, result in zip(jobs, results, strict=True)}
-    return _Simulated(model, facts, frozen_model, changes, peaks_mib, job)
+    return _Simulated(model, facts, frozen_model, changes, dict(zip(jobs, results, strict=True)), job)
 
 
 def _advice_jobs(
@@ -295,7 +280,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
     )
     if found.frozen_model is not None:
         plan = _with_frozen_phase(plan, found.frozen_model, config.model.freeze_epochs)
-    return replace(plan, advice=ranked(_advice(config, plan, planner, found))) if found.peaks_mib else plan
+    return replace(plan, advice=ranked(_advice(config, plan, planner, found))) if found.advice else plan
 
 
 def _with_frozen_phase(plan: MemoryPlan, frozen_model: PlannedPeaks, epochs: int | None) -> MemoryPlan:
@@ -321,7 +306,8 @@ def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
 
 
 def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simulated) -> list[Advice]:
-    best, peaks_mib, train = plan.best, found.peaks_mib, config.train
+    best, train = plan.best, config.train
+    peaks_mib = {name: result.peak_mib()[0] for name, result in found.advice.items()}
     advice = split_advice(plan.current or best, best, planner)
     if "upsampled" in peaks_mib:
         small_loss = Variant("the loss from low-resolution logits", "the same loss", {}, in_use=True)
@@ -329,8 +315,7 @@ def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simul
     for variant in found.variants:
         advice.append(variant_advice(variant, peaks_mib["config"], peaks_mib[variant.change], best, planner))
     if "recompute" in peaks_mib:
-        courses = [DeviceCourse.of_trace(numbers) for numbers in planner.model.traces(best.split)]
-        more = max(course.step_s(found.facts["blocks"], 1) / course.step_s((), 1) for course in courses if course.calls)
+        more = found.advice["recompute"].step_s(1) / found.advice["config"].step_s(1)
         note = f"the same result; a step takes about {100 * (more - 1):.0f} % longer, less with auto, as memory allows"
         variant = Variant("train.recompute=all", note, {})
         advice.append(variant_advice(variant, peaks_mib["config"], peaks_mib["recompute"], best, planner))
@@ -339,9 +324,10 @@ def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simul
     advice += accumulate_advice(train.batch_size, train.accumulate, gradients_mib, best, planner)
     if plan.mode == "dp" and train.batch_size >= len(plan.gpus) and "ddp" in peaks_mib:
         rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, peaks_mib["ddp"]))
-        gain_mib, fits = max(best.peak_mib) - rank_mib, all(rank_mib <= gpu.total_mib for gpu in plan.gpus)
+        is_enough = all(fits(rank_mib, gpu.total_mib) for gpu in plan.gpus)
         note = "one process per GPU; every GPU holds an optimizer state"
-        advice.append(Advice("parallel.mode=ddp", round(gain_mib, 1), round(rank_mib, 1), fits, note))
+        gain_mib = max(best.peak_mib) - rank_mib
+        advice.append(Advice("parallel.mode=ddp", round(gain_mib, 1), round(rank_mib, 1), is_enough, note))
     return advice
 
 

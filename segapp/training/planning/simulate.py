@@ -14,8 +14,9 @@ import json
 import pickle
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -30,15 +31,14 @@ from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.build.trained import read_trained
 from segapp.chunks import Mode
-from segapp.compat.torch import without_dispatch_modes
+from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, tree_iter, without_dispatch_modes
 from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_part
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError, RunError, SegappError
 from segapp.inference.normalize import NormalizedInput
-from segapp.memory.costs import StepTrace
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
-from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
+from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult, StepTime
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.models.blocks import find_blocks
 from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk
@@ -50,6 +50,67 @@ from segapp.training.planning.trial import blank_batch, evaluate_blank, evaluati
 from segapp.training.step.engine import StepEngine
 
 MIB = 2**20
+
+EFFICIENCY = 0.5
+"""Ratio of a network's speed, in operations per second, to the speed of one large convolution."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds of a GPU; the defaults are an RTX 3090's (2020)."""
+
+    launch_s: float = 4e-6
+    """Seconds that the GPU takes per kernel launch."""
+    flops_per_s: float = 2e13
+    half_flops_per_s: float = 4e13
+    bytes_per_s: float = 8e11
+
+    def seconds(self, flops: float, num_bytes: float, *, is_half: bool) -> float:
+        """Return the time of an operator: arithmetic or memory traffic, whichever is longer, and the launch."""
+        speed = EFFICIENCY * (self.half_flops_per_s if is_half else self.flops_per_s)
+        return max(flops / speed, num_bytes / self.bytes_per_s) + self.launch_s
+
+
+class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the estimated seconds of the operators in each phase of a ledger; views of other tensors are free."""
+
+    def __init__(self, ledger: StorageLedger) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports Triton
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        """Device -> phase -> seconds."""
+        self._ledger, self._machine = ledger, Machine()
+        self._formulas: Mapping[Any, Any] = flop_registry
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False; otherwise torch imports its compiler at the first operator, which takes five seconds."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and add its time."""
+        out = func(*args, **(kwargs or {}))
+        made = [each for each in tree_iter(out) if isinstance(each, Tensor)]
+        read = [each for each in tree_iter(args) if isinstance(each, Tensor)]
+        if made and not _is_view(func, made[0], read):
+            formula = self._formulas.get(func.overloadpacket)
+            flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0.0
+            num_bytes = sum(each.numel() * each.element_size() for each in (*made, *read))
+            seconds = self._machine.seconds(flops, num_bytes, is_half=made[0].element_size() < 4)
+            self.seconds[str(made[0].device)][self._ledger.phase] += seconds
+        return out
+
+    def of_device(self, device: str, num_passes: int) -> StepTime:
+        """Return the times of a device in a step with this number of micro-batches."""
+        seconds = self.seconds[device]
+        return StepTime((seconds["forward"] + seconds["loss"] + seconds["backward"]) / num_passes, seconds["step"])
+
+
+def _is_view(func: Any, made: Tensor, read: Sequence[Tensor]) -> bool:
+    return storage_key(made) in map(storage_key, read) and not operator_name(func).endswith("_")
 
 
 class SimulatedDevices:
@@ -146,10 +207,10 @@ class Simulator:
         """
         devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
         ledger = simulated_ledger(granule_bytes)
-        trace = StepTrace(ledger)
+        times = StepTimes(ledger)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with self.prepared(job, devices, ledger, trace) as (engine, backend):
+            with self.prepared(job, devices, ledger, times) as (engine, backend):
                 workspaces = self._blas_workspaces(job, devices)
                 ledger.tag(workspaces, "workspaces")
                 batches = [
@@ -157,22 +218,22 @@ class Simulator:
                     for _ in range(min(job.accumulate, 2))
                 ]
                 if is_part(self.assembler.config.optim.name):  # its first step allocates its state
-                    run_step(engine, batches, trace)
+                    run_step(engine, batches, ledger)
                     backend.end_backward()
-                    trace.mark("idle")
+                    ledger.mark("idle")
                 first_mark = ledger.num_marks
-                trace.begin()
-                run_step(engine, batches, trace)
+                times.seconds.clear()
+                run_step(engine, batches, ledger)
                 backend.end_backward()
-                trace.mark("idle")
-                numbers = tuple(trace.numbers(device) for device in devices)
+                ledger.mark("idle")
+                of_devices = tuple(times.of_device(device, len(batches)) for device in devices)
                 if job.eval_px is not None:
                     ledger.mark(EVAL)
                     evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
                     ledger.mark("idle")
         peaks = ledger.peaks(first_mark)
         devices_peaks = tuple(phase_peaks(peaks.get(device, {})) for device in devices)
-        return SimulationResult(devices_peaks, numbers)
+        return SimulationResult(devices_peaks, of_devices)
 
     def _blas_workspaces(self, job: SimulationJob, devices: Sequence[str]) -> list[Tensor]:
         """Return cuBLAS's workspaces: one for the thread of the forward pass, one for autograd's.
@@ -185,9 +246,9 @@ class Simulator:
 
     @contextlib.contextmanager
     def prepared(
-        self, job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, trace: StepTrace | None = None
+        self, job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, *modes: StepTimes
     ) -> Iterator[tuple[StepEngine, SimulatedDevices]]:
-        """Enter a simulation with the engine of a job, assembled as in training, and tracked by a trace."""
+        """Enter a simulation with the engine of a job, assembled as in training."""
         assembler = self.assembler
         set_up()  # torch knows the devices by name from here on
         layout = StepLayout(
@@ -204,13 +265,10 @@ class Simulator:
         criterion = assembler.build_criterion(self._equal_weights, job.loss)
         as_views = assembler.config.parallel.gradient_as_bucket_view
         backend = SimulatedDevices(ledger, stages, gradient_as_bucket_view=as_views)
-        with simulation(ledger, *(() if trace is None else (trace,))):
+        with simulation(ledger, *modes):
             placed = None if critic is None else backend.copy_to(critic, layout.devices[0])
             parts = StepParts(_placed(source, stages, ledger), criterion, placed)
-            if trace is not None:
-                blocks = find_blocks(parts.model)
-                trace.follow({name: block for name, block in blocks.items() if is_recomputable(block)})
-            yield assembler.assemble(parts, layout, backend, mark=(trace or ledger).mark), backend
+            yield assembler.assemble(parts, layout, backend, mark=ledger.mark), backend
 
     def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
         """Return a batch of black crops."""
@@ -244,8 +302,8 @@ def build_simulator(config: RunConfig) -> Simulator:
     return Simulator(StepAssembler(config, build_scheme(config.data), teacher))
 
 
-def run_step(engine: StepEngine, batches: Sequence[Batch], ledger: StorageLedger | StepTrace) -> None:
-    """Run one step of an engine whose `mark` is the ledger's or the trace's; it leaves no gradients."""
+def run_step(engine: StepEngine, batches: Sequence[Batch], ledger: StorageLedger) -> None:
+    """Run one step of an engine whose `mark` is the ledger's; it leaves no gradients."""
     engine.network.train()
     ledger.mark("forward")
     engine.step(batches)

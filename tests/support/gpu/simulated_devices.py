@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from segapp.losses import CriterionCE
-from segapp.memory.costs import StepTrace
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated_devices import place, simulation, skeleton
+from segapp.training.planning.simulate import StepTimes
 
 
 def facts(tensor: Tensor) -> list[object]:
@@ -44,30 +44,19 @@ def attention_bytes(*, masked: bool) -> list[int]:
     return sorted(kept)
 
 
-def trace_of_blocks() -> dict[str, float]:
-    """Return bytes and microseconds of a step through two blocks of two convolutions each."""
-    blocks = [nn.Sequential(nn.Conv2d(2, 2, 1, bias=False), nn.Conv2d(2, 2, 1, bias=False)) for _ in range(2)]
+def seconds_of_a_step() -> dict[str, float]:
+    """Return the estimated seconds of four convolutions and a sum."""
+    layers = [nn.Conv2d(2, 2, 1, bias=False) for _ in range(4)]
     ledger = StorageLedger(granule_bytes=1)
-    trace = StepTrace(ledger)
-    with simulation(ledger, trace):
-        net = place(skeleton(nn.Sequential(*blocks)), lambda _: "simgpu:0")
-        ledger.tag(net.parameters(), "weights")
-        trace.follow({"a": net[0], "b": net[1]})
+    times = StepTimes(ledger)
+    with simulation(ledger, times):
+        net = place(skeleton(nn.Sequential(*layers)), lambda _: "simgpu:0")
         images = torch.empty(3, 2, 4, 4, device="simgpu:0")
-        trace.begin()
-        trace.mark("forward")
+        ledger.mark("forward")
         out = net(images)
-        trace.mark("loss")
-        loss = out.sum()
-        trace.mark("backward")
-        loss.backward()
-        trace.mark("step")
-        found = trace.numbers("simgpu:0")
-    return {
-        key: round(number * (2**20 if key.startswith(("kept", "at")) else 1e6), 3)
-        for key, number in found.items()
-        if not key.startswith("time")
-    }
+        ledger.mark("loss")
+        out.sum()
+    return {phase: times.seconds["simgpu:0"][phase] for phase in ("forward", "loss")}
 
 
 def main() -> None:
@@ -106,7 +95,7 @@ def main() -> None:
         criterion = CriterionCE(weight=[1.0, 3.0]).to("simgpu:1")
         found["real weight"] = facts(criterion.weight)
     found["attention"] = [attention_bytes(masked=False), attention_bytes(masked=True)]
-    found["trace"] = trace_of_blocks()
+    found["seconds"] = seconds_of_a_step()
     print(json.dumps(found))
 
 
