@@ -18,7 +18,7 @@ from segapp.checkpoint.snapshot import capture_rng, restore_rng
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError
 from segapp.memory.oom import is_out_of_memory
-from segapp.training.step.rollback import capture_torch_rng, restore_torch_rng, rng_fields
+from segapp.training.step.rollback import capture_torch_rng, restore_torch_rng
 from tests.support import ROOT
 
 NAMES_CUDA = re.compile(r"torch\.cuda\b|[!=]= \"cuda\"|is_cuda|\(\"cuda\"")
@@ -91,7 +91,7 @@ def test_states_of_gpus_that_are_gone_are_skipped(cuda: FakeCuda) -> None:
 
 def test_rollback_returns_the_states_of_its_gpus_alone(cuda: FakeCuda) -> None:
     state = capture_torch_rng([torch.device("cuda:1"), torch.device("cpu")])
-    assert [int(each) for each in rng_fields(state)["cuda"]] == [20]
+    assert [(str(device), int(each)) for device, each in state[1]] == [("cuda:1", 20)]
     cuda.states = {0: 1, 1: 2}
     restore_torch_rng(state)
     assert cuda.states == {0: 1, 1: 20}

@@ -143,7 +143,7 @@ def build_trainer(
         facts = dataclasses.replace(facts, alerts=alerts, notes=notes)
     return Trainer(
         context,
-        build_settings(config, len(train_loader), len(val_set)),
+        build_settings(config, len(train_loader)),
         facts,
         engine=engine,
         train_loader=train_loader,
@@ -202,30 +202,18 @@ def _facts(
     )
 
 
-def build_timetable(config: RunConfig, num_batches: int, num_val: int) -> Timetable:
-    """Return the length of a training with `num_batches` micro-batches per epoch, and its evaluations and saves."""
-    train, checkpoint = config.train, config.checkpoint
-    epochs, _, steps_per_epoch = run_length(train, num_batches)
-    return Timetable(
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=train.steps,
-        eval_every_epochs=config.eval.every_epochs,
-        eval_every_steps=config.eval.every_steps,
-        save_every_epochs=checkpoint.every_epochs,
-        save_every_steps=checkpoint.every_steps,
-        save_every_s=None if checkpoint.every_minutes is None else 60 * checkpoint.every_minutes,
-        num_eval_images=num_val,
-        num_step_images=train.batch_size * train.accumulate,
-    )
+def build_timetable(config: RunConfig, num_batches: int) -> Timetable:
+    """Return the length of a training with `num_batches` micro-batches per epoch, and its evaluations."""
+    epochs, _, steps_per_epoch = run_length(config.train, num_batches)
+    return Timetable(epochs, steps_per_epoch, config.train.steps, config.eval.every_epochs, config.eval.every_steps)
 
 
-def build_settings(config: RunConfig, num_batches: int, num_val: int) -> TrainerSettings:
-    """Return the fixed numbers of a training with `num_batches` micro-batches per epoch and `num_val` images."""
+def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:
+    """Return the fixed numbers of a training with `num_batches` micro-batches per epoch."""
     train, optim, checkpoint = config.train, config.optim, config.checkpoint
     _, total, steps_per_epoch = run_length(train, num_batches)
     return TrainerSettings(
-        timetable=build_timetable(config, num_batches, num_val),
+        timetable=build_timetable(config, num_batches),
         batch_size=train.batch_size,
         accumulate=train.accumulate,
         base_lr=optim.lr,

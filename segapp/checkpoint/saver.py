@@ -86,7 +86,7 @@ class CheckpointSaver:
     """Saves checkpoints; every rank has one, the main rank writes.
 
     Every rank must call `capture` at the same time. `during_save` is a context for the time that training waits. The
-    thread that writes emits events, and calls `on_written` with the seconds of each write.
+    thread that writes emits events.
     """
 
     def __init__(
@@ -99,11 +99,10 @@ class CheckpointSaver:
         *,
         config_hash: str = "",
         during_save: Callable[[], AbstractContextManager[None]] = nullcontext,
-        on_written: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._folder, self._rules, self._capture, self._config_hash = folder, rules, capture, config_hash
         self._event_log, self._ranks = event_log, ranks
-        self._during_save, self._on_written = during_save, on_written
+        self._during_save = during_save
         self._begun: Position | None = None
         """The position of the last save that began and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
@@ -221,25 +220,6 @@ class CheckpointSaver:
         problem = None if self._problem is None else f"it could not be saved: {self._problem}"
         return self.written_for_s() is None, problem
 
-    def save_last_boundary(self, captured: Captured, is_still: Callable[[], bool]) -> str | None:
-        """Save a state, which may share the model's tensors, from another thread while the training thread hangs.
-
-        `is_still` returns True while the training thread has not moved; if it has, the copy may be inconsistent.
-        Returns why the state could not be saved; None if it is saved.
-        """
-        copied = self._copied(captured) if self._is_finite(captured) else None
-        if not is_still():
-            return "the training moved on"
-        if not self._join_writer(_EXCHANGE_S):
-            return "another checkpoint is still being written"
-        if self._begun == captured.position and self._problem is None:
-            return None
-        if copied is not None:
-            self._problem = None
-        self._enqueue(copied)
-        self._write(0.0)
-        return None if self._problem is None else str(self._problem)
-
     def _is_affordable(self) -> bool:
         """Return True if the writer is idle and the last save was long enough ago; known to the main rank."""
         if failpoint("ckpt.background") is not None:  # each due save is made
@@ -318,7 +298,6 @@ class CheckpointSaver:
         )
         options: Any = {"is_best": captured.is_best, "finished_epoch": captured.finished_epoch}
         saved = save_checkpoint(self._folder, captured.state, facts, **options, keep=self._rules.keep)
-        self._on_written(saved.save_s)
         for message in saved.messages:
             self._event_log.emit(Alert(kind="checkpoint", message=message, step=at.step))
         self._event_log.emit(

@@ -24,7 +24,8 @@ from segapp.accelerator import gpu_of
 from segapp.build.devices import plan_devices
 from segapp.build.pairs import count_images, split_names
 from segapp.build.trainer import build_timetable
-from segapp.config import RunConfig, load_config, validate_config
+from segapp.checkpoint.saver import SAVING_SHARE
+from segapp.config import CheckpointConfig, RunConfig, load_config, validate_config
 from segapp.datasets.sampling import num_batches
 from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
@@ -33,6 +34,7 @@ from segapp.run.words import duration, printable, size
 from segapp.training.request import ImageLimit, TrainRequest
 from segapp.training.session import run_session
 from segapp.training.start_checks import schedule_notes
+from segapp.training.telemetry.remaining_time import Timetable
 
 NUM_STEPS = 4
 """Number of steps of the first training, and of each epoch of the second."""
@@ -215,11 +217,10 @@ def estimate_full_run(
     config: RunConfig, batch_size: int, measured: Measured, num_train: int, num_val: int, free_bytes: int
 ) -> FullRunEstimate:
     """Multiply the measurements by the counts of the full config."""
-    timetable = build_timetable(config, num_batches(num_train, batch_size, drop_last=True), num_val)
-    whole = timetable.whole_run()
-    epochs, steps, evaluations = timetable.epochs, whole.steps, whole.evaluations
+    timetable = build_timetable(config, num_batches(num_train, batch_size, drop_last=True))
+    epochs, steps, evaluations = timetable.epochs, timetable.num_steps, timetable.num_evaluations()
     train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
-    saves = timetable.saves_within(whole, train_s + eval_s, measured.copy_s + measured.save_s)
+    saves = _num_saves(config.checkpoint, timetable, train_s + eval_s, measured.copy_s + measured.save_s)
     total_s = train_s + eval_s + saves * measured.copy_s
     published = steps // config.log.every_steps + epochs
     events = (
@@ -249,6 +250,18 @@ def estimate_full_run(
         disk_free_bytes=free_bytes,
         epochs=epochs,
     )
+
+
+def _num_saves(section: CheckpointConfig, timetable: Timetable, seconds: float, save_s: float) -> int:
+    """Return the saves of a training of this duration, if a copy and a write take `save_s`."""
+    due = {timetable.num_steps}
+    for every, unit in ((section.every_epochs, timetable.steps_per_epoch), (section.every_steps, 1)):
+        if every is not None:
+            due.update(range(every * unit, timetable.num_steps, every * unit))
+    num_due = len(due)
+    if section.every_minutes is not None:
+        num_due = max(num_due, int(seconds / (60 * section.every_minutes)))
+    return min(num_due, 2 + int(SAVING_SHARE * seconds / save_s)) if save_s else num_due
 
 
 def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -> list[str]:

@@ -17,7 +17,7 @@ from segapp.training.recovery import OomPolicy
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.telemetry.clock import Clock
 from segapp.training.telemetry.data_watch import DataWatch
-from segapp.training.telemetry.remaining_time import EpochPosition, Observed, RemainingTime
+from segapp.training.telemetry.remaining_time import RemainingTime
 
 if TYPE_CHECKING:
     from segapp.datasets.dataset import SegmentationDataset
@@ -127,9 +127,10 @@ class TrainingReporter:
             self.controller.recompute.current,
             self.engine.is_frozen,
         )
-        self._remaining.observe(Observed.of(clock), way)
+        self._remaining.observe(clock.num_steps, elapsed_s, way)
         steps_left = math.ceil((len(self.train_loader) - at.batch) / self.settings.accumulate)
-        eta_epoch_s, eta_run_s = self._remaining.etas_s(EpochPosition(at.epoch, at.step, steps_left))
+        num_evaluations, eval_s = clock.spent("eval")
+        eta_epoch_s, eta_run_s = self._remaining.etas_s(at.epoch, at.step, steps_left, eval_s / max(num_evaluations, 1))
         self.event_log.emit(
             Step(
                 epoch=at.epoch,

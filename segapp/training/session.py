@@ -12,7 +12,7 @@ import platform
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import PosixPath
@@ -371,10 +371,6 @@ class Stage:
         """Return the seconds since the running checkpoint write began; None while none runs."""
         return None if self._trainer is None else self._trainer.saver.written_for_s()
 
-    def save_last_boundary(self, is_still: Callable[[], bool]) -> str | None:
-        """Save the state of the last step boundary from another thread; return why it could not be saved."""
-        return "nothing was there to save yet" if self._trainer is None else self._trainer.save_last_boundary(is_still)
-
 
 def _run_in(
     folder: RunFolder,
@@ -517,7 +513,6 @@ def _watched(
         num_workers=1 if config.data.workers == "auto" else config.data.workers,  # auto is at least 1
         step=stage.step,
         has_stepped=stage.has_stepped,
-        save_last_boundary=stage.save_last_boundary,
         is_writing=lambda: stage.saving_s() is not None,
         rank=context.ranks.rank,
         rank_pids=rank_pids,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from segapp.accelerator import accelerator_of
@@ -33,7 +32,6 @@ from segapp.training.reporting import TrainingReporter
 from segapp.training.signals import PauseRequest, StopRequest
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.step.participant import FirstLook
-from segapp.training.step.rollback import rng_fields
 from segapp.training.telemetry.clock import ActivityLog, images_in
 from segapp.training.validation import Validation
 
@@ -87,7 +85,6 @@ class Trainer:
             self._capture,
             config_hash=config_hash,
             during_save=lambda: self.activities.during("save"),
-            on_written=lambda seconds: self.activities.clock.add("write", seconds),
         )
         self._first_looks = first_looks
         self._has_stepped = False
@@ -270,12 +267,10 @@ class Trainer:
             if self.saver.is_affordable():
                 self.saver.begin_asked(self.position)
             accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes
-            self.activities.clock.warm_up()
         self.controller.apply(requested, self.progress.command_position())
         self.device_memory.reset_observed()
         if is_thawing:
             self.engine.thaw()
-            self.activities.clock.warm_up()
         self.progress.begin_epoch()
         self.reporter.epoch_start(self._lr(self.position.step + 1))
 
@@ -364,26 +359,11 @@ class Trainer:
     def _capture(self) -> Captured:
         return Captured(self.state_dict(), self.position, self.progress.best.value)
 
-    def save_last_boundary(self, is_still: Callable[[], bool]) -> str | None:
-        """Save the state of the last step boundary from another thread, while the training thread hangs in a step.
-
-        `is_still` returns True while the training thread has not moved. Return why the state could not be saved.
-        """
-        if self.ranks.world_size > 1:
-            return "the state of the other ranks cannot be gathered"
-        engine_state, rng = self.engine.state_before_step()
-        state = self._state_with(engine_state, [capture_rng() if rng is None else {**capture_rng(), **rng_fields(rng)}])
-        captured = Captured(state, replace(self.position), self.progress.best.value)
-        return self.saver.save_last_boundary(captured, is_still)
-
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs, as tensors and plain values; every rank must call it."""
-        return self._state_with(self.engine.state_dict(), self.ranks.gather(capture_rng()))
-
-    def _state_with(self, engine_state: dict[str, Any], rng: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "format": STATE_FORMAT,
-            **engine_state,
+            **self.engine.state_dict(),
             "position": vars(self.position).copy(),
             "best": vars(self.progress.best).copy(),
             "plateau": None if self.plateau is None else self.plateau.state_dict(),
@@ -391,7 +371,7 @@ class Trainer:
             "fallbacks": self.oom_policy.fallbacks.to_json(),
             "memory": self.controller.batch_split.state_dict(),
             "topology": self.places.to_state(self.controller.batch_split.current),
-            "rng": rng,
+            "rng": self.ranks.gather(capture_rng()),
             "config": self.facts.config,
             "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": len(self.train_loader)},
             "classes": list(self.facts.classes),

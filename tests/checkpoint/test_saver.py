@@ -237,7 +237,7 @@ def test_former_best_is_dropped_before_the_next_copy(training: Training, monkeyp
     assert alive == [False]
 
 
-@pytest.mark.parametrize("way", ["better", "same position", "failed write", "failed training", "not finite", "hang"])
+@pytest.mark.parametrize("way", ["better", "same position", "failed write", "failed training", "not finite"])
 def test_best_state_in_memory_reaches_the_disk_on_every_way(training: Training, way: str) -> None:
     training.store.write_s = 50.0
     training.saver.begin()
@@ -261,14 +261,12 @@ def test_best_state_in_memory_reaches_the_disk_on_every_way(training: Training, 
     elif way == "failed training":
         saver.wait_for_writer()
         steps = [1, 3]
-    elif way == "not finite":
+    else:
         training.weight = torch.tensor([8.0, float("inf")])
         with pytest.raises(NonFiniteError, match=r"model\.weight is not finite"):
             saver.finish(training.position, is_required=True)
         assert "model.weight is not finite" in training.alerts()[-1]
         steps = [1, 3]
-    else:
-        assert saver.save_last_boundary(training.capture(), lambda: True) is None
     saver.wait()
     assert training.store.steps == steps
     assert load_checkpoint(training.folder, "best").step == (8 if way == "better" else 3)
@@ -323,36 +321,6 @@ def test_state_is_written_as_it_was_when_the_save_began(training: Training) -> N
     training.store.may_write.set()
     assert training.saver.wait()
     assert load_checkpoint(training.folder).state["model"]["weight"].tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("moves", ["before the copy", "during the copy", "never"])
-def test_copy_of_a_hanging_training_is_saved_unless_it_moved(
-    training: Training, monkeypatch: pytest.MonkeyPatch, moves: str
-) -> None:
-    has_moved = moves == "before the copy"
-
-    def copied(state: Any) -> Any:
-        nonlocal has_moved
-        result = snapshot(state)
-        has_moved = has_moved or moves == "during the copy"
-        return result
-
-    snapshot = module.snapshot
-    monkeypatch.setattr(module, "snapshot", copied)
-    problem = training.saver.save_last_boundary(training.capture(), lambda: not has_moved)
-    assert problem == (None if moves == "never" else "the training moved on")
-    assert training.store.steps == ([1] if moves == "never" else [])
-
-
-def test_hanging_training_is_not_saved_twice(training: Training) -> None:
-    training.saver.begin()
-    assert training.saver.save_last_boundary(training.capture(), lambda: True) is None
-    assert training.store.steps == [1]
-    training.position = Position(step=2)
-    training.store.num_failures = 1
-    assert training.saver.save_last_boundary(training.capture(), lambda: True) == "the disk is full"
-    assert training.saver.save_last_boundary(training.capture(), lambda: True) is None
-    assert training.store.steps == [1, 2]
 
 
 def test_finish_saves_once_more_after_a_failure(training: Training) -> None:

@@ -22,24 +22,22 @@ def workers_of(run: FaultRun, pid: int) -> list[int]:
     return [child for child in run.left_behind() if child != pid]
 
 
-@case("W01", how="a device call that never returns (failpoint)", passes="stacks, event, exit 8, saved, exact")
+@case("W01", how="a device call that never returns (failpoint)", passes="stacks, event, exit 8, exact")
 @pytest.mark.faults
 def test_hanging_device_call_exits_8_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run(train=HANG, data={"workers": 2}, checkpoint={"every_steps": None})
+    run = new_run(train=HANG, data={"workers": 2}, checkpoint={"every_steps": 3})
     done = run.train(failpoints="train.device=8:hang", timeout_s=40)
-    invariants.assert_clear(done, 8, "no progress for 2 s in loss after step 7", "stacks.log", "saved at step 7")
+    invariants.assert_clear(done, 8, "no progress for 2 s in loss after step 7", "stacks.log")
     stacks = (run.folder / "stacks.log").read_text()
     assert "in _backward" in stacks
     assert stacks.count("most recent call first") >= 3, "the workers' stacks are there too"
     assert run.events("run_end")[-1]["exit_code"] == 8
     assert any(alert["kind"] == "hang" for alert in run.events("alert"))
-    assert run.committed()[0]["step"] == 7
+    assert 0 < run.committed()[0]["step"] < 7, "the last checkpoint stays"
     invariants.check(run)
 
 
-@case(
-    "W01", how="a reading without workers that never returns (failpoint)", passes="stacks, event, exit 7, saved, exact"
-)
+@case("W01", how="a reading without workers that never returns (failpoint)", passes="stacks, event, exit 7, exact")
 @pytest.mark.faults_long
 def test_hanging_read_in_the_trainer_exits_7_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train=HANG)

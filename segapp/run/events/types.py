@@ -170,7 +170,7 @@ class Step(_Event):
     loss_scale: float | None = None
     step_s: float | None = None
     eta_epoch_s: float | None = None
-    """Seconds until the next epoch begins, including evaluations and saves, excluding pauses."""
+    """Seconds until the next epoch begins, including evaluations, excluding pauses."""
     eta_run_s: float | None = None
     """Seconds until the training ends."""
     terms: dict[Text, float | None] | None = None

@@ -30,7 +30,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.graph import StepGraph
 from segapp.training.step.participant import MAX_BAD_STEPS, StepParticipant
-from segapp.training.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
+from segapp.training.step.rollback import BufferGuard, capture_torch_rng, restore_torch_rng
 
 if TYPE_CHECKING:
     from segapp.datasets.pool import Batch
@@ -108,7 +108,6 @@ class StepEngine:
         """False only if an update was interrupted; otherwise the state is the state at a step boundary."""
         frozen = () if thawed is None else model.frozen_parameters
         self.num_frozen = sum(model.get_parameter(name).numel() for name in frozen)
-        self._rng_before_step: TorchRng | None = None
 
     def step(
         self,
@@ -353,16 +352,6 @@ class StepEngine:
                 state[participant.name] = {**state.get(participant.name, {}), **own}
         return state
 
-    def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
-        """Return `state_dict` and random states from before the step in which another thread is.
-
-        Call it only for a step that has not reached its update; the random states are None outside a step.
-        """
-        state, rng = self.state_dict(), self._rng_before_step
-        if rng is not None:
-            state["model"].update(self.guard.kept_by_name(state["model"]))
-        return state, rng
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         if self.is_frozen and not state["is_frozen"]:
@@ -446,7 +435,7 @@ class StepEngine:
     @contextlib.contextmanager
     def _rolled_back_if_left(self) -> Iterator[None]:
         """Roll back a step that is left before its update: buffers, random numbers, gradients."""
-        rng = self._rng_before_step = capture_torch_rng(self._rng_devices)
+        rng = capture_torch_rng(self._rng_devices)
         try:
             yield
         except BaseException:
@@ -458,8 +447,6 @@ class StepEngine:
             self.optimizer.zero_grad(set_to_none=True)
             self._roll_back_participants()
             raise
-        finally:
-            self._rng_before_step = None
 
     def _begin(self) -> None:
         self.guard.remember()

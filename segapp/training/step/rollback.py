@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -42,16 +42,11 @@ class BufferGuard:
             storage = storage_key(buffer)
             can_move = storage in own or (users[storage] == 1 and _is_dense(buffer))
             groups.setdefault((buffer.device, buffer.dtype) if can_move else name, {})[name] = buffer
-        self.live, self.kept, self._kept_by_name = [], [], {}
+        self.live, self.kept = [], []
         for key, group in groups.items():
             live = group[key] if key in group else _common_storage(list(group.values()))
-            kept = live.clone()
             self.live.append(live)
-            self.kept.append(kept)
-            for name, buffer in group.items():
-                is_part = live is not buffer
-                place = buffer.shape, buffer.stride(), buffer.storage_offset()
-                self._kept_by_name[name] = kept.as_strided(*place) if is_part else kept
+            self.kept.append(live.clone())
         self._slots = [
             (slots, key, each)
             for module in self._model.modules()
@@ -67,10 +62,6 @@ class BufferGuard:
             return
         for kept, live in zip(self.kept, self.live, strict=True):
             kept.copy_(live)
-
-    def kept_by_name(self, among: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the copies whose names are in `among`."""
-        return {name: kept for name, kept in self._kept_by_name.items() if name in among}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -124,11 +115,3 @@ def restore_torch_rng(state: TorchRng) -> None:
     for device, of_device in state[1]:
         if gpu := gpu_of(device):
             gpu.set_rng_state(of_device, device)
-
-
-def rng_fields(state: TorchRng) -> dict[str, Any]:
-    """Return the states as fields of `capture_rng`, with GPUs by index."""
-    of_kinds: dict[str, list[Tensor]] = {}
-    for device, of_device in sorted(state[1], key=lambda entry: entry[0].index or 0):
-        of_kinds.setdefault(device.type, []).append(of_device)
-    return {"torch": state[0], **of_kinds}

@@ -11,9 +11,8 @@ from typing import Literal, NamedTuple
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import EventLog, Heartbeat
 
-Activity = Literal["train", "load", "eval", "save", "paused", "write"]
-"""`load`: from the start of an epoch, or of its rest after an evaluation, to its first batch. `write`: the background
-part of a save."""
+Activity = Literal["train", "load", "eval", "save", "paused"]
+"""`load`: from the start of an epoch, or of its rest after an evaluation, to its first batch."""
 
 
 class Spent(NamedTuple):
@@ -24,10 +23,7 @@ class Spent(NamedTuple):
 
 
 class Clock:
-    """Times by activity since the training began, and counts since the last `step` event.
-
-    A step after `warm_up` is not included in the steps, because kernels are compiled and chosen in it.
-    """
+    """Times by activity since the training began, and counts since the last `step` event."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -35,9 +31,6 @@ class Clock:
         self._since = now()
         self._seconds: dict[str, float] = defaultdict(float)
         self._times: dict[str, int] = defaultdict(int)
-        self._steps = Spent()
-        self._counted_s = 0.0
-        self._is_warming_up = True
         self.wait_s = 0.0
         """Seconds of the interval in which the training waited for data."""
         self.restart()
@@ -51,7 +44,6 @@ class Clock:
         """Count one step of `num_images` images."""
         self.num_steps += 1
         self.num_images += num_images
-        self._count(1)
 
     def elapsed_s(self) -> float:
         """Return the seconds of the interval, without pauses."""
@@ -71,28 +63,6 @@ class Clock:
         """Return how often an activity was finished, and the seconds spent in it so far."""
         running_s = self._now() - self._since if activity == self._activity else 0.0
         return Spent(self._times[activity], self._seconds[activity] + running_s)
-
-    def add(self, activity: Activity, seconds: float) -> None:
-        """Count time of another thread."""
-        self._times[activity] += 1
-        self._seconds[activity] += seconds
-
-    def steps(self) -> Spent:
-        """Return the counted steps and their time up to now; call it when the device has finished them."""
-        self._count(0)
-        return self._steps
-
-    def warm_up(self) -> None:
-        """Exclude the next step from the steps."""
-        self._is_warming_up = True
-
-    def _count(self, num_steps: int) -> None:
-        train_s = self.spent("train").seconds
-        if not self._is_warming_up:
-            times, seconds = self._steps
-            self._steps = Spent(times + num_steps, seconds + train_s - self._counted_s)
-        self._counted_s = train_s
-        self._is_warming_up &= not num_steps
 
     def _switch(self, activity: Activity) -> Activity:
         now, before = self._now(), self._activity

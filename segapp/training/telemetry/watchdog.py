@@ -2,8 +2,8 @@
 
 The training thread reports its progress (`DeviceMemoryTracker.report_progress`); a thread of each rank checks it.
 Without progress for `train.hang_timeout_s`, the stacks of this process, its data workers and the other ranks on this
-machine are written to `stacks.log` in the run folder. The state of the last step boundary is saved if it can be read,
-the reason is emitted as an event, the data workers are killed, and the process exits with the exit code of the cause.
+machine are written to `stacks.log` in the run folder. The reason is emitted as an event, the data workers are killed,
+and the process exits with the exit code of the cause; the last checkpoint stays.
 
 SIGUSR2 writes the stacks at any time, without ending the training (`StackLog`).
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import json
 import logging
 import os
@@ -38,7 +37,7 @@ START_S = 600.0
 _LOADER_S = 15.0
 """Time in which the loader can end its workers after its own timeout."""
 
-_RESCUE_S = 60.0
+_REPORT_S = 60.0
 _EMIT_S = 5.0
 _OTHERS_S = 3.0
 _WAIT_FOR_MAIN_S = 15.0
@@ -51,7 +50,7 @@ def exchange_timeout_s(hang_timeout_s: float) -> float:
     Args:
         hang_timeout_s: timeout of the watchdog; 0: none, and then the result is a week.
     """
-    return hang_timeout_s + _RESCUE_S if hang_timeout_s > 0 else 7 * 86400.0
+    return hang_timeout_s + _REPORT_S if hang_timeout_s > 0 else 7 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,6 @@ class Watchdog:
     Args:
         timeout_s: Time without progress after which the training is ended; 0: never.
         data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
-        save_last_boundary: Saves the state of the last step boundary, given a function that returns True while the
-            training thread has not moved; returns why it could not be saved.
         rank_pids: (machine, process id) of every rank.
     """
 
@@ -106,7 +103,6 @@ class Watchdog:
         num_workers: int = 0,
         step: Callable[[], int | None] = lambda: None,
         has_stepped: Callable[[], bool] = lambda: False,
-        save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet",
         is_writing: Callable[[], bool] = lambda: False,
         rank: int = 0,
         rank_pids: Sequence[tuple[str, int]] = (),
@@ -118,7 +114,7 @@ class Watchdog:
         self._event_log, self._device_memory, self._end = event_log, device_memory, end
         self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
         self._step, self._has_stepped = step, has_stepped
-        self._save_last_boundary, self._is_writing = save_last_boundary, is_writing
+        self._is_writing = is_writing
         self._rank, self._rank_pids = rank, rank_pids
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -154,31 +150,23 @@ class Watchdog:
                 seen_s, silent_s = self._device_memory.last_progress_s, 0.0
             place = self._device_memory.activity
             if silent_s >= self.limit_s(place, has_stepped=self._has_stepped()):
-                if self._report_hang(place, silent_s, functools.partial(self._is_still, seen_s)):
+                self._write_stacks(place, silent_s)
+                if self._device_memory.last_progress_s == seen_s:
+                    self._end_hang(place, silent_s)
                     return
                 silent_s = 0.0
 
-    def _is_still(self, seen_s: float) -> bool:
-        return self._device_memory.last_progress_s == seen_s
-
-    def _report_hang(self, place: str, silent_s: float, is_still: Callable[[], bool]) -> bool:
-        """Report the hang and end the process; return False if the training has made progress meanwhile."""
-        self._write_stacks(place, silent_s)
-        if not is_still():
-            return False
+    def _end_hang(self, place: str, silent_s: float) -> None:
+        """Report the hang and end the process."""
         if self._rank != 0:
             time.sleep(_WAIT_FOR_MAIN_S)  # the main rank, which hangs too, reports it; then the launcher ends all ranks
             self._exit(DistributedError.exit_code)
-            return True
+            return
         error = self._reason(place, silent_s)
-        problem = self._save_problem(place, is_still)
-        saved = f"saved at step {self._step()}" if problem is None else f"not saved ({problem})"
-        message = f"{error}; {saved}"
-        _within(_EMIT_S, lambda: self._emit(message, error.exit_code))
+        _within(_EMIT_S, lambda: self._emit(str(error), error.exit_code))
         with contextlib.suppress(OSError):
-            os.write(2, f"error: {message}; --resume continues from the newest checkpoint\n".encode())
+            os.write(2, f"error: {error}; --resume continues from the newest checkpoint\n".encode())
         self._exit(error.exit_code)
-        return True
 
     def _write_stacks(self, place: str, silent_s: float) -> None:
         """Write the stacks of this process, its workers, and the ranks on this machine, and the place of the hang."""
@@ -209,22 +197,9 @@ class Watchdog:
         what = "a device or another rank"
         if place == "read":
             kind, what = WorkerError, "the storage of the data"
-        elif self._is_disk_silent(place):
+        elif place == "save" and (len(self._rank_pids) <= 1 or self._is_writing()):  # else it waits for another rank
             kind, what = StorageError, "the disk of the run folder"
         return kind(f"{where}: {what} does not answer: {advice}")
-
-    def _is_disk_silent(self, place: str) -> bool:
-        """Return True if a save waits for the disk, not for the state of another rank."""
-        return place == "save" and (len(self._rank_pids) <= 1 or self._is_writing())
-
-    def _save_problem(self, place: str, is_still: Callable[[], bool]) -> str | None:
-        if self._is_disk_silent(place):
-            return "the disk does not answer"
-        if place in ("step", "start"):
-            return "it hangs in an update" if place == "step" else "nothing to save yet"
-        answers: list[str | None] = []
-        _within(_RESCUE_S, lambda: answers.append(self._save_last_boundary(is_still)))
-        return answers[0] if answers else f"the state could not be read within {_RESCUE_S:g} s"
 
     def _emit(self, message: str, code: int) -> None:
         logger.error(message)

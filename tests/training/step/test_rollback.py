@@ -15,7 +15,7 @@ from segapp.checkpoint.snapshot import snapshot
 from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import DataParallelModel
 from segapp.precision import half_except_batchnorm
-from segapp.training.step.rollback import BufferGuard, rng_fields
+from segapp.training.step.rollback import BufferGuard
 
 
 class Odd(nn.Module):
@@ -66,9 +66,6 @@ def test_restore_gives_the_remembered_values(restore: Callable[[BufferGuard], No
     expected = values(model)
     guard.remember()
     disturb(model)
-    kept = guard.kept_by_name(model.state_dict())
-    assert kept.keys() == {name for name in expected if name in model.state_dict()}
-    assert all(torch.equal(kept[name], expected[name]) for name in kept)
     restore(guard)
     assert_values(model, expected)
 
@@ -192,11 +189,3 @@ def test_average_equals_lerp_of_every_tensor(make: Callable[[], nn.Module]) -> N
     found = [t for t in average.module.state_dict().values() if t.is_floating_point()]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_generators_of_gpus_are_in_the_order_of_their_indices() -> None:
-    host, first, second = (torch.tensor([value], dtype=torch.uint8) for value in range(3))
-    assert rng_fields((host, ())) == {"torch": host}
-    found = rng_fields((host, ((torch.device("cuda:1"), second), (torch.device("cuda"), first))))
-    assert found["torch"] is host
-    assert [id(state) for state in found["cuda"]] == [id(first), id(second)]
