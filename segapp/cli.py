@@ -828,11 +828,13 @@ def check_part(
 ) -> None:
     """Test the custom components of a config, or one of them. The exit code is 2 if a check fails."""
     from segapp.commands.check_part import check_part as run_checks
-    from segapp.commands.check_part import sorted_words
     from segapp.config import load_config, load_runnable, named_config
     from segapp.config.load import is_config_name
 
-    name, overrides = sorted_words(words or [])
+    names, overrides = ([word for word in words or [] if ("=" in word) == has_value] for has_value in (False, True))
+    if len(names) > 1:
+        raise ConfigError(f"{', '.join(names)}: name one component, or check all of a config with --config FILE")
+    name = names[0] if names else None
     is_needed = config is not None or overrides or (name is not None and is_config_name(name))
     load = load_runnable if name is None else load_config  # a component on the command line is the user's own
     loaded = load(named_config(config, words or []), overrides) if is_needed else None

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from torch import Tensor, nn
 
 from segapp.__main__ import main
-from segapp.commands.check_part import check_part, follows, tried
+from segapp.commands.check_part import check_part
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
 from tests.support import ROOT
@@ -46,12 +44,12 @@ def test_good_parts_pass(name: str, kind: str, capsys: pytest.CaptureFixture[str
     ("name", "kind", "problem"),
     [
         (f"{PARTS}:WrongChannels", "model", "return (1, 3, h, w)"),
-        (f"{PARTS}:MixingNet", "model", "depend on the others in its batch"),
-        (f"{PARTS}:NoisyNet", "model", "draws numbers in evaluation"),
-        (f"{PARTS}:PixelOfChunk", "loss", "divide only in finalize"),
+        (f"{PARTS}:MixingNet", "model", "FAILED images do not depend on the others in their batch"),
+        (f"{PARTS}:NoisyNet", "model", "FAILED evaluation draws no random numbers"),
+        (f"{PARTS}:NearlyExact", "loss", "FAILED a divided step gives the same loss and gradient (off by 1e-03)"),
         (f"{PARTS}:negative", "schedule", "give a number from 0 on"),
-        (f"{PARTS}:counting", "schedule", "depends on earlier calls"),
-        (f"{PARTS}:still", "optim", "a step leaves weights as they are"),
+        (f"{PARTS}:counting", "schedule", "FAILED it gives numbers from 0 on that depend only on the step"),
+        (f"{PARTS}:still", "optim", "FAILED a step changes the parameters of every group"),
         (f"{PARTS}:nothing", "model", "has no 'nothing'"),
     ],
 )
@@ -60,26 +58,9 @@ def test_broken_rule_is_named(name: str, kind: str, problem: str, capsys: pytest
     assert problem in capsys.readouterr().out
 
 
-def test_plain_loss_that_is_no_mean_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_loss_is_not_checked_for_exactness(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_part(f"{PARTS}:largest_pixel", "loss", None) == 0
-    said = "note   a divided step gives the same loss and gradient in float64: no mean over valid pixels"
-    assert said in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "result"),
-    [
-        ("ce", 0, "ok     {} float64\n"),
-        ("additive_ce", 0, "ok     {} float64\n"),
-        ("NearlyExact", 2, "FAILED {} float64: off by 1e-06"),
-        ("rounded_ce", 0, "ok     {} float32\n"),
-    ],
-)
-def test_splits_are_compared_in_float64_if_the_loss_can(
-    name: str, code: int, result: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert check_part(f"{PARTS}:{name}", "loss", None) == code
-    assert result.format("a divided step gives the same loss and gradient in") in capsys.readouterr().out
+    assert "a divided step" not in capsys.readouterr().out
 
 
 def data_config(tiny: dict[str, Any], name: str) -> RunConfig:
@@ -100,7 +81,7 @@ def test_all_parts_of_the_example_pass(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_part_without_a_kind_asks_for_it() -> None:
-    with pytest.raises(ConfigError, match=r"give its kind with --as model\|loss"):
+    with pytest.raises(ConfigError, match=r"with its kind, --as model\|loss"):
         check_part(f"{PARTS}:Net", None, None)
 
 
@@ -127,9 +108,9 @@ def said_of(name: str, kind: str, config: Any, capsys: pytest.CaptureFixture[str
             "the mask holds ids outside",
         ),
         ("FloatMasks", "the mask is float64 of shape (48, 64): return class ids, integers"),
-        ("RandomData", "it repeats its result: image 0 differs from the first call: draw no random numbers here"),
+        ("RandomData", "FAILED it repeats its result: no random numbers are drawn"),
         ("TensorData", "the image is float32 of shape (3, 48, 64): return uint8 RGB of shape (H, W, 3)"),
-        ("OneSplit", "validation has other images: val gives the images of train: use the argument `split`"),
+        ("OneSplit", "FAILED the argument `split` chooses the images: val has others than train"),
     ],
 )
 def test_broken_data_set_is_explained(
@@ -146,14 +127,10 @@ def test_broken_data_set_is_explained(
     [
         (
             "SoftmaxNet",
-            "not probabilities: these are probabilities (in 0..1, with the sum 1 over the",
+            "FAILED it returns logits, not probabilities",
         ),
-        ("SigmoidNet", "these are probabilities (in 0..1 for any image): return logits, without sigmoid"),
+        ("SigmoidNet", "FAILED it returns logits, not probabilities"),
         ("FixedNet", "it takes 128x128 px: compute sizes from the input; or set fixed_size_px = (128, 128)"),
-        (
-            "UnregisteredNet",
-            "has inputs on two devices: make tensors on the device of the input, and register",
-        ),
         ("RaisingNet", "KeyError: 'logits' (tests/support/broken_parts.py, line "),
         ("NothingNet", "outputs are a NoneType: give logits"),
     ],
@@ -175,10 +152,10 @@ def of_size(tiny: dict[str, Any], crop_px: int, **options: Any) -> RunConfig:
 
 def test_model_of_one_size_is_refused_with_the_sizes(tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert check_part(None, None, of_size(tiny, 32, side=64)) == 2
-    assert "it takes images of other sizes: 64x96 px fail with RuntimeError" in capsys.readouterr().out
+    assert "FAILED fails with RuntimeError" in capsys.readouterr().out
     assert check_part(None, None, of_size(tiny, 64, side=128, is_said=True)) == 2
     said = capsys.readouterr().out
-    assert "64x64 px fail with ValueError: images of 64x64 px: python tests.support.broken_parts:FixedNet" in said
+    assert "fails with ValueError: images of 64x64 px: python tests.support.broken_parts:FixedNet" in said
     assert "takes 128x128 px only: crop to it with data.crop_px" in said
     assert check_part(None, None, of_size(tiny, 128, side=128, is_said=True)) == 0
 
@@ -191,14 +168,13 @@ def test_outputs_that_only_look_like_probabilities_pass(name: str, capsys: pytes
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("summed", "it does not grow with the number of images: it is 2 times as large for each image given twice"),
+        ("summed", "FAILED it is a mean: images that are given twice do not double it"),
         (
             "per_pixel",
             "the loss returned a tensor of shape (4, 16, 24): return a scalar tensor",
         ),
         ("without_ignore", "IndexError: Target 255 is out of bounds."),
-        ("weights_left", "it can be copied and moved to another device: nll_loss2d_forward has inputs on two"),
-        ("negative_log", "the loss is not: guard logarithms and divisions"),
+        ("negative_log", "FAILED loss and gradient are finite"),
     ],
 )
 def test_broken_loss_is_explained(name: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,14 +183,12 @@ def test_broken_loss_is_explained(name: str, problem: str, capsys: pytest.Captur
     assert problem in said
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes values")
 @pytest.mark.parametrize("name", ["selected", "focal", "ohem", "lovasz"])
 def test_loss_whose_shapes_depend_on_values_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         code, said = said_of(name, "loss", None, capsys)
     assert code == 0, said
-    assert "  not tried it can be copied and moved to another device: this machine has no GPU" in said
 
 
 @pytest.mark.parametrize(
@@ -222,7 +196,7 @@ def test_loss_whose_shapes_depend_on_values_passes(name: str, capsys: pytest.Cap
     [
         ("normalized", "Normalize"),
         ("tensors", "ToTensorV2"),
-        ("turned", "size"),
+        ("turned", "can give images of"),
         ("resized", "can give images of 32 x 32 px, but all must end with data.crop_px"),
         ("smoothed", "puts 1 into masks that do not have it"),
         ("unseeded", "gives different results for one seed"),
@@ -247,18 +221,6 @@ def test_error_in_own_code_names_its_file_and_line(
     )
     assert check_part("mine/losses_of_mine.py:make", "loss", None) == 2
     assert "(mine/losses_of_mine.py, line 5): correct it" in capsys.readouterr().out
-
-
-def test_what_cannot_be_tried_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: object, device: str) -> Tensor:
-        raise NotImplementedError(f"no kernel for {device}")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check = tried("it moves", lambda: follows(nn.ReLU(), fails))
-    assert (check.mark, check.what) == ("not tried", "it moves")
-    assert check.problem.startswith(
-        "this machine has no GPU, and on the CPU it fails with NotImplementedError: no kernel"
-    )
 
 
 def test_check_part_takes_overrides_as_other_commands_do(
@@ -312,17 +274,3 @@ def Net(num_classes):
 def falling(total_steps):
     return lambda step: 1 - step / total_steps / 2
 """
-
-
-def test_copies_indices_and_scalars_may_come_from_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def run(_: nn.Module, device: str) -> Tensor:
-        values = torch.zeros(3).to(device)
-        values.copy_(torch.tensor([1.0, 2.0, 3.0]))
-        return values[torch.tensor([2, 0])] * torch.tensor(2.0)
-
-    assert follows(nn.ReLU(), run) is None
-    assert "stays on the CPU" in str(follows(nn.ReLU(), lambda _, device: torch.zeros(3)))
-    with pytest.raises(ConfigError, match="mm has inputs on two devices"):
-        follows(nn.ReLU(), lambda _, device: torch.zeros(3, 3).to(device) @ torch.ones(3, 3))

@@ -138,17 +138,6 @@ class FixedNet(Net):
         return super().forward(images + self.position)
 
 
-class UnregisteredNet(Net):
-    """A network with weights that are no parameter."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.scale = torch.ones(num_classes, 1, 1)
-
-    def forward(self, images: Tensor) -> Any:
-        return super().forward(images)["out"] * self.scale
-
-
 class RaisingNet(Net):
     """A network whose forward fails."""
 
@@ -179,12 +168,6 @@ def per_pixel() -> nn.Module:
 def without_ignore() -> nn.Module:
     """255 is taken for a class."""
     return nn.CrossEntropyLoss(ignore_index=-100)
-
-
-def weights_left() -> Callable[[Tensor, Tensor], Tensor]:
-    """Class weights that stay on the CPU."""
-    weight = torch.tensor([1.0, 2.0, 3.0])
-    return lambda logits, target: F.cross_entropy(logits, target, weight, ignore_index=255)
 
 
 def negative_log() -> Callable[[Tensor, Tensor], Tensor]:
