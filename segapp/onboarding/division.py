@@ -1,9 +1,14 @@
-"""Groups of images that show the same patient, video or place, and the division of images into splits by groups.
+"""The images for training and validation: the splits of the data set, or a division by groups, or folds.
 
-Images of a group resemble each other, so a group on both sides of a division makes the scores too good. Every folder
-and every word of the names is a candidate. Group words such as `patient` have priority, then folders, words with
-letters, and numbers. Of several plausible candidates the coarsest is used, because it also keeps the finer groups
-together. If no candidate is coarser than the others, the user is asked.
+Images of one patient, video or place resemble each other, so a group on both sides of a division makes the scores too
+good. The first of these rules that fits all images names their groups:
+
+1. a column of a table, or the match of `--group`;
+2. a word such as patient or subject in the paths, with its number;
+3. a word such as video or scene with its number, or a folder of scenes, with at least five groups, the coarser one;
+4. the word of the names that divides the images into at least five groups; if several do, the user is asked;
+5. rules 3 and 4 with fewer groups, at least three;
+6. each image is its own group.
 """
 
 import hashlib
@@ -13,47 +18,31 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import dataclass, field
+from itertools import chain
 
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.layout import Pair
-from segapp.onboarding.questions import Answer, open_question
+from segapp.onboarding.questions import Answer, OpenQuestionError, open_question
 from segapp.onboarding.words import SPLIT_WORDS, known_words
 
-MIN_GROUPS = 5  # a kind with fewer groups is used only if there is no other kind
-_FEW_GROUPS = 3
-_MOST_IN_ONE = 0.8  # largest share of the images in one group, unless a group word names it
-_LEAST_STEP_PX = 16  # numbers that are multiples of such a step are positions of tiles
-
+DEFAULT_SHARE = 0.2
+TEST_VALIDATES = (
+    "the best checkpoint is chosen on the test images, for lack of a val split; --val-share SHARE of segapp init keeps "
+    "a part of train instead"
+)
 EACH_IMAGE = ".+"  # value of `--group` with which each image is its own group
 
+_MIN_GROUPS = 5
+_FEW_GROUPS = 3
+_MOST_IN_ONE = 0.8  # largest share of the images in one group, unless a word names it
 _PERSONS, _RECORDINGS = known_words("groups", "persons"), known_words("groups", "recordings")
-_IMAGES, _PARTS = known_words("groups", "images"), known_words("groups", "parts")
-_WORD, _GAP = r"[^_\-. /]+", r"[_\-. ]+"
-_DATE = re.compile(
-    r"(?<!\d)((?:19|20)\d\d([_\-.]?)(?:0[1-9]|1[0-2])\2(?:0[1-9]|[12]\d|3[01]))"
-    r"(?:[_\-. T](?:[01]\d|2[0-3])([_\-.h]?)[0-5]\d\3[0-5]\d\d*)?(?!\d)"
-)
-
-
-class Evidence(IntEnum):
-    """Strength of the evidence for a candidate."""
-
-    COUNTER = 0
-    NUMBER = 1
-    WORD = 2
-    FOLDER = 3
-    RECORDING = 4
-    PERSON = 5
-
-
-_ROLES = {
-    **dict.fromkeys(known_words("groups", "places"), Evidence.WORD),
-    **dict.fromkeys(_RECORDINGS, Evidence.RECORDING),
-    **dict.fromkeys(_PERSONS, Evidence.PERSON),
-}  # evidence of a word in a name
+_PARTS = known_words("groups", "parts")
+_COUNTED = known_words("groups", "images") | _PARTS
+_WORD = r"[^_\-. /]+"
+_LEAST_STEP_PX = 16  # numbers that are multiples of such a step are positions of tiles
+_LONG = {"pt": "patient", "pat": "patient", "subj": "subject", "sub": "subject"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,6 @@ class Grouping:
     groups: tuple[str, ...]
     kind: str
     pattern: str = ""
-    evidence: Evidence | None = None
 
     @property
     def num_groups(self) -> int:
@@ -77,26 +65,28 @@ class Grouping:
 
 
 def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
-    """Return the group of each pair.
-
-    It is the first group, or else the whole match, of a regular expression in the image's path. Without a pattern, it
-    is the group in a table, or else the best candidate of the folders and names. If several plausible candidates divide
-    the images differently, the user is asked.
-    """
+    """Return the group of each pair by the rules of this module; `pattern` is the value of `--group`."""
     images = [pair.image for pair in pairs]
     if pattern is not None:
-        groups = find_by_expression(images, pattern)
         kind = "image" if pattern == EACH_IMAGE else f"--group {pattern}"
-        return Grouping(groups, kind, pattern)
+        return Grouping(_matches(images, pattern), kind, pattern)
     if pairs and all(pair.group is not None for pair in pairs):
         return Grouping(tuple(str(pair.group) for pair in pairs), "column of the table")
-    scenes = [pair.scene for pair in pairs]
-    found = _chosen(list(_candidates(images, scenes)), images)
-    return found or Grouping(tuple(images), "image", EACH_IMAGE)
+    recordings, folders = [*_by_words(images, _RECORDINGS)], [*_by_folders([pair.scene for pair in pairs])]
+    many = [one for one in (*recordings, *folders) if one.num_groups >= _MIN_GROUPS]
+    rules = chain(
+        _by_words(images, _PERSONS),
+        sorted(many, key=lambda one: one.num_groups),
+        (one for one in _by_names(images) if one.num_groups >= _MIN_GROUPS),
+        folders,
+        recordings,
+        _by_names(images),
+    )
+    return next(rules, Grouping(tuple(images), "image", EACH_IMAGE))
 
 
-def find_by_expression(images: Sequence[str], pattern: str) -> tuple[str, ...]:
-    """Return the match of an expression in each image's path; ConfigError if it is invalid or has no match."""
+def _matches(images: Sequence[str], pattern: str) -> tuple[str, ...]:
+    """Return the first group, or the match, of an expression in each path; ConfigError if it is invalid or has none."""
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -114,26 +104,100 @@ def find_by_expression(images: Sequence[str], pattern: str) -> tuple[str, ...]:
     return tuple(groups)
 
 
+def _by_words(images: Sequence[str], words: frozenset[str]) -> Iterator[Grouping]:
+    """Yield the groups by words that every path has with a number, a letter or a name: patient01, patientB, sub-x."""
+    for word in sorted(words):
+        pattern = rf"(?<![^\W\d_])((?i:{word})(?:[_\-. ]?\d+|[_\-. ][^_\-. /]+|[A-Z](?![a-z])))"
+        found = [re.search(pattern, image) for image in images]
+        groups = tuple(match[1] for match in found if match is not None)
+        if len(groups) == len(images) and 2 <= len(set(groups)) < len(images):
+            yield Grouping(groups, f"{_LONG.get(word, word)} in the name", pattern)
+
+
+def _by_folders(scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
+    """Yield each level of the folders of scenes, outer ones first, unless they count images or parts of images."""
+    for level in range(min(map(len, scenes), default=0)):
+        groups = tuple("/".join(scene[: level + 1]) for scene in scenes)
+        leads = {re.match(r"[^\W\d_]*", scene[level])[0].lower() for scene in scenes}  # type: ignore[index]
+        if _are_groups(groups) and not leads <= _COUNTED:
+            yield Grouping(groups, "folder")
+
+
+def _by_names(images: Sequence[str]) -> Iterator[Grouping]:
+    """Yield the groups by the words of the names, which must be equally many, or else by the beginning of the names.
+
+    OpenQuestionError is raised if several words divide the images, and none is coarser than the others.
+    """
+    words = [re.findall(_WORD, os.path.splitext(image.rpartition("/")[2])[0]) for image in images]
+    if len({len(own) for own in words}) == 1:
+        columns = [*_columns([*zip(*words, strict=True)])]
+        for one in sorted(columns, key=lambda one: one.num_groups):
+            if all(len(set(zip(one.groups, other.groups, strict=True))) == other.num_groups for other in columns):
+                yield one
+                return
+        if columns:
+            raise _question(columns, images)
+        return
+    for count in range(1, max(map(len, words), default=0)):
+        groups = tuple("_".join(own[: min(count, len(own) - 1)] or own) for own in words)
+        if _are_groups(groups):
+            yield Grouping(groups, "beginning of the name")
+            return
+
+
+def _columns(columns: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
+    """Yield the words at each position that may be groups, and the letters or digits with which such words begin.
+
+    The last word that varies counts the images. Numbers after a word such as tile, and multiples of 16, count parts.
+    """
+    varying = [number for number, column in enumerate(columns) if len(set(column)) > 1]
+    for number in varying:
+        column = columns[number]
+        before = columns[number - 1][0].lower() if number and number - 1 not in varying else ""
+        lead = column[0].rstrip("0123456789").lower() if column[0][-1].isdigit() else ""
+        is_position = all(word.isdigit() for word in column) and math.gcd(*map(int, column)) >= _LEAST_STEP_PX
+        kind = f"word {number + 1} of the name" if number else "beginning of the name"
+        runs = [_WORD, r"[^\W\d_]+(?=\d+$)", r"\d+(?=[^\W\d_]+$)"]
+        for run in runs if number != varying[-1] else runs[1:]:
+            found = [match for word in column if (match := re.match(run, word))]
+            groups = tuple(match[0] for match in found)
+            if len(groups) == len(column) and _are_groups(groups) and not is_position and not {before, lead} & _PARTS:
+                own = run.replace("$)", r"(?:[_\-. ]|\.[^.]*$))")
+                yield Grouping(groups, kind, rf"^(?:.*/)?[_\-. ]*(?:{_WORD}[_\-. ]+){{{number}}}({own})[^/]*$")
+
+
+def _question(columns: Sequence[Grouping], images: Sequence[str]) -> OpenQuestionError:
+    answers = [Answer(one.pattern, f"{one.kind}: {one.num_groups} groups; {one.examples(images)}") for one in columns]
+    return open_question(
+        "images of one patient, scene or video must stay on one side of the division, and several parts of the names "
+        "may say it",
+        "--group",
+        [*answers, Answer(EACH_IMAGE, "each image is its own group")],
+    )
+
+
+def _are_groups(groups: Sequence[str]) -> bool:
+    sizes = Counter(groups)
+    return _FEW_GROUPS <= len(sizes) <= len(groups) / 2 and max(sizes.values()) <= _MOST_IN_ONE * len(groups)
+
+
 def find_shared_groups(
     images: Mapping[str, Sequence[str]], columns: Mapping[str, Sequence[str | None]] | None = None
 ) -> str | None:
     """Return a sentence on the patients, videos or other groups that have images in two splits, with the next move.
 
-    They are found in the names of the images in both splits, or in a column of a table, which may be empty for an
-    image. Numbers that start again in each split, so that the same names are in both, are ignored.
+    They are found by the words in the names of the images in both splits, or in a column of a table, which may be empty
+    for an image. Numbers that start again in each split, so that the same names are in both, are ignored.
     """
-    (first, firsts), (second, seconds) = images.items()
-    if columns is not None and None not in (*columns[first], *columns[second]):
-        groups = [str(group) for group in (*columns[first], *columns[second])]
-        return _shared(images, Grouping(tuple(groups), "column of the table"))
+    (_, firsts), (_, seconds) = images.items()
+    if columns is not None and all(None not in own for own in columns.values()):
+        groups = tuple(str(group) for own in columns.values() for group in own)
+        return _shared(images, Grouping(groups, "column of the table"))
     same = len(set(firsts) & set(seconds))
     if not firsts or not seconds or same > min(len(firsts), len(seconds)) / 2:
         return None
-    paths = [*firsts, *seconds]
-    found = _candidates(paths, [tuple(path.split("/")[:-1]) for path in paths])
-    strong = [each for each in found if each.evidence in (Evidence.PERSON, Evidence.RECORDING)]
-    said = (_shared(images, each) for each in sorted(strong, key=lambda each: -(each.evidence or 0)))
-    return next((one for one in said if one is not None), None)
+    found = chain.from_iterable(_by_words([*firsts, *seconds], words) for words in (_PERSONS, _RECORDINGS))
+    return next((said for one in found if (said := _shared(images, one)) is not None), None)
 
 
 def _shared(images: Mapping[str, Sequence[str]], grouping: Grouping) -> str | None:
@@ -164,190 +228,6 @@ def _members(groups: Sequence[str], images: Sequence[str]) -> dict[str, list[str
 def _some(images: Sequence[str], whose: str = "") -> str:
     words = [f"{len(images)} {'images' if len(images) > 1 else 'image'}", whose, f"such as {shown(images[0])}"]
     return " ".join(word for word in words if word)
-
-
-def _chosen(candidates: Sequence[Grouping], images: Sequence[str]) -> Grouping | None:
-    """Return the groups with the strongest evidence; None if there are none."""
-    of = {kind: [each for each in candidates if each.evidence == kind] for kind in Evidence}
-    many = {kind: [each for each in own if each.num_groups >= MIN_GROUPS] for kind, own in of.items()}
-    recordings = many[Evidence.RECORDING] + many[Evidence.FOLDER]
-    for plausible in (
-        of[Evidence.PERSON],
-        recordings or of[Evidence.RECORDING],
-        many[Evidence.WORD],
-        of[Evidence.FOLDER][:1],
-        of[Evidence.WORD] + of[Evidence.NUMBER],
-        many[Evidence.COUNTER],
-    ):
-        if plausible:
-            return _coarsest(plausible, images)
-    return None
-
-
-def _coarsest(plausible: Sequence[Grouping], images: Sequence[str]) -> Grouping:
-    """Return the candidate that keeps the groups of all candidates together; ask if there is none."""
-    for candidate in sorted(plausible, key=lambda each: each.num_groups):
-        if all(_is_coarser(candidate, other) for other in plausible):
-            return candidate
-    answers = [
-        Answer(each.pattern, f"{each.kind}: {each.num_groups} groups; {each.examples(images)}")
-        for each in plausible
-        if _expresses(each, images)
-    ]
-    raise open_question(
-        "images of one patient, scene or video must stay on one side of the division, and several parts of the names "
-        "may say it",
-        "--group",
-        [*answers, Answer(EACH_IMAGE, "each image is its own group")],
-    )
-
-
-def _is_coarser(one: Grouping, other: Grouping) -> bool:
-    """Return True if each group of the other candidate lies within one group."""
-    return len(set(zip(one.groups, other.groups, strict=True))) == other.num_groups
-
-
-def _expresses(grouping: Grouping, images: Sequence[str]) -> bool:
-    """Return True if the pattern finds the same groups."""
-    try:
-        found = Grouping(find_by_expression(images, grouping.pattern), "")
-    except ConfigError:
-        return False
-    return _is_coarser(found, grouping) and _is_coarser(grouping, found)
-
-
-def _candidates(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
-    """Yield the parts of the paths that may name a group, coarsest first."""
-    yielded: set[tuple[int, ...]] = set()
-    for found in (*_folders(images, scenes), *_parts_of_names(images)):
-        numbers: dict[str, int] = {}
-        partition = tuple(numbers.setdefault(group, len(numbers)) for group in found.groups)
-        if partition not in yielded and _may_be_groups(found):
-            yielded.add(partition)
-            yield found
-
-
-def _may_be_groups(found: Grouping) -> bool:
-    sizes = Counter(found.groups)
-    if found.evidence in (Evidence.PERSON, Evidence.RECORDING):
-        return 2 <= len(sizes) < len(found.groups)
-    most = _MOST_IN_ONE * len(found.groups)
-    return _FEW_GROUPS <= len(sizes) <= len(found.groups) / 2 and max(sizes.values()) <= most
-
-
-def _folders(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
-    """Yield each level of folders that differ, and the first levels together."""
-    if not scenes or len({len(scene) for scene in scenes}) != 1:
-        return
-    folders = [image.split("/")[:-1] for image in images]
-    for level in range(len(scenes[0])):
-        values = [scene[level] for scene in scenes]
-        role = _ROLES.get(_lead(values))
-        if role is None and _lead(values) in _PARTS | _IMAGES:
-            continue
-        depth = next((i for i in range(min(map(len, folders))) if [each[i] for each in folders] == values), None)
-        pattern = "" if depth is None else f"^(?:[^/]+/){{{depth}}}([^/]+)/" if depth else "^([^/]+)/"
-        evidence = Evidence.FOLDER if role in (None, Evidence.WORD) else role
-        yield Grouping(tuple(values), _in_words(_lead(values), "folder") if role else "folder", pattern, evidence)
-        if level:
-            joined = tuple("/".join(scene[: level + 1]) for scene in scenes)
-            pattern = "" if depth is None else f"^((?:[^/]+/){{{depth}}}[^/]+)/"
-            yield Grouping(joined, "folder", pattern, Evidence.FOLDER)
-
-
-def _parts_of_names(images: Sequence[str]) -> Iterator[Grouping]:
-    """Yield the words of the names; if the names have different shapes, the group words and the beginnings."""
-    stems = [os.path.splitext(image.rpartition("/")[2])[0] for image in images]
-    dates = [_DATE.search(stem) for stem in stems]
-    if all(dates):
-        days = tuple(date[1] for date in dates if date is not None)
-        yield Grouping(days, "date in the name", _DATE.pattern, Evidence.WORD)
-        stems = [stem.replace(date[0], "0") for stem, date in zip(stems, dates, strict=True) if date is not None]
-    words = [re.findall(_WORD, stem) for stem in stems]
-    if len({len(own) for own in words}) == 1:
-        for found in _columns([list(column) for column in zip(*words, strict=True)]):
-            yield found if not all(dates) else replace(found, pattern="")
-        return
-    for word in sorted(_PERSONS | _RECORDINGS):
-        pattern = rf"(?i)(?<![^\W\d_])({word}[_\-. ]?\d+)"
-        matches = [re.search(pattern, image) for image in images]
-        if all(matches):
-            groups = tuple(match[1] for match in matches if match is not None)
-            yield Grouping(groups, _in_words(word, "name"), pattern, _ROLES.get(word))
-    for count in range(1, min(max(map(len, words), default=0), 8)):
-        pattern = rf"^(?:.*/)?(?:((?:{_WORD}{_GAP}){{1,{count}}})(?={_WORD}[^/]*\.[^./]*$)|{_WORD}(?=\.[^./]*$))"
-        groups = tuple(match[1] or match[0] if (match := re.search(pattern, image)) else image for image in images)
-        yield Grouping(groups, "beginning of the name", pattern, Evidence.WORD)
-
-
-def _columns(columns: Sequence[list[str]]) -> Iterator[Grouping]:
-    """Yield the words at each position of equally long names, if they vary and do not count images or parts."""
-    varying = [number for number, column in enumerate(columns) if len(set(column)) > 1]
-    leads = {number: _context(columns, number) for number in varying}
-    parts = [number for number in varying if leads[number] in _PARTS]
-    counted = [number for number in varying if leads[number] in _IMAGES and _is_number(columns[number])]
-    if parts and counted:
-        counted = counted[:-1] if len(counted) > 1 else []  # several tiles per image
-    digits = [number for number in varying if all(word.isdigit() for word in columns[number])]
-    positions = [number for number in digits if math.gcd(*map(int, columns[number])) >= _LEAST_STEP_PX]
-    skipped = {*parts, *counted, *positions}
-    if not parts and not counted:
-        numbers = [number for number in varying if _is_number(columns[number]) and _ROLES.get(leads[number]) is None]
-        bare = [number for number in numbers if columns[number][0].isdigit()]
-        skipped |= set((bare or numbers)[-1:])
-    for number in varying:
-        column, role = columns[number], _ROLES.get(leads[number])
-        if number in skipped and role is None and not column[0].isdigit():
-            continue
-        position = f"word {number + 1} of the name" if number else "beginning of the name"
-        kind = _in_words(leads[number], "name") if role else position
-        before = rf"^(?:.*/)?[_\-. ]*(?:{_WORD}{_GAP}){{{number}}}" if number else r"^(?:.*/)?[_\-. ]*"
-        evidence = Evidence.NUMBER if all(word.isdigit() for word in column) else Evidence.WORD
-        if role is None and number in skipped:
-            evidence = Evidence.COUNTER
-        elif role is None:
-            yield from _beginnings_of_words(column, kind, before)
-        yield Grouping(tuple(column), kind, rf"{before}({_WORD})[^/]*$", role or evidence)
-
-
-def _beginnings_of_words(column: Sequence[str], kind: str, before: str) -> Iterator[Grouping]:
-    """Yield the letters or digits with which words of one shape begin, such as 01 of 01L and austin of austin1."""
-    shapes = {re.sub(r"[^\W\d_]+", "a", re.sub(r"\d+", "0", word)) for word in column}
-    if shapes not in ({"a0"}, {"0a"}):
-        return
-    run, evidence = (r"[^\W\d_]+", Evidence.WORD) if shapes == {"a0"} else (r"\d+", Evidence.NUMBER)
-    groups = tuple(match[0] for word in column if (match := re.match(run, word)))
-    if len(set(groups)) > 1:
-        yield Grouping(groups, kind, rf"{before}({run})[^/]*$", evidence)
-
-
-def _is_number(column: Sequence[str]) -> bool:
-    """Return True if the words are numbers, or numbers after the same letters."""
-    leads = {word.rstrip("0123456789") for word in column}
-    return len(leads) == 1 and all(word != lead for word in column for lead in leads)
-
-
-def _lead(column: Sequence[str]) -> str:
-    """Return the letters with which all words begin, in lower case: patient of patient01, patientA and Patient."""
-    runs = {match[0] if (match := re.match(r"[^\W\d_]+", word)) else "" for word in column}
-    if len(runs) > 1:
-        runs = {run[:-1] if re.search(r"[a-z][A-Z]$", run) else run for run in runs}
-    lowered = {run.lower() for run in runs}
-    return lowered.pop() if len(lowered) == 1 else ""
-
-
-def _context(columns: Sequence[Sequence[str]], number: int) -> str:
-    """Return the letters with which the words of a column begin, or else the constant word before it."""
-    lead = _lead(columns[number])
-    if lead or number == 0 or len(set(columns[number - 1])) > 1:
-        return lead
-    before = columns[number - 1][0].lower()
-    return before if before.isalpha() else ""
-
-
-def _in_words(lead: str, place: str) -> str:
-    word = {"pt": "patient", "pat": "patient", "subj": "subject", "sub": "subject"}.get(lead, lead)
-    return f"{word} in the {place}"
 
 
 def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -> list[str]:
@@ -405,12 +285,101 @@ def divide_into_folds(grouping: Grouping, num_folds: int, seed: int) -> list[int
     return [fold_of[group] for group in grouping.groups]
 
 
-def split_word_of(pairs: Sequence[Pair], split: str) -> str:
+def _rank(group: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{group}".encode("utf-8", "surrogateescape")).digest()
+
+
+@dataclass(frozen=True)
+class Division:
+    """The images of the splits; with folds, the images of the first fold."""
+
+    train: Sequence[Pair]
+    val: Sequence[Pair]
+    words: Mapping[str, str]  # "train" and the validation split -> their names on disk
+    lists: Mapping[str, Sequence[Pair]]  # name of a list -> its pairs
+    is_new: bool = True  # the division was made by segapp, not by the data set
+    lines: tuple[str, ...] = field(default=())  # description
+
+
+def divided(
+    pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, *, is_published: bool
+) -> Division:
+    """Return the pairs for training and for validation; the options are the same as in `InitRequest`.
+
+    The splits of a published data set keep their names. ConfigError is raised if the data have splits and a share or
+    groups are given, or if a side would be empty.
+    """
+    splits = {pair.split for pair in pairs}
+    test = [pair for pair in pairs if pair.split == "test"]
+    rest = [pair for pair in pairs if pair.split != "test"]
+    if folds is not None:
+        return _in_folds(rest or pairs, group, folds, seed)
+    has_options = share is not None or group is not None
+    if "train" in splits and ("val" in splits or (test and not has_options)):
+        if has_options:
+            raise ConfigError(
+                "the data are divided already (train, val): leave --val-share and --group out, or give --folds"
+            )
+        return _published(pairs, "val" if "val" in splits else "test", is_published=is_published)
+    lists: dict[str, Sequence[Pair]] = {}
+    named = sorted(split for split in splits if split is not None)
+    known = f"only {' and '.join(named)} has images with masks" if named else "the data have none"
+    if "train" in splits and test:
+        pairs, lists["test"] = rest, test
+        known = f"{len(test)} test images are left for segapp eval"
+    share = DEFAULT_SHARE if share is None else share
+    grouping = group_pairs(pairs, group)
+    sides = divide(pairs, grouping, share, seed)
+    train, val = ([pair for pair, side in zip(pairs, sides, strict=True) if side == own] for own in ("train", "val"))
+    line = (
+        f"splits: {known}: {len(train)} training and {len(val)} validation images, {grouping.num_groups} "
+        f"groups ({grouping.kind}) divided by --val-share {share:g}"
+    )
+    lists = {"train": train, "val": val, **lists}
+    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=(line, _groups_line(pairs, grouping)))
+
+
+def _published(pairs: Sequence[Pair], val_split: str, *, is_published: bool) -> Division:
+    """Return the division of the data set, with a warning if a patient or a recording is in both splits."""
+    own = {split: [pair for pair in pairs if pair.split == split] for split in ("train", val_split)}
+    train, val = own.values()
+    words = {split: split if is_published else _split_word(found, split) for split, found in own.items()}
+    lines = [f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"]
+    if val_split == "test":
+        lines.append(f"val_split: {words['test']} - {TEST_VALIDATES}")
+    images = {split: [pair.image for pair in found] for split, found in own.items()}
+    columns = {split: [pair.group for pair in found] for split, found in own.items()}
+    if (both := find_shared_groups(images, columns)) is not None:
+        lines.append(f"warning: {both}")
+    return Division(train, val, words, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
+
+
+def _split_word(pairs: Sequence[Pair], split: str) -> str:
     """Return the name of a split on disk; the split itself if pairs have different names or none."""
-    words = {pair.split_word for pair in pairs if pair.split == split}
+    words = {pair.split_word for pair in pairs}
     only = words.pop() if len(words) == 1 else None
     return only if only is not None and only.lower() in SPLIT_WORDS else split
 
 
-def _rank(group: str, seed: int) -> bytes:
-    return hashlib.sha256(f"{seed}:{group}".encode("utf-8", "surrogateescape")).digest()
+def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> Division:
+    grouping = group_pairs(pairs, group)
+    fold_of = divide_into_folds(grouping, folds, seed)
+    lists: dict[str, Sequence[Pair]] = {}
+    for fold in range(folds):
+        lists[f"fold{fold}-train"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own != fold]
+        lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
+    sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
+    line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
+    words = {"train": "fold0-train", "val": "fold0-val"}
+    train, val = (lists[word] for word in words.values())
+    return Division(train, val, words, lists, lines=(line, _groups_line(pairs, grouping)))
+
+
+def _groups_line(pairs: Sequence[Pair], grouping: Grouping) -> str:
+    images = [pair.image for pair in pairs]
+    if grouping.kind != "image":
+        return f"groups: {grouping.examples(images)}"
+    return (
+        f"groups: none is named by {shown(images[0])} to {shown(images[-1])}; if neighbors show the same scene, "
+        "keep them together with --group REGEX"
+    )

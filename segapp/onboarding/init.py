@@ -26,12 +26,12 @@ from segapp.onboarding.class_files import find_class_files, nearest_first
 from segapp.onboarding.content import MaskContent, read_contents
 from segapp.onboarding.conversion import refuse_foreign, write_files
 from segapp.onboarding.copies import copies_of
+from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import IGNORED, MASK_KINDS, UNLABELLED, Classes, MaskChoices, read_classes
 from segapp.onboarding.hypotheses import common_beginning
 from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.published import pairs_of_format
 from segapp.onboarding.questions import OpenQuestionError
-from segapp.onboarding.splitting import Division, divided, neighbor_lines
 from segapp.onboarding.text import Facts, config_text
 from segapp.onboarding.tree import Tree, survey_tree
 from segapp.run.files import remove_dead_temporaries, write_atomic
@@ -118,7 +118,6 @@ def propose_config(request: InitRequest) -> InitResult:
     facts = _facts(name, tree, used, out, choices, division, image_root, mask_root)
     if not (request.clean_masks and len(found) == 1):  # masks that need cleaning look little like masks
         confirm(root, found, chosen, request.layout)  # after the refusals, which are more specific
-    lines += neighbor_lines(division, image_root, facts.pixels, facts.content.median_px)
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
     lines.append(f"classes: {names}{more} ({facts.classes.names_reason})")
@@ -220,8 +219,9 @@ def _uses(
 ) -> Uses:
     """Return the files of the folder that the config uses, and why others are not used."""
     splits = {"training": division.train, "validation": division.val}
-    if division.num_folds:
-        splits = {f"in {division.num_folds} folds": [*division.train, *division.val]}
+    num_folds = len(division.lists) // 2
+    if num_folds > 1:
+        splits = {f"in {num_folds} folds": [*division.train, *division.val]}
     images = {split: [pair.image for pair in own] for split, own in splits.items()}
     trained = {image for own in images.values() for image in own}
     has_masks = chosen.writes != "masks"

@@ -14,8 +14,8 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.memory.gpus import count_visible_gpus
 from segapp.onboarding.content import MaskContent
+from segapp.onboarding.division import TEST_VALIDATES, Division
 from segapp.onboarding.encoding import Classes
-from segapp.onboarding.splitting import TEST_VALIDATES, Division
 from segapp.run.words import printable
 
 LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.division import Grouping, divide, divide_into_folds, split_word_of
+from segapp.onboarding.division import Grouping, divide, divide_into_folds, divided
 from segapp.onboarding.layout import Pair
 
 
@@ -80,7 +80,9 @@ def test_groups_are_taken_in_the_order_of_a_hash() -> None:
 )
 def test_split_on_disk_is_named_by_its_only_word(words: list[str | None], word: str) -> None:
     pairs = [Pair("i.png", "m.png", "val", each) for each in words]
-    assert split_word_of([*pairs, Pair("j.png", "n.png", "train", "training")], "val") == word
+    train = [Pair("j.png", "n.png", "train", "training")]
+    found = divided([*pairs, *train], None, None, None, 0, is_published=False)
+    assert found.words == {"train": "training", "val": word}
 
 
 def test_added_groups_hardly_change_a_division() -> None:

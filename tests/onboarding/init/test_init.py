@@ -280,26 +280,6 @@ def test_two_words_that_may_be_the_group_are_a_question(tmp_path: Path) -> None:
         assert not {n.split("_")[position] for n in found["train"]} & {n.split("_")[position] for n in found["val"]}
 
 
-@pytest.mark.parametrize(("step_px", "is_video"), [(4, True), (70, False)])
-def test_numbered_frames_that_look_alike_are_a_warning(tmp_path: Path, step_px: int, is_video: bool) -> None:
-    """The camera moves over a scene; at the larger step, images do not overlap."""
-    coarse = np.random.default_rng(0).integers(0, 255, (24, 240, 3), np.uint8)
-    scene = cv2.resize(coarse, None, fx=5, fy=5, interpolation=cv2.INTER_CUBIC)
-    for number in range(16):
-        frame = scene[:, number * step_px : number * step_px + 64]
-        for folder, pixels in (("images", frame), ("masks", (frame[..., 0] > 127).astype(np.uint8))):
-            (tmp_path / "d" / folder).mkdir(parents=True, exist_ok=True)
-            cv2.imwrite(str(tmp_path / "d" / folder / f"{number:04}.png"), pixels)
-    _, result, _ = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml")
-    warnings = [line for line in result.lines if line.startswith("warning: ")]
-    assert len(warnings) == is_video
-    if is_video:
-        assert "3 of 3 validation images that were compared look like a training image, such as images/" in warnings[0]
-        assert "keep neighbors together with --group REGEX" in warnings[0]
-    _, result, _ = drawn_folders.proposed(tmp_path / "d", tmp_path / "b.yaml", group=r"00(\d)")
-    assert not [line for line in result.lines if line.startswith("warning: ")]
-
-
 def test_patients_in_both_published_splits_are_a_warning(tmp_path: Path) -> None:
     for split, patients in (("train", range(4)), ("val", range(3, 6))):
         names = [f"patient{p:02}_{split[0]}{k}" for p in patients for k in range(2)]
