@@ -334,7 +334,7 @@ def attach(
 ) -> None:
     """Show a run in the TUI, while it trains or afterwards. Leaving the TUI does not stop the run."""
     from segapp.commands.control import run_to_attach
-    from segapp.tui.start import run_ui
+    from segapp.tui.app import run_ui
 
     folder = run_to_attach(run)
     sys.exit(run_ui(folder.path, readonly=readonly, theme=theme, ascii_only=ascii_only))

@@ -105,7 +105,7 @@ def test_init_and_check_of_png_folders_load_no_torch(tiny_root: Path) -> None:
 
 
 def test_screen_loads_no_torch() -> None:
-    (loaded,) = loaded_by("import segapp.tui.start")
+    (loaded,) = loaded_by("import segapp.tui.app")
     assert "textual" in loaded
     packages = {name.partition(".")[0] for name in loaded if not name.startswith("_")}
     assert packages - sys.stdlib_module_names <= SCREEN_PACKAGES

@@ -105,7 +105,7 @@ def show_runs() -> bool:
     folders = run_folders()
     if not folders or not is_interactive():
         return False
-    from segapp.tui.start import run_ui
+    from segapp.tui.app import run_ui
 
     run_ui(folders[0], starts_with_list=True)
     return True

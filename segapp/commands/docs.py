@@ -21,9 +21,9 @@ def show_docs(topic: str | None, words: str | None) -> None:
     else:
         page, anchor = find_page(topic)
         if sys.stdout.isatty() and is_interactive():
-            from segapp.tui.manual import show_page
+            from segapp.tui.manual import DocsApp
 
-            show_page(page, anchor)
+            DocsApp(page, anchor).run()
         else:
             print(section(page.text(), anchor) if anchor else page.text(), end="")
 

@@ -190,7 +190,7 @@ def show_training(trainer: TrainerProcess) -> int:
 
     A trainer that ends before it has begun to train closes the TUI, and its error is printed.
     """
-    from segapp.tui.start import run_ui
+    from segapp.tui.app import run_ui
 
     try:
         run_ui(trainer.folder, has_trainer_ended=lambda: trainer.exit_code is not None)

@@ -1,6 +1,8 @@
 """The TUI of a run: its contents, updated twice per second, and its keys; commands go to the run's inbox."""
 
 import asyncio
+import contextlib
+import gc
 import os
 import signal
 import threading
@@ -18,22 +20,49 @@ from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
 from segapp.docs.pages import find_page
+from segapp.errors import RunError
 from segapp.failpoints import failpoint
 from segapp.run.commands import CheckpointCommand, Command, PauseCommand, ResumeCommand, SetCommand, StopCommand
-from segapp.run.folder import RunFolder, is_sweep
+from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
-from segapp.tui import control, keys, layout, themes
-from segapp.tui.dialogs import EventScreen, HelpScreen, StopScreen, TrainerLogScreen, copy
-from segapp.tui.following import MarkedRuns, ShownRun
-from segapp.tui.glyphs import ASCII, UNICODE
-from segapp.tui.panes import header
-from segapp.tui.panes.chart import ChartOptions, Viewport
-from segapp.tui.panes.events import GROUPS
-from segapp.tui.panes.gpu0 import EDITOR_KEYS, Draft, begin_draft, edit_draft
+from segapp.tui import header, keys, layout
+from segapp.tui.chart import ChartOptions, Viewport
+from segapp.tui.devices import EDITOR_KEYS, Draft, begin_draft, edit_draft, undo_gpu0, why_no_split
+from segapp.tui.dialogs import (
+    EventScreen,
+    ScrolledDialog,
+    StopScreen,
+    TrainerLogScreen,
+    copy,
+    lr_factor_screen,
+    shares_screen,
+)
+from segapp.tui.events import GROUPS
+from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
-from segapp.tui.settings import CHOICES, UiSettings, next_choice, save_settings
-from segapp.tui.terminal import RESTORE_TITLE, SAVE_TITLE, Announcer, end_with_terminal, is_hung_up
-from segapp.tui.widgets import LiteralText
+from segapp.tui.settings import (
+    CHOICES,
+    THEMES,
+    UiSettings,
+    find_theme,
+    load_settings,
+    next_choice,
+    save_settings,
+    seen_path,
+    set_up_themes,
+    settings_path,
+)
+from segapp.tui.shown_run import Severity, ShownRun
+from segapp.tui.terminal import (
+    RESTORE_TITLE,
+    SAVE_TITLE,
+    Announcer,
+    check_terminal,
+    end_with_terminal,
+    is_ascii_only,
+    is_hung_up,
+)
+from segapp.tui.widgets import ASCII, UNICODE, LiteralText
 from segapp.view.metrics import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
@@ -78,9 +107,9 @@ class MonitorApp(App[None]):
         self.failure: Exception | None = None
         """The error that ended the TUI; None if the user left."""
         self._settings_file, self._seen_file = settings_file, seen_file
-        self.marked = MarkedRuns()
+        self.marked: set[Path] = set()
+        """Paths of the runs whose curves the chart also draws."""
         self.shown = ShownRun(source, seen_file, has_trainer_ended)
-        self.outbox = control.Outbox(source, is_readonly=readonly)
         self.pane = "loss"
         self.is_zoomed = False
         self.draft: Draft | None = None
@@ -91,7 +120,7 @@ class MonitorApp(App[None]):
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = False
         self._is_starting: bool | None = None
-        themes.set_up(self, self.settings.theme)
+        set_up_themes(self, self.settings.theme)
 
     @property
     def view(self) -> View:
@@ -160,7 +189,7 @@ class MonitorApp(App[None]):
         if self.shown.has_trainer_ended():
             self.exit()
             return
-        for message in self.outbox.take_answers():
+        for message in self.shown.take_answers():
             self.say(*message)
         self._announcer.update(self.view, self.status(), self.shown.name)
         self._num_ticks += 1
@@ -186,14 +215,13 @@ class MonitorApp(App[None]):
         """Show the list of the runs; open the run that the user chooses."""
         beside = self.shown.source.folder.path.parent
         runs = RunList(beside.parent if is_sweep(beside) else beside)
-        self.push_screen(RunsScreen(runs, self.marked.paths, self.glyphs), self._open)
+        self.push_screen(RunsScreen(runs, self.marked, self.glyphs), self._open)
 
     def _open(self, folder: RunFolder | None) -> None:
         if folder is None or folder.path == self.shown.source.folder.path:
             return
         source = LiveSource(folder)
         self.shown = ShownRun(source, self._seen_file)
-        self.outbox = control.Outbox(source, is_readonly=self.readonly)
         self.draft, self._is_starting = None, None
         self._announcer.restart()
         self.chart.options = self._chart_options(metric="loss", part=Viewport(), cursor=None)
@@ -245,10 +273,11 @@ class MonitorApp(App[None]):
             self._text("notice").show(header.notice(view, status, name, width, height, glyphs))
             return False
         line = width - 2
-        place, unseen = header.LinePlace(name, line, glyphs), self.shown.unseen()
-        self._text("head").show(header.header(view, status, place, is_readonly=self.readonly, num_alerts=len(unseen)))
+        unseen = self.shown.unseen()
+        head = header.header(view, status, name, line, glyphs, is_readonly=self.readonly, num_alerts=len(unseen))
+        self._text("head").show(head)
         self._text("progress").show(header.progress_line(view, status, line, glyphs))
-        found = header.banner(view, status, place, unseen)
+        found = header.banner(view, status, name, line, unseen)
         self.query_one("#banner").display = found is not None
         if found is not None:
             self._text("banner").show(found)
@@ -283,7 +312,7 @@ class MonitorApp(App[None]):
     def _text(self, name: str) -> LiteralText:
         return self.query_one(f"#{name}", LiteralText)
 
-    def say(self, text: str, severity: control.Severity = "information") -> None:
+    def say(self, text: str, severity: Severity = "information") -> None:
         """Show a literal message for a few seconds."""
         self.notify(printable(text), severity=severity, markup=False, timeout=8)
 
@@ -442,7 +471,7 @@ class MonitorApp(App[None]):
 
     def action_theme(self) -> None:
         """Select the next theme."""
-        self.action_set_theme(next_choice(themes.NAMES, self.theme))
+        self.action_set_theme(next_choice(THEMES, self.theme))
 
     def action_set_theme(self, name: str) -> None:
         """Set and save the theme."""
@@ -452,7 +481,7 @@ class MonitorApp(App[None]):
     def action_help(self) -> None:
         """Show the help page."""
         found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, glyphs=self.glyphs)
-        self.push_screen(HelpScreen("Keys", found))
+        self.push_screen(ScrolledDialog("Keys", found))
 
     def action_manual(self) -> None:
         """Show the page of the documentation about the selected pane, or about the list of runs."""
@@ -482,7 +511,7 @@ class MonitorApp(App[None]):
     def send(self, command: Command | None) -> None:
         """Send a command, if there is one, and report the result."""
         if command is not None:
-            self.say(*self.outbox.send(command, self.status()))
+            self.say(*self.shown.send(command, is_readonly=self.readonly))
 
     def action_detach(self) -> None:
         """Exit; the training continues."""
@@ -521,23 +550,23 @@ class MonitorApp(App[None]):
 
     def _can_split(self, setting: str) -> bool:
         """Return True if the run's batch can be split; otherwise show why not."""
-        why = control.why_no_split(self.view)
+        why = why_no_split(self.view)
         if why is not None:
             self.say(f"{setting}: {why}")
         return why is None
 
     def action_edit_lr_factor(self) -> None:
         """Ask for the factor on the learning rate."""
-        self.push_screen(control.lr_factor_screen(self.view), self.send)
+        self.push_screen(lr_factor_screen(self.view), self.send)
 
     def action_edit_shares(self) -> None:
         """Ask for the images of a batch on each device."""
         if self._can_split("shares"):
-            self.push_screen(control.shares_screen(self.view), self.send)
+            self.push_screen(shares_screen(self.view), self.send)
 
     def action_undo_gpu0(self) -> None:
         """Cancel a pending change, or request the previous value."""
-        command = control.undo_gpu0(self.view.gpu0)
+        command = undo_gpu0(self.view.gpu0)
         if command is None:
             self.say("gpu0_bsz has not been changed: there is nothing to undo")
         self.send(command)
@@ -559,3 +588,74 @@ class MonitorApp(App[None]):
         if is_sent:
             self.send(SetCommand(gpu0_bsz=value, force=True) if event.character == "!" else SetCommand(gpu0_bsz=value))
         self.show_view()
+
+
+def run_ui(
+    run: Path | str | RunFolder,
+    *,
+    readonly: bool = False,
+    theme: str | None = None,
+    ascii_only: bool = False,
+    starts_with_list: bool = False,
+    has_trainer_ended: Callable[[], bool] | None = None,
+) -> int:
+    """Show a run until the user leaves; does not affect the training.
+
+    Args:
+        run: Name of the run, path to its folder, or the folder of a run that may not have begun yet.
+        readonly: Hide and disable all keys that send commands.
+        theme: One of `THEMES`, `dark` or `light`; None: the last one used.
+        ascii_only: Draw without Unicode; always used if the locale does not support it.
+        starts_with_list: Show the list of the runs first.
+        has_trainer_ended: For a trainer that is starting: called until it trains; if it returns True, the TUI closes.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: There is no such run or theme, or there is no terminal.
+        RunError: The TUI failed.
+    """
+    folder = run if isinstance(run, RunFolder) else find_run(run)
+    file = settings_path()
+    settings = load_settings(file)
+    if theme is not None:
+        settings.theme = find_theme(theme)
+    check_terminal()
+    app = MonitorApp(
+        LiveSource(folder),
+        readonly=readonly,
+        starts_with_list=starts_with_list,
+        settings=settings,
+        settings_file=file,
+        seen_file=seen_path(),
+        ascii_only=ascii_only or is_ascii_only(),
+        has_trainer_ended=has_trainer_ended,
+    )
+    _lower_priority()
+    collect_rarely()
+    app.run(mouse=True)
+    if app.return_code:
+        what = f"{type(app.failure).__name__}: {app.failure}" if app.failure is not None else "no reason known"
+        raise RunError(
+            f"the TUI failed ({printable(what)[:200]}); the training continues: `segapp status` and `segapp ctl` work"
+        ) from app.failure
+    if not is_hung_up():
+        status = app.status()
+        how = state_label(status) if status.is_over else "the training continues"
+        with contextlib.suppress(OSError):
+            again = f"segapp attach {printable(app.shown.source.folder.argument)}"
+            print(f"left {app.shown.name} ({how}); to see it again: {again}")
+    return 0
+
+
+def collect_rarely() -> None:
+    """Exclude loaded objects from garbage collection, and collect rarely, because updates make hardly any cycles."""
+    gc.freeze()
+    gc.set_threshold(20_000)
+
+
+def _lower_priority() -> None:
+    """Use the batch scheduling policy, so that the TUI does not preempt a thread of a training step."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has this policy
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -11,10 +11,12 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Log, Static
 
-from segapp.run.commands import SetCommand
-from segapp.run.words import printable
+from segapp.errors import CommandError
+from segapp.run.commands import SetCommand, parse_command
+from segapp.run.words import dots, learning_rate, printable
 from segapp.tui.widgets import drawable
 from segapp.view.source import LogTail
+from segapp.view.view import View
 from segapp.view.wording import Detail, details_text
 
 StopChoice = Literal["epoch", "now"]
@@ -30,7 +32,7 @@ class ScrolledDialog(ModalScreen[None]):
     """A text in a box that scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,q,enter,space", "dismiss", "close"),
+        ("escape,q,enter,space,question_mark,h", "dismiss", "close"),
         ("j", "scroll(1)", "down"),
         ("k", "scroll(-1)", "up"),
     ]
@@ -49,12 +51,6 @@ class ScrolledDialog(ModalScreen[None]):
     def action_scroll(self, by: int) -> None:
         """Scroll the text."""
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
-
-
-class HelpScreen(ScrolledDialog):
-    """The help page."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [("question_mark,h", "dismiss", "close")]
 
 
 class StopScreen(ModalScreen[StopChoice | None]):
@@ -173,3 +169,44 @@ class SettingScreen(ModalScreen[SetCommand | None]):
         command = self._check(event.value)[0] if event.value else None
         if command is not None:
             self.dismiss(command)
+
+
+def lr_factor_screen(view: View) -> SettingScreen:
+    """Return the dialog that asks for the factor on the learning rate."""
+
+    def explain(command: SetCommand) -> tuple[bool, str]:
+        lr, before, factor = view.lr, view.lr_factor, command.lr_factor
+        now = (
+            f": lr {learning_rate(lr)} becomes {learning_rate(lr / before * factor)}"
+            if lr and before and factor
+            else ""
+        )
+        return True, f"from the next epoch on{now}"
+
+    return _dialog("lr_factor", f"lr_factor is {view.lr_factor:g}", "a number above 0, such as 0.5", explain)
+
+
+def shares_screen(view: View) -> SettingScreen:
+    """Return the dialog that asks for the images of a batch on each device."""
+
+    def explain(command: SetCommand) -> tuple[bool, str]:
+        verdict = view.judge.verdict(None, command.shares)
+        return verdict.is_allowed, f"{verdict.level}: {dots(verdict.split)} {verdict.reason}"
+
+    hint = f"{view.num_devices} numbers separated by commas, with the sum {sum(view.split or (0,))}"
+    return _dialog("shares", f"shares: {dots(view.split)}", hint, explain)
+
+
+def _dialog(name: str, title: str, hint: str, explain: Callable[[SetCommand], tuple[bool, str]]) -> SettingScreen:
+    """Return the dialog of a setting; `explain` says if its command may be sent, and its effect."""
+
+    def check(text: str) -> tuple[SetCommand | None, str]:
+        try:
+            command = parse_command(f"set {name}={text}")
+        except CommandError as error:
+            return None, str(error)
+        assert isinstance(command, SetCommand)
+        is_allowed, meaning = explain(command)
+        return command if is_allowed else None, meaning
+
+    return SettingScreen(title, hint, check)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from textual.binding import Binding
 from textual.content import Content
 
-from segapp.tui.glyphs import Glyphs
-from segapp.tui.themes import NAMES as THEMES
+from segapp.tui.settings import THEMES
+from segapp.tui.widgets import Glyphs
 from segapp.view.metrics import CLASS, metric_names, metric_title
 from segapp.view.view import View
 

@@ -11,14 +11,8 @@ from textual.events import Resize
 from textual.screen import ModalScreen
 from textual.widgets import Markdown, MarkdownViewer
 
-from segapp.docs.pages import FOLDER, Page, pages
-from segapp.tui import themes
-from segapp.tui.settings import load_settings, settings_path
-
-
-def show_page(page: Page, anchor: str = "") -> None:
-    """Show a page until the user leaves."""
-    DocsApp(page, anchor).run()
+from segapp.docs.pages import FOLDER, Page
+from segapp.tui.settings import load_settings, set_up_themes, settings_path
 
 
 class PageViewer(MarkdownViewer):
@@ -51,8 +45,6 @@ class DocsScreen(ModalScreen[None]):
         ("escape,q,f1", "dismiss", "close"),
         ("backspace,left", "back", "back"),
         ("right", "forward", "forward"),
-        ("n", "turn(1)", "next page"),
-        ("p", "turn(-1)", "previous page"),
         ("t", "contents", "headings"),
     ]
     DEFAULT_CSS = """
@@ -68,52 +60,37 @@ class DocsScreen(ModalScreen[None]):
     def __init__(self, page: Page, anchor: str = "") -> None:
         super().__init__()
         self._page, self._anchor = page, anchor
-        self._has_contents: bool | None = None
+        self._viewer = PageViewer(show_table_of_contents=False, open_links=False)
 
     def compose(self) -> ComposeResult:
         """Yield the viewer."""
         with Vertical() as box:
-            box.border_title = Content(f"segapp docs {self._page.topic}")
-            box.border_subtitle = Content("esc to close  n p for other pages  backspace to go back  t for headings")
-            yield PageViewer(show_table_of_contents=False, open_links=False)
+            box.border_title = Content("segapp docs")
+            box.border_subtitle = Content("esc to close  backspace to go back  t for headings")
+            yield self._viewer
 
     async def on_mount(self) -> None:
         """Load the page."""
-        viewer = self.query_one(PageViewer)
-        viewer.document.focus()
-        await viewer.go(self._page.path)
+        self._viewer.document.focus()
+        await self._viewer.go(self._page.path)
         if self._anchor:
-            viewer.document.goto_anchor(self._anchor)
+            self._viewer.document.goto_anchor(self._anchor)
 
     def on_resize(self, event: Resize) -> None:
-        """List the headings next to the page if there is room, unless the user has chosen."""
-        if self._has_contents is None:
-            self.query_one(PageViewer).show_table_of_contents = event.size.width >= 110
-
-    def on_markdown_viewer_navigator_updated(self) -> None:
-        """Show the name of the present page."""
-        topic = self.query_one(PageViewer).navigator.location.stem
-        self.query_one(Vertical).border_title = Content(f"segapp docs {topic}")
+        """List the headings next to the page if there is room."""
+        self._viewer.show_table_of_contents = event.size.width >= 110
 
     async def action_back(self) -> None:
         """Show the previous page."""
-        await self.query_one(PageViewer).back()
+        await self._viewer.back()
 
     async def action_forward(self) -> None:
         """Show the page that `back` has left."""
-        await self.query_one(PageViewer).forward()
-
-    async def action_turn(self, by: int) -> None:
-        """Show the next (1) or the previous (-1) page of the index."""
-        viewer, paths = self.query_one(PageViewer), [page.path for page in pages()]
-        at = paths.index(viewer.navigator.location) if viewer.navigator.location in paths else -by
-        await viewer.go(paths[(at + by) % len(paths)])
-        viewer.scroll_home(animate=False)
+        await self._viewer.forward()
 
     def action_contents(self) -> None:
         """Show or hide the list of headings."""
-        viewer = self.query_one(PageViewer)
-        self._has_contents = viewer.show_table_of_contents = not viewer.show_table_of_contents
+        self._viewer.show_table_of_contents = not self._viewer.show_table_of_contents
 
 
 class DocsApp(App[None]):
@@ -125,7 +102,7 @@ class DocsApp(App[None]):
     def __init__(self, page: Page, anchor: str = "") -> None:
         super().__init__()
         self._page, self._anchor = page, anchor
-        themes.set_up(self, load_settings(settings_path()).theme)
+        set_up_themes(self, load_settings(settings_path()).theme)
 
     def on_mount(self) -> None:
         """Show the page; the app ends with it."""

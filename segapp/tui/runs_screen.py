@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -19,10 +19,9 @@ from segapp.run.words import age, number, plural, printable
 from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.dialogs import EventScreen
-from segapp.tui.glyphs import Glyphs, spark
-from segapp.tui.panes.header import STATE_STYLES, LinePart, fit_parts
+from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
 from segapp.tui.settings import next_choice
-from segapp.tui.widgets import LiteralText, SearchLine, drawable
+from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, drawable, spark
 from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
 from segapp.view.wording import Detail, clip, fit_cells
 
@@ -80,7 +79,7 @@ class RunsScreen(Screen[RunFolder | None]):
         shown = sorted_runs(self.runs.runs, self._sort, wanted)
         listed = self.query_one("#run-lines", OptionList)
         width = max(20, self.size.width - 3)
-        columns = RunColumns.of(self.runs.runs)
+        columns = name_widths(self.runs.runs)
         rows = [
             drawable(self, run_row(run, width, columns, self._glyphs, is_marked=run.folder.path in self.marked))
             for run in shown
@@ -168,26 +167,18 @@ def differences(first: RunFolder, second: RunFolder) -> list[Detail]:
     return [Detail(printable(key), printable(change)) for key, _, change in pairs] or [Detail("configs", "are equal")]
 
 
-class RunColumns(NamedTuple):
-    """Widths of the columns with names, in cells."""
-
-    run: int
-    sweep: int
-    """0 if no run belongs to a sweep."""
-
-    @classmethod
-    def of(cls, runs: Sequence[FollowedRun]) -> RunColumns:
-        """Return the widths for the names of some runs."""
-        names = max([12, *(len(run.folder.path.name) for run in runs)])
-        return cls(min(names, 36), min(max([0, *(len(run.sweep) for run in runs)]), 20))
+def name_widths(runs: Sequence[FollowedRun]) -> tuple[int, int]:
+    """Return the widths, in cells, of the names of runs and of sweeps; 0 if no run belongs to a sweep."""
+    names = max([12, *(len(run.folder.path.name) for run in runs)])
+    return min(names, 36), min(max([0, *(len(run.sweep) for run in runs)]), 20)
 
 
-def run_header(width: int, columns: RunColumns) -> Content:
+def run_header(width: int, columns: tuple[int, int]) -> Content:
     """Return the titles of the columns of `run_row`."""
-    titles = [LinePart(0, f"  {fit_cells('RUN', columns.run)}"), *(
+    titles = [LinePart(0, f"  {fit_cells('RUN', columns[0])}"), *(
         LinePart(rank, title.ljust(cells) if is_left else title.rjust(cells))
         for rank, title, cells, is_left in (
-            (1, "SWEEP"[: columns.sweep], columns.sweep, True),
+            (1, "SWEEP"[: columns[1]], columns[1], True),
             (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", _SCORE, False), (2, "BEST", _SCORE, False),
             (4, "", _SPARK, True), (5, "IMG/S", 7, False), (6, "DEVICES", 7, True), (3, "AGE", 12, False),
         )
@@ -204,15 +195,15 @@ def _score(miou: float | None, num_scored: int | None, num_classes: int | None) 
     return with_count(number(miou), num_scored, num_classes).rjust(_SCORE)
 
 
-def run_row(run: FollowedRun, width: int, columns: RunColumns, glyphs: Glyphs, *, is_marked: bool) -> Content:
+def run_row(run: FollowedRun, width: int, columns: tuple[int, int], glyphs: Glyphs, *, is_marked: bool) -> Content:
     """Return one line of the list; columns that do not fit are left out."""
     summary = run.summary
     epoch = "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
     speed = number(summary.images_per_s) if summary.state in ("live", "busy") else "-"
-    mark, name = glyphs.dot if is_marked else " ", fit_cells(printable(run.folder.path.name), columns.run)
+    mark, name = glyphs.dot if is_marked else " ", fit_cells(printable(run.folder.path.name), columns[0])
     parts = [
         LinePart(0, Content.assemble((f"{mark} ", "$text-accent"), (name, "bold"))),
-        LinePart(1, fit_cells(printable(run.sweep), columns.sweep), "$text-muted"),
+        LinePart(1, fit_cells(printable(run.sweep), columns[1]), "$text-muted"),
         LinePart(0, summary.state.ljust(9), STATE_STYLES[summary.state]),
         LinePart(1, clip(epoch, 9).rjust(9)),
         LinePart(2, _score(summary.miou, summary.num_scored, summary.num_classes)),

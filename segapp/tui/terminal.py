@@ -11,7 +11,7 @@ from typing import TextIO
 
 from segapp.errors import ConfigError
 from segapp.run.words import printable
-from segapp.tui.panes.header import state_label
+from segapp.tui.header import state_label
 from segapp.view.source import Status
 from segapp.view.view import View
 from segapp.view.wording import miou

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from textual.app import App, ComposeResult
 
-from segapp.tui.app import MonitorApp
-from segapp.tui.panes.chart import LossChart
-from segapp.tui.start import collect_rarely
+from segapp.tui.app import MonitorApp, collect_rarely
+from segapp.tui.chart import LossChart
 from segapp.view.source import LiveSource
 from segapp.view.view import View
 from tests.support.recorded_runs import RecordedRun

@@ -35,9 +35,7 @@ REPEATS, MEASURED_S = 7, 15.0
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables with which Python keeps compiled modules, as it does where they are not set."""
     cache = tmp_path_factory.mktemp("compiled")
-    code = (
-        "import segapp.tui.start, segapp.cli, segapp.commands.control, segapp.commands.spawn, segapp.training.request"
-    )
+    code = "import segapp.tui.app, segapp.cli, segapp.commands.control, segapp.commands.spawn, segapp.training.request"
     env = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache)}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)
     return env
@@ -53,7 +51,7 @@ def known_work_s() -> float:
 def test_time_of_the_imports_of_the_screen(compiled: dict[str, str]) -> None:
     took_s, cpu_s = [], []
     for _ in range(REPEATS):
-        code = "import time; import segapp.tui.start; print(time.process_time())"
+        code = "import time; import segapp.tui.app; print(time.process_time())"
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-c", code],
             env={**os.environ, **compiled}, capture_output=True, text=True, check=True,

@@ -27,8 +27,8 @@ from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController, TrainingPosition
 from segapp.training.control.inbox import Inbox
 from segapp.training.control.recompute import RecomputeController
-from segapp.tui.glyphs import ASCII
-from segapp.tui.panes.gpu0 import Draft, edit_draft, gpu0_content
+from segapp.tui.devices import Draft, edit_draft, gpu0_content
+from segapp.tui.widgets import ASCII
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from segapp.run.folder import RunFolder
-from segapp.tui.start import run_ui
+from segapp.tui.app import run_ui
 
 LONGEST_GAP_S = 60.0
 """A longer time without events counts as this one."""

@@ -18,10 +18,10 @@ from textual.pilot import Pilot
 from segapp.run.events import CommandAnswer, EventReader, Step, Val
 from segapp.run.words import number
 from segapp.tui.app import MonitorApp
-from segapp.tui.glyphs import UNICODE
-from segapp.tui.panes.chart import LossChart, Other, Viewport, cursor_readout
-from segapp.tui.panes.classes import TableOptions, classes_content
-from segapp.tui.panes.devices import gpu_content, memory_graph
+from segapp.tui.chart import LossChart, Other, Viewport, cursor_readout
+from segapp.tui.classes import TableOptions, classes_content
+from segapp.tui.devices import gpu_content, memory_graph
+from segapp.tui.widgets import UNICODE
 from segapp.view.history import LossHistory
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_names, step_field
 from segapp.view.plot import choose_scale, reduce_columns, usual_range

@@ -13,10 +13,10 @@ from textual.content import Content
 
 from segapp.run.words import age, duration, gib, learning_rate, memory_text, number, percent
 from segapp.tui import keys
-from segapp.tui.glyphs import ASCII, UNICODE, ascii_text, progress, spark
+from segapp.tui.header import LinePart, fit_parts
 from segapp.tui.layout import plan_layout
-from segapp.tui.panes.header import LinePart, fit_parts
 from segapp.tui.settings import UiSettings, load_settings, save_settings
+from segapp.tui.widgets import ASCII, UNICODE, ascii_text, progress, spark
 from segapp.view.wording import clip, fit_cells
 
 

@@ -9,7 +9,7 @@ from textual.app import App, ComposeResult
 from textual.content import Content
 from textual.geometry import Region
 
-from segapp.tui.panes.chart import LossChart
+from segapp.tui.chart import LossChart
 from segapp.tui.widgets import LiteralText
 from segapp.view.view import View
 from tests.support.screens import screen_text

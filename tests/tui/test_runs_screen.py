@@ -16,9 +16,9 @@ from segapp.run.folder import RunFolder
 from segapp.run.starting import announce, last_announced
 from segapp.run.state import run_state
 from segapp.tui.app import MonitorApp
-from segapp.tui.glyphs import UNICODE
-from segapp.tui.panes.chart import LossChart
-from segapp.tui.runs_screen import RunColumns, run_header, run_row
+from segapp.tui.chart import LossChart
+from segapp.tui.runs_screen import name_widths, run_header, run_row
+from segapp.tui.widgets import UNICODE
 from segapp.view.runs import RunList, sorted_runs
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
@@ -123,7 +123,7 @@ def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> 
     followed = RunList(runs[0].folder.path.parent)
     while followed.poll():
         pass
-    columns = RunColumns.of(followed.runs)
+    columns = name_widths(followed.runs)
     titles = run_header(120, columns).plain
     for run in followed.runs:
         row = run_row(run, 120, columns, UNICODE, is_marked=False).plain.ljust(120)

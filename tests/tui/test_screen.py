@@ -15,10 +15,10 @@ from textual.pilot import Pilot
 
 from segapp.run.commands import drain_commands
 from segapp.run.events import CommandAnswer
-from segapp.tui import keys, themes
+from segapp.tui import keys
 from segapp.tui.app import MonitorApp
 from segapp.tui.layout import plan_layout
-from segapp.tui.settings import UiSettings, load_settings
+from segapp.tui.settings import THEMES, UiSettings, load_settings
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import CAMVID, RecordedRun, live_run
 from tests.support.screens import press, run_screen, screen_rows, screen_text, settle, toasts
@@ -513,7 +513,7 @@ def test_command_palette_offers_the_actions(live: RecordedRun) -> None:
         )
         for word in ("quit", "detach", "resume", "screenshot", "learning rate"):
             assert any(word in title for title in offered), word
-        assert {f"theme {name}" for name in themes.NAMES} <= offered
+        assert {f"theme {name}" for name in THEMES} <= offered
 
     run_screen(live, act)
 
@@ -557,9 +557,7 @@ def test_keys_can_be_remapped(fresh: RecordedRun) -> None:
     run_screen(fresh, act, settings=UiSettings(keymap={"checkpoint": "w"}))
 
 
-@pytest.mark.parametrize(
-    "theme", [themes.NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in themes.NAMES[1:])]
-)
+@pytest.mark.parametrize("theme", [THEMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in THEMES[1:])])
 def test_every_theme_is_applied(live: RecordedRun, theme: str) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert app.theme == theme

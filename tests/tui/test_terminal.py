@@ -19,10 +19,10 @@ import pytest
 
 from segapp.errors import ConfigError
 from segapp.tui import terminal
-from segapp.tui.start import run_ui
+from segapp.tui.app import run_ui
 from tests.support.recorded_runs import RecordedRun, live_run
 
-SHOW = "import sys\nfrom segapp.tui.start import run_ui\nsys.exit(run_ui(sys.argv[1]))"
+SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[1]))"
 
 
 class Terminal:
@@ -112,7 +112,7 @@ def test_sigterm_ends_the_screen_and_restores_the_terminal(run: RecordedRun, tmp
 
 def test_attach_without_terminal_is_refused(run: RecordedRun) -> None:
     code = (
-        "import sys\nfrom segapp.tui.start import run_ui\n"
+        "import sys\nfrom segapp.tui.app import run_ui\n"
         "try:\n run_ui(sys.argv[1])\nexcept Exception as error: print(type(error).__name__, error)"
     )
     done = subprocess.run(

@@ -12,12 +12,11 @@ from textual.pilot import Pilot
 from textual.widgets._toast import Toast
 
 from segapp.run.events import DeviceMemory, EpochStart, EventReader, Heartbeat, Memory, RunStart, Step
-from segapp.tui import keys
+from segapp.tui import header, keys
 from segapp.tui.app import MonitorApp
-from segapp.tui.glyphs import UNICODE
-from segapp.tui.panes import header
-from segapp.tui.panes.chart import LossChart, Viewport
-from segapp.tui.panes.events import EventsPane
+from segapp.tui.chart import LossChart, Viewport
+from segapp.tui.events import EventsPane
+from segapp.tui.widgets import UNICODE
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
@@ -74,8 +73,9 @@ def test_first_line_names_the_precision_of_the_steps(fresh: RecordedRun) -> None
     view, status = folded(fresh), Status("live", now_s=fresh.clock.now_s)
 
     def line(start: RunStart) -> list[str]:
-        place = header.LinePlace("run", 160, UNICODE)
-        return header.header(replace(view, start=start), status, place, is_readonly=False).plain.split("  ")
+        return header.header(replace(view, start=start), status, "run", 160, UNICODE, is_readonly=False).plain.split(
+            "  "
+        )
 
     assert view.start is not None
     assert view.start.precision is None  # an older run

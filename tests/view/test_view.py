@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from textual.geometry import Size
 
 from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Heartbeat, Val
-from segapp.tui.glyphs import ASCII
-from segapp.tui.panes.devices import gpu_content
+from segapp.tui.devices import gpu_content
+from segapp.tui.widgets import ASCII
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.tui.glyphs import ASCII, UNICODE, thinned
+from segapp.tui.widgets import ASCII, UNICODE, thinned
 from segapp.view.plot import (
     CurveColumns,
     Scale,

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from segapp.run.events import Alert, Device, DeviceMemory, Gpu0Bsz, RunEnd, RunStart, Step, Val
-from segapp.tui.glyphs import ASCII
-from segapp.tui.panes import header
-from segapp.tui.panes.header import LinePlace
+from segapp.tui import header
+from segapp.tui.widgets import ASCII
 from segapp.view.evaluations import Evaluations
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
@@ -37,9 +36,7 @@ def view() -> View:
 
 def test_first_line_leaves_out_the_least_important(view: View) -> None:
     def line(width: int, **options: bool) -> str:
-        return header.header(
-            view, LIVE, LinePlace("a-run", width, ASCII), is_readonly=True, num_alerts=2, **options
-        ).plain
+        return header.header(view, LIVE, "a-run", width, ASCII, is_readonly=True, num_alerts=2, **options).plain
 
     known = "segapp  a-run  * LIVE train  2 alerts  epoch 3/8  step 10/20  lr 5.0e-3  up 1m40s"
     whole = f"{known}  pid 7  read-only  3.0s ago"
@@ -53,7 +50,7 @@ def test_first_line_leaves_out_the_least_important(view: View) -> None:
     assert view.start is not None
     view.start = view.start.model_copy(update={"steps": 155})
     assert "step 50/155" in line(200)
-    long = header.header(view, LIVE, LinePlace("x" * 99, 100, ASCII), is_readonly=False).plain
+    long = header.header(view, LIVE, "x" * 99, 100, ASCII, is_readonly=False).plain
     assert f"{'x' * 24}…  * LIVE" in long
     assert "alert" not in long
 
@@ -75,7 +72,7 @@ def test_state_is_a_dot_a_word_and_the_phase(
     view: View, status: Status, is_paused: bool, phase: str | None, shown: str
 ) -> None:
     view.is_paused, view.phase = is_paused, phase
-    line = header.header(view, replace(status, age_s=3.0), LinePlace("a", 200, ASCII), is_readonly=False)
+    line = header.header(view, replace(status, age_s=3.0), "a", 200, ASCII, is_readonly=False)
     age = {line.plain[span.start : span.end]: span.style for span in line.spans}["3.0s ago"]
     assert age == ("$text-warning bold" if status.state == "stale" else "$text-muted")
     assert header.state_content(view, status, ASCII).plain == shown
@@ -176,7 +173,7 @@ def test_of_many_devices_the_fullest_are_named(view: View) -> None:
 def test_banner_says_what_has_happened(view: View, status: Status, end: str | None, shown: str | None) -> None:
     if end is not None:
         view.end = RunEnd(status=status.state, reason=end, exit_code=1)
-    found = header.banner(view, status, LinePlace("my run", 100, ASCII), ())
+    found = header.banner(view, status, "my run", 100, ())
     assert (found.plain if found is not None else None) == shown
 
 
@@ -190,15 +187,15 @@ def test_banner_says_what_has_happened(view: View, status: Status, end: str | No
 )
 def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int, shown: str) -> None:
     raised = Raised(Alert(kind="hang", message="no progress", t=9.0), 3)
-    found = header.banner(view, LIVE, LinePlace("run", width, ASCII), [raised])
+    found = header.banner(view, LIVE, "run", width, [raised])
     assert found is not None
     assert found.plain == shown
-    assert header.banner(view, Status("stale"), LinePlace("run", width, ASCII), [raised]) != found
+    assert header.banner(view, Status("stale"), "run", width, [raised]) != found
     newer = Raised(Alert(kind="oom", message="out of memory", t=10.0), 1)
     view.alerts = {"hang": raised, "oom": newer}
     unseen = header.unseen_alerts(view, {"hang": 8.9})
     assert unseen == [raised, newer]
-    found = header.banner(view, LIVE, LinePlace("run", 99, ASCII), unseen)
+    found = header.banner(view, LIVE, "run", 99, unseen)
     assert found is not None
     assert found.plain == "oom: out of memory  a dismiss, d details  1 more"
     assert header.unseen_alerts(view, {"hang": 9.0, "oom": 11.0}) == []

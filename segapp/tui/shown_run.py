@@ -1,21 +1,24 @@
-"""The shown run: its events, the alerts that the user has seen, its log and plan; and the marked runs."""
+"""The shown run: its events, the alerts that the user has seen, its log, its plan, and the commands sent to it."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
+from segapp.errors import CommandError
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
-from segapp.run.events import Event, Oom
-from segapp.run.folder import RunFolder
+from segapp.run.commands import Command, format_command, send_command
+from segapp.run.events import CommandAnswer, Event, Oom
 from segapp.run.words import printable
-from segapp.tui.panes.chart import Other
-from segapp.tui.panes.header import unseen_alerts
+from segapp.tui.header import state_label, unseen_alerts
 from segapp.tui.settings import load_seen, save_seen
-from segapp.view.history import LossHistory
-from segapp.view.metrics import step_field
 from segapp.view.source import LiveSource, LogTail, Status
 from segapp.view.view import Raised, View
+
+Severity = Literal["information", "warning", "error"]
+Message = tuple[str, Severity]
+"""A message to the user."""
 
 
 class ShownRun:
@@ -32,6 +35,8 @@ class ShownRun:
         self._seen_s = load_seen(seen_file, self._id)
         self._trainer_ended = has_trainer_ended
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
+        self._unanswered: dict[str, str] = {}
+        """Commands without a final answer: id -> text."""
 
     @property
     def view(self) -> View:
@@ -88,27 +93,29 @@ class ShownRun:
         reports = [event for event in logged if isinstance(event, Oom) and abs(event.t - alert.t) < 60]
         return reports[-1] if alert.kind == "oom" and reports else alert  # the report has the advice
 
+    def send(self, command: Command, *, is_readonly: bool) -> Message:
+        """Write a command to the run's inbox, unless there is no trainer to handle it; return what was done."""
+        text, status = format_command(command), self.status()
+        if is_readonly:
+            return f"{text}: this view is read-only", "warning"
+        if status.is_over:
+            return f"{text} was not sent: the run has ended ({state_label(status)})", "warning"
+        try:
+            self._unanswered[send_command(self.source.folder.path, command)] = text
+        except CommandError as error:
+            return str(error), "error"
+        waits = (
+            "" if status.state in ("live", "busy") else f"; the trainer is {status.state}, so its answer may take long"
+        )
+        return f"sent: {text}{waits}", "information"
 
-class MarkedRuns:
-    """The runs that the user has marked; the chart also draws their curves."""
-
-    def __init__(self) -> None:
-        self.paths: set[Path] = set()
-        self._sources: dict[Path, LiveSource] = {}
-
-    def curves(self, metric: str, shown: LiveSource) -> list[Other]:
-        """Return the marked runs except the shown one; each call reads a slice of their events."""
-        paths = sorted(self.paths - {shown.folder.path})
-        self._sources = {path: self._sources.get(path) or LiveSource(RunFolder(path)) for path in paths}
-        for source in self._sources.values():
-            source.poll()
-        return [
-            Other(printable(path.name), source.view, series_of_metric(source, metric))
-            for path, source in self._sources.items()
-        ]
+    def take_answers(self) -> list[Message]:
+        """Return the answers to commands that have arrived since the last call."""
+        answers = self.view.answers
+        answered = [command_id for command_id in self._unanswered if command_id in answers]
+        return [_answer(answers[command_id], self._unanswered.pop(command_id)) for command_id in answered]
 
 
-def series_of_metric(source: LiveSource, metric: str) -> LossHistory | None:
-    """Return a metric's values at the steps; None for the loss, which the view holds, and for evaluations."""
-    field = step_field(metric)
-    return None if field is None else source.series(field)
+def _answer(answer: CommandAnswer, text: str) -> Message:
+    reason = f": {answer.reason}" if answer.reason else ""
+    return f"{text} {answer.status}{reason}", "error" if answer.status == "rejected" else "information"

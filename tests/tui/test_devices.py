@@ -6,9 +6,8 @@ import pytest
 from textual.geometry import Size
 
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
-from segapp.tui.glyphs import ASCII
-from segapp.tui.panes.devices import gpu_content, headroom_level, memory_graph
-from segapp.tui.panes.gpu0 import Draft, begin_draft, edit_draft, gpu0_content
+from segapp.tui.devices import Draft, begin_draft, edit_draft, gpu0_content, gpu_content, headroom_level, memory_graph
+from segapp.tui.widgets import ASCII
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
 

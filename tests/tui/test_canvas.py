@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from rich.style import Style
 
-from segapp.tui.glyphs import ASCII
-from segapp.tui.panes.canvas import Canvas
+from segapp.tui.chart import Canvas
+from segapp.tui.widgets import ASCII
 from segapp.view.plot import CurveColumns, Scale
 
 STYLES = [Style(), Style(bold=True), Style(italic=True), Style(dim=True)]

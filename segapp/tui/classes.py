@@ -10,9 +10,8 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
 
-from segapp.tui.glyphs import Glyphs, progress, spark, thinned
-from segapp.tui.panes.header import LinePart, fit_parts
-from segapp.tui.widgets import LiteralText, SearchLine
+from segapp.tui.header import LinePart, fit_parts
+from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, progress, spark, thinned
 from segapp.view.evaluations import Floats
 from segapp.view.metrics import CLASS, class_iou
 from segapp.view.view import View

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.tui.panes.chart import MIN_SPAN, Viewport
+from segapp.tui.chart import MIN_SPAN, Viewport
 
 
 def test_zoom_and_pan_by_hand() -> None:

@@ -11,7 +11,7 @@ from textual.content import Content
 
 from segapp.run.starting import last_announced
 from segapp.run.words import age, dots, duration, learning_rate, memory_text, number, percent, printable, share_text
-from segapp.tui.glyphs import Glyphs, progress, spark
+from segapp.tui.widgets import Glyphs, progress, spark
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
 from segapp.view.wording import best_miou, clip, miou
@@ -32,14 +32,6 @@ STATE_STYLES = {
     "failed": "$text-error bold",
     "gone": "$text-error bold",
 }
-
-
-class LinePlace(NamedTuple):
-    """Settings for drawing a line."""
-
-    name: str
-    width: int
-    glyphs: Glyphs
 
 
 class LinePart(NamedTuple):
@@ -83,9 +75,11 @@ def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
     return Content.styled(f"{dot} {word.upper()}{phase}", STATE_STYLES[word])
 
 
-def header(view: View, status: Status, place: LinePlace, *, is_readonly: bool, num_alerts: int = 0) -> Content:
+def header(
+    view: View, status: Status, name: str, width: int, glyphs: Glyphs, *, is_readonly: bool, num_alerts: int = 0
+) -> Content:
     """Return the first line: name, state, unseen alerts, position, and the age of the last event."""
-    start, step, (name, width, glyphs) = view.start, view.step, place
+    start, step = view.start, view.step
     parts = [
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
         LinePart(1, clip(name, max(8, width // 4)), "bold"),
@@ -291,12 +285,12 @@ def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
     return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]
 
 
-def banner(view: View, status: Status, place: LinePlace, unseen: Sequence[Raised]) -> Content | None:
+def banner(view: View, status: Status, name: str, width: int, unseen: Sequence[Raised]) -> Content | None:
     """Return the problem or alert that the user must see; None if there is none."""
-    word, again = state_label(status), f"to continue: `segapp train --resume {shlex.quote(place.name)}`"
+    word, again = state_label(status), f"to continue: `segapp train --resume {shlex.quote(name)}`"
     where = f" on {printable(status.host)}" if status.host else ""
     problems = {
-        "gone": (f"{place.name}: the run folder was removed; this is its last known state", "$text-error bold"),
+        "gone": (f"{name}: the run folder was removed; this is its last known state", "$text-error bold"),
         "crashed": (f"the trainer's process has died: press L for its log; {again}", "$text-error bold"),
         "stale": ("the trainer is running but writes no events: it may be stuck", "$text-warning bold"),
         "lost": (
@@ -309,7 +303,7 @@ def banner(view: View, status: Status, place: LinePlace, unseen: Sequence[Raised
         problems |= {"failed": (ended, "$text-error bold"), "stopped": (ended, "$text-warning bold")}
     if word in problems:
         return Content.styled(*problems[word])
-    return _alert(unseen, place.width) if unseen else None
+    return _alert(unseen, width) if unseen else None
 
 
 def _alert(unseen: Sequence[Raised], width: int) -> Content:

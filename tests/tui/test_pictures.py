@@ -8,7 +8,7 @@ import pytest
 from textual.pilot import Pilot
 
 from segapp.tui.app import MonitorApp
-from segapp.tui.panes.pictures import arrange
+from segapp.tui.pictures import arrange
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import press, run_screen, screen_text
 
