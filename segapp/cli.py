@@ -273,7 +273,7 @@ def launch(
 
 @app.command()
 def sweep(
-    overrides: Annotated[
+    words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[SWEEP] [KEY=VALUES]...", help="Values to try: a list A,B,C, or a range of integers 0..4."
@@ -282,44 +282,37 @@ def sweep(
     config: Annotated[
         list[str] | None, option("--config", "Config file, name, or glob. Repeat the option for folds.")
     ] = None,
-    devices: Annotated[
-        str | None, option("--devices", "Devices; each trains one run at a time: 0,1 or 0+1,2+3 or cpu,cpu.", "LIST")
-    ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Train failed runs again.")] = False,
-    report: Annotated[bool, typer.Option("--report", help="Write the page without training.")] = False,
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", min=1, help="Train N runs at a time, which share the GPUs.")
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs without training.")] = False,
     only: Annotated[
         int | None, typer.Option("--only", metavar="I", help="Train only run I of the list, in this process.")
     ] = None,
-    json_out: Annotated[
-        bool, typer.Option("--json", help="Print the results, or with --dry-run the runs, as JSON.")
-    ] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="Print the list as JSON (requires --dry-run).")] = False,
 ) -> None:
-    """Train every combination of settings and compare the runs on one page, sweep.html.
+    """Train every combination of settings, and print the mean of each setting over seeds and folds.
 
-    Each run is in runs/SWEEP/RUN. Repeat the command, or run segapp sweep SWEEP, to continue runs that were stopped.
-    More values or keys add runs. Ctrl-C stops at the next safe point with a checkpoint and exits with code 75. If a run
-    fails, the others continue, and the exit code is 1. For schedulers: --dry-run lists the runs, and --only trains one
-    of them and exits with its code.
+    Each run is in runs/SWEEP/RUN. Repeat the command to continue runs that were stopped or have failed; runs that have
+    finished are kept. Ctrl-C stops at the next safe point with a checkpoint and exits with code 75. If a run fails, the
+    others continue, and the exit code is 1. For schedulers: --dry-run lists the runs, and --only trains one of them and
+    exits with its code.
     """
     _ignore_early_signals()
-    words, configs = overrides or [], config or []
-    if dry_run or only is not None:
-        if devices is not None or retry or report or (json_out and not dry_run):
-            raise ConfigError(
-                "leave out --devices, --retry and --report with --dry-run or --only, and --json with --only"
-            )
-        from segapp.commands.sweep.one import print_runs, train_one
-        from segapp.run.starting import outlast_readers
+    if json_out and not dry_run:
+        raise ConfigError("--json prints the list of the runs: add --dry-run, or use segapp compare SWEEP --json")
+    if only is not None and jobs != 1:
+        raise ConfigError("--only trains one run in this process: leave --jobs out")
+    from segapp.commands.sweep import print_runs, run_sweep, train_one
+    from segapp.run.starting import outlast_readers
 
-        if dry_run:
-            print_runs(words, configs, only, as_json=json_out)
-            return
-        outlast_readers()
-        sys.exit(train_one(words, configs, only or 0))
-    from segapp.commands.sweep import run_sweep
-
-    sys.exit(run_sweep(words, configs, devices, retry=retry, only_report=report, as_json=json_out))
+    if dry_run:
+        print_runs(words or [], config or [], only, as_json=json_out)
+        return
+    if only is None:
+        sys.exit(run_sweep(words or [], config or [], jobs))
+    outlast_readers()
+    sys.exit(train_one(words or [], config or [], only))
 
 
 @app.command()
@@ -654,7 +647,7 @@ def report(
 def compare(
     runs: Annotated[
         list[str],
-        _runs("RUN RUN...", "Names or folders of runs."),
+        _runs("RUN|SWEEP...", "Names or folders of runs; a sweep stands for its runs."),
     ],
     html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and images.")] = None,
     split: SplitOption = None,
@@ -717,7 +710,7 @@ def list_runs(
     ] = Path("runs"),
     json_out: JsonFlag = False,
 ) -> None:
-    """List the runs and sweeps of a folder, by default runs/, or the runs of a sweep, with the reasons of failures."""
+    """List the runs of a folder, by default runs/, or of a sweep, with the reasons of failures."""
     from segapp.commands.runs import print_runs
 
     print_runs(folder, as_json=json_out)
@@ -725,7 +718,7 @@ def list_runs(
 
 @app.command()
 def status(run: RunArgument, json_out: JsonFlag = False) -> None:
-    """Show the state and progress of a run or a sweep."""
+    """Show the state and progress of a run."""
     from segapp.commands.runs import print_status
 
     print_status(run, as_json=json_out)

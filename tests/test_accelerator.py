@@ -29,7 +29,7 @@ ABOUT_CUDA = {
     "segapp/build/numerics.py": "TF32 switches of cuBLAS and cuDNN",
     "segapp/build/step.py": "operators without a deterministic kernel on CUDA",
     "segapp/commands/doctor.py": "what is wrong with a CUDA installation",
-    "segapp/commands/sweep/runner.py": "CUDA_VISIBLE_DEVICES of the trials of a sweep",
+    "segapp/commands/sweep.py": "CUDA_VISIBLE_DEVICES of the trials of a sweep",
     "segapp/export/runner.py": "CUDAExecutionProvider of onnxruntime",
     "segapp/parallel/distributed.py": "NCCL",
     "segapp/parallel/rendezvous.py": "streams of data-parallel replicas, which run on CUDA and the CPU only",

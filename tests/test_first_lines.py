@@ -33,7 +33,7 @@ COMMANDS = {
     "schema": "schema",
     "status": "status demo",
     "suspects": "suspects demo",
-    "sweep": "sweep --config demo seed=0,1 --devices 0",
+    "sweep": "sweep --config demo seed=0,1 --jobs 2",
     "train": "train --config demo --plain",
 }
 """A command line of each command that goes as far as it can without a run and without data."""

@@ -33,7 +33,7 @@ FAILING = {
     "models": ["no-such-network", "--size", "x"],
     "plan": ["--config", "no.yaml"],
     "status": ["no-run"],
-    "sweep": ["--config", "no.yaml"],
+    "sweep": ["--dry-run", "--config", "no.yaml"],
     "train": ["--smoke", "--config", "no.yaml"],
 }
 """Command with `--json` -> words with which it fails."""
@@ -160,7 +160,7 @@ def test_several_errors_keep_their_fields_in_one() -> None:
     [
         (["plan", "--config", "no.yaml"], {"path": "no.yaml"}),
         (["status", "no-run"], {"path": "no-run"}),
-        (["sweep", "--config", "demo.yaml", "optim.lr=[1"], {"key": "optim.lr", "value": "[1"}),
+        (["sweep", "--dry-run", "--config", "demo.yaml", "optim.lr=[1"], {"key": "optim.lr", "value": "[1"}),
         (["check", "--config", "own.yaml"], {"key": "data.root", "path": "none", "value": "none"}),
         (["check", "--config", "own.yaml", "train.epochs=a: b: c"], {"key": "train.epochs"}),
         (["check", "--config", "own.yaml", "data.ignore_index=1"], {"key": "data.ignore_index", "value": 1}),

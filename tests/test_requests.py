@@ -25,7 +25,7 @@ from tests.support.programs import segapp
 COMMANDS: dict[str, list[str]] = {
     "train": ["train", "--plain", "--resume", "stranger", "train.epochs=2"],
     "launch": ["launch", "--", "train", "--run", "launched", "--config", "config.yaml"],
-    "sweep": ["sweep", "seeds", "--config", "config.yaml", "--devices", "cpu", "seed=1"],
+    "sweep": ["sweep", "seeds", "--config", "config.yaml", "seed=1"],
     "attach": ["attach", "stranger"],
     "ctl": ["ctl", "stranger", "pause"],
     "requeue-code": ["requeue-code", "stranger"],

@@ -18,7 +18,6 @@ from segapp.inference.evaluate import Evaluation
 from segapp.metrics import ConfusionMatrix, SegmentationScores
 from segapp.run.events import EpochStart, EventReader, EventWriter, RunStart, Step, Val
 from segapp.run.folder import RunFolder
-from segapp.run.sweep import SweepRun
 from segapp.scores import SCORES, EpochLoss, best_shown, count_scored
 from segapp.view.summary import summarize
 from segapp.view.view import View, fold_events
@@ -154,34 +153,6 @@ def test_list_and_status_say_what_a_score_is_made_of(tmp_path: Path, capsys) -> 
     print_runs(tmp_path, as_json=True)
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
     assert (found["good"]["num_scored"], found["good"]["best_num_scored"], found["good"]["num_classes"]) == (2, 2, 3)
-
-
-def test_lines_of_a_sweep_say_what_its_numbers_are(capsys) -> None:
-    import sys
-
-    from segapp.commands.sweep.overview import Overview
-
-    overview, run = Overview(sys.stdout, 1, 0, 1), SweepRun(name="a", config="c", settings={})
-    for step, loss in enumerate((3.0, 1.0), start=1):
-        overview.event(
-            run,
-            {
-                "type": "val",
-                "seq": 1,
-                "t": 1.0,
-                "epoch": 1,
-                "step": step,
-                "miou": 0.25,
-                "loss": 1.0,
-                "iou": [0.5, None, 0.0],
-            },
-        )
-        overview._next_line_s.clear()
-        overview.event(run, {"type": "step", "seq": 2, "t": 1.0, "epoch": 1, "step": step, "loss": loss})
-    overview.ended(run, 1.0, 0)
-    lines = capsys.readouterr().out.splitlines()
-    assert "loss 2.0000 (epoch mean)  mIoU 0.2500 over 2 of 3 classes" in lines[1]
-    assert "mIoU 0.2500 over 2 of 3 classes" in lines[2]
 
 
 def test_a_score_of_the_table_reaches_every_reader(tmp_path: Path) -> None:

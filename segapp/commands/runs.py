@@ -11,23 +11,18 @@ from typing import Any
 
 from segapp.errors import CheckpointError
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
-from segapp.run.folder import find_run, last_start_s
-from segapp.run.sweep import find_sweep, sweep_folders
+from segapp.run.folder import find_run, is_sweep
 from segapp.run.words import aligned, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
-from segapp.view.summary import RunSummary, list_runs, summarize, summarize_runs, summarize_sweep
+from segapp.view.summary import RunSummary, list_runs, summarize
 
 MAX_REASON_CHARS = 100
 """Maximum length of a reason in `segapp ls`; `segapp status RUN` shows all of it."""
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:
-    """Print one line per run and sweep in a folder, the latest first; or one line per run of a sweep."""
-    if (sweep := find_sweep(root)) is None:
-        found = [*list_runs(root), *map(summarize_sweep, sweep_folders(root))]
-        summaries = sorted(found, key=lambda each: -last_start_s(Path(each.path)))
-    else:
-        summaries = summarize_runs(sweep)
+    """Print one line per run in a folder or a sweep, which may be named, the last started or resumed first."""
+    summaries = list_runs(Path("runs") / root if is_sweep(Path("runs") / root) else root)
     if as_json:
         print(json.dumps([asdict(summary) for summary in summaries], indent=2))
         return
@@ -59,15 +54,12 @@ def _failure(summary: RunSummary) -> str:
 
 
 def _progress(summary: RunSummary) -> str:
-    if summary.sweep is not None:
-        return f"{summary.sweep['finished']}/{summary.sweep['runs']} runs"
     return "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
 
 
 def print_status(run: str, *, as_json: bool) -> None:
-    """Print the state and progress of a run or a sweep."""
-    sweep = find_sweep(run)
-    facts = asdict(summarize(find_run(run).path) if sweep is None else summarize_sweep(sweep))
+    """Print the state and progress of a run."""
+    facts = asdict(summarize(find_run(run).path))
     if as_json:
         print(json.dumps(facts, indent=2))
         return

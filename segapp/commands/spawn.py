@@ -7,13 +7,12 @@ affected by a closed terminal, a killed tmux, or Ctrl-C in the viewer.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from segapp.errors import SegappError
 from segapp.run.events import EventReader
@@ -28,7 +27,6 @@ DETACH_AFTER_S = 120.0
 """Maximum time that `--detach` waits for the start of the training."""
 
 _POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1
 _EXIT_S = 30.0
 """Maximum wait until a trainer that has written `run_end` exits."""
 
@@ -122,11 +120,8 @@ def spawn_trainer(
     resume: str | None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-    ends_with_parent: bool = False,
 ) -> TrainerProcess:
     """Start the requested training as a separate process, with additional environment variables.
-
-    `ends_with_parent`: on Linux, it gets SIGTERM, and so saves and ends, if this process ends.
 
     Raises:
         ConfigError: the folder already contains a run.
@@ -153,24 +148,8 @@ def spawn_trainer(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})},
-            preexec_fn=_end_with(os.getpid()) if ends_with_parent else None,
         )
     return TrainerProcess(folder, process, log_start, events)
-
-
-def _end_with(parent_pid: int) -> Callable[[], None] | None:
-    """Return a function that makes a child get SIGTERM if its parent dies; None on systems without that."""
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return None
-
-    def ask_for_signal() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent_pid:  # the parent died before the call
-            os._exit(128 + signal.SIGTERM)
-
-    return ask_for_signal
 
 
 def wait_for_start(trainer: TrainerProcess) -> int:

@@ -37,8 +37,8 @@ from segapp.inference.suspects import (
 from segapp.report.pictures import pictures_of
 from segapp.report.render import render, save_page
 from segapp.run.files import write_atomic
-from segapp.run.folder import find_run
-from segapp.run.sweep import find_sweep
+from segapp.run.folder import find_run, runs_of
+from segapp.run.state import run_state
 from segapp.run.words import printable
 from segapp.training.telemetry.console import progress_bar
 
@@ -97,10 +97,9 @@ def write_suspects(
         DataError: every image with a mask was a training image of all runs.
         StorageError: a file cannot be written.
     """
-    runs = [name for target in targets for name in _runs_of(target)]
+    runs = [name for target in targets for name in _finished_runs(target)]
     found = judge_masks(runs, split, min_area_px)
-    sweep = find_sweep(targets[0])
-    folder = out or (find_run(targets[0]).path if sweep is None else sweep.path)
+    folder = out or (Path(runs[0]).parent if runs[0] != targets[0] else find_run(targets[0]).path)
     page, table, listed = (folder / f"suspects.{suffix}" for suffix in ("html", "csv", "json"))
     rows, text = rows_of(found), io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
@@ -124,15 +123,13 @@ def write_suspects(
     )
 
 
-def _runs_of(target: str) -> list[str]:
+def _finished_runs(target: str) -> list[str]:
     """Return a run, or the finished runs of a sweep."""
-    sweep = find_sweep(target)
-    if sweep is None:
-        return [target]
-    runs = [run.name for run in sweep.read().runs if sweep.state_of(run) == "finished"]
-    if not runs:
-        raise ConfigError(f"{target}: no run of this sweep has finished: segapp sweep {target} continues it")
-    return [str(sweep.folder_of(name).path) for name in runs]
+    runs = runs_of(target)
+    finished = [run for run in runs if run == target or run_state(Path(run)) == "finished"]
+    if not finished:
+        raise ConfigError(f"{target}: no run of this sweep has finished: the command that began it continues it")
+    return finished
 
 
 def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None) -> JudgedMasks:

@@ -2,30 +2,26 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from segapp.errors import ConfigError, SegappError
 from segapp.report import charts
-from segapp.report.charts import ChartCurve, Frame
+from segapp.report.charts import Frame
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
-from segapp.report.run_report import RunReport, RunRow, differing_settings, read_run_report, run_row
+from segapp.report.run_report import RunRow, differing_settings, read_run_report, run_row
 from segapp.report.same_images import compare_on_images, difference_text, verdict
-from segapp.report.sweep_results import SweepResults, read_results, shown_settings, shown_value
 from segapp.run import words
-from segapp.run.sweep import SweepFolder
+from segapp.run.folder import runs_of
 from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
-from segapp.view.plot import Floats
 
 MAX_CLASSES = 20
 """Number of classes in the terminal: the classes with the largest differences."""
@@ -46,7 +42,7 @@ def compare_runs(
     images that all runs know (`fold_counts`), or None, with the reason in `why_not`.
 
     Args:
-        runs: names or folders; the differences are from the first one.
+        runs: names or folders, of sweeps too; the differences are from the first one.
         out: the page.
         split: data split for `same_images`; None: each run's own validation split.
         num_images: number of images that are listed and shown, which contribute most to the differences.
@@ -57,6 +53,7 @@ def compare_runs(
         RunError: a run has no events yet.
         StorageError: the page cannot be written.
     """
+    runs = [name for run in runs for name in runs_of(run)]
     if len(runs) < 2:
         raise ConfigError(f"compare needs at least two runs, and got {len(runs)}: segapp compare RUN RUN")
     reports = [read_run_report(run) for run in runs]
@@ -90,7 +87,6 @@ def compare_runs(
             "note": note,
             "loss": loss_chart(reports),
             "miou": charts.line_chart(miou_curves(reports), Frame("step", "mIoU", bottom=0.0, top=1.0)),
-            "results": None,
             "difference": difference_text,
             "scale": _widest(same),
             "made_s": time.time(),
@@ -124,39 +120,6 @@ def _widest(same: Mapping[str, Any] | None) -> float:
 def verdicts(same: Mapping[str, Any] | None) -> list[str]:
     """Return a sentence per run after the first one; empty without the same images."""
     return [verdict(same, run) for run in same["runs"][1:]] if same else []
-
-
-def write_sweep_page(sweep: SweepFolder, results: SweepResults | None = None) -> Path:
-    """Write the page of a sweep into its folder, and return its path: its runs, with columns for their settings.
-
-    Raises:
-        ConfigError: there is no sweep in the folder.
-        StorageError: the page cannot be written.
-    """
-    results = results or read_results(sweep)
-    best = results.settings[: charts.NUM_COLORS]
-    finished = {run.name for run in results.runs if run.state == "finished"} & results.reports.keys()
-    reports = [[results.reports[name] for name in row.runs if name in finished] for row in best]
-    labels = [shown_settings(row.settings) for row in best]
-    classes = dict.fromkeys(name for run in results.runs for name in run.iou)
-    mious = {run.name: run.best_miou for run in results.runs if run.state == "finished"}
-    values = {
-        "rows": results.runs,
-        "results": results,
-        "headlines": OTHER_HEADLINES,
-        "num_curves": len(best),
-        "has_curves": any(len(report.view.vals) > 1 for group in reports for report in group),
-        "mious": [[miou for name in row.runs if (miou := mious.get(name)) is not None] for row in results.settings],
-        "classes": [name for name in classes if any(row.iou.get(name) for row in best)],
-        "best": best,
-        "difference": difference_text,
-        "miou": _chart(labels, reports, _miou_points, Frame("step", "mIoU", bottom=0.0, top=1.0)),
-        "loss": _chart(labels, reports, _loss_points, Frame("step", "loss")),
-        "value": shown_value,
-        "made_s": time.time(),
-    }
-    save_page(sweep.page, render("compare.html.j2", values))
-    return sweep.page
 
 
 def common_classes(rows: Sequence[RunRow]) -> tuple[str, ...]:
@@ -259,45 +222,3 @@ def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
-
-
-def _chart(
-    labels: Sequence[str],
-    reports: Sequence[Sequence[RunReport]],
-    points: Callable[[RunReport], tuple[Floats, Floats]],
-    frame: Frame,
-) -> Markup:
-    curves = []
-    for color, (label, group) in enumerate(zip(labels, reports, strict=True)):
-        found = mean_curve([points(report) for report in group])
-        if found is not None:
-            x, mean, low, high = found
-            curves.append(ChartCurve(label, x, mean, color, band=(low, high) if len(group) > 1 else None))
-    return charts.line_chart(curves, frame)
-
-
-def mean_curve(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, Floats, Floats] | None:
-    """Return x, mean, lowest and highest of curves (x, y), interpolated between their finite points.
-
-    The result covers the x at which all curves have values; None if there are none.
-    """
-    known = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
-    known = [(x, y) for x, y in known if len(x)]
-    if not known:
-        return None
-    first, last = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)
-    if first > last:
-        return None
-    own = np.unique(np.concatenate([x[(x >= first) & (x <= last)] for x, _ in known]))
-    x = own if len(known) == 1 else np.union1d(own, np.linspace(first, last, charts.WIDTH_PX))
-    values = np.stack([np.interp(x, *curve) for curve in known])
-    return x, values.mean(0), values.min(0), values.max(0)
-
-
-def _miou_points(report: RunReport) -> tuple[Floats, Floats]:
-    return report.view.vals.values("step"), report.view.vals.values("miou")
-
-
-def _loss_points(report: RunReport) -> tuple[Floats, Floats]:
-    history = report.view.history
-    return history.step, history.average(history.usual_smoothing)

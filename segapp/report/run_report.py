@@ -110,12 +110,6 @@ class RunRow:
     """IoU per class, from the best evaluation."""
     last_miou: float | None = None
     last_num_scored: int | None = None
-    config: str = ""
-    """For a run of a sweep: name of its config file, without folder and suffix."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """For a run of a sweep: value of each config key that the sweep varies or sets."""
-    reason: str | None = None
-    """For a failed run of a sweep: the reason."""
 
 
 def run_row(report: RunReport) -> RunRow:

@@ -318,6 +318,20 @@ def is_sweep(path: Path) -> bool:
     return (path / "sweep.json").is_file()
 
 
+def runs_of(what: str | Path, root: Path | str = "runs") -> list[str]:
+    """Return the folders of the runs of a sweep, which the user names by its name or folder, or else the word itself.
+
+    Raises:
+        ConfigError: the sweep has no runs.
+    """
+    sweep = next((path for path in (Path(root) / what, Path(what)) if is_sweep(path)), None)
+    if sweep is None:
+        return [str(what)]
+    if not (found := sorted(str(run.path) for run in run_folders(sweep))):
+        raise ConfigError(f"{what}: no run of this sweep has begun", path=sweep)
+    return found
+
+
 def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFolder:
     """Return a run's folder by name, or by a path to it or a file in it; None: the run that started last.
 

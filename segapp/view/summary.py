@@ -1,4 +1,4 @@
-"""The summary of a run or a sweep for `segapp status` and `segapp ls`: the folded view, in one line."""
+"""The summary of a run for `segapp status` and `segapp ls`: the folded view, in one line."""
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from segapp.errors import StorageError
-from segapp.run.folder import RunFolder, is_run, run_folders
+from segapp.run.folder import RunFolder, run_folders
 from segapp.run.state import State, StateFacts, derive_state, read_facts
-from segapp.run.sweep import SweepFolder
 from segapp.scores import SCORES, count_scored
 from segapp.view.history import LossHistory
 from segapp.view.source import fold_file
@@ -77,8 +76,6 @@ class RunSummary:
     last_alert: str | None = None
     reason: str | None = None
     exit_code: int | None = None
-    sweep: dict[str, int] | None = None
-    """For a sweep: the numbers of all, finished, failed and running runs."""
 
 
 def small_view() -> View:
@@ -98,8 +95,8 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
 
 
 def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:
-    """Return the summary of every run in a folder, last started or resumed first."""
-    return [summarize(run.path, now_s) for run in run_folders(root)]
+    """Return the summary of every run in a folder, and of the runs of its sweeps, last started or resumed first."""
+    return [summarize(run.path, now_s) for run in run_folders(root, with_sweeps=True)]
 
 
 def summary_of(view: View, folder: RunFolder, facts: StateFacts) -> RunSummary:
@@ -150,33 +147,3 @@ def summary_of(view: View, folder: RunFolder, facts: StateFacts) -> RunSummary:
 def _fields(source: object | None, *names: str) -> dict[str, Any]:
     """Return fields of an event or a file by their names; none if it does not exist."""
     return {name: getattr(source, name) for name in names} if source is not None else {}
-
-
-def summarize_sweep(sweep: SweepFolder) -> RunSummary:
-    """Return the summary of a sweep: its progress, the highest mIoU of its runs, and their newest event."""
-    progress = sweep.progress()
-    runs = summarize_runs(sweep)
-    scored = [run for run in runs if run.best_miou is not None]
-    best = max(scored, key=lambda run: run.best_miou or 0.0, default=None)
-    return RunSummary(
-        sweep.name,
-        str(sweep.path),
-        progress.state,
-        began_s=sweep.read().created_s,
-        age_s=min((run.age_s for run in runs if run.age_s is not None), default=None),
-        num_classes=best.num_classes if best else None,
-        best_miou=best.best_miou if best else None,
-        best_num_scored=best.best_num_scored if best else None,
-        sweep={
-            "runs": progress.num_runs,
-            "finished": progress.num_finished,
-            "failed": progress.num_failed,
-            "running": progress.num_running,
-        },
-    )
-
-
-def summarize_runs(sweep: SweepFolder) -> list[RunSummary]:
-    """Return the summary of each run of a sweep that has begun, in its order; raise ConfigError if there is none."""
-    folders = [sweep.folder_of(run.name).path for run in sweep.read().runs]
-    return [summarize(path) for path in folders if is_run(path)]

@@ -75,7 +75,7 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
         "best_epoch": 2, "last_loss": 2.0,
         "last_val_loss": pytest.approx(0.3), "epochs": 3, "steps": 3, "images_per_s": 12.5,
         "duration_s": pytest.approx(90.1), "num_params": 11_200_000, "peak_mib": 6144.0, "iou": {"a": 0.75, "b": None},
-        "last_miou": 0.5, "last_num_scored": 1, "config": "", "settings": {}, "reason": None,
+        "last_miou": 0.5, "last_num_scored": 1,
     }  # fmt: skip
     assert {**vars(row), "scores": {}} == expected | {"scores": {}}
     assert (row.scores["mean_dice"], row.scores["loss"], row.scores["mean_recall"]) == (0.85, 0.2, None)

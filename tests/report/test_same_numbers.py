@@ -14,14 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segapp.commands.runs import print_runs, print_status
-from segapp.commands.sweep import result_lines
 from segapp.report import compare_runs, write_report
-from segapp.report.compare import print_comparison, write_sweep_page
+from segapp.report.compare import print_comparison
 from segapp.report.page import loss_chart
 from segapp.report.run_report import read_run_report
-from segapp.report.sweep_results import read_results
 from segapp.run.events import EpochStart, EventReader, RunEnd, Step, Val
-from segapp.run.sweep import SweepFolder, SweepRun, new_info
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
 
@@ -45,27 +42,21 @@ def recorded(path: Path, iou: list[float | None], losses: Any = LOSSES, val_loss
 
 
 def test_every_viewer_has_the_same_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = SweepFolder(tmp_path / "sweep")
-    run = recorded(sweep.folder_of("a").path, [0.5, None, 0.1])
-    sweep.write(new_info().model_copy(update={"runs": [SweepRun(name="a", config="c", settings={})]}))
+    run = recorded(tmp_path / "runs" / "a", [0.5, None, 0.1])
     name, wanted = str(run.folder.path), (1.5 + 1.0) / 2
-    print_runs(sweep.path, as_json=True)
+    print_runs(tmp_path / "runs", as_json=True)
     (listed,) = json.loads(capsys.readouterr().out)
     print_status(name, as_json=True)
     status = json.loads(capsys.readouterr().out)
     found = compare_runs([name, name])
     screen, report = View(), read_run_report(name)
     fold_events(screen, EventReader(run.folder.events).read_skimmed())
-    results = read_results(sweep)
-    assert results.settings[0].loss is not None
     asked = {
         "ls": listed["loss"],
         "status": status["loss"],
         "compare": found["runs"][0]["last_loss"],
         "screen": screen.loss.mean,
         "report": report.view.loss.mean,
-        "sweep": results.runs[0].last_loss,
-        "setting": results.settings[0].loss.mean,
     }
     assert asked == dict.fromkeys(asked, wanted)
     # the texts too, each with a name for the number
@@ -75,18 +66,11 @@ def test_every_viewer_has_the_same_training_loss(tmp_path: Path, capsys: pytest.
     assert facts["1.250"] == "training loss, mean of epoch 2"
     print_comparison(found)
     assert "loss of the last epoch  1.2500  1.2500" in re.sub(r"   +", "  ", capsys.readouterr().out)
-    assert result_lines(results)[0].endswith("EPOCH LOSS")
-    assert result_lines(results)[1].endswith("1.2500")
 
 
 def test_every_viewer_states_the_classes_of_a_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = SweepFolder(tmp_path / "sweep")
-    run = recorded(sweep.folder_of("a").path, [0.5, None, 0.1])
-    sweep.write(new_info().model_copy(update={"runs": [SweepRun(name="a", config="c", settings={})]}))
+    run = recorded(tmp_path / "runs" / "a", [0.5, None, 0.1])
     name = str(run.folder.path)
-    assert result_lines(read_results(sweep))[1].count("0.3000 (2/3)") == 2
-    page = write_sweep_page(sweep).read_text()
-    assert len(re.findall(r"30\.0 % \(2/3\)", page)) == 4  # best and last, of the setting and of the run
     print_comparison(compare_runs([name, name], tmp_path / "compare.html"))
     assert "30.00 % (2/3)  30.00 % (2/3)" in capsys.readouterr().out
     assert "30.00 % (2/3)" in (tmp_path / "compare.html").read_text()

@@ -29,7 +29,6 @@ from segapp.run.files import machine_id, machine_names
 from segapp.run.folder import RunFolder, find_run, remove_failed_start, run_of_file
 from segapp.run.process import ProcessId, is_alive, this_process
 from segapp.run.state import StateFacts, derive_state, read_facts, run_state
-from segapp.run.sweep import SweepFolder
 from segapp.view.summary import list_runs, summarize
 
 HOLD = "import sys, time; from segapp.run.folder import RunFolder; f = RunFolder(sys.argv[1]); f.acquire()"
@@ -188,11 +187,10 @@ def test_wait_for_a_busy_folder_ends(tmp_path, monkeypatch):
         RunFolder(holder.path).acquire(lambda _: None, environ={"SLURM_RESTART_COUNT": "1"})
 
 
-@pytest.mark.parametrize("kind", [RunFolder, SweepFolder])
-def test_lock_file_can_be_opened_only_by_its_owner(tmp_path, kind):
+def test_lock_file_can_be_opened_only_by_its_owner(tmp_path):
     before = os.umask(0)
     try:
-        folder = kind(tmp_path / "a")
+        folder = RunFolder(tmp_path / "a")
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "lock").touch(0o644)  # of an older version
         folder.acquire()
@@ -204,14 +202,13 @@ def test_lock_file_can_be_opened_only_by_its_owner(tmp_path, kind):
     assert not folder.is_locked()
 
 
-@pytest.mark.parametrize("kind", [RunFolder, SweepFolder])
-def test_release_without_a_lock_closes_no_file(tmp_path, kind, monkeypatch):
-    held = kind(tmp_path)
+def test_release_without_a_lock_closes_no_file(tmp_path, monkeypatch):
+    held = RunFolder(tmp_path)
     held.acquire()
     held.release()
     monkeypatch.setattr(os, "close", lambda fd: pytest.fail(f"closed the file {fd} of others"))
     held.release()
-    kind(tmp_path).release()
+    RunFolder(tmp_path).release()
 
 
 def test_reading_the_lock_file_does_not_release_the_lock(tmp_path):

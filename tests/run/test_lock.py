@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from segapp import failpoints
+from segapp.commands.sweep import save_sweep
 from segapp.config import dump_config
 from segapp.errors import StorageError
 from segapp.run.folder import RunFolder
 from segapp.run.lock import FileLock
-from segapp.run.sweep import SweepFolder
 from tests.support import ROOT
 from tests.support.fault_runs import Invariants, case, tiny_config
 
@@ -145,7 +145,7 @@ def test_refused_lock_leaves_no_file_open(no_locks: None, tmp_path: Path) -> Non
     for refused in (
         FileLock(tmp_path / "lock").acquire,
         FileLock(tmp_path / "other").acquire,
-        SweepFolder(tmp_path / "sweep").acquire,
+        lambda: save_sweep(tmp_path / "sweep", []),
     ):
         with pytest.raises(StorageError, match="without locks"):
             refused()

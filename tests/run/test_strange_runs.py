@@ -16,7 +16,8 @@ import pytest
 
 from segapp.commands.control import control_run
 from segapp.commands.runs import print_checkpoints, print_runs, print_status
-from segapp.errors import ConfigError, RunBusyError, StorageError
+from segapp.commands.sweep import run_name, save_sweep
+from segapp.errors import RunBusyError, StorageError
 from segapp.report import compare_runs, write_report
 from segapp.report.image_counts import read_counts
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
@@ -24,7 +25,6 @@ from segapp.run.events import EventReader, EventWriter, Heartbeat
 from segapp.run.files import append_to_run, check_tree, open_of_run, read_of_run
 from segapp.run.folder import RunFolder, find_run, run_folders
 from segapp.run.state import is_trainer_alive, run_state
-from segapp.run.sweep import SweepFolder, SweepRun, new_info
 from segapp.training.request import plan_request
 from segapp.training.session import run_session
 from segapp.view.summary import summarize
@@ -269,19 +269,19 @@ def test_hole_in_the_events_is_skipped(run):
 
 @pytest.mark.parametrize("entry", ["sweep.json", "configs"])
 def test_sweep_with_links_is_refused(tmp_path, victim, entry):
-    sweep = SweepFolder(tmp_path / "sweep")
-    sweep.write(new_info())
-    replace(sweep.path / entry, lambda path: path.symlink_to(victim / ".bashrc" if "." in entry else victim))
-    refused(f"sweep/{entry} is a symbolic link", sweep.acquire)
-    if entry == "sweep.json":
-        refused("Too many levels of symbolic links", sweep.read, ConfigError)
+    sweep = tmp_path / "sweep"
+    save_sweep(sweep, [])
+    replace(sweep / entry, lambda path: path.symlink_to(victim / ".bashrc" if "." in entry else victim))
+    before = state_of(victim)
+    refused(f"sweep/{entry} is a symbolic link", lambda: save_sweep(sweep, []))
+    assert state_of(victim) == before
 
 
-def test_run_of_a_sweep_lies_in_its_folder(tmp_path):
-    for name in ("../run", "/run", ".hidden", "a/b", ""):
-        with pytest.raises(ValueError, match="name"):
-            SweepRun(name=name, config="a", settings={})
-    assert SweepRun(name="lr=0.1", config="a", settings={}).name == "lr=0.1"
+def test_run_of_a_sweep_lies_in_its_folder():
+    for value in ("../run", "/run", ".hidden", "a/b", "", "\x00"):
+        name = run_name([], {"data.root": value}, {})
+        assert name == Path(name).name
+        assert not name.startswith(".")
 
 
 def test_counts_larger_than_the_images_have_are_not_read(tmp_path):

@@ -1,9 +1,8 @@
 """Stand-ins for schedulers: SLURM's sbatch, srun and scontrol, and a `segapp` whose trainings end as a test says.
 
-The stand-in of `segapp` carries every command out with the real program, except for the two that train, and the page of
-a sweep. The former write the events of a training into the real run folder, wait for SIGTERM if they are to be stopped,
-and exit. What is left out of
-SLURM: queues, clusters, cgroups, and that it kills the batch script after `scontrol requeue`.
+The stand-in of `segapp` carries every command out with the real program, except for the two that train.
+They write the events of a training into the real run folder, wait for SIGTERM if they are to be stopped, and exit. What
+is left out of SLURM: queues, clusters, cgroups, and that it kills the batch script after `scontrol requeue`.
 """
 
 from __future__ import annotations
@@ -185,9 +184,6 @@ def act(words: list[str]) -> None:
     """Be `segapp` with these words: see the module."""
     is_task = words[0] == "sweep" and "--only" in words and "--dry-run" not in words
     fake, rank = Path(os.environ["FAKE"]), int(os.environ.get("SLURM_PROCID", "0"))
-    if words[0] == "sweep" and words[-1] == "--report":  # it imports torch
-        (fake / "reported").write_text(words[1])
-        return
     if words[0] != "launch" and not is_task:
         os.execv(sys.executable, [sys.executable, "-m", "segapp", *words])
     run = _made_sweep_run(words) if is_task else Path(words[words.index("--run") + 1])
@@ -220,14 +216,13 @@ _ENDS: dict[str, dict[str, Any]] = {
 
 def _made_sweep_run(words: list[str]) -> Path:
     """Make the sweep with all of its runs, as `segapp sweep --only` does, and return the folder of the run."""
-    from segapp.commands.sweep.plan import plan_sweep
+    from segapp.commands.sweep import plan_sweep, save_sweep
 
     at = words.index("--only")
     configs = [value for name, value in itertools.pairwise(words) if name == "--config"]
-    plan = plan_sweep([word for word in words[1:at] if word not in ("--config", *configs)], configs)
-    if plan.configs:
-        plan.save()
-    return plan.folder.path / plan.runs[int(words[at + 1])].name
+    path, runs = plan_sweep([word for word in words[1:at] if word not in ("--config", *configs)], configs)
+    save_sweep(path, runs)
+    return runs[int(words[at + 1])].folder.path
 
 
 def _write_training(run: Path, num: int, end: dict[str, Any]) -> None:

@@ -32,12 +32,12 @@ def train(words: list[str], index: int, folder: str) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Train all runs of the sweep, write its page, and return 1 if a run has failed."""
+    """Train all runs of the sweep, list them, and return 1 if a run has failed."""
     listed = subprocess.run(["segapp", "sweep", *words, "--dry-run", "--json"], check=True, stdout=subprocess.PIPE)
     found = json.loads(listed.stdout)
     ray.init()
     codes = ray.get([train.remote(words, run["index"], run["folder"]) for run in found["runs"]])
-    subprocess.run(["segapp", "sweep", found["name"], "--report"], check=True)
+    subprocess.run(["segapp", "ls", found["name"]], check=True)
     return int(any(codes))
 
 

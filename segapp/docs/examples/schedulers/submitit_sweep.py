@@ -39,7 +39,7 @@ class TrainOne:
 
 
 def main(words: list[str]) -> int:
-    """Train all runs of the sweep, write its page, and return 1 if a run has failed."""
+    """Train all runs of the sweep, list them, and return 1 if a run has failed."""
     listed = subprocess.run(["segapp", "sweep", *words, "--dry-run", "--json"], check=True, stdout=subprocess.PIPE)
     found = json.loads(listed.stdout)
     executor = submitit.AutoExecutor(folder="logs/%j")
@@ -48,7 +48,7 @@ def main(words: list[str]) -> int:
     runs = found["runs"]
     jobs = executor.map_array(TrainOne(words), [run["index"] for run in runs], [run["folder"] for run in runs])
     codes = [job.result() for job in jobs]
-    subprocess.run(["segapp", "sweep", found["name"], "--report"], check=True)
+    subprocess.run(["segapp", "ls", found["name"]], check=True)
     return int(any(codes))
 
 

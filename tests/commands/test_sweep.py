@@ -1,0 +1,353 @@
+"""Sweeps: the grid of the words, one run for schedulers, and whole sweeps as real processes with real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from segapp.__main__ import main
+from segapp.checkpoint.training_state import load_checkpoint
+from segapp.cli import app
+from segapp.commands.sweep import (
+    SweepRun,
+    combinations,
+    job_environments,
+    parse_axes,
+    parse_values,
+    plan_sweep,
+    run_name,
+    save_sweep,
+    setting_lines,
+)
+from segapp.config import dump_config, load_config
+from segapp.errors import ConfigError
+from segapp.run.events import RunEnd, Val
+from segapp.run.folder import RunFolder, runs_of
+from segapp.run.state import run_state
+from tests.support.drawn_folders import draw
+from tests.support.live_runs import seen, small, wait_for
+from tests.support.programs import Program, start
+from tests.support.recorded_runs import RecordedRun
+from tests.support.runs import differing, events
+
+GRID = ("--config", "tiny.yaml", "seed=0..2", "train.epochs=1")
+SLOW = {"SEGAPP_FAILPOINTS": "train.step=sleep:0.15"}
+
+
+@pytest.fixture
+def place(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny.yaml").write_text(dump_config(small(tiny)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sweep(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", *words])
+    return int(ended.value.code or 0)
+
+
+def process(place: Path, *words: str, **env: str) -> Program:
+    logs = place / f"logs{len(list(place.glob('logs*')))}"
+    logs.mkdir()
+    return start("sweep", *words, cwd=place, logs=logs, SEGAPP_TEST_FORK="1", **env)
+
+
+def names(words: list[str], configs: list[str]) -> list[str]:
+    return [run.name for run in plan_sweep(words, configs)[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.001,0.003", ["0.001", "0.003"]),
+        ("0..3", ["0", "1", "2", "3"]),
+        ("-1..1, 7", ["-1", "0", "1", "7"]),
+        ("2,2,2..3", ["2", "3"]),
+        ("[96, 192], [128, 256]", ["[96, 192]", "[128, 256]"]),
+        ("{a: 1, b: [2, 3]},null", ["{a: 1, b: [2, 3]}", "null"]),
+        ('unet, \'a, b\', "c\\", d"', ["unet", "'a, b'", '"c\\", d"']),
+        ("'0..4'", ["'0..4'"]),
+        ("../data,a..b", ["../data", "a..b"]),
+    ],
+)
+def test_values_are_split_at_outer_commas(text: str, values: list[str]) -> None:
+    assert parse_values(text, "key") == values
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,,2", "expected the node content"),
+        ("", "a value is missing"),
+        ("4..0", "must go up from a to b"),
+        ("0..999999999999", "at most 10000"),
+        ("[1,2", "close brackets and quotes"),
+        ("1],2", "close brackets and quotes"),
+    ],
+)
+def test_unusable_values_are_refused_with_a_reason(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_values(text, "key")
+
+
+def test_all_unusable_words_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_axes(["seed=0", "seed=1", "optim.lr=1,,2", "name=a,b"])
+    for part in ("3 words", "seed is given twice", "optim.lr=1,,2", "name is set by the sweep"):
+        assert part in str(refused.value)
+
+
+def test_last_key_changes_fastest_and_size_is_limited() -> None:
+    grid = combinations({"a": ["1", "2"], "b": ["x", "y"]})
+    assert [tuple(point.values()) for point in grid] == [("1", "x"), ("1", "y"), ("2", "x"), ("2", "y")]
+    assert combinations({}) == [{}]
+    with pytest.raises(ConfigError, match="the grid has 20000 runs"):
+        combinations({"seed": [str(i) for i in range(10_000)]}, num_configs=2)
+
+
+def test_run_names_are_short_and_distinct() -> None:
+    assert run_name([], {"optim.lr": "1e-3", "seed": "0"}, {}) == "lr1e-3-seed0"
+    assert run_name(["data-fold1"], {}, {}) == "data-fold1"
+    assert run_name([], {}, {}) == "run"
+    assert run_name([], {"model.name": "unet", "loss.name": "ce"}, {}) == "model.name_unet-loss.name_ce"
+    assert run_name([], {"seed": "0"}, {"seed0": None}).startswith("seed0-")
+    assert len(run_name([], {"data.root": "x" * 300}, {})) < 100
+    assert run_name([], {"data.root": "../a/b c/"}, {}) == "root_b_c"
+
+
+def test_each_run_gets_its_own_complete_config(place: Path) -> None:
+    path, runs = plan_sweep(["optim.lr=0.001,0.003", "seed=0..1", "train.epochs=1"], ["tiny.yaml"])
+    assert path == Path("runs/tiny-sweep")
+    assert [run.name for run in runs] == ["lr0.001-seed0", "lr0.001-seed1", "lr0.003-seed0", "lr0.003-seed1"]
+    assert not path.exists()
+    save_sweep(path, runs)
+    config = load_config(runs[3].stored_config)
+    assert (config.optim.lr, config.seed, config.train.epochs) == (0.003, 1, 1)
+    assert json.loads((path / "sweep.json").read_text())["lr0.003-seed1"]["optim.lr"] == 0.003
+    assert names(["other", "seed=1,2"], ["tiny.yaml"]) == ["seed1", "seed2"]
+
+
+def test_problems_of_all_runs_are_listed_together(place: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_sweep(["optim.lrr=1,2", "train.epochs=1,many", "schedule.min_lr=0,1.0"], ["tiny.yaml"])
+    text = str(refused.value)
+    assert "8 of the 8 runs have a problem, and none was started" in text
+    assert text.count("unknown key optim.lrr: did you mean optim.lr?") == 1
+    assert "train.epochs = 'many'" in text
+    assert "(run tiny optim.lrr=1 train.epochs=many" in text
+    assert not Path("runs").exists()
+
+
+def test_changed_config_of_a_run_is_refused_with_its_keys(place: Path) -> None:
+    path, runs = plan_sweep(["seed=0..1"], ["tiny.yaml"])
+    save_sweep(path, runs)
+    values = yaml.safe_load((place / "tiny.yaml").read_text())
+    values["optim"]["weight_decay"] = 0.5
+    (place / "tiny.yaml").write_text(yaml.safe_dump(values))
+    save_sweep(*plan_sweep(["seed=0..1"], ["tiny.yaml"]))  # no run has begun
+    with RunFolder.create(path=runs[1].folder.path) as folder:
+        folder.write_info()
+    values["optim"]["weight_decay"] = 0.25
+    (place / "tiny.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=r"seed1 began with another config \(optim.weight_decay: 0.5 -> 0.25\)"):
+        save_sweep(*plan_sweep(["seed=0..3"], ["tiny.yaml"]))
+    save_sweep(*plan_sweep(["seed=2..3"], ["tiny.yaml"]))
+
+
+def test_folds_are_found_by_glob_and_are_repetitions(place: Path) -> None:
+    values = yaml.safe_load((place / "tiny.yaml").read_text())
+    for fold in (0, 1):
+        Path(f"data-fold{fold}.yaml").write_text(yaml.safe_dump({**values, "name": f"data-fold{fold}"}))
+    path, runs = plan_sweep(["seed=0,1"], ["data-fold*.yaml"])
+    assert path.name == "data-sweep"
+    assert [run.name for run in runs] == [f"data-fold{fold}-seed{seed}" for fold in (0, 1) for seed in (0, 1)]
+    assert [run.settings for run in runs][1] == {"fold": "data-fold0", "seed": 1}
+    assert names(["data-fold0.yaml", "data-fold1.yaml", "seed=0,1"], []) == [run.name for run in runs]
+    Path("other.yaml").write_text(yaml.safe_dump({**values, "seed": 7}))
+    assert plan_sweep(["data-fold0.yaml", "other.yaml"], [])[1][1].settings == {"config": "other"}
+    with pytest.raises(ConfigError, match="matches no file"):
+        plan_sweep([], ["nothing*.yaml"])
+
+
+def test_missing_config_and_foreign_folder_are_refused(place: Path) -> None:
+    with pytest.raises(ConfigError, match="--config FILE is missing"):
+        plan_sweep(["seed=0,1"], [])
+    Path("runs/tiny-sweep").mkdir(parents=True)
+    Path("runs/tiny-sweep/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not a sweep"):
+        plan_sweep(["seed=0,1"], ["tiny.yaml"])
+
+
+def test_jobs_share_the_gpus_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+    def visible(jobs: int) -> list[str]:
+        return [each["CUDA_VISIBLE_DEVICES"] for each in job_environments(jobs)]
+
+    assert job_environments(1) == [{}]
+    assert visible(3) == ["0", "1", "2"]
+    assert visible(6) == ["0", "1", "2", "3", "0", "1"]
+    assert job_environments(2)[0]["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a,7")
+    assert visible(2) == ["4,5", "GPU-a,7"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert visible(2) == ["", ""]
+
+
+def test_table_has_the_mean_of_each_setting(place: Path) -> None:
+    """Against `statistics`; a run that has not begun is not counted, and an absent class is not in the mean."""
+    _, runs = plan_sweep(["optim.lr=0.1,0.2,0.3", "seed=0..2"], ["tiny.yaml"])
+    mious = {(lr, seed): 0.2 + lr + 0.01 * seed**2 for lr in (0.1, 0.2) for seed in (0, 1, 2)}
+    for run in runs:
+        if (miou := mious.get((run.settings["optim.lr"], run.settings["seed"]))) is not None:
+            recorded(run, miou)
+    lines = setting_lines(runs)
+    assert lines[0].split() == ["optim.lr", "RUNS", "BEST", "MIOU"]
+    for line, lr in zip(lines[1:3], (0.2, 0.1), strict=True):
+        values = [mious[lr, seed] for seed in (0, 1, 2)]
+        mean = f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f} (1/2)"
+        assert " ".join(line.split()) == f"{lr} 3 of 3 {mean}"
+    assert lines[3].split() == ["0.3", "0", "of", "3", "-"]
+    assert setting_lines(runs[:1])[1].split()[:6] == ["all", "runs", "1", "of", "1", "0.3000"]
+
+
+def recorded(run: SweepRun, miou: float) -> None:
+    """Write the events of a finished run with two classes, of which one is absent."""
+    own = RecordedRun(run.folder.path, classes=["road", "sky"], num_devices=1)
+    own.train(1)
+    own.write(Val(epoch=1, step=1, loss=1.0, miou=miou, iou=[miou, None]))
+    own.write(RunEnd(status="finished", reason="done", exit_code=0))
+    own.writer.close()
+
+
+def test_dry_run_lists_runs_and_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(*GRID, "--dry-run", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["name"], [run["index"] for run in found["runs"]]) == ("tiny-sweep", [0, 1, 2])
+    assert found["runs"][2] == {
+        "index": 2,
+        "name": "seed2",
+        "folder": "runs/tiny-sweep/seed2",
+        "state": "waiting",
+        "settings": {"seed": 2, "train.epochs": 1},
+        "words": ["train", "--config", "tiny.yaml", "seed=2", "train.epochs=1", "--run", "runs/tiny-sweep/seed2",
+                  "--resume", "auto"],
+    }  # fmt: skip
+    command: Any = typer.main.get_command(app)
+    train = command.commands["train"].make_context("train", found["runs"][2]["words"][1:]).params
+    assert (train["run"], train["resume"]) == (Path("runs/tiny-sweep/seed2"), "auto")
+    assert sweep(*GRID, "--dry-run", "--only", "1") == 0
+    assert capsys.readouterr().out == "runs/tiny-sweep/seed1\n"
+    assert sweep(*GRID, "--dry-run") == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["0", "runs/tiny-sweep/seed0", "waiting"]
+    assert not (place / "runs").exists()
+
+
+def test_wrong_words_are_refused_before_anything_is_written(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sweep(*GRID, "--only", "3", "--jobs", "2") == 2
+    assert sweep(*GRID, "--json") == 2
+    assert sweep(*GRID, "--only", "3", "--dry-run") == 2
+    assert "--only 3: the sweep has the runs 0 to 2" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert sweep(*GRID, "--only", "0") == 2
+    assert "segapp launch" in capsys.readouterr().err
+    assert not (place / "runs").exists()
+
+
+def test_tasks_train_one_run_each_and_can_be_requeued(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both runs have the same course, and one of them is stopped and continued."""
+    grid = ("--config", "tiny.yaml", "train.epochs=1", "eval.every_epochs=1,2")
+    slow = process(place, *grid, "--only", "0", SEGAPP_FAILPOINTS="train.step=sleep:0.3")
+    other = process(place, *grid, "--only", "1")
+    stopped, whole = (place / "runs" / "tiny-sweep" / f"every_epochs{number}" for number in (1, 2))
+    wait_for(lambda: len(seen(stopped, "step")) >= 2)
+    slow.send(signal.SIGTERM)
+    assert [each.finish().returncode for each in (slow, other)] == [75, 0]
+    assert [run_state(folder) for folder in (stopped, whole)] == ["stopped", "finished"]
+    assert process(place, *grid, "--only", "0").finish().returncode == 0
+    assert [event["loss"] for event in events(stopped, "step")] == [event["loss"] for event in events(whole, "step")]
+    assert sweep(*grid, "--only", "1") == 0
+    assert "every_epochs2 has finished" in capsys.readouterr().out
+
+
+def test_stopped_sweep_resumes_bit_for_bit(place: Path) -> None:
+    grid = ("--config", "tiny.yaml", "seed=0,1", "train.epochs=2")
+    whole = process(place, "whole", *grid, "--jobs", "2", OMP_NUM_THREADS="1")
+    first, second = (place / "runs" / "tiny-sweep" / name for name in ("seed0", "seed1"))
+    stopped = process(place, *grid, **SLOW)
+    wait_for(lambda: len(seen(first, "step")) >= 3)
+    values = yaml.safe_load((place / "tiny.yaml").read_text())
+    refused = process(place, *grid, "--only", "0").finish()
+    assert (refused.returncode, "seed0" in refused.stderr) == (9, True)
+    stopped.send(signal.SIGINT)
+    done = stopped.finish()
+    assert done.returncode == 75, done.stderr
+    assert events(first, "run_end")[-1]["status"] == "stopped"
+    assert not second.exists()
+    num_before = len(seen(first, "step"))
+
+    continuing = process(place, *grid)
+    wait_for(lambda: "seed0: resumed" in continuing.stdout)
+    (place / "tiny.yaml").write_text(yaml.safe_dump({**values, "optim": {"name": "sgd", "lr": 0.5}}))
+    rest = continuing.finish()
+    assert rest.returncode == 0, rest.stderr
+    assert num_before < len(seen(first, "step")) == 10
+    assert rest.stdout.splitlines()[-1].startswith("all runs  2 of 2  0.")
+
+    assert whole.finish().returncode == 0
+    for name in ("seed0", "seed1"):
+        resumed, at_once = (load_checkpoint(place / "runs" / of / name).state for of in ("tiny-sweep", "whole"))
+        for key in ("model", "optimizer", "ema"):
+            assert differing(resumed.get(key), at_once.get(key)) == []
+    starts = [events(place / "runs" / "whole" / name, "run_start")[0]["t"] for name in ("seed0", "seed1")]
+    ends = [events(place / "runs" / "whole" / name, "run_end")[0]["t"] for name in ("seed0", "seed1")]
+    assert max(starts) < min(ends)  # both at the same time
+
+
+def test_failed_run_leaves_the_others_and_is_tried_again(place: Path, tiny_root: Path) -> None:
+    missing = place / "later"
+    words = ("--config", "tiny.yaml", "train.epochs=1", f"data.root={missing},{tiny_root}")
+    failed = process(place, *words).finish()
+    assert failed.returncode == 1, failed.stderr
+    assert "ended with exit code 3" in failed.stdout
+    assert str(missing) in failed.stderr
+    os.symlink(tiny_root, missing)
+    again = process(place, *words).finish()
+    assert again.returncode == 0, again.stdout
+    assert "2 runs, 1 to train" in again.stdout
+    runs = runs_of("tiny-sweep")
+    assert [run_state(Path(run)) for run in runs] == ["finished"] * 2
+    listed = start("ls", "tiny-sweep", "--json", cwd=place, logs=place).finish().stdout
+    assert sorted(run["name"] for run in json.loads(listed)) == [f"tiny-sweep/{Path(run).name}" for run in runs]
+    compared = start("compare", "tiny-sweep", "--no-images", "--json", cwd=place, logs=place).finish()
+    assert len(json.loads(compared.stdout)["differences"]["data.root"]) == 2
+
+
+@pytest.mark.slow
+def test_sweep_that_init_names_trains_every_fold(tmp_path: Path) -> None:
+    draw(tmp_path / "photos", [f"{number:03}" for number in range(4)], "images/{}.jpg", "masks/{}_mask.png")
+    made = start("init", "photos", "--folds", "2", cwd=tmp_path, logs=tmp_path, SEGAPP_TEST_FORK="1").finish()
+    assert made.returncode == 0, made.stderr
+    words = made.stdout.splitlines()[-1].partition("; segapp ")[2].split()
+    assert words == ["sweep", *(f"photos-fold{number}.yaml" for number in range(2))]
+    small = ("train.epochs=1", "data.workers=0", "log.tensorboard=false")
+    done = start(*words, *small, cwd=tmp_path, logs=tmp_path, SEGAPP_TEST_FORK="1").finish()
+    assert done.returncode == 0, done.stderr
+    assert "all runs  2 of 2" in done.stdout
+    folder = next((tmp_path / "runs").iterdir())
+    assert sum(len(events(run, "val")) for run in folder.iterdir() if (run / "events.jsonl").is_file()) == 2
