@@ -46,8 +46,7 @@ from segapp.training.recovery import OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
 from segapp.training.start_checks import run_length, start_alerts, start_notes
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.participant import FirstLook, FirstOutputs, RandomCalls
-from segapp.training.step.precise_bn import PreciseBatchNorm
+from segapp.training.step.participant import FirstOutputs
 from segapp.training.telemetry.remaining_time import Timetable
 from segapp.training.trainer import Trainer
 from segapp.training.validation import SamplePictures, Validation
@@ -103,18 +102,15 @@ def build_trainer(
     if devices.devices[0].type == "cpu" and not is_second_trial:
         check_memory(len(train_set))
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
-    first_looks = FirstOutputs(), RandomCalls()
+    first_outputs = FirstOutputs()
     split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.places)
-    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_looks, split)
+    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_outputs, split)
     step = 0 if checkpoint is None else checkpoint.step
     controller = build_controller(config, context, devices, engine, saved_plan, split, step)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # each rank has its own numbers for a network that draws them itself
     train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine, limit)
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
-    precise_bn = None
-    if config.train.precise_bn:
-        precise_bn = PreciseBatchNorm(train_loader, config.train.precise_bn, engine.masks)
     oom_policy = OomPolicy(
         context,
         engine,
@@ -147,14 +143,14 @@ def build_trainer(
         facts,
         engine=engine,
         train_loader=train_loader,
-        validation=Validation(engine, val_loader, inference, scheme, precise_bn=precise_bn, samples=samples),
+        validation=Validation(engine, val_loader, inference, scheme, samples=samples),
         controller=controller,
         oom_policy=oom_policy,
         plateau=build_plateau(
             config.schedule, config.optim.lr, larger_is_better=SCORES[config.checkpoint.monitor].larger_is_better
         ),
         config_hash=config_hash(config),
-        first_looks=first_looks,
+        first_outputs=first_outputs,
     )
 
 
@@ -297,7 +293,7 @@ def _build_engine(
     train_set: SegmentationDataset,
     saved_plan: SavedMemoryPlan | None,
     checkpoint: LoadedCheckpoint | None,
-    first_looks: Sequence[FirstLook],
+    first_outputs: FirstOutputs,
     split: tuple[int | None, list[int] | None],
 ) -> StepEngine:
     scheme, ranks = train_set.scheme, context.ranks
@@ -317,7 +313,7 @@ def _build_engine(
     if checkpoint is not None:
         fill_in_base(checkpoint, parts.model)
     mark = context.device_memory.mark
-    return assembler.assemble(parts, layout, participants=first_looks, ranks=ranks, mark=mark, has_graph=True)
+    return assembler.assemble(parts, layout, participants=(first_outputs,), ranks=ranks, mark=mark, has_graph=True)
 
 
 def _build_loaders(

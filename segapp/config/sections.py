@@ -357,9 +357,6 @@ class TrainConfig(Section):
     bn_momentum: PositiveFraction | None = None
     """Momentum of all BatchNorm layers; null: the model's own, usually 0.1. Change it if the model's is 0.01, as in
     MobileNetV3, and the run has only hundreds of steps."""
-    precise_bn: Count = 0
-    """Number of micro-batches from which BatchNorm statistics are recomputed before each evaluation; 0: use the running
-    statistics. Change it to 100 or 200 if the run has few steps or tiny batches."""
     hang_timeout_s: Annotated[NonNegativeFloat, OnResume] = 600.0
     """Time without progress after which the run fails and writes all stacks to RUN/stacks.log; 0: never. Change it if a
     step or an evaluation batch takes minutes."""

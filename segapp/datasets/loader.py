@@ -74,7 +74,6 @@ class TrainLoader:
         self._num_batches = num_batches(len(dataset), batch_size, drop_last=drop_last)
         self._filler = CacheFiller(dataset, dataset.cache_part)
         self._pool = BatchPool(dataset, options, batch_size // world_size)
-        self._pool_of_epoch_0 = BatchPool(dataset, options, batch_size // world_size)
 
     def __len__(self) -> int:
         return self._num_batches
@@ -88,13 +87,12 @@ class TrainLoader:
         """Return the batches of an epoch from `start_batch` (counted from 0) on; earlier ones are not loaded.
 
         A new call ends an epoch that is still being read. The workers continue with the following epochs up to
-        `last_epoch`, as they are divided now; if the next call asks for other batches, it loads those instead. Epoch 0,
-        which is never trained, has workers of its own, so that it interrupts no other epoch.
+        `last_epoch`, as they are divided now; if the next call asks for other batches, it loads those instead.
         """
         self._filler.start()
         batches = list(self._batches(epoch))[start_batch:]
         following = (keys for later in range(epoch + 1, last_epoch + 1) for keys, _ in self._batches(later))
-        loaded = (self._pool if epoch else self._pool_of_epoch_0).run([keys for keys, _ in batches], following)
+        loaded = self._pool.run([keys for keys, _ in batches], following)
         return (replace(batch, epoch=epoch, first=first) for batch, (_, first) in zip(loaded, batches, strict=True))
 
     def _batches(self, epoch: int) -> Iterator[tuple[list[SampleKey], int]]:
@@ -109,7 +107,6 @@ class TrainLoader:
         """Stop the workers and the process that fills the cache."""
         self._filler.close()
         self._pool.close()
-        self._pool_of_epoch_0.close()
 
 
 class EvalLoader:

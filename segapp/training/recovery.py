@@ -30,7 +30,6 @@ from segapp.run.words import first_line
 from segapp.training.context import RunContext
 from segapp.training.control.commands import CommandController
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.precise_bn import BatchNormMemoryError
 
 MAX_PIECES = 1024
 """Maximum number of pieces of a micro-batch."""
@@ -50,8 +49,6 @@ class MemoryFallbacks:
     """Evaluate image by image, whatever `eval.batch_size` is."""
     window_px: tuple[int, int] | None = None
     """Evaluate in windows of this height and width; None: as configured."""
-    num_bn_pieces: int = 1
-    """Number of pieces into which `train.precise_bn` cuts its batches."""
     failed_splits: tuple[tuple[int, ...], ...] = ()
     """Splits over ranks that ran out of memory; the run uses the previous split again."""
     is_recomputed: bool = False
@@ -73,7 +70,6 @@ class MemoryFallbacks:
             max(self.num_pieces, other.num_pieces),
             self.is_eval_single or other.is_eval_single,
             min(windows, key=lambda window: window[0] * window[1], default=None),
-            max(self.num_bn_pieces, other.num_bn_pieces),
             tuple(sorted({*self.failed_splits, *other.failed_splits})),
             self.is_recomputed or other.is_recomputed,
         )
@@ -339,20 +335,13 @@ class OomPolicy:
     def _handle_eval_oom(self, error: Exception, position: Position) -> None:
         """Adopt an evaluation method that needs less memory, on every rank, or raise OutOfMemoryError."""
         report = self._examined(error, position)
-        model, found = self._engine.model, None
-        if isinstance(error, BatchNormMemoryError):
-            num_pieces = 2 * self.fallbacks.num_bn_pieces
-            if self._batch_size // num_pieces >= model.min_train_batch:
-                smaller = replace(self.fallbacks, num_bn_pieces=num_pieces)
-                found = smaller, f"train.precise_bn cuts its batches into {num_pieces} pieces"
-        else:
-            found = next_eval_fallback(
-                self.fallbacks,
-                self.fallbacks.adapted(self._inference),
-                self._eval_batch_size,
-                self._crop_px,
-                is_fixed=model.fixed_size_px is not None,
-            )
+        found = next_eval_fallback(
+            self.fallbacks,
+            self.fallbacks.adapted(self._inference),
+            self._eval_batch_size,
+            self._crop_px,
+            is_fixed=self._engine.model.fixed_size_px is not None,
+        )
         if found is None:
             raise self._give_up(report, "no smaller way to evaluate is left: the training is saved and stops")
         self.fallbacks, action = found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from segapp.accelerator import accelerator_of
@@ -31,7 +31,7 @@ from segapp.training.recovery import MemoryFallbacks, OomPolicy
 from segapp.training.reporting import TrainingReporter
 from segapp.training.signals import PauseRequest, StopRequest
 from segapp.training.step.engine import StepEngine, StepResult
-from segapp.training.step.participant import FirstLook
+from segapp.training.step.participant import FirstOutputs
 from segapp.training.telemetry.clock import ActivityLog, images_in
 from segapp.training.validation import Validation
 
@@ -58,7 +58,7 @@ class Trainer:
         oom_policy: OomPolicy,
         plateau: Plateau | None = None,
         config_hash: str = "",
-        first_looks: Sequence[FirstLook] = (),
+        first_outputs: FirstOutputs | None = None,
     ) -> None:
         self.settings, self.facts = settings, facts
         self.engine, self.train_loader, self.validation = engine, train_loader, validation
@@ -86,7 +86,7 @@ class Trainer:
             config_hash=config_hash,
             during_save=lambda: self.activities.during("save"),
         )
-        self._first_looks = first_looks
+        self._first_outputs = first_outputs
         self._has_stepped = False
         self.loss_watch = LossWatch(len(facts.classes))
         self.has_diverged = False
@@ -177,7 +177,8 @@ class Trainer:
             clock.count_step(images_in(self.position.batch, len(group), settings.batch_size, num_images))
             self.position.batch += len(group)
             self.loss_watch.add(result.loss)
-            self.reporter.alert("model", *filter(None, (look.take_note() for look in self._first_looks)))
+            if self._first_outputs is not None and (note := self._first_outputs.take_note()):
+                self.reporter.alert("model", note)
             self.controller.after_step(result.split, sum(result.split), self.position.step)
             is_last = self._is_stretch_over()
             if is_last:

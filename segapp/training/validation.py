@@ -20,7 +20,6 @@ from segapp.inference.workspace import HostLimit
 from segapp.run.files import write_atomic
 from segapp.training.recovery import MemoryFallbacks
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.precise_bn import PreciseBatchNorm
 
 if TYPE_CHECKING:
     from segapp.datasets.layouts.schemes import ClassScheme
@@ -95,7 +94,7 @@ def side_by_side(pictures: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 class Validation:
-    """Evaluates the model of a training, or the average of its weights; `precise_bn`, if any, runs first."""
+    """Evaluates the model of a training, or the average of its weights."""
 
     def __init__(
         self,
@@ -104,12 +103,11 @@ class Validation:
         inference: Inference,
         scheme: ClassScheme,
         *,
-        precise_bn: PreciseBatchNorm | None = None,
         samples: SamplePictures | None = None,
     ) -> None:
         self.loader = loader
         self._engine, self._inference, self._scheme = engine, inference, scheme
-        self._precise_bn, self._samples = precise_bn, samples
+        self._samples = samples
         self._others = further_devices(engine.network)
         self._host = HostLimit(engine.ranks.world_size * (1 + len(self._others)))
         self._num_checks = max(engine.ranks.gather(len(loader)))
@@ -133,20 +131,16 @@ class Validation:
         Raises:
             torch.OutOfMemoryError: another rank ran out of memory. A rank that fails itself raises its own error.
         """
-        model = self._engine.evaluated
-        if self._precise_bn is not None:
-            self._precise_bn.recompute(model, self._inference, self._engine.device, fallbacks.num_bn_pieces)
         check()
-        settings = self._settings(fallbacks)
-        ranks, count = self._engine.ranks, self._num_checks
+        ranks, settings = self._engine.ranks, self._settings(fallbacks)
         return evaluate(
-            model,
+            self._engine.evaluated,
             self.loader.batches(reads_windows=settings.reads_windows),
             settings,
             check=check,
             progress=lambda num_own: progress(num_own * ranks.world_size),
             ranks=ranks,
-            num_checks=count,
+            num_checks=self._num_checks,
         )
 
     def _settings(self, fallbacks: MemoryFallbacks) -> EvaluationSettings:

@@ -223,18 +223,6 @@ def test_resumed_position_is_loaded_instead(recorder: Recorder, starts: list[Bat
     assert_no_children()
 
 
-def test_epoch_0_leaves_the_other_epochs_alone(recorder: Recorder, starts: list[BatchPool]) -> None:
-    """`train.precise_bn` reads it before each evaluation."""
-    loader = TrainLoader(recorder.dataset, 4, seed=SEED, options=LoadOptions(2))
-    for epoch in (1, 2, 3):
-        assert_batches(loader.epoch(epoch, last_epoch=3), keys_of((epoch,), 4), recorder.dataset)
-        fixed = loader.epoch(0)
-        assert_batches([next(fixed), next(fixed)], keys_of((0,), 4)[:2], recorder.dataset)
-    assert starts.count(loader._pool) == 1
-    loader.close()
-    assert_no_children()
-
-
 # --- failures
 
 

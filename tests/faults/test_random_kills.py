@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "parallel": {"mode": "dp", "devices": ["cpu", "cpu", "cpu"], "gpu0_bsz": 1},
         "train": {"batch_size": 5},
     },
-    "accumulate": {"train": {"accumulate": 2, "precise_bn": 2}, "data": {"workers": 1}},
+    "accumulate": {"train": {"accumulate": 2}, "data": {"workers": 1}},
     "ddp": {"parallel": {"mode": "ddp", "devices": ["cpu", "cpu"]}},
 }
 

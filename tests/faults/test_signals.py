@@ -92,7 +92,7 @@ def test_sigterm_at_startup_allows_a_restart(new_run: NewRun, invariants: Invari
 @pytest.mark.faults
 @pytest.mark.parametrize("failpoints", ["eval.batch=6:term", "ckpt.before_fsync=3:term", "eval.batch=6:kill"])
 def test_signal_in_evaluation_or_save_resumes_exactly(new_run: NewRun, invariants: Invariants, failpoints: str) -> None:
-    run = new_run(train={"precise_bn": 2})
+    run = new_run()
     done = run.train(failpoints=f"{failpoints};{EACH_SAVE}")
     assert done.returncode == (-signal.SIGKILL if "kill" in failpoints else 75), done.stderr
     invariants.check(run)

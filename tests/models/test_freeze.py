@@ -9,7 +9,6 @@ import torch
 
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel, build_model
-from segapp.training.step.precise_bn import recompute_batchnorm
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +68,3 @@ def test_modules_of_a_glob_stay_in_evaluation_mode(model: SegmentationModel) -> 
 def test_freeze_that_matches_nothing_or_all_is_an_error(model: SegmentationModel, pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model.freeze([pattern])
-
-
-def test_precise_statistics_leave_frozen_layers_as_they_are(model: SegmentationModel) -> None:
-    batches = [torch.rand(4, 3, 64, 64) for _ in range(3)]
-    whole = copy.deepcopy(model)
-    torch.optim.swa_utils.update_bn(batches, whole)
-    recompute_batchnorm(model, [(batch, None) for batch in batches], torch.device("cpu"))
-    for (name, ours), theirs in zip(model.named_buffers(), whole.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=name)
-    model.freeze(["backbone"])
-    model.eval()
-    before = {name: value.clone() for name, value in model.named_buffers()}
-    recompute_batchnorm(model, [(batch + 1, None) for batch in batches], torch.device("cpu"))
-    changed = {name for name, value in model.named_buffers() if not torch.equal(value, before[name])}
-    assert changed
-    assert all(name.startswith("classifier.") for name in changed)
-    assert not model.training

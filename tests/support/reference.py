@@ -186,7 +186,7 @@ def _in_brackets(text: str) -> str:
 
 UNITS = {
     "batch_size": "images", "effective_batch_size": "images", "gpu0_bsz": "images", "shares": "images",
-    "accumulate": "micro-batches", "precise_bn": "micro-batches", "workers": "processes", "early_stop": "evaluations",
+    "accumulate": "micro-batches", "workers": "processes", "early_stop": "evaluations",
     "patience": "evaluations", "keep": "files", "min_kept": "pixels", "critic_width": "channels",
 }  # fmt: skip
 """Last word of a key -> unit of its numbers, if the word does not end with one."""

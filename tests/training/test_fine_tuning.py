@@ -36,7 +36,7 @@ def base(tiny_root: Path) -> dict[str, Any]:
         "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
         "optim": {"name": "adamw", "lr": 0.001, "clip_grad_norm": 1.0},
         "schedule": {"name": "constant"},
-        "train": {"epochs": 4, "batch_size": 4, "ema": 0.9, "precise_bn": 1},
+        "train": {"epochs": 4, "batch_size": 4, "ema": 0.9},
         "log": {"every_steps": 1, "tensorboard": False},
     }
 
@@ -114,7 +114,7 @@ def test_dp_thaws_as_one_device(base: dict[str, Any], tmp_path: Path, precision:
         config = merged(
             base,
             model={"freeze": ["encoder.model.layer*", "encoder.model.conv1"], "freeze_epochs": 1},
-            train={"epochs": 2, "precision": precision, "precise_bn": 0},
+            train={"epochs": 2, "precision": precision},
             data={"crop_px": [32, 32]},
             optim={"name": "sgd"},
             parallel=parallel,
@@ -133,7 +133,7 @@ def test_auto_split_returns_to_the_planned_one_at_the_thaw(base: dict[str, Any],
     config = merged(
         base,
         model={"freeze": ["backbone"], "freeze_epochs": 2},
-        train={"epochs": 3, "batch_size": 4, "precise_bn": 0, "ema": None},
+        train={"epochs": 3, "batch_size": 4, "ema": None},
         parallel={"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": "auto", "memory_budget_mib": [20.0, 20.0]},
         eval={"every_epochs": 3},
     )

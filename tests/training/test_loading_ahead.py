@@ -33,7 +33,7 @@ NUM_EPOCHS, NUM_IMAGES, STEPS_PER_EPOCH = 3, 10, 5
 
 def loading(tiny: dict[str, Any], workers: int, **sections: Any) -> RunConfig:
     """Return a config with dropout-free weights, BatchNorm from fixed batches, and an evaluation after each epoch."""
-    return merged(tiny, data={"workers": workers}, **{"train": {"precise_bn": 2}, **sections})
+    return merged(tiny, data={"workers": workers}, **sections)
 
 
 def resumed(config: RunConfig, folder: Path) -> int:
@@ -159,7 +159,7 @@ def test_workers_start_once_and_evaluations_find_their_batches(
     monkeypatch.setattr(BatchPool, "_build", lambda pool: built.append(pool) or build(pool))
     monkeypatch.setattr(BatchPool, "_start", lambda pool, batches: starts.append(pool) or start(pool, batches))
     monkeypatch.setattr(Validation, "run", evaluate)
-    config = loading(tiny, 2, train={"precise_bn": 0}, eval={"every_steps": every_steps, "batch_size": 3})
+    config = loading(tiny, 2, eval={"every_steps": every_steps, "batch_size": 3})
     assert train(config, tmp_path / "run") == 0
     num_evaluations = 3 if every_steps is None else 5
     assert len(events(tmp_path / "run", "val")) == num_evaluations

@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "weights": {"loss": {"name": "ce", "class_weights": WEIGHTS, "label_smoothing": 0.1}, **ACCUMULATED},
     "terms": {"loss": {"name": "ce", "plus": [{"name": name} for name in ("dice", "focal", "lovasz")]}},
     "ohem": {"loss": {"name": "ohem", "class_weights": WEIGHTS}},
-    "bce": {"loss": {"name": "bce"}, "train": {"precise_bn": 2}},
+    "bce": {"loss": {"name": "bce"}},
 }
 
 

@@ -67,7 +67,7 @@ def reference(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
             },
             "optim": {"name": "adamw", "lr": 0.001},
             "schedule": {"warmup_steps": 3},
-            "train": {"epochs": 3, "batch_size": 2, "accumulate": 2, "ema": 0.9, "precise_bn": 2},
+            "train": {"epochs": 3, "batch_size": 2, "accumulate": 2, "ema": 0.9},
             "checkpoint": {"every_steps": 1},
             "log": {"every_steps": 1, "tensorboard": False},
         }

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from segapp.accelerator import gpu_of
-from segapp.inference.normalize import NormalizedInput
 from segapp.models.eomt import QueryMasking
-from segapp.parallel import DataParallelModel, current_replica
-from segapp.training.step.rollback import capture_torch_rng
 
 if TYPE_CHECKING:
     from segapp.datasets.pool import Batch
@@ -92,95 +86,7 @@ class UpdateCount(StepParticipant):
         self._masking.count_update()
 
 
-class FirstLook(StepParticipant):
-    """Examines the first micro-batch of a training, and has a sentence for the user if there is a problem."""
-
-    def take_note(self) -> str | None:
-        """Return the sentence once; None if there is none."""
-        raise NotImplementedError
-
-
-class RandomCalls(FirstLook):
-    """Finds the layers of a network that draw random numbers from the generator of their device.
-
-    Dropout layers do not (see `segapp.parallel.dropout`). Fused attention with dropout does, and so do functions that a
-    network calls directly. The generators' states are compared between starts and ends of layer calls: if they differ,
-    the layer that runs there has drawn. Of replicas only the first is examined, and a compiled network only as a whole.
-    """
-
-    name = "random_calls"
-
-    def __init__(self) -> None:
-        self._is_done = False
-        self._found: dict[str, None] = {}
-        self._stack: list[str] = []
-        self._handles: list[RemovableHandle] = []
-
-    def begin(self, network: nn.Module) -> None:
-        """Watch the layers; in the first step only."""
-        if self._is_done:
-            return
-        self.rollback()
-        devices = [parameter.device for parameter in network.parameters()]
-        devices += network.devices if isinstance(network, DataParallelModel) else ()
-        self._devices = tuple(dict.fromkeys(device for device in devices if gpu_of(device)))
-        self._states = capture_torch_rng(self._devices)
-        replicated = network.module if isinstance(network, DataParallelModel) else network
-        named = list(replicated.named_modules())
-        is_compiled = any(isinstance(part, NormalizedInput) and part.compiled_call for _, part in named)
-        for name, part in named[:1] if is_compiled else named:
-            self._handles += (
-                part.register_forward_pre_hook(partial(self._at_begin, name)),
-                part.register_forward_hook(self._at_end),
-            )
-
-    def _at_begin(self, name: str, *_: Any) -> None:
-        if self._is_watched():
-            self._compare()
-            self._stack.append(name)
-
-    def _at_end(self, *_: Any) -> None:
-        if self._is_watched():
-            self._compare()
-            self._stack.pop()
-
-    def _is_watched(self) -> bool:
-        replica = current_replica()
-        return not self._is_done and (replica is None or replica.index == 0)
-
-    def _compare(self) -> None:
-        before, self._states = self._states, capture_torch_rng(self._devices)
-        after = [self._states[0], *(state for _, state in self._states[1])]
-        if self._stack and not all(map(torch.equal, [before[0], *(state for _, state in before[1])], after)):
-            self._found[self._stack[-1].partition("model.")[2]] = None
-
-    def take(self, outputs: Any) -> None:
-        """End the examination after the first forward pass."""
-        self._is_done = True
-        self.rollback()
-
-    def rollback(self) -> None:
-        """End the examination; the next step begins it again if no forward pass was completed."""
-        self._stack.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def take_note(self) -> str | None:
-        """Return a sentence that names the layers, the first time."""
-        names = [name or "the model" for name in self._found]
-        self._found = {}
-        if not names:
-            return None
-        more = "" if len(names) < 4 else f" and {len(names) - 3} others"
-        return (
-            f"{', '.join(names[:3])}{more}: random numbers from the generator of the device, as in attention with "
-            "dropout or in a function that a model calls itself; they depend on how the batch is divided, so that "
-            "another number of devices or ranks takes another course: set this dropout to 0, or use layers of torch.nn"
-        )
-
-
-class FirstOutputs(FirstLook):
+class FirstOutputs(StepParticipant):
     """Finds networks that return probabilities, although losses take logits.
 
     It examines the first image of the first micro-batch; the result is read once, after the step.

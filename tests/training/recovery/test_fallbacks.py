@@ -24,7 +24,6 @@ PAIRS = [
     (MemoryFallbacks(window_px=(64, 96)), MemoryFallbacks(window_px=(128, 96)), MemoryFallbacks(window_px=(64, 96))),
     (MemoryFallbacks(window_px=(64, 256)), MemoryFallbacks(window_px=(96, 96)), MemoryFallbacks(window_px=(96, 96))),
     (MemoryFallbacks(window_px=(64, 96)), MemoryFallbacks(), MemoryFallbacks(window_px=(64, 96))),
-    (MemoryFallbacks(num_bn_pieces=8), MemoryFallbacks(num_bn_pieces=2), MemoryFallbacks(num_bn_pieces=8)),
     (MemoryFallbacks(is_recomputed=True), MemoryFallbacks(), MemoryFallbacks(is_recomputed=True)),
     (
         MemoryFallbacks(failed_splits=((3, 5),)),

@@ -1,4 +1,4 @@
-"""Steps with dropout take one course, however the batch is divided; layers that draw themselves are named."""
+"""Steps with dropout take one course, however the batch is divided."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from timm.layers import DropPath
-from torch import Tensor, nn
+from torch import nn
 
 from segapp.build.optimizer import build_optimizer
 from segapp.config import OptimConfig
@@ -19,17 +18,7 @@ from segapp.models.normalizer import Normalizer
 from segapp.parallel import DataParallelModel, SampleMasks, mask_by_sample, set_recompute
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.participant import RandomCalls
 from tests.training.step.test_engine import CPU, MEAN, STD, TinyNet, batch
-
-
-class Attention(nn.Module):
-    """Attention among pixels with dropout in the fused operator."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        tokens = features.flatten(2).transpose(1, 2)
-        made = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.2 if self.training else 0.0)
-        return made.transpose(1, 2).reshape(features.shape)
 
 
 def dropping_engine(
@@ -45,9 +34,8 @@ def dropping_engine(
     if num_devices > 1:
         network = DataParallelModel(network, ["cpu"] * num_devices, mode=mode, **split)
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
-    looks = [RandomCalls()]
     optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
-    options: Any = {"participants": looks, "masks": SampleMasks(model, 3)}
+    options: Any = {"masks": SampleMasks(model, 3)}
     engine = StepEngine(model, network, criterion().double(), optimizer, Precision("fp32", CPU), **options)  # type: ignore[arg-type]
     model.min_train_batch = 1  # type: ignore[assignment]
     engine.network.train()
@@ -106,25 +94,3 @@ def test_retried_step_has_the_masks_of_the_first_try() -> None:
     with pytest.raises(KeyError):
         engine.step(parts, leave)
     assert torch.equal(engine.step(parts).loss, other.step(parts).loss)
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_layers_that_draw_themselves_are_named_once(num_devices: int) -> None:
-    engine = dropping_engine(Attention(), nn.AlphaDropout(0.1), num_devices=num_devices)
-    (look,) = engine.participants
-    assert isinstance(look, RandomCalls)
-    engine.step([batch(8)])
-    note = look.take_note()
-    assert note is not None
-    assert note.startswith("body.4, body.5: random numbers from the generator of the device")
-    assert not any(part._forward_pre_hooks for part in engine.network.modules())
-    engine.step([batch(8)])
-    assert look.take_note() is None
-
-
-def test_layers_with_masks_of_samples_are_not_named() -> None:
-    engine = dropping_engine(num_devices=2)
-    engine.step([batch(8)])
-    (look,) = engine.participants
-    assert isinstance(look, RandomCalls)
-    assert look.take_note() is None
