@@ -593,12 +593,6 @@ def init(
     ] = None,
     folds: Annotated[int | None, option("--folds", "Write one config per fold for cross-validation.", "NUMBER")] = None,
     seed: Annotated[int, option("--seed", "Random seed for splits and folds.", "NUMBER")] = 0,
-    clean_masks: Annotated[
-        bool,
-        typer.Option(
-            "--clean-masks", help="Write copies of the masks with stray values replaced by the closest class value."
-        ),
-    ] = False,
     masks: Annotated[
         str | None,
         option(
@@ -623,7 +617,7 @@ def init(
     from segapp.onboarding.init import InitRequest, init_folder
 
     chosen = {"masks": masks, "unlabelled": unlabelled, "palette": palette}
-    init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, clean_masks, **chosen))
+    init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, **chosen))
 
 
 @app.command()

@@ -291,9 +291,7 @@ def ignored_note(targets: Targets, scheme: ClassScheme) -> str | None:
         return None
     advice = ""
     if has_shades(targets, scheme):
-        advice = (
-            "; if these are shades at the edges of objects, segapp init FOLDER --clean-masks writes masks without them"
-        )
+        advice = "; if these are shades at the edges of objects, export the masks without smoothing"
     share = f"{targets.ignored_share:.1%} of the pixels of {targets.where}"
     return f"{share} are ignored: {ignored_values(scheme)}{advice}"
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -172,42 +171,3 @@ def _histogram(numbers: NDArray[np.uint8 | np.int64] | NDArray[np.int32]) -> dic
         return {int(value): int(counts[value]) for value in np.flatnonzero(counts)}
     values, counts = np.unique(numbers, return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
-
-
-def dominant_levels(content: MaskContent, most: int = 64) -> list[Color] | list[int]:
-    """Return the original values or colors of lossy masks: frequent ones that are far apart."""
-    counts = content.colors or Counter({(value, value, value): count for value, count in content.values.items()})
-    kept: list[Color] = []
-    for color, count in counts.most_common():
-        if len(kept) == most or count < 0.005 * counts.total():
-            break
-        apart = all(max(abs(a - b) for a, b in zip(color, other, strict=True)) > 40 for other in kept)
-        if apart and not any(
-            count < 0.2 * min(counts[first], counts[second]) and _is_blend(color, first, second)
-            for first, second in combinations(kept, 2)
-        ):
-            kept.append(color)
-    kept = sorted((_snapped(red), _snapped(green), _snapped(blue)) for red, green, blue in kept)
-    return kept if content.colors else [color[0] for color in kept]
-
-
-def _snapped(value: int) -> int:
-    """Return 0 or 255 for values near them, which JPEG changes by a few units."""
-    return 0 if value <= 8 else 255 if value >= 247 else value
-
-
-def _is_blend(color: Color, first: Color, second: Color) -> bool:
-    """Return True if a color is near the line between two others, like the pixels at their border."""
-    start, way = np.array(first, float), np.array(second, float) - first
-    along = float(np.clip((np.array(color) - start) @ way / (way @ way), 0, 1))
-    return float(np.linalg.norm(start + along * way - color)) < 32
-
-
-def nearest_level(pixels: NDArray[np.uint8 | np.int64], levels: Sequence[Color] | Sequence[int]) -> NDArray[np.uint8]:
-    """Return the index of the nearest level of each pixel, (H, W)."""
-    table = np.array([level if isinstance(level, tuple) else (level,) * 3 for level in levels], np.int32)
-    colors = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
-    codes, inverse = np.unique(color_codes(colors), return_inverse=True)
-    own = np.stack([codes >> 16, codes >> 8 & 255, codes & 255], axis=1)
-    distance = np.stack([((own - level) ** 2).sum(axis=1) for level in table], axis=1)
-    return np.asarray(distance.argmin(axis=1).astype(np.uint8)[inverse].reshape(colors.shape[:2]))

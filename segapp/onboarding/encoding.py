@@ -14,7 +14,7 @@ from segapp.datasets.files import shown
 from segapp.datasets.layouts.published_classes import Color, PublishedSet
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.class_files import ClassFile, described, is_background, is_void
-from segapp.onboarding.content import MAX_COLORS, MaskContent, Value, dominant_levels, reason_unread
+from segapp.onboarding.content import MAX_COLORS, MaskContent, Value, reason_unread
 from segapp.onboarding.published import is_certain, recognise, recognise_values
 from segapp.onboarding.questions import Answer, open_question
 
@@ -31,12 +31,14 @@ NO_PALETTE = "none"  # value of `--palette`: the colors match no published data 
 UNLABELLED = ("ignore", "class")  # values of `--unlabelled`
 MAX_UNSAID = 0.01  # largest share of the pixels that is ignored without a question or an option
 CLEANING = (
-    "export them again without either, or add --clean-masks, which writes copies next to the config with each pixel "
-    "set to the nearest of the frequent"
+    "export them again as PNG of ids; of two classes, magick mogrify -path clean -format png -threshold 50% 'masks/*' "
+    "writes clean copies, and of more, +dither -remap COLORS.png does in place of -threshold 50%"
 )
+"""What to do about smoothed masks; COLORS.png has a pixel of each class."""
 STRAY_SHARE = 1e-5  # share of the pixels below which a single value is a stray one
 _MAX_NAMED = 6
 _MAX_PALETTES = 4
+_LEVEL_SHARE, _LEVEL_GAP = 0.005, 40  # values of smoothed masks that are as frequent and as far apart are classes
 _BINARY_SMOOTH_SHARE = 0.1
 _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
 
@@ -84,7 +86,7 @@ def _is_class(content: MaskContent, unnamed: Sequence[Value], file: ClassFile, c
         f"{listed(unnamed)} has no name in {shown(file.source)} and is {content.percent(unnamed)}",
         "these pixels are neither trained nor scored",
         "each of them is a class, to be named in the config",
-        "if they lie at the edges of objects, --clean-masks writes copies with the nearest of the frequent values",
+        f"if they lie at the edges of objects, {CLEANING}",
     )
 
 
@@ -116,9 +118,12 @@ def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
     """Raise DataError if there is only one value or color."""
     if len(stored) < 2:
         ignored = ", apart from ignored pixels" if len(content.pixels) > 1 else ""
+        opacity = (
+            "; masks in the opacity: magick mogrify -path clean -alpha extract 'masks/*'" if content.colors else ""
+        )
         raise DataError(
             f"the {content.num_masks} masks that were read contain only one value{ignored}: {listed(stored)}: label "
-            "the other pixels too, or choose another folder with --layout"
+            f"the other pixels too, or choose another folder with --layout{opacity}"
         )
 
 
@@ -136,11 +141,8 @@ def _strays_note(content: MaskContent, strays: Sequence[Value], what: str) -> tu
     named = ", ".join(
         f"{list(one) if isinstance(one, tuple) else one} ({content.pixels_of(one)} px)" for one in strays[:_MAX_NAMED]
     )
-    more, cleaning = "", ""
-    if len(strays) > _MAX_NAMED:
-        more = f" and {len(strays) - _MAX_NAMED} more"
-        cleaning = "; --clean-masks sets them to the nearest class"
-    return (f"stray {what} are ignored: {named}{more}: {content.percent(strays)}{cleaning}",)
+    more = f" and {len(strays) - _MAX_NAMED} more" if len(strays) > _MAX_NAMED else ""
+    return (f"stray {what} are ignored: {named}{more}: {content.percent(strays)}",)
 
 
 def listed(stored: Sequence[Value]) -> str:
@@ -198,15 +200,18 @@ def _ask_for_instances(content: MaskContent, stored: Sequence[Value], choices: M
             "--masks",
             (one, ids) if values or (0, 0, 0) in stored else (ids,),
         )
-    levels = dominant_levels(content) if len(values) >= 32 else []
-    near = [value for value in values if any(abs(value - level) <= 3 for level in levels if isinstance(level, int))]
+    levels: list[int] = []
+    for value, _ in content.values.most_common() if len(values) >= 32 else ():
+        if content.share([value]) >= _LEVEL_SHARE and all(abs(value - level) > _LEVEL_GAP for level in levels):
+            levels.append(value)
+    near = [value for value in values if any(abs(value - level) <= 3 for level in levels)]
     if 2 <= len(levels) <= 16 and content.share(near) >= 0.7:
         raise open_question(
-            f"the masks hold {len(values)} values, but {content.percent(near)} are near {listed(levels)}, as in "
-            "masks that were smoothed or saved with loss",
+            f"the masks hold {len(values)} values, but {content.percent(near)} are near {listed(sorted(levels))}, as "
+            "in masks that were smoothed or saved with loss",
             "--masks",
             (ids,),
-            f"if they were smoothed, {CLEANING} values",
+            f"if they were smoothed, {CLEANING}",
         )
 
 
@@ -216,7 +221,7 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
         raise DataError(
             f"{max(len(content.smooth), 1)} of {content.num_masks} masks contain neither ids nor fewer than "
             f"{MAX_COLORS} colors, such as {shown(content.smooth[0] if content.smooth else '')}: they were smoothed "
-            f"or saved with loss; {CLEANING} colors"
+            f"or saved with loss; {CLEANING}"
         )
     total = content.colors.total()
     strays = sorted(color for color in content.colors if is_stray(content, color, total))
@@ -333,7 +338,7 @@ def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequ
     smoothed = f"the masks were smoothed or saved with loss: {content.percent(rest)} are neither 0 nor {white}, but"
     is_spread = len(rest) >= 16 and rest[0] < white // 4 and rest[-1] > white - white // 4
     if is_spread and share > MAX_UNSAID and object_share >= 0.005:
-        raise DataError(f"{smoothed} {len(rest)} values between; {CLEANING} values")
+        raise DataError(f"{smoothed} {len(rest)} values between; {CLEANING}")
     if rest and len(rest) < 16:
         is_counting = rest == list(range(1, len(rest) + 1))
         limit, factor = (STRAY_SHARE, 100) if is_counting else (MAX_UNSAID, 20)
@@ -343,7 +348,7 @@ def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequ
     elif rest and share > min(_BINARY_SMOOTH_SHARE, object_share):
         return None
     elif share > MAX_UNSAID:
-        raise DataError(f"{smoothed} {len(rest)} other values; {CLEANING} values")
+        raise DataError(f"{smoothed} {len(rest)} other values; {CLEANING}")
     strays = rest if len(rest) < 16 or white > 255 else list(range(1, 255))
     names, reason, source = _names_of_two(files, masks)
     why = f"the masks contain only 0 and {white}"
@@ -571,8 +576,7 @@ def read_classes(
     if content.lossy:
         raise DataError(
             f"{len(content.lossy)} of {content.num_masks} masks are JPEGs, such as {shown(content.lossy[0])}: "
-            "JPEG changes ids at every edge; export them as PNG, or add --clean-masks, which writes copies next to the "
-            "config with each pixel set to the nearest of the frequent values"
+            f"JPEG changes ids at every edge; {CLEANING}"
         )
     if not content.values and not content.colors:
         reason = f" ({reason_unread(content.unread[0])})" if content.unread else ""

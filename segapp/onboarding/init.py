@@ -25,7 +25,7 @@ from segapp.onboarding.candidates import Found, choose, confirm, find_candidates
 from segapp.onboarding.class_files import find_class_files, nearest_first
 from segapp.onboarding.content import MaskContent, read_contents
 from segapp.onboarding.conversion import refuse_foreign, write_files
-from segapp.onboarding.copies import copies_of
+from segapp.onboarding.copies import classes_of_instances
 from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import IGNORED, MASK_KINDS, UNLABELLED, Classes, MaskChoices, read_classes
 from segapp.onboarding.hypotheses import common_beginning
@@ -53,7 +53,6 @@ class InitRequest(MaskChoices):
     group: str | None = None
     folds: int | None = None
     seed: int = 0
-    clean_masks: bool = False
 
     def check(self) -> None:
         """Raise ConfigError if the value of an option is not possible, or conflicts with another one."""
@@ -108,16 +107,15 @@ def propose_config(request: InitRequest) -> InitResult:
         confirm(root, found, chosen, request.layout)
     lines = found_lines(found, chosen)
     used, choices = chosen, request
-    if not used.is_drawn and (copies := copies_of(tree, used, request, clean=request.clean_masks)) is not None:
-        used, choices = copies, replace(request, masks="ids")
+    if not used.is_drawn and request.masks not in (None, "ids"):
+        used, choices = classes_of_instances(tree, used, str(request.masks)), replace(request, masks="ids")
     pairs, image_root, mask_root = _written(tree, used, out, lines)
     division = divided(
         pairs, request.val_share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS
     )
     lines += division.lines
     facts = _facts(name, tree, used, out, choices, division, image_root, mask_root)
-    if not (request.clean_masks and len(found) == 1):  # masks that need cleaning look little like masks
-        confirm(root, found, chosen, request.layout)  # after the refusals, which are more specific
+    confirm(root, found, chosen, request.layout)  # after the refusals, which are more specific
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
     lines.append(f"classes: {names}{more} ({facts.classes.names_reason})")

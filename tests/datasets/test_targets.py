@@ -133,7 +133,7 @@ def test_shades_that_are_ignored_are_named_with_their_share(tmp_path: Path) -> N
     assert note is not None
     assert note.startswith("5.0% of the pixels of the 1 mask of split train are ignored: values 1, 2, 3, 4, 5, 6, 7, ")
     assert "8 and 52 more (mapped to data.ignore_index = -1)" in note
-    assert "--clean-masks" in note
+    assert "without smoothing" in note
     (report,) = examine({"train": pairs}, scheme, crop_px=(1, 1))
     assert report.ignored == note
     assert [(each.severity, each.message) for each in report.findings] == [("warning", note)]

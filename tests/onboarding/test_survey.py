@@ -99,7 +99,7 @@ def test_black_and_white_masks_may_hold_stray_values(others: dict[int, int], is_
 def test_smoothed_borders_above_a_hundredth_are_refused(others: dict[int, int], share: str) -> None:
     values = Counter({0: 9000 - sum(others.values()), 255: 1000, **others})
     content = MaskContent(1, 1, values=values, masks_with=Counter(dict.fromkeys(values, 1)))
-    with pytest.raises(DataError, match=rf"smoothed or saved with loss: {share} of the pixels .*--clean-masks"):
+    with pytest.raises(DataError, match=rf"smoothed or saved with loss: {share} of the pixels .*magick mogrify"):
         read_classes(content, (), ["masks/a.png"], MaskChoices())
 
 

@@ -165,26 +165,18 @@ def test_smoothed_black_and_white_masks_keep_the_object(tmp_path: Path) -> None:
     assert config.data.label_map is not None
     assert config.data.label_map[255] == 1
     assert set(config.data.label_map.values()) == {1, -1}
-    assert re.search(r"and \d+ more: 0\.\d+% of the pixels; --clean-masks", " ".join(result.lines))
+    assert re.search(r"and \d+ more: 0\.\d+% of the pixels", " ".join(result.lines))
 
 
-def test_jpeg_masks_are_refused_or_cleaned_on_request(tmp_path: Path) -> None:
+def test_jpeg_masks_are_refused_with_a_command(tmp_path: Path) -> None:
     both(tmp_path / "d", "images", "masks", np.array([[0, 0, 0], [255, 0, 0], [0, 128, 255]], np.uint8))
     for path in sorted((tmp_path / "d" / "masks").rglob("*.png")):
         mask = np.zeros((80, 112, 3), np.uint8)
         mask[:, 40:], mask[60:] = (255, 0, 0), (0, 128, 255)
         Image.fromarray(mask).save(path.with_suffix(".jpg"), quality=70)
         path.unlink()
-    with pytest.raises(DataError, match=r"8 of 8 masks are JPEGs.*--clean-masks"):
+    with pytest.raises(DataError, match=r"8 of 8 masks are JPEGs.*magick mogrify"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    config, result, names = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml", clean_masks=True)
-    assert (len(names["train"]), len(names["val"])) == (6, 2)
-    assert "each pixel is the nearest of 3 frequent values" in " ".join(result.lines)
-    cleaned = np.asarray(Image.open(tmp_path / "made-masks" / "masks" / "train" / "a.png"))
-    wanted = np.zeros((80, 112), np.uint8)
-    wanted[:, 40:], wanted[60:] = 2, 1
-    assert (cleaned == wanted).mean() > 0.98
-    assert config.data.mask_root == str(tmp_path / "made-masks")
 
 
 def test_large_images_are_evaluated_in_windows_workers_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

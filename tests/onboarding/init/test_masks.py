@@ -194,18 +194,12 @@ def noisy(number: int) -> np.ndarray:
     return np.asarray(Image.open(buffer))
 
 
-def test_masks_that_went_through_jpeg_are_refused_and_cleaned(tmp_path: Path) -> None:
+def test_masks_that_went_through_jpeg_are_refused_with_a_command(tmp_path: Path) -> None:
     drawn(tmp_path / "d", noisy)
     with pytest.raises(
-        DataError, match=r"saved with loss: \d+\.\d% of the pixels are neither 0 nor 255.*--clean-masks"
+        DataError, match=r"saved with loss: \d+\.\d% of the pixels are neither 0 nor 255.*magick mogrify"
     ):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", clean_masks=True)
-    assert config.data.classes == ["background", "object"]
-    for name, read in trained_masks(config).items():
-        wanted = np.zeros(SIZE, np.uint8)
-        wanted[10:30, 5 + int(name) : 40] = 1
-        np.testing.assert_array_equal(read, wanted)
 
 
 def test_ids_that_went_through_jpeg_are_asked_with_the_levels(tmp_path: Path) -> None:
@@ -217,32 +211,18 @@ def test_ids_that_went_through_jpeg_are_asked_with_the_levels(tmp_path: Path) ->
         return np.asarray(Image.open(buffer))
 
     drawn(tmp_path / "d", mask)
-    with pytest.raises(OpenQuestionError, match=r"near value 0, 8\d, 17\d.*--clean-masks"):
+    with pytest.raises(OpenQuestionError, match=r"near value 1, 8\d, 17\d.*magick mogrify"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
-def test_object_in_the_opacity_alone_is_read(tmp_path: Path) -> None:
+def test_object_in_the_opacity_alone_is_refused_with_a_command(tmp_path: Path) -> None:
     def mask(number: int) -> np.ndarray:
         pixels = np.full((*SIZE, 4), 200, np.uint8)
         pixels[..., 3] = striped([0, 255], [10 + number])
         return pixels
 
     drawn(tmp_path / "d", mask)
-    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert config.data.classes == ["background", "object"]
-    assert "the object is where they are opaque" in " ".join(result.lines)
-    for name, read in trained_masks(config).items():
-        np.testing.assert_array_equal(read, mask(int(name))[..., 3] > 0)
-
-
-def test_smoothed_opacity_is_refused_in_words(tmp_path: Path) -> None:
-    def mask(number: int) -> np.ndarray:
-        pixels = np.full((*SIZE, 4), 200, np.uint8)
-        pixels[..., 3] = np.linspace(0, 255, SIZE[1]).astype(np.uint8)
-        return pixels
-
-    drawn(tmp_path / "d", mask)
-    with pytest.raises(DataError, match="the masks have one color, and 64 values of opacity"):
+    with pytest.raises(DataError, match=r"contain only one value.*-alpha extract"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 

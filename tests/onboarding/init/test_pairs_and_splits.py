@@ -6,7 +6,6 @@ import csv
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -404,8 +403,7 @@ def test_masks_for_a_part_of_the_images_are_less_likely(tmp_path: Path) -> None:
     assert found["train"] | found["val"] == {f"images/{name}.jpg": f"masks/{name}.png" for name in NAMES}
 
 
-@pytest.mark.parametrize("request_of", [{"masks": "object"}, {"clean_masks": True}])
-def test_patients_of_a_table_stay_together_in_copies(request_of: dict[str, Any], tmp_path: Path) -> None:
+def test_patients_of_a_table_stay_together_in_copies(tmp_path: Path) -> None:
     root = tmp_path / "d"
     names = [f"i{i:03}" for i in range(24)]
     for name in names:
@@ -414,7 +412,7 @@ def test_patients_of_a_table_stay_together_in_copies(request_of: dict[str, Any],
     patient_of = {name: f"p{i % 6}" for i, name in enumerate(names)}
     rows = [(f"images/{name}.png", f"masks/{name}.png", patient) for name, patient in patient_of.items()]
     write_table(root / "pairs.csv", ["image", "mask", "patient"], rows)
-    config, _, _ = proposed(root, root.with_suffix(".yaml"), **request_of)
+    config, _, _ = proposed(root, root.with_suffix(".yaml"), masks="object")
     train, val = (
         {patient_of[name] for pair in build_pairs(config.data, split) for name in names if name in str(pair.image)}
         for split in split_names(config.data)

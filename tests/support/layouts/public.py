@@ -637,7 +637,7 @@ def image_folder(canvas: Canvas) -> None:
 
 PUBLIC = layouts(
     {
-        "Kvasir-SEG": (kvasir, Refuse(("JPEG", "--clean-masks"))),
+        "Kvasir-SEG": (kvasir, Refuse(("JPEG", "magick mogrify"))),
         "CVC-ClinicDB": (clinic, Ask("--layout", or_read=True)),
         "PanNuke": pannuke,
         "STARE": (stare, Ask("--layout", or_read=True)),
