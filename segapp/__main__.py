@@ -34,9 +34,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "_SEGAPP_COMPLETE" in os.environ:
-        from typer.completion import completion_init  # type: ignore[attr-defined]
-
-        completion_init()
         with contextlib.suppress(Exception):  # a traceback would appear in the user's prompt
             app(prog_name="segapp")
         sys.exit(0)

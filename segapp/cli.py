@@ -7,23 +7,20 @@ arguments. Heavy imports are inside the functions, so that `segapp --help` is fa
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from segapp.errors import ConfigError, accepted_words, storage_errors
+from segapp.errors import ConfigError, storage_errors
 
 app = typer.Typer(
     name="segapp",
     help="Train, evaluate and use semantic segmentation models.\n\nEvery command accepts --debug, which prints the "
     "traceback of an error, and --trust-parts, which runs the custom code that a config names.",
     invoke_without_command=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -35,51 +32,16 @@ def option(flag: str, help: str, metavar: str = "FILE", **options: Any) -> Any:
     return typer.Option(flag, metavar=metavar, help=help, **options)
 
 
-SHELLS = ("bash", "zsh", "fish")
-
-
-def _offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return a completion function for names.
-
-    Typer quotes nothing, and zsh evaluates what it is offered. So names that a shell would interpret are left out.
-    """
-    return lambda incomplete: [name for name in names() if name.startswith(incomplete) and shlex.quote(name) == name]
-
-
-def _run_names() -> list[str]:
-    from segapp.run.folder import run_folders
-
-    return [folder.name for folder in run_folders(Path("runs"), with_sweeps=True)]
-
-
-def _config_names() -> list[str]:
-    from segapp.config.load import config_places
-
-    folders = dict.fromkeys(place.parent for place in config_places("any.yaml"))
-    return sorted({path.name for folder in folders for path in folder.glob("*.yaml") if path.is_file()})
-
-
-def _topics() -> list[str]:
-    from segapp.docs.pages import pages
-
-    return [page.topic for page in pages()]
-
-
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, e.g. optim.lr=0.02.")
 ]
 
 
-def _runs(metavar: str, help: str) -> Any:
-    """Return an argument that takes the name of a run, or several names."""
-    return typer.Argument(metavar=metavar, help=help, autocompletion=_offering(_run_names))
-
-
-RunArgument = Annotated[str, _runs("RUN", "Name or folder of a run.")]
-Target = Annotated[str, _runs("RUN|CHECKPOINT", "A run, a checkpoint, or a weights file.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
+Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, a checkpoint, or a weights file.")]
 ConfigOption = Annotated[
     str | None,
-    option("--config", "Config file, or the name of a shipped config.", autocompletion=_offering(_config_names)),
+    option("--config", "Config file, or the name of a shipped config."),
 ]
 WeightsConfig = Annotated[str | None, option("--config", "Config of the model, if the file holds weights only.")]
 RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the run.")]
@@ -105,7 +67,7 @@ def _main(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        from segapp.commands.control import show_runs
+        from segapp.commands.runs import show_runs
 
         if not show_runs():
             print(context.get_help())
@@ -319,14 +281,14 @@ def sweep(
 def attach(
     run: Annotated[
         str | None,
-        _runs("[RUN]", "Name or folder of a run. Default: the newest live run, or else the newest run."),
+        typer.Argument(metavar="[RUN]", help="A run. Default: the newest live run, or else the newest run."),
     ] = None,
     readonly: Annotated[bool, typer.Option("--readonly", help="Show the run without sending commands.")] = False,
     theme: Annotated[str | None, typer.Option(metavar="NAME", help="Color theme of the TUI.")] = None,
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Use ASCII characters only.")] = False,
 ) -> None:
     """Show a run in the TUI, while it trains or afterwards. Leaving the TUI does not stop the run."""
-    from segapp.commands.control import run_to_attach
+    from segapp.commands.runs import run_to_attach
     from segapp.tui.app import run_ui
 
     folder = run_to_attach(run)
@@ -348,35 +310,16 @@ def ctl(
 
     The exit code is 1 if the command is rejected or, with --wait, not applied.
     """
-    from segapp.commands.control import control_run
+    from segapp.commands.runs import control_run
 
     sys.exit(control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout))
-
-
-@app.command("requeue-code")
-def requeue_code(
-    run: RunArgument,
-    code: Annotated[
-        int | None,
-        typer.Argument(metavar="[CODE]", help="Exit code of the training. Default: from the last event."),
-    ] = None,
-) -> None:
-    """Exit with a code that tells a scheduler whether to restart the job. Run it at the end of a job script.
-
-    The exit code is 75 (restart the job) if a signal stopped the run and a checkpoint was saved. The exit code is 0 if
-    the run has finished, or if segapp ctl, the TUI or a program stopped it. Otherwise the exit code is CODE, or 1 if
-    the run was stopped twice without a new step.
-    """
-    from segapp.commands.requeue import print_requeue_code
-
-    sys.exit(print_requeue_code(run, code))
 
 
 @app.command("eval")
 def evaluate(
     targets: Annotated[
         list[str],
-        _runs("RUN|CHECKPOINT...", "Runs or checkpoints. Several are averaged."),
+        typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs or checkpoints. Several are averaged."),
     ],
     split: SplitOption = None,
     json_out: Annotated[
@@ -434,7 +377,9 @@ def evaluate(
 def predict(
     target: Annotated[
         str,
-        _runs("RUN|CHECKPOINT|FILE", "A run, a checkpoint, or a weights, .onnx or .safetensors file."),
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|FILE", help="A run, a checkpoint, or a weights, .onnx or .safetensors file."
+        ),
     ],
     paths: Annotated[
         list[str],
@@ -641,7 +586,7 @@ def report(
 def compare(
     runs: Annotated[
         list[str],
-        _runs("RUN|SWEEP...", "Names or folders of runs; a sweep stands for its runs."),
+        typer.Argument(metavar="RUN|SWEEP...", help="Names or folders of runs; a sweep stands for its runs."),
     ],
     html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and images.")] = None,
     split: SplitOption = None,
@@ -672,7 +617,7 @@ def compare(
 def suspects(
     runs: Annotated[
         list[str],
-        _runs("RUN|SWEEP...", "Names or folders of runs; a sweep stands for its runs."),
+        typer.Argument(metavar="RUN|SWEEP...", help="Names or folders of runs; a sweep stands for its runs."),
     ],
     split: Annotated[
         str | None, option("--split", "Split to judge; by default the validation split of each run.", "NAME")
@@ -711,10 +656,25 @@ def list_runs(
 
 
 @app.command()
-def status(run: RunArgument, json_out: JsonFlag = False) -> None:
-    """Show the state and progress of a run."""
-    from segapp.commands.runs import print_status
+def status(
+    run: RunArgument,
+    json_out: JsonFlag = False,
+    requeue_code: Annotated[
+        int | None,
+        typer.Option("--requeue-code", metavar="CODE", help="Exit code of the training, at the end of a job script."),
+    ] = None,
+) -> None:
+    """Show the state and progress of a run.
 
+    With --requeue-code, it exits with a code that tells a scheduler whether to restart the job. The exit code is 75
+    (restart the job) if a signal stopped the run and a checkpoint was saved. The exit code is 0 if the run has
+    finished, or if segapp ctl, the TUI or a program stopped it. Otherwise the exit code is CODE, or 1 if the run was
+    stopped twice without a new step.
+    """
+    from segapp.commands.runs import print_requeue_code, print_status
+
+    if requeue_code is not None:
+        sys.exit(print_requeue_code(run, requeue_code))
     print_status(run, as_json=json_out)
 
 
@@ -751,16 +711,6 @@ def schema(out: Annotated[Path | None, option("--out", "File to write. Default: 
         return
     with storage_errors(out):
         out.write_text(text)
-
-
-@app.command()
-def completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
-    """Print the shell completion script for commands, options, runs, configs and pages."""
-    from typer.completion import get_completion_script  # type: ignore[attr-defined]
-
-    if shell not in SHELLS:
-        raise ConfigError(f"no completion for {shell!r}: {accepted_words(shell, SHELLS)}")
-    print(get_completion_script(prog_name="segapp", complete_var="_SEGAPP_COMPLETE", shell=shell))
 
 
 @app.command()
@@ -832,9 +782,7 @@ def check_part(
 def docs(
     topic: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[TOPIC]", help="Page, or PAGE#SECTION. Default: list all pages.", autocompletion=_offering(_topics)
-        ),
+        typer.Argument(metavar="[TOPIC]", help="Page, or PAGE#SECTION. Default: list all pages."),
     ] = None,
     search: Annotated[str | None, option("--search", "Find the pages that contain these words.", "WORDS")] = None,
 ) -> None:

@@ -71,7 +71,7 @@ def predicted_tasks(folder: Path, _: Any) -> list[str]:
 
 def lost_run(folder: Path, _: Any) -> list[str]:
     RunFolder.create(path=folder / "run").write_info()
-    return ["requeue-code", "run"]
+    return ["status", "run", "--requeue-code", "75"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ COMMANDS = {
     "check-part": "check-part --config demo",
     "ckpt": "ckpt list demo",
     "compare": "compare demo demo-2",
-    "completion": "completion bash",
     "ctl": "ctl demo stop",
     "docs": "docs train",
     "doctor": "doctor",
@@ -29,7 +28,6 @@ COMMANDS = {
     "plan": "plan --config demo --gpus 1x8000MiB",
     "predict": "predict demo photos --out out",
     "report": "report demo",
-    "requeue-code": "requeue-code demo 75",
     "schema": "schema",
     "status": "status demo",
     "suspects": "suspects demo",
@@ -90,7 +88,7 @@ def test_every_command_prints_before_it_imports_torch() -> None:
     assert {name for name, (end, text) in found.items() if not text} == set(), found
     importing = {name for name, (end, _) in found.items() if end == "torch"}
     assert importing >= {"eval", "export", "predict", "train", "compare", "report", "sweep"}
-    assert not importing & {"attach", "completion", "ctl", "docs", "init", "ls", "plan", "schema", "status"}
+    assert not importing & {"attach", "ctl", "docs", "init", "ls", "plan", "schema", "status"}
 
 
 PIPED = """

@@ -68,7 +68,6 @@ def test_viewer_packages_load_no_torch() -> None:
         "segapp.config",
         "segapp.training.request",
         "segapp.commands.runs",
-        "segapp.commands.control",
         "segapp.commands.spawn",
         "segapp.commands.plan",
         "segapp.commands.sweep",

@@ -11,7 +11,7 @@ import typer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from segapp.cli import SHELLS, app, completion
+from segapp.cli import app
 from segapp.commands.check_part import CHECKS, check_part
 from segapp.commands.export import _format
 from segapp.config import RunConfig
@@ -120,7 +120,6 @@ COMMAND_LINE: dict[str, tuple[Callable[[str], object], list[str]]] = {
     "export --out": (lambda word: _format(Path(f"x.{word}"), None), [*get_args(Format), "safetensors"]),
     "predict --save": (lambda word: parse_saved([word]), list(SAVED)),
     "check-part --as": (lambda word: check_part("a:b", word, None), list(CHECKS)),
-    "completion SHELL": (completion, list(SHELLS)),
     "attach --theme": (find_theme, ["dark", "light", *THEMES]),
     "ctl COMMAND": (parse_command, list(COMMAND_NAMES)),
     "ctl set": (lambda word: parse_command(f"set {word}=1"), list(SETTINGS)),

@@ -1,23 +1,36 @@
-"""`segapp ls`, `status` and `ckpt`: the state of runs and checkpoints as aligned lines or JSON. No torch."""
+"""`segapp ls`, `status`, `ckpt`, `ctl` and `attach`: runs as lines or JSON, and commands to a run. No torch here."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from segapp.errors import CheckpointError
+from segapp.errors import CheckpointError, CommandError, ConfigError, RunError
+from segapp.memory.judge import format_split
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
-from segapp.run.folder import find_run, is_sweep
+from segapp.run.commands import Command, SetCommand, format_command, parse_command, send_command
+from segapp.run.events import CommandAnswer, EventReader
+from segapp.run.folder import RunFolder, find_run, is_sweep, run_folders
+from segapp.run.state import read_tail, run_state
 from segapp.run.words import aligned, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.summary import RunSummary, list_runs, summarize
+from segapp.view.view import View, fold_events
 
+APPLIED, NOT_APPLIED = 0, 1
 MAX_REASON_CHARS = 100
 """Maximum length of a reason in `segapp ls`; `segapp status RUN` shows all of it."""
+
+_POLL_S = 0.1
+_NUM_LOOKED_AT = 20
+"""Number of the newest runs whose events are checked, because the lock of another machine's run may not be visible."""
+_OVER = ("finished", "stopped", "failed", "crashed")
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:
@@ -138,3 +151,153 @@ def _text(key: str, value: Any) -> str:
     if key.endswith("_s") and isinstance(value, (int, float)) and not key.endswith("per_s"):
         return duration(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def print_requeue_code(run: str, code: int) -> int:
+    """Print on stderr whether the job of a run should start again, and return the matching exit code.
+
+    `code` is the exit code of the training or its launcher.
+    """
+    events, saved_step = list[dict[str, Any]](), None
+    try:
+        folder = find_run(run)
+        events = [raw for raw in read_tail(folder.events) if raw["type"] in ("run_start", "run_end")]
+        manifest = CheckpointFolder(folder.checkpoints).read_manifest()
+        saved_step = manifest.entries[0].step if manifest.entries else None
+    except ConfigError:
+        pass  # the job failed before it made the folder
+    code, why = requeue_code(events, code, saved_step)
+    verb = "requeue" if code == EXIT_STOPPED_AND_SAVED else "no requeue"
+    print(f"{verb}, exit code {code}: {printable(why)}", file=sys.stderr, flush=True)
+    return code
+
+
+def requeue_code(events: Sequence[Mapping[str, Any]], code: int, saved_step: int | None = None) -> tuple[int, str]:
+    """Return the exit code for a scheduler, and the reason for it.
+
+    75: a signal stopped the training, and it has a checkpoint to resume from, so the job should start again. 0: it has
+        finished, or a person or a program stopped it. Any other code is the exit code of a failure.
+
+    Args:
+        events: the last `run_start` and `run_end` events of the run.
+        code: exit code of the training or its launcher.
+        saved_step: step of the newest checkpoint.
+    """
+    last = events[-1] if events else {}
+    if code != EXIT_STOPPED_AND_SAVED:
+        return code, str(last.get("reason") or "the training did not stop with a checkpoint")
+    if last.get("type") == "run_start":  # a stop by command writes an end; a kill after the grace time does not
+        begun = [raw.get("resumed_from_step") or 0 for raw in events if raw["type"] == "run_start"][-2:]
+        if saved_step is None or (len(begun) == 2 and min(begun) >= saved_step):
+            return RunError.exit_code, "the training was killed before it had a new checkpoint"
+        return code, f"the training was killed before it could save again; it has a checkpoint of step {saved_step}"
+    if last.get("exit_code") != code or last.get("stopped_by") is None:
+        return RunError.exit_code, "the events of the run do not say what stopped it"
+    if last["stopped_by"] == "command":
+        return 0, str(last.get("reason"))
+    steps = [raw.get("step") or 0 for raw in events if raw.get("exit_code") == code][-3:]
+    if len(steps) == 3 and max(steps[1:]) <= steps[0]:
+        return RunError.exit_code, (
+            "the run was stopped twice without a new step: raise the job's time limit, or send the signal later"
+        )
+    return code, str(last.get("reason"))
+
+
+def control_run(
+    run: str,
+    words: list[str],
+    *,
+    after_epoch: bool = False,
+    force: bool = False,
+    wait: bool = False,
+    timeout_s: float = 0.0,
+) -> int:
+    """Send a command to a run as it is typed, such as `set gpu0_bsz=3` or `stop`, and print its answers.
+
+    Returns:
+        0: applied (without `wait`: sent); 1: rejected, canceled or not answered within `timeout_s` (0: no limit).
+
+    Raises:
+        CommandError: The command is not understood.
+        RunError: The run has ended.
+    """
+    if after_epoch and words != ["stop"]:
+        raise CommandError(f"--after-epoch belongs to stop, not to {printable(' '.join(words))}")
+    command = parse_command(" ".join([*words, "epoch"] if after_epoch else words))
+    if force and isinstance(command, SetCommand):
+        command = command.model_copy(update={"force": True})
+    folder = find_run(run)
+    state = run_state(folder.path)
+    if state in _OVER:
+        raise RunError(
+            f"{folder.name} is {state} and takes no commands: segapp train --resume {folder.argument} continues it"
+        )
+    problem = split_problem(command, folder)
+    if problem is not None:
+        print(f"rejected: {printable(problem)}", file=sys.stderr)
+        return NOT_APPLIED
+    reader = EventReader(folder.events, last_bytes=0)
+    command_id = send_command(folder.path, command)
+    print(f"sent {command_id}: {format_command(command)}", flush=True)
+    return _wait(folder, reader, command_id, timeout_s) if wait else APPLIED
+
+
+def split_problem(command: Command, folder: RunFolder) -> str | None:
+    """Return why a requested split is not sent: the trainer's check, made with the facts in the run's events."""
+    if not isinstance(command, SetCommand) or not command.asks_for_split:
+        return None
+    view = View()
+    fold_events(view, EventReader(folder.events).read_skimmed())
+    if view.start is None:
+        return None
+    verdict = view.judge.verdict(command.gpu0_bsz, command.shares)
+    problem = verdict.rejection(force=command.force)
+    if problem is None and verdict.split is not None and command.gpu0_bsz != "auto":
+        print(f"split {format_split(verdict.split)} of {view.judge.batch_size}")
+    return problem
+
+
+def _wait(folder: RunFolder, reader: EventReader, command_id: str, timeout_s: float) -> int:
+    deadline_s = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
+    next_look_s = time.monotonic() + 1.0
+    is_over = False
+    while True:
+        for event in reader.read():
+            if isinstance(event, CommandAnswer) and event.id == command_id:
+                reason = f": {printable(event.reason)}" if event.reason else ""
+                print(f"{event.status}{reason}", flush=True)
+                if event.status != "accepted":
+                    return APPLIED if event.status == "applied" else NOT_APPLIED
+        if is_over or time.monotonic() >= deadline_s:
+            break
+        if time.monotonic() >= next_look_s:
+            next_look_s = time.monotonic() + 1.0
+            is_over = run_state(folder.path) in _OVER  # afterwards, read the events once more for an answer at the end
+        time.sleep(_POLL_S)
+    why = "the run ended without an answer" if is_over else f"no answer within {timeout_s:g} s; the command stays sent"
+    print(f"error: {command_id}: {why}", file=sys.stderr)
+    return NOT_APPLIED
+
+
+def show_runs() -> bool:
+    """Show the list of runs, if this is a terminal and there are runs; return False if not."""
+    from segapp.commands.spawn import is_interactive
+
+    folders = run_folders()
+    if not folders or not is_interactive():
+        return False
+    from segapp.tui.app import run_ui
+
+    run_ui(folders[0], starts_with_list=True)
+    return True
+
+
+def run_to_attach(run: str | None) -> RunFolder:
+    """Return the named run; without a name the newest run that is training on any machine, else the newest run."""
+    if run is None:
+        folders = run_folders(with_sweeps=True)
+        live = next((folder for folder in folders if folder.is_locked()), None)
+        live = live or next((folder for folder in folders[:_NUM_LOOKED_AT] if run_state(folder.path) == "live"), None)
+        if live is not None:
+            return RunFolder.open(live.path)
+    return find_run(run)

@@ -58,10 +58,12 @@ _WORDS_ELSEWHERE = {
 REMOVED: Mapping[str, str] = {
     "parallel.shard_optimizer": "parallel.mode=dp parallel.gpu0_bsz=1 keeps the optimizer state on the first GPU only",
     "segapp calibrate": "fit a temperature with netcal to `segapp predict RUN PATH --save labels,confidence`",
+    "segapp completion": "`segapp --install-completion`, or `segapp --show-completion`",
     "segapp profile": "`segapp train --config FILE --smoke` measures the time, and torch.profiler shows each operator",
     "train.precise_bn": (
         "train.bn_momentum=0.1 follows the activations faster, or run torch.optim.swa_utils.update_bn on the checkpoint"
     ),
+    "segapp requeue-code": "`segapp status RUN --requeue-code CODE`, with the same exit codes",
     "train.offload": "recompute activations with train.recompute=all, or use a smaller train.batch_size",
     "loss.name=boundary": (
         "for thin classes, use `loss.name=dice` or `loss.name=tversky`, or a loss of your own, "

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from segapp.commands.control import control_run, run_to_attach
-from segapp.commands.requeue import print_requeue_code
-from segapp.commands.runs import print_status
+from segapp.commands.runs import control_run, print_requeue_code, print_status, run_to_attach
 from segapp.commands.spawn import is_interactive
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CommandError, RunError

@@ -114,10 +114,10 @@ def all_commands() -> list[tuple[str, ...]]:
     words = {
         "train": ("--print-config", *CONFIG), "launch": ("--", "train", *CONFIG),
         "sweep": ("--dry-run", *CONFIG, "seed=1"),
-        "attach": ("there",), "ctl": ("there", "pause"), "requeue-code": ("there", "1"), "eval": ("there",),
+        "attach": ("there",), "ctl": ("there", "pause"), "eval": ("there",),
         "predict": ("there", ".", "--out", "out"), "export": ("there", "--out", "o.onnx"),
         "check": CONFIG, "init": (".",), "report": ("there",), "compare": ("there", "there"), "suspects": ("there",),
-        "status": ("there",), "completion": ("bash",), "plan": (*CONFIG, "--gpus", "1x8GiB"), "models": ("lraspp",),
+        "status": ("there",), "plan": (*CONFIG, "--gpus", "1x8GiB"), "models": ("lraspp",),
         "check-part": ("torch.optim:SGD", "--as", "optim"), "docs": ("train",), "ls": (),
         "schema": (), "doctor": (), "ckpt": ("list", "there"),
     }  # fmt: skip

@@ -35,7 +35,7 @@ from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import segapp
 from tests.support.transcripts import difference
 
-CHEAP = ("segapp docs", "segapp --", "segapp schema", "segapp completion", "segapp ls", "segapp status", "segapp init")
+CHEAP = ("segapp docs", "segapp --", "segapp schema", "segapp ls", "segapp status", "segapp init")
 """Beginnings of commands that take a few milliseconds, or tenths of a second."""
 
 BACKBONE = "segapp train --config cityscapes.yaml --plain model.weights_backbone=resnet50.pth"

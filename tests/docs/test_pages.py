@@ -90,7 +90,7 @@ def parsed_problem(command: str) -> str | None:
         return parsed_problem(launch) or parsed_problem(f"segapp train {training}")
     words = shlex.split(command.replace("...", " "), comments=True)[1:]
     here: Any = ROOT_COMMAND
-    if words[:1] in (["--help"], ["--version"]):
+    if words in (["--help"], ["--version"], ["--install-completion"]):
         return None
     while hasattr(here, "commands"):
         if not words or words[0] not in here.commands:

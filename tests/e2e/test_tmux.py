@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from segapp.commands.control import control_run
+from segapp.commands.runs import control_run
 from segapp.config import dump_config
 from segapp.run.folder import RunFolder
 from segapp.run.process import is_alive

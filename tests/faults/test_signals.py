@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from segapp.commands.requeue import print_requeue_code
+from segapp.commands.runs import print_requeue_code
 from tests.support.fault_runs import EACH_SAVE, FaultRun, Invariants, case, some
 
 NewRun = Callable[..., FaultRun]

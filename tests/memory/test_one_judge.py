@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from segapp.chunks import RankSplit
-from segapp.commands.control import split_problem
+from segapp.commands.runs import split_problem
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.judge import SplitVerdict

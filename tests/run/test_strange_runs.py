@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from segapp.commands.control import control_run
-from segapp.commands.runs import print_checkpoints, print_runs, print_status
+from segapp.commands.runs import control_run, print_checkpoints, print_runs, print_status
 from segapp.commands.sweep import run_name, save_sweep
 from segapp.errors import RunBusyError, StorageError
 from segapp.report import compare_runs, write_report

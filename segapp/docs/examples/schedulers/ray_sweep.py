@@ -25,7 +25,7 @@ def train(words: list[str], index: int, folder: str) -> int:
         process.send_signal(signal.SIGTERM)
         process.wait()
         raise
-    code = subprocess.run(["segapp", "requeue-code", folder, str(code % 256)]).returncode
+    code = subprocess.run(["segapp", "status", folder, "--requeue-code", str(code % 256)]).returncode
     if code == REQUEUE:
         raise InterruptedError(f"{folder} was stopped and has saved")
     return code

@@ -21,11 +21,12 @@ class TrainOne:
         self.pid: int | None = None
 
     def __call__(self, index: int, folder: str) -> int:
-        """Return the exit code of `segapp requeue-code`, which is also 0 if a person stopped the run."""
+        """Return the exit code of `segapp status --requeue-code`, which is also 0 if a person stopped the run."""
         process = subprocess.Popen(["segapp", "sweep", *self.words, "--only", str(index)])
         self.pid = process.pid
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # process.wait() holds a lock, which `checkpoint` needs
-        return subprocess.run(["segapp", "requeue-code", folder, str(process.wait() % 256)]).returncode
+        code = str(process.wait() % 256)
+        return subprocess.run(["segapp", "status", folder, "--requeue-code", code]).returncode
 
     def checkpoint(self, index: int, folder: str) -> submitit.helpers.DelayedSubmission:
         """Let the run save, and return the job that continues it; submitit calls this at its signal."""
