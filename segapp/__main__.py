@@ -18,8 +18,7 @@ from typing import NoReturn, cast
 
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError
-from segapp.run.starting import announce_torch
-from segapp.run.words import printable
+from segapp.run.words import announce_torch, printable
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}

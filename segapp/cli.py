@@ -146,7 +146,7 @@ def train(
         if detach:
             sys.exit(wait_for_start(trainer))
         sys.exit(show_training(trainer))
-    from segapp.run.starting import announce, outlast_readers
+    from segapp.run.words import announce, outlast_readers
 
     outlast_readers()
     if not sys.stderr.isatty():
@@ -266,7 +266,7 @@ def sweep(
     if only is not None and jobs != 1:
         raise ConfigError("--only trains one run in this process: leave --jobs out")
     from segapp.commands.sweep import print_runs, run_sweep, train_one
-    from segapp.run.starting import outlast_readers
+    from segapp.run.words import outlast_readers
 
     if dry_run:
         print_runs(words or [], config or [], only, as_json=json_out)

@@ -35,7 +35,7 @@ from segapp.memory.plan import SavedMemoryPlan
 from segapp.models.network import BaseReference
 from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import Ranks
-from segapp.run.starting import announce
+from segapp.run.words import announce
 from segapp.scores import SCORES
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
 from segapp.training.control.batch_split import BatchSplitController

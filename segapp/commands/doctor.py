@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from segapp.run.starting import announce_on_terminal
-from segapp.run.words import plural, printable, size
+from segapp.run.words import announce_on_terminal, plural, printable, size
 
 GIB = 2**30
 _EXTRAS = {"export": "segapp export; segapp predict with .onnx files", "wandb": "log.wandb", "mlflow": "log.mlflow"}

@@ -11,7 +11,7 @@ from segapp.memory.calibration import Measurement, read_measurement
 from segapp.memory.plan import GpuSpec, parse_gpus, plan_as_json
 from segapp.memory.report import error_lines, plan_lines
 from segapp.run.folder import find_run
-from segapp.run.starting import announce_on_terminal
+from segapp.run.words import announce_on_terminal
 from segapp.training.planning.plan import plan_memory
 
 

@@ -273,7 +273,7 @@ def sender() -> str:
 def _parse_set(arguments: list[str]) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     for argument in arguments:
-        if argument in ("--force", "force"):  # events of older versions have the second form
+        if argument == "--force":
             raw["force"] = True
             continue
         name, equals, value = argument.partition("=")

@@ -29,8 +29,7 @@ from segapp.run.files import (
     write_atomic,
     write_json,
 )
-from segapp.run.lock import FileLock, check_locks
-from segapp.run.process import ProcessId, this_process
+from segapp.run.lock import FileLock, ProcessId, check_locks, this_process
 
 SCHEMA = 1
 """Version of `run.json` and of the folder's layout."""

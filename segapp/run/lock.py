@@ -1,18 +1,26 @@
-"""A lock on a file that ends with its process and can be queried without being taken."""
+"""A lock on a file that ends with its process and can be queried without being taken; the identity of its holder.
+
+Process ids are reused, so a process is identified by host, boot, process id and start time. `psutil` is imported only
+in functions, because its import takes about as long as the rest of a viewer's start.
+"""
 
 import contextlib
 import errno
 import fcntl
 import os
+import socket
 import struct
 import sys
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from segapp.errors import StorageError
 from segapp.failpoints import failpoint
-from segapp.run.files import file_system_of, open_of_run
+from segapp.run.files import boot_id, file_system_of, is_pid_alive, machine_id, open_of_run
 
 _MODE = 0o600  # who may read a file may keep a lock on it, and so keep a training from its run
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -136,3 +144,72 @@ def _unlock(fd: int) -> None:
 def _ofd(fd: int, command: int, kind: int) -> bytes:
     """Call fcntl with a lock on the whole file, using `struct flock` of 64-bit Linux."""
     return fcntl.fcntl(fd, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
+
+
+class ProcessId(BaseModel):
+    """A process on one boot of one host."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    host: str
+    pid: int
+    start_ticks: int | None = None
+    """Start time in clock ticks since boot; None if unknown."""
+    boot_id: str | None = None
+    start_s: float | None = None
+    """Start time, Unix seconds."""
+    machine: str | None = None
+    """See `machine_id`; None if unknown."""
+
+
+def this_process() -> ProcessId:
+    """Return the identity of the calling process."""
+    import psutil
+
+    process = psutil.Process()
+    return ProcessId(
+        host=socket.gethostname(),
+        pid=process.pid,
+        start_ticks=_start_ticks(process),
+        boot_id=boot_id(),
+        start_s=round(process.create_time(), 2),
+        machine=machine_id(),
+    )
+
+
+def is_alive(process: ProcessId) -> bool | None:
+    """Return True if a process runs; None if it is on another host, or in a container with separate process ids.
+
+    False for a zombie, and for a process id that now belongs to another process.
+    """
+    if process.host != socket.gethostname():
+        return None
+    if process.boot_id is not None and process.boot_id != boot_id():
+        return False
+    if process.machine not in (None, machine_id()):
+        return None
+    if not is_pid_alive(process.pid):
+        return False
+    import psutil
+
+    try:
+        found = psutil.Process(process.pid)
+        is_same = process.start_ticks is None or process.start_ticks == _start_ticks(found)
+        return is_same and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:  # the process exists, but the system hides its facts
+        return True
+
+
+def child_pids() -> list[int]:
+    """Return the process ids of this process's children."""
+    import psutil
+
+    return [child.pid for child in psutil.Process().children()]
+
+
+def _start_ticks(process: Any) -> int:
+    """Return the start time in clock ticks since boot, as `/proc/PID/stat` has it."""
+    import psutil
+
+    seconds: float = process.create_time() - psutil.boot_time()
+    return round(seconds * os.sysconf("SC_CLK_TCK"))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from segapp.run.events import EventReader
 from segapp.run.files import boot_id
 from segapp.run.folder import RunFolder
-from segapp.run.process import is_alive
+from segapp.run.lock import is_alive
 
 State = Literal["live", "busy", "stale", "lost", "crashed", "finished", "stopped", "failed"]
 

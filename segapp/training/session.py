@@ -66,8 +66,7 @@ from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, LiveTensor, Oom, OtherProcess, RunEnd
 from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
-from segapp.run.starting import announce
-from segapp.run.words import first_line, printable
+from segapp.run.words import announce, first_line, printable
 from segapp.training.context import Places, RunContext
 from segapp.training.control.commands import PendingRequests
 from segapp.training.failures import as_segapp_error

@@ -9,8 +9,18 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from textual.content import Content
 
-from segapp.run.starting import last_announced
-from segapp.run.words import age, dots, duration, learning_rate, memory_text, number, percent, printable, share_text
+from segapp.run.words import (
+    age,
+    dots,
+    duration,
+    last_announced,
+    learning_rate,
+    memory_text,
+    number,
+    percent,
+    printable,
+    share_text,
+)
 from segapp.tui.widgets import Glyphs, progress, spark
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View

@@ -11,7 +11,7 @@ from typing import Any
 from segapp.run.events import EventReader, StepRun, step_column
 from segapp.run.files import open_of_run
 from segapp.run.folder import RunFolder
-from segapp.run.process import ProcessId
+from segapp.run.lock import ProcessId
 from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, was_acquired_after
 from segapp.run.words import printable
 from segapp.view.history import LossHistory

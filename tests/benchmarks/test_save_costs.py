@@ -20,7 +20,8 @@ import torch
 
 from segapp.checkpoint.snapshot import snapshot
 from segapp.checkpoint.training_state import require_finite, save_checkpoint
-from segapp.run.checkpoints import CheckpointFacts, store
+from segapp.run import checkpoints as store
+from segapp.run.checkpoints import CheckpointFacts
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1200)]
 

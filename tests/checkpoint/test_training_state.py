@@ -820,7 +820,7 @@ def test_temporaries_of_dead_writers_are_removed_others_kept(tmp_path):
 def test_low_disk_space_is_detected_before_writing(tmp_path, monkeypatch):
     for epoch in (1, 2, 3):
         save(tmp_path, epoch * 10, finished_epoch=epoch, keep=3)
-    monkeypatch.setattr("segapp.run.checkpoints.store.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("segapp.run.checkpoints.free_bytes", lambda path: 1000)
     with pytest.raises(StorageError, match=r"it needs 0\.1 MiB, 0\.0 MiB are free"):
         save(tmp_path, 40, finished_epoch=4, keep=3)
     assert names(tmp_path) == ["epoch_0002.pt", "epoch_0003.pt", "last.pt"]
@@ -859,7 +859,7 @@ def test_full_disk_keeps_old_and_frees_partial_file(small_disk, monkeypatch):
     with pytest.raises(StorageError, match=r"it needs .* MiB are free"):
         save(small_disk, 20)
     # The same without the look ahead: the write itself fails.
-    monkeypatch.setattr("segapp.run.checkpoints.store.free_bytes", lambda path: 2**40)
+    monkeypatch.setattr("segapp.run.checkpoints.free_bytes", lambda path: 2**40)
     free = shutil.disk_usage(small_disk).free
     with pytest.raises(StorageError, match="No space left"):
         save(small_disk, 20)

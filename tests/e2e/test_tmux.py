@@ -16,7 +16,7 @@ import pytest
 from segapp.commands.runs import control_run
 from segapp.config import dump_config
 from segapp.run.folder import RunFolder
-from segapp.run.process import is_alive
+from segapp.run.lock import is_alive
 from tests.support.runs import events, merged
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")

@@ -48,7 +48,6 @@ def run(tmp_path):
         ("set shares=2,3,3", SetCommand(shares=[2, 3, 3])),
         ("set shares=[0,3]", SetCommand(shares=[0, 3])),
         ("set gpu0_bsz=7 --force", SetCommand(gpu0_bsz=7, force=True)),
-        ("set gpu0_bsz=7 force", SetCommand(gpu0_bsz=7, force=True)),
         ("pause", PauseCommand()),
         (" resume ", ResumeCommand()),
         ("checkpoint", CheckpointCommand()),

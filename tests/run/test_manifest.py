@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from segapp.errors import StorageError
-from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
-from segapp.run.checkpoints import store as module
-from segapp.run.checkpoints.manifest import CheckpointEntry, Manifest, alias_names
+from segapp.run import checkpoints as module
+from segapp.run.checkpoints import CheckpointEntry, CheckpointFacts, CheckpointFolder, Manifest, alias_names
 
 
 def entry(seq: int) -> CheckpointEntry:

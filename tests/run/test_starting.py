@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from segapp.run.starting import announce, last_announced, outlast_readers
+from segapp.run.words import announce, last_announced, outlast_readers
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

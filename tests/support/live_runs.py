@@ -14,7 +14,7 @@ from typing import Any
 
 from segapp.config import RunConfig
 from segapp.run.folder import RunFolder
-from segapp.run.process import is_alive
+from segapp.run.lock import is_alive
 from tests.support.runs import events, merged
 
 

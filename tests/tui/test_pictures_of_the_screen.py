@@ -28,7 +28,7 @@ from rich.style import Style
 
 from segapp.run.events import Oom
 from segapp.run.folder import RunFolder
-from segapp.run.process import ProcessId
+from segapp.run.lock import ProcessId
 from segapp.tui.app import MonitorApp
 from segapp.tui.settings import UiSettings
 from segapp.view.runs import RunList

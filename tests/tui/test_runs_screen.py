@@ -13,8 +13,8 @@ from textual.pilot import Pilot
 
 from segapp.run.events import EventWriter, RunStart
 from segapp.run.folder import RunFolder
-from segapp.run.starting import announce, last_announced
 from segapp.run.state import run_state
+from segapp.run.words import announce, last_announced
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
 from segapp.tui.runs_screen import name_widths, run_header, run_row

@@ -269,8 +269,7 @@ class CommandAnswer(_Event):
     status: Literal["accepted", "applied", "rejected", "cancelled"]
     reason: Annotated[Text | None, AsNull] = None
     changes: dict[str, Any] | None = None
-    """The settings that an applied `set` changed, by name; None for other answers, and in lines without this field,
-    from older versions."""
+    """The settings that an applied `set` changed, by name; None for other answers."""
     step: int | None = None
 
 
@@ -302,13 +301,8 @@ class Gpu0Bsz(_Event):
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """True if the change was reverted because a device ran out of memory.
-
-        Lines without `reason_code`, from older versions, have only the sentence, which mentions memory or is missing.
-        """
-        return self.status == "reverted" and (
-            self.reason_code == "out_of_memory" or (self.reason_code is None and "memory" in (self.reason or "memory"))
-        )
+        """True if the change was reverted because a device ran out of memory."""
+        return self.status == "reverted" and self.reason_code == "out_of_memory"
 
 
 class Recompute(_Event):

@@ -29,7 +29,7 @@ from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import Alert, EventLog, RunEnd
 from segapp.run.files import append_to_run, machine_id, read_of_run
 from segapp.run.folder import RunFolder
-from segapp.run.process import child_pids
+from segapp.run.lock import child_pids
 
 START_S = 600.0
 """Minimum timeout until the first step, because models are built, and kernels selected or compiled."""
