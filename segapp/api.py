@@ -607,9 +607,9 @@ def predict(
         save: labels, color, overlay, confidence, probabilities; empty: the first three.
         label_ids: write the ids of the data set, such as Cityscapes labelIds, instead of class ids.
         min_confidence: mark pixels as ignored if the probability of their class is lower than this.
-        polygons: write polygons as geojson, gpkg, coco, labelstudio or cvat; without `save`, nothing else is written.
+        polygons: write polygons as geojson, gpkg or coco; without `save`, nothing else is written.
         min_area_px: leave out smaller polygons and holes, in square pixels.
-        simplify_px: largest shift of a simplified border in pixels; 0: exact outlines.
+        simplify_px: tolerance of simplified borders in pixels; 0: exact outlines.
         slide: use a sliding window instead of the whole image.
         tta: average over flipped and scaled copies.
         batch: images per batch; None: as many as fit into memory.

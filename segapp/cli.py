@@ -412,7 +412,7 @@ def predict(
         typer.Option(
             "--polygons",
             metavar="FORMAT",
-            help="Write polygons: geojson, gpkg, coco, labelstudio, or cvat; without --save, nothing else is written.",
+            help="Write polygons: geojson, gpkg or coco; without --save, nothing else is written.",
         ),
     ] = None,
     min_area_px: Annotated[
@@ -427,7 +427,7 @@ def predict(
             "--simplify",
             min=0,
             metavar="PX",
-            help="Move outlines by at most PX pixels to simplify them; 0: exact outlines.",
+            help="Simplify outlines with a tolerance of PX pixels; 0: exact outlines.",
         ),
     ] = 0.0,
     slide: SlideFlag = False,

@@ -101,6 +101,13 @@ def crs_name(crs: str) -> str | None:
     return None if authority is None else f"urn:ogc:def:crs:{authority[0]}::{authority[1]}"
 
 
+def outlines(values_HW: NDArray[Any], mask_HW: NDArray[np.bool_]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the regions of equal values, connected by the sides of pixels, as GeoJSON polygons in pixels."""
+    from rasterio.features import shapes
+
+    yield from ((geometry, int(value)) for geometry, value in shapes(values_HW, mask_HW, connectivity=4))
+
+
 def _profile(size: tuple[int, int], dtype: np.dtype[Any], count: int, place: Georeference | None) -> dict[str, Any]:
     """Return the options for writing a TIFF: compressed without loss, in tiles if it is large."""
     from rasterio.transform import Affine

@@ -26,14 +26,8 @@ from numpy.typing import NDArray
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import GeoTiffWriter
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written, storage_errors
-from segapp.inference.predict.polygons import (
-    GeoJsonFile,
-    GeoPackageFile,
-    PolygonPlan,
-    PolygonTracer,
-    SharedPolygons,
-)
+from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
+from segapp.inference.predict.polygons import CocoFile, PolygonPlan, write_vectors
 from segapp.inference.predict.reading import Picture
 from segapp.inference.predict.tiles import Strip
 from segapp.run.files import remove_quietly, temporary_name, write_atomic
@@ -128,13 +122,13 @@ class ImageOutputs:
         StorageError: a file cannot be written.
     """
 
-    def __init__(self, plan: OutputPlan, picture: Picture, shared: SharedPolygons | None = None) -> None:
-        self._plan, self._picture, self._shared = plan, picture, shared
-        self._writers: list[_Writer | _SharedPolygons] = []
+    def __init__(self, plan: OutputPlan, picture: Picture, coco: CocoFile | None = None) -> None:
+        self._plan, self._picture, self._coco = plan, picture, coco
+        self._writers: list[_Writer | _CocoImage] = []
 
     def __enter__(self) -> ImageOutputs:
         try:
-            for writer in _writers(self._plan, self._picture, self._shared):
+            for writer in _writers(self._plan, self._picture, self._coco):
                 self._writers.append(writer)
         except BaseException:
             self.__exit__(RuntimeError)
@@ -265,50 +259,46 @@ class _Probabilities(_Writer):
         self._archive.close()
 
 
-class _Polygons(_Writer):
-    """GeoJSON or GeoPackage of an image's polygons."""
+class _Vectors(_Writer):
+    """GeoJSON or GeoPackage of an image's polygons, written when all rows are there."""
 
     def __init__(self, folder: Path, picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> None:
-        self._parts = picture, scheme, plan
+        self._picture, self._scheme, self._plan = picture, scheme, plan
+        self._rows: list[NDArray[Any]] = []
         super().__init__(folder / f"{picture.file.name}.{plan.format}")
 
     def begin(self) -> None:
-        picture, scheme, plan = self._parts
-        self._tracer = PolygonTracer(picture.pixels.shape[:2], scheme, plan)
-        kind = GeoJsonFile if plan.format == "geojson" else GeoPackageFile
-        self._vectors = kind(self._temporary, picture, scheme, plan)
+        pass
 
     def write(self, strip: Strip) -> None:
-        self._vectors.write(self._tracer.add(strip.labels))
+        self._rows.append(strip.labels)
 
     def finish(self) -> None:
-        self._vectors.finish()
+        write_vectors(self._temporary, np.concatenate(self._rows), self._picture, self._scheme, self._plan)
 
 
-class _SharedPolygons:
-    """Polygons of an image in a file of several images."""
+class _CocoImage:
+    """Polygons of an image in the COCO file of all images."""
 
-    def __init__(self, shared: SharedPolygons, picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> None:
-        self._tracer = PolygonTracer(picture.pixels.shape[:2], scheme, plan)
-        self._path, self._image = shared.path, shared.image(picture)
+    def __init__(self, coco: CocoFile, picture: Picture) -> None:
+        self._coco, self._picture = coco, picture
+        self._rows: list[NDArray[Any]] = []
 
     def add(self, strip: Strip) -> None:
-        with storage_errors(self._path):
-            self._image.write(self._tracer.add(strip.labels))
+        self._rows.append(strip.labels)
 
     def close(self, *, keep: bool) -> None:
         if keep:
-            with storage_errors(self._path):
-                self._image.finish()
+            self._coco.add(self._picture, np.concatenate(self._rows))
 
 
-def _writers(plan: OutputPlan, picture: Picture, shared: SharedPolygons | None) -> Iterator[_Writer | _SharedPolygons]:
+def _writers(plan: OutputPlan, picture: Picture, coco: CocoFile | None) -> Iterator[_Writer | _CocoImage]:
     """Open and yield the files of an image."""
     scheme = plan.scheme
-    if plan.polygons is not None and shared is not None:
-        yield _SharedPolygons(shared, picture, scheme, plan.polygons)
+    if coco is not None:
+        yield _CocoImage(coco, picture)
     elif plan.polygons is not None:
-        yield _Polygons(plan.folder / "polygons", picture, scheme, plan.polygons)
+        yield _Vectors(plan.folder / "polygons", picture, scheme, plan.polygons)
     undecided = undecided_id(scheme) if plan.min_confidence else 0
     few, ids = max(scheme.num_classes - 1, undecided) < 256, label_id_table(scheme)
     ids = ids.astype(np.promote_types(ids.dtype, np.min_scalar_type(undecided)))

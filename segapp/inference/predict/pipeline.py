@@ -28,7 +28,7 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
-from segapp.inference.predict.polygons import SharedPolygons
+from segapp.inference.predict.polygons import CocoFile
 from segapp.inference.predict.predictor import Predictor, likeliest
 from segapp.inference.predict.reading import MAX_PREDICTED_PX, InputFile, Picture, read_picture
 from segapp.inference.predict.tiles import Strip, plan_workspace, predict_strips
@@ -85,8 +85,8 @@ def predict_files(
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_large_pictures_allowed())
-        if plan.polygons is not None and not plan.polygons.is_per_image:
-            job.shared = stack.enter_context(SharedPolygons(plan.folder, plan.scheme, plan.polygons, files))
+        if plan.polygons is not None and plan.polygons.format == "coco":
+            job.coco = stack.enter_context(CocoFile(plan.folder, plan.scheme, plan.polygons, files))
         for is_video, group in itertools.groupby(files, key=lambda file: file.is_video):
             if is_video:
                 for file in group:
@@ -96,8 +96,8 @@ def predict_files(
                 job.predict_images(list(group))
     job.tally.seconds = time.perf_counter() - start
     job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
-    if job.shared is not None:
-        job.tally.paths.append(job.shared.path)
+    if job.coco is not None:
+        job.tally.paths.append(job.coco.path)
     return job.tally
 
 
@@ -112,7 +112,7 @@ class _Job:
     progress: Callable[[int], None]
     tally: Tally = field(default_factory=Tally)
     written: dict[str, list[Path]] = field(default_factory=dict)
-    shared: SharedPolygons | None = None
+    coco: CocoFile | None = None
     num_done: int = 0
 
     def count(self, num_files: int) -> None:
@@ -219,7 +219,7 @@ class _Job:
         return [[Strip(rows, *each)] for each in zip(labels, found, strict=True)]
 
     def _write(self, picture: Picture, strips: Iterable[Strip]) -> None:
-        with ImageOutputs(self.plan, picture, self.shared) as outputs:
+        with ImageOutputs(self.plan, picture, self.coco) as outputs:
             for strip in strips:
                 outputs.add(strip)
         self.written[picture.file.name] = outputs.paths
