@@ -419,11 +419,11 @@ def train(
     from segapp.build.devices import plan_devices
     from segapp.config.trackers import name_trackers
     from segapp.run.folder import RunFolder
+    from segapp.training.console import has_progress_bar
     from segapp.training.launchers import adopt_launcher
     from segapp.training.request import TrainRequest, plan_request
     from segapp.training.session import run_session
     from segapp.training.signals import StopSignals
-    from segapp.training.telemetry.console import has_progress_bar
 
     _check_event_types(event_types)
     folder = None if run is None else Path(run)

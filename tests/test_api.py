@@ -32,7 +32,7 @@ from segapp.config import load_config, validate_config
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.run.events import Event
 from segapp.scores import SCORES
-from segapp.training.telemetry.console import has_progress_bar
+from segapp.training.console import has_progress_bar
 from tests.support.runs import events
 from tests.support.runs import train as train_plainly
 

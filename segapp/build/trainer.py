@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from segapp.build.class_weights import cached_frequencies, class_weights
+from segapp.build.criterion import cached_frequencies, class_weights
 from segapp.build.data import build_dataset, build_load_options, build_order
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference, fill_in_base
@@ -19,7 +19,6 @@ from segapp.build.optimizer import build_plateau, build_schedule, describe_group
 from segapp.build.own_parts import part_hashes
 from segapp.build.pairs import build_scheme, check_splits_apart, split_names
 from segapp.build.step import StepAssembler, build_layout
-from segapp.build.topology import first_split
 from segapp.build.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
@@ -37,17 +36,16 @@ from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import Ranks
 from segapp.run.words import announce
 from segapp.scores import SCORES
-from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
-from segapp.training.control.batch_split import BatchSplitController
-from segapp.training.control.commands import CommandController
-from segapp.training.control.inbox import Inbox, applied_after
-from segapp.training.control.recompute import RecomputeController
+from segapp.training.batch_split import BatchSplitController
+from segapp.training.commands import CommandController, RecomputeController
+from segapp.training.context import RunContext, TrainerSettings, TrainingFacts, first_split
+from segapp.training.inbox import Inbox, applied_after
+from segapp.training.progress import Timetable
 from segapp.training.recovery import OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
 from segapp.training.start_checks import run_length, start_alerts, start_notes
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.participant import FirstOutputs
-from segapp.training.telemetry.remaining_time import Timetable
 from segapp.training.trainer import Trainer
 from segapp.training.validation import SamplePictures, Validation
 

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
 
-from segapp.build.class_weights import RULES, class_weights
+from segapp.build.criterion import RULES, class_weights
 from segapp.build.pairs import (
     build_location,
     build_pairs,

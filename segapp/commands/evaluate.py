@@ -36,7 +36,7 @@ from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
-from segapp.training.telemetry.console import iou_table, progress_bar, worst_first
+from segapp.training.console import iou_table, progress_bar, worst_first
 
 
 @dataclass(frozen=True)

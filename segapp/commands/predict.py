@@ -25,7 +25,7 @@ from segapp.inference.predict import (
 )
 from segapp.run.folder import is_run
 from segapp.run.words import printable
-from segapp.training.telemetry.console import progress_bar
+from segapp.training.console import progress_bar
 
 NETWORK_SUFFIXES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
 

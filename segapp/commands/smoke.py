@@ -31,10 +31,10 @@ from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.words import duration, printable, size
+from segapp.training.progress import Timetable
 from segapp.training.request import ImageLimit, TrainRequest
 from segapp.training.session import run_session
 from segapp.training.start_checks import schedule_notes
-from segapp.training.telemetry.remaining_time import Timetable
 
 NUM_STEPS = 4
 """Number of steps of the first training, and of each epoch of the second."""

@@ -40,7 +40,7 @@ from segapp.run.files import write_atomic
 from segapp.run.folder import find_run, runs_of
 from segapp.run.state import run_state
 from segapp.run.words import printable
-from segapp.training.telemetry.console import progress_bar
+from segapp.training.console import progress_bar
 
 MIN_AREA_SHARE = 0.0005
 """Default minimum share of an image's pixels in a region."""

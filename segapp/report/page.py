@@ -22,7 +22,7 @@ from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, SCORES
-from segapp.training.telemetry.console import progress_bar
+from segapp.training.console import progress_bar
 from segapp.view import wording
 from segapp.view.history import LossHistory
 from segapp.view.metrics import class_iou

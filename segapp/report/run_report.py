@@ -11,7 +11,7 @@ from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
 from segapp.scores import SCORES, count_scored
-from segapp.training.telemetry.trackers import flat_settings
+from segapp.training.trackers import flat_settings
 from segapp.view.history import LossHistory
 from segapp.view.metrics import class_iou
 from segapp.view.source import fold_file, series_of

@@ -18,7 +18,7 @@ from segapp.report.differences import MIN_IMAGES, Differences, differences_of
 from segapp.report.image_counts import ImageCounts, count_split, iou_of, mean_of_known
 from segapp.report.pictures import evaluate_image
 from segapp.report.run_report import RunReport
-from segapp.training.telemetry.console import progress_bar
+from segapp.training.console import progress_bar
 
 Network = tuple[TrainedModel, SegmentationDataset]
 

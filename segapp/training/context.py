@@ -1,18 +1,26 @@
-"""Objects that the modules of a training share: its run and process, its fixed numbers, and its facts."""
+"""Objects that the modules of a training share: its run and process, its fixed numbers, its facts, and its devices.
+
+The devices may change with a resume, and with them the split of the batch.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from segapp.checkpoint.saver import SaveRules
+from segapp.chunks import replan_shares
+from segapp.config import RunConfig
 from segapp.memory.counters import DeviceMemoryTracker
+from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel.distributed import Ranks
-from segapp.run.events import Alert, EventLog, ParamGroup
+from segapp.run.events import Alert, EventLog, ParamGroup, Topology
 from segapp.run.folder import RunFolder
+from segapp.training.progress import Timetable
 from segapp.training.signals import StopSignals
-from segapp.training.telemetry.remaining_time import Timetable
 
 
 @dataclass(frozen=True)
@@ -99,3 +107,67 @@ class TrainingFacts:
     """Sentences for the user before the first step."""
     notes: Sequence[str] = ()
     """The same, but for usual things."""
+
+
+def first_split(
+    config: RunConfig, saved_plan: SavedMemoryPlan | None, state: Mapping[str, Any] | None, places: Places
+) -> tuple[int | None, list[int] | None]:
+    """Return `gpu0_bsz` and `shares` of the first step.
+
+    They come from the config, or from the plan if `gpu0_bsz` is auto. If a resumed training has another number of
+    devices, and the config has no shares for it, the shares of its last split are planned anew per device, also in
+    later resumes with that number.
+
+    Args:
+        config: the complete config.
+        saved_plan: the plan for the present devices.
+        state: state of the checkpoint; None for a new run.
+        places: the present devices.
+    """
+    shares, gpu0_bsz, num = config.parallel.shares, config.parallel.gpu0_bsz, len(places.names)
+    if gpu0_bsz == "auto":
+        gpu0_bsz = None if saved_plan is None else saved_plan.gpu0_bsz
+    saved = None if state is None else state.get("topology")
+    is_other, has_shares = places.have_other_number(saved), shares is not None and len(shares) == num
+    if state is None or saved is None or has_shares or not (is_other or shares is not None):
+        return gpu0_bsz, shares
+    settings = state["settings"]
+    is_planned = settings["gpu0_bsz_auto"] and gpu0_bsz is not None
+    if settings["gpu0_bsz"] is settings["shares"] is None or is_planned or num < 2:
+        return gpu0_bsz if is_planned and num > 1 else None, None
+    split = saved["split"] or (1,) * len(saved["places"])
+    planned = replan_shares(split, saved["places"], places.names, config.train.batch_size)
+    return (planned[0], None) if settings["shares"] is None else (None, list(planned))
+
+
+def topology_event(
+    saved: Mapping[str, Any] | None, places: Places, split: Sequence[int] | None, step: int
+) -> Topology | None:
+    """Return the event of a resume on other devices than the checkpoint's; None for the same or one device."""
+    if saved is None or max(len(places.names), len(saved["places"])) < 2:
+        return None
+    old, new = Counter(saved["places"]), Counter(places.names)
+    changes = [
+        f"{word} {', '.join(each.elements())}" for word, each in (("without", old - new), ("with", new - old)) if each
+    ]
+    if not changes:
+        return None
+    return Topology(
+        step=step,
+        ranks=len(places.names),
+        machines=places.num_machines,
+        old_ranks=len(saved["places"]),
+        old_machines=saved["num_machines"],
+        round=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        reason="; ".join(changes),
+        split=None if split is None else list(split),
+    )
+
+
+def shares_note(config: RunConfig, places: Places, split: Sequence[int] | None) -> str | None:
+    """Return a sentence if `parallel.shares` is a list for another number of devices; None if not."""
+    shares, num = config.parallel.shares, len(places.names)
+    if shares is None or len(shares) == num:
+        return None
+    used = "nothing is divided" if split is None else f"split {list(split)} is planned from the last one"
+    return f"parallel.shares = {shares} is for {len(shares)} devices, and this resume has {num}: {used}"

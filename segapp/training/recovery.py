@@ -27,8 +27,8 @@ from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0B
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder
 from segapp.run.words import first_line
+from segapp.training.commands import CommandController
 from segapp.training.context import RunContext
-from segapp.training.control.commands import CommandController
 from segapp.training.step.engine import StepEngine
 
 MAX_PIECES = 1024

@@ -1,23 +1,295 @@
-"""The events of a training: start, epochs, steps, evaluations."""
+"""The events of a training: start, epochs, steps, evaluations; the times of its activities, and alerts about data."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from segapp.config import RecomputeChoice
+from segapp.datasets.cache import CacheState, PixelCache
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.resources import cores_of_rank
+from segapp.datasets.workers import wait_advice
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.normalize import NormalizedInput
-from segapp.run.events import Alert, EpochStart, EventLog, Recompute, RunStart, Step, Val
+from segapp.memory.counters import DeviceMemoryTracker
+from segapp.run.events import Alert, EpochStart, EventLog, Heartbeat, Recompute, RunStart, Step, Val
+from segapp.run.words import size
+from segapp.training.commands import CommandController
 from segapp.training.context import TrainerSettings, TrainingFacts
-from segapp.training.control.commands import CommandController
-from segapp.training.control.progress import TrainingProgress
+from segapp.training.progress import Timetable, TrainingProgress
 from segapp.training.recovery import OomPolicy
 from segapp.training.step.engine import StepEngine, StepResult
-from segapp.training.telemetry.clock import Clock
-from segapp.training.telemetry.data_watch import DataWatch
-from segapp.training.telemetry.remaining_time import RemainingTime
+
+Activity = Literal["train", "load", "eval", "save", "paused"]
+"""`load`: from the start of an epoch, or of its rest after an evaluation, to its first batch."""
+
+
+class Spent(NamedTuple):
+    """Time spent so far on an activity that is repeated."""
+
+    times: int = 0
+    seconds: float = 0.0
+
+
+class Clock:
+    """Times by activity since the training began, and counts since the last `step` event."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._activity: Activity = "train"
+        self._since = now()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._times: dict[str, int] = defaultdict(int)
+        self.wait_s = 0.0
+        """Seconds of the interval in which the training waited for data."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval."""
+        self._began, self._paused_s = self._now(), self.spent("paused").seconds
+        self.wait_s, self.num_images, self.num_steps = 0.0, 0, 0
+
+    def count_step(self, num_images: int) -> None:
+        """Count one step of `num_images` images."""
+        self.num_steps += 1
+        self.num_images += num_images
+
+    def elapsed_s(self) -> float:
+        """Return the seconds of the interval, without pauses."""
+        return self._now() - self._began - (self.spent("paused").seconds - self._paused_s)
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Count the time of a block for an activity, but not for the surrounding one."""
+        around = self._switch(activity)
+        try:
+            yield
+            self._times[activity] += 1
+        finally:
+            self._switch(around)
+
+    def spent(self, activity: Activity) -> Spent:
+        """Return how often an activity was finished, and the seconds spent in it so far."""
+        running_s = self._now() - self._since if activity == self._activity else 0.0
+        return Spent(self._times[activity], self._seconds[activity] + running_s)
+
+    def _switch(self, activity: Activity) -> Activity:
+        now, before = self._now(), self._activity
+        self._seconds[before] += now - self._since
+        self._activity, self._since = activity, now
+        return before
+
+
+def images_in(first: int, count: int, batch_size: int, num_images: int) -> int:
+    """Return the images of `count` batches of an epoch from the batch `first` on, over all ranks.
+
+    >>> images_in(0, 2, 4, 10), images_in(1, 2, 4, 10)
+    (8, 6)
+    """
+    return sum(min(batch_size, num_images - batch * batch_size) for batch in range(first, first + count))
+
+
+PROGRESS_S = 1.0
+"""Seconds between two heartbeats with the progress of an evaluation."""
+
+
+class ActivityLog:
+    """Reports the activity of the training thread, and counts its time."""
+
+    def __init__(self, event_log: EventLog, device_memory: DeviceMemoryTracker, step: Callable[[], int]) -> None:
+        self.clock = Clock()
+        self._event_log, self._memory, self._step = event_log, device_memory, step
+        self._told = "train"
+        self._told_s = 0.0
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Report an activity, and the surrounding one after the block has ended without an error."""
+        around, phase = self._told, self._memory.phase
+        self._memory.mark(activity)
+        self._tell(activity)
+        try:
+            with self.clock.during(activity):
+                yield
+        finally:
+            self._memory.mark(phase)
+            self._told = around
+        self._tell(around)
+
+    def report_evaluated(self, num_done: int, num_images: int) -> None:
+        """Report how many images of the running evaluation were passed to a device, at most once per second."""
+        if time.monotonic() - self._told_s >= PROGRESS_S:
+            self._tell("eval", min(num_done, num_images), num_images)
+
+    def _tell(self, activity: str, num_done: int | None = None, num_images: int | None = None) -> None:
+        self._told, self._told_s = activity, time.monotonic()
+        step = self._step()
+        self._event_log.emit(Heartbeat(phase=activity, step=step, num_evaluated=num_done, num_images=num_images))
+
+
+NUM_INTERVALS = 30
+"""Number of intervals between two `step` events from which the time of a step is taken."""
+
+
+class RemainingTime:
+    """Estimates the remaining time of a training: its steps at the median time, and its evaluations as measured."""
+
+    def __init__(self, timetable: Timetable) -> None:
+        self._timetable = timetable
+        self._steps_s: deque[float] = deque(maxlen=NUM_INTERVALS)
+        self._way: Hashable = None
+
+    def observe(self, num_steps: int, seconds: float, way: Hashable = None) -> None:
+        """Record the steps since the last `step` event; those before a change of `way` are forgotten."""
+        if way != self._way:
+            self._steps_s.clear()
+        self._way = way
+        self._steps_s.append(seconds / max(num_steps, 1))
+
+    def etas_s(self, epoch: int, step: int, steps_in_epoch: int, eval_s: float) -> tuple[float, float]:
+        """Return the seconds until the next epoch begins, and until the training ends.
+
+        Args:
+            epoch: the present epoch, from 1.
+            step: number of finished steps.
+            steps_in_epoch: number of steps left in the epoch.
+            eval_s: seconds of an evaluation; 0 before the first one.
+        """
+        table, step_s = self._timetable, median_low(self._steps_s)
+        steps, evaluations = table.num_steps - step, table.num_evaluations(epoch, step)
+        run_s = steps * step_s + evaluations * eval_s
+        if steps <= steps_in_epoch:
+            return run_s, run_s
+        later = table.num_evaluations(epoch + 1, step + steps_in_epoch + 1)
+        return steps_in_epoch * step_s + (evaluations - later) * eval_s, run_s
+
+
+MIN_WAIT_S = 10.0
+"""Time that must be lost before advice is given, because every run waits for its first batches."""
+
+
+class DataWatch:
+    """Watches the data sets of a training and reports each thing once."""
+
+    def __init__(self, train_loader: TrainLoader, val_set: SegmentationDataset, *, cores: float | None = None) -> None:
+        self._train_loader = train_loader
+        self._datasets = {"training": train_loader.dataset, "validation": val_set}
+        self._caches = [
+            CacheWatch(name, each.cache, has_filler=bool(each.cache_part))
+            for name, each in self._datasets.items()
+            if each.cache is not None
+        ]
+        self._cores = cores_of_rank() if cores is None else cores
+        self._wait_s = self._elapsed_s = 0.0
+        self._has_advised = False
+
+    def at_start(self) -> list[str]:
+        """Return the locations of the caches and their future sizes, and why a cache cannot be used."""
+        notes = [note for dataset in self._datasets.values() for note in dataset.notes]
+        num_train, batch_size = len(self._train_loader.dataset), self._train_loader.batch_size
+        if num_train < batch_size:
+            notes.append(
+                f"train.batch_size = {batch_size} is more than the {num_train} training images: each step takes "
+                f"{num_train}: lower train.batch_size, or lower optim.lr to suit the smaller batch"
+            )
+        return notes + [note for cache in self._caches for note in cache.at_start()]
+
+    def after_interval(self, wait_s: float, elapsed_s: float) -> list[str]:
+        """Return new messages after some steps, which took `elapsed_s` seconds and waited `wait_s` of them for data."""
+        return [note for cache in self._caches for note in cache.poll()] + self._advice(wait_s, elapsed_s)
+
+    def _advice(self, wait_s: float, elapsed_s: float) -> list[str]:
+        self._wait_s += wait_s
+        self._elapsed_s += elapsed_s
+        if self._has_advised or self._wait_s < MIN_WAIT_S:
+            return []
+        cache = self._train_loader.dataset.cache
+        state = None if cache is None else cache.state()
+        advice = wait_advice(
+            self._wait_s / self._elapsed_s,
+            self._train_loader.workers,
+            self._cores,
+            "none" if cache is None else cache.files.kind,
+            is_filling=state is not None and state.stopped is None and state.num_stored < state.num_images,
+        )
+        self._has_advised = advice is not None
+        return [advice] if advice is not None else []
+
+
+class CacheWatch:
+    """Watches a cache: its location and progress if it is on a disk, and problems in any case.
+
+    Args:
+        name: Name of the split.
+        cache: The cache.
+        has_filler: True if each machine has its own cache, which its ranks fill in the background.
+    """
+
+    def __init__(self, name: str, cache: PixelCache, *, has_filler: bool = False) -> None:
+        self._name, self._cache = name, cache
+        self._when = "by the ranks of each machine in the background" if has_filler else "when they are first read"
+        self._quarters = 0
+        self._num_damaged = 0
+        self._is_stopped = False
+
+    def at_start(self) -> list[str]:
+        """Return the location and the future size of a cache that is not full, or why it stores no more."""
+        state, files = self._cache.state(), self._cache.files
+        self._quarters = _quarters(state)
+        if state.stopped is not None or state.num_stored == state.num_images or files.kind == "ram":
+            return [*self._stopped(state)]
+        free = files.free_bytes()
+        return [
+            f"data.cache = disk: {state.num_stored} of {state.num_images} {self._name} images are in {files.place} "
+            f"({size(state.stored_bytes)}); the others are stored {self._when}, {size(state.missing_bytes)}"
+            + ("" if free is None else f" of {size(free)} that are free")
+        ]
+
+    def poll(self) -> Iterator[str]:
+        """Yield new messages since the last call."""
+        new = self._cache.num_damaged - self._num_damaged
+        if self._quarters == 4 and not new:
+            return
+        state = self._cache.state()
+        if new:
+            self._num_damaged += new
+            yield (
+                f"data.cache: {new} damaged {self._name} images in {self._cache.files.place} were decoded again: "
+                "check the disk if this happens again"
+            )
+        yield from self._stopped(state)
+        if _quarters(state) > self._quarters:
+            self._quarters = _quarters(state)
+            if self._cache.files.kind == "disk":
+                yield f"data.cache: {state.num_stored} of {state.num_images} {self._name} images are stored"
+
+    def _stopped(self, state: CacheState) -> Sequence[str]:
+        if state.stopped is None or self._is_stopped or state.num_stored == state.num_images:
+            return ()
+        self._is_stopped = True
+        move = (
+            "free some of it, or name a folder on another disk in XDG_CACHE_HOME"
+            if self._cache.files.kind == "disk"
+            else "free memory, or set data.cache to disk"
+        )
+        return (
+            f"data.cache = {self._cache.files.kind} has no room in {self._cache.files.place} for "
+            f"{state.num_images - state.num_stored} of {state.num_images} {self._name} images, "
+            f"{size(state.missing_bytes)} ({state.stopped}): they are decoded each time they are read; {move}",
+        )
+
+
+def _quarters(state: CacheState) -> int:
+    return 4 * state.num_stored // max(1, state.num_images)
+
 
 if TYPE_CHECKING:
     from segapp.datasets.dataset import SegmentationDataset

@@ -1,4 +1,4 @@
-"""A training as a process: its new or resumed run folder, its ranks, and its end."""
+"""A training as a process: its new or resumed run folder, its ranks, its end, and any failure as a segapp error."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import socket
 import time
@@ -16,9 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import PosixPath
+from types import MappingProxyType
 from typing import Any, Literal, TextIO
 
 import torch
+import torch.distributed as dist
 
 from segapp import __version__
 from segapp.accelerator import GPUS, gpu_of
@@ -26,7 +29,6 @@ from segapp.build.devices import DevicePlan, plan_devices
 from segapp.build.numerics import keep_freed_memory, numerics
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.build.pairs import build_scheme, count_images, split_names
-from segapp.build.topology import shares_note, topology_event
 from segapp.build.trainer import build_trainer
 from segapp.checkpoint.training_state import (
     LoadedCheckpoint,
@@ -38,6 +40,7 @@ from segapp.checkpoint.training_state import (
 )
 from segapp.config import LiveSettings, RunConfig, dump_config, part_names
 from segapp.config.trackers import unnamed_trackers
+from segapp.custom.loading import raised_at
 from segapp.custom.names import keep_parts
 from segapp.datasets.cache import CacheFiles
 from segapp.errors import (
@@ -47,11 +50,16 @@ from segapp.errors import (
     DataError,
     DistributedError,
     OutOfMemoryError,
+    RunError,
     SegappError,
     StorageError,
 )
+from segapp.losses import PlainLossError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemorySampler, device_info_of, limit_gpus
+from segapp.memory.oom import is_out_of_memory
 from segapp.memory.plan import SavedMemoryPlan
+from segapp.models.inspection import ONE_VALUE
+from segapp.parallel import ReplicaError
 from segapp.parallel.distributed import (
     DistributedSetupError,
     Ranks,
@@ -67,19 +75,18 @@ from segapp.run.events import Alert, EventListener, EventLog, EventWriter, LiveT
 from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, first_line, printable
-from segapp.training.context import Places, RunContext
-from segapp.training.control.commands import PendingRequests
-from segapp.training.failures import as_segapp_error
+from segapp.training.commands import PendingRequests
+from segapp.training.console import PlainReporter
+from segapp.training.context import Places, RunContext, shares_note, topology_event
 from segapp.training.peers import Peers, find_peers
 from segapp.training.planning.auto import check_host_memory, is_planned, planned_advice, resolve_auto
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
 from segapp.training.start_checks import changed_length_note, first_step_words
-from segapp.training.telemetry.console import PlainReporter
-from segapp.training.telemetry.trackers import make_trackers
-from segapp.training.telemetry.watchdog import Watchdog, exchange_timeout_s, rank_words
+from segapp.training.trackers import make_trackers
 from segapp.training.trainer import Trainer
+from segapp.training.watchdog import Watchdog, exchange_timeout_s, rank_words
 
 _DEVICES = "SEGAPP_RANK_DEVICES"
 """The devices of the ranks and the reasons for them, as JSON, from the process that starts the ranks."""
@@ -598,3 +605,56 @@ def _gpus() -> list[dict[str, Any]]:
     infos = [device_info_of(device) for gpu in GPUS for device in gpu.devices()]
     names = ("device", "name", "uuid", "total_mib")
     return [{name: getattr(info, name) for name in names} for info in infos]
+
+
+_OF_A_COLLECTIVE = re.compile(
+    r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE
+)
+
+
+def as_segapp_error(
+    error: Exception, parts: Mapping[str, str] = MappingProxyType({}), *, num_devices: int = 1
+) -> SegappError:
+    """Return the error that tells a user what failed; an unexpected error becomes a RunError with its type.
+
+    `parts` has the custom component of each key of the config. If the process has one device, the error within a
+    replica is shown instead of the replica's.
+    """
+    if isinstance(error, SegappError):
+        return error
+    first = str(error).strip().partition("\n")[0]
+    if is_out_of_memory(error):
+        return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
+    if "does not have a deterministic implementation" in str(error):
+        return ConfigError(
+            f"train.deterministic = true: {first}: choose another model or loss, or set it to false",
+            key="train.deterministic",
+        )
+    if ONE_VALUE in str(error):
+        return ConfigError(
+            "train.batch_size: a BatchNorm layer gets only one value per channel from a single image: give every "
+            "device at least 2 images in each step, or choose another model",
+            key="train.batch_size",
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return StorageError(
+            f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"
+        )
+    cause = error.__cause__ if isinstance(error, ReplicaError) and isinstance(error.__cause__, Exception) else error
+    if isinstance(cause, PlainLossError):
+        losses = " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss."))
+        return RunError(f"{losses or 'the loss'}: {cause}: segapp check-part --config FILE checks it").see("own-parts")
+    place = raised_at(cause, parts)
+    if place is not None:
+        part, line = place
+        said = str(cause).strip().partition("\n")[0]
+        return RunError(
+            f"{part} raised {type(cause).__name__} at {line}: {said}: correct it; segapp check-part --config FILE "
+            "shows the component in every way that a training uses it"
+        ).see("own-parts")
+    if isinstance(error, ReplicaError):
+        is_alone = cause is not error and num_devices == 1
+        return as_segapp_error(cause) if is_alone else DistributedError(first)
+    if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
+        return DistributedError(f"another rank does not answer ({first}): read its output and stacks.log")
+    return RunError(f"unexpected {type(error).__name__}: {first}")

@@ -22,17 +22,15 @@ from segapp.inference.evaluate import Evaluation
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import is_out_of_memory
 from segapp.optim.schedules import Plateau
+from segapp.training.commands import CommandController
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
-from segapp.training.control.commands import CommandController
-from segapp.training.control.progress import Best, TrainingProgress
-from segapp.training.control.safe_point import SafePoint
-from segapp.training.divergence import LossWatch
+from segapp.training.progress import Best, LossWatch, TrainingProgress
 from segapp.training.recovery import MemoryFallbacks, OomPolicy
-from segapp.training.reporting import TrainingReporter
+from segapp.training.reporting import ActivityLog, TrainingReporter, images_in
+from segapp.training.safe_point import SafePoint
 from segapp.training.signals import PauseRequest, StopRequest
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.step.participant import FirstOutputs
-from segapp.training.telemetry.clock import ActivityLog, images_in
 from segapp.training.validation import Validation
 
 if TYPE_CHECKING:

@@ -19,15 +19,14 @@ from segapp.memory.counters import HEARTBEAT_S, MEMORY_S, DeviceMemoryTracker, M
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter, Step
 from segapp.run.folder import RunFolder
+from segapp.training.batch_split import BatchSplitController
+from segapp.training.commands import CommandController, RecomputeController
 from segapp.training.context import RunContext
-from segapp.training.control.batch_split import BatchSplitController
-from segapp.training.control.commands import CommandController
-from segapp.training.control.inbox import Inbox
-from segapp.training.control.progress import TrainingProgress
-from segapp.training.control.recompute import RecomputeController
-from segapp.training.control.safe_point import SafePoint
+from segapp.training.inbox import Inbox
+from segapp.training.progress import TrainingProgress
+from segapp.training.reporting import ActivityLog
+from segapp.training.safe_point import SafePoint
 from segapp.training.signals import StopSignals
-from segapp.training.telemetry.clock import ActivityLog
 from tests.support.runs import events, merged, train
 
 REPEATS = 400

@@ -23,7 +23,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.training.context import RunContext
-from segapp.training.control.progress import Best
+from segapp.training.progress import Best
 from segapp.training.signals import StopSignals
 from segapp.training.trainer import Trainer
 from tests.support.runs import merged

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from segapp.build.class_weights import cached_frequencies, class_weights
+from segapp.build.criterion import cached_frequencies, class_weights
 from segapp.datasets.targets import ClassFrequencies
 
 #: 100 valid pixels in two images of 50: class 0 in both, class 1 in one, class 2 in none.

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from segapp.build.topology import first_split, shares_note, topology_event
 from segapp.config import RunConfig, validate_config
-from segapp.training.context import Places
+from segapp.training.context import Places, first_split, shares_note, topology_event
 
 
 def config_of(**parallel: Any) -> RunConfig:

@@ -23,10 +23,10 @@ from segapp.run.commands import SetCommand, parse_command, send_command
 from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunStart, Step
 from segapp.run.events.writer import EventLog
 from segapp.run.folder import RunFolder
-from segapp.training.control.batch_split import BatchSplitController
-from segapp.training.control.commands import CommandController, TrainingPosition
-from segapp.training.control.inbox import Inbox
-from segapp.training.control.recompute import RecomputeController
+from segapp.training.batch_split import BatchSplitController
+from segapp.training.commands import CommandController, RecomputeController
+from segapp.training.inbox import Inbox
+from segapp.training.progress import TrainingPosition
 from segapp.tui.devices import Draft, edit_draft, gpu0_content
 from segapp.tui.widgets import ASCII
 from segapp.view.source import Status

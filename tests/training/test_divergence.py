@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from segapp.errors import NonFiniteError
 from segapp.inference.evaluate import EvaluationSettings
-from segapp.training.divergence import LossWatch, judge_epoch
+from segapp.training.progress import LossWatch, judge_epoch
 from segapp.training.step.participant import FirstOutputs
 from tests.support.runs import events, merged, train
 

@@ -17,7 +17,7 @@ from segapp.datasets.sampling import sample_order
 from segapp.inference.evaluate import Evaluation
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.training.control import inbox
+from segapp.training import inbox
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED

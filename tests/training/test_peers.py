@@ -16,7 +16,7 @@ from segapp.run.files import machine_id
 from segapp.training import peers
 from segapp.training.peers import Peers, find_peers
 from segapp.training.step.engine import StepEngine
-from segapp.training.telemetry.watchdog import exchange_timeout_s
+from segapp.training.watchdog import exchange_timeout_s
 from tests.support.runs import merged, train
 
 

@@ -12,7 +12,7 @@ from segapp.checkpoint.saver import Position
 from segapp.config import LiveSettings
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.training import trainer as module
-from segapp.training.control.progress import Best
+from segapp.training.progress import Best
 from segapp.training.signals import StopRequest
 from segapp.training.trainer import Trainer
 

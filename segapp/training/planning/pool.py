@@ -16,7 +16,7 @@ from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.errors import RunError
 from segapp.memory.peaks import SimulationJob, SimulationResult
-from segapp.training.telemetry.console import progress_bar
+from segapp.training.console import progress_bar
 
 NUM_PROCESSES = 2
 

@@ -20,10 +20,10 @@ from segapp.parallel import DataParallelModel
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
-from segapp.training.control.batch_split import BatchSplitController
-from segapp.training.control.commands import CommandController, TrainingPosition
-from segapp.training.control.inbox import Inbox
-from segapp.training.control.recompute import RecomputeController
+from segapp.training.batch_split import BatchSplitController
+from segapp.training.commands import CommandController, RecomputeController
+from segapp.training.inbox import Inbox
+from segapp.training.progress import TrainingPosition
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices

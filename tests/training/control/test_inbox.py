@@ -15,8 +15,8 @@ from segapp import failpoints
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EventLog, EventWriter, Heartbeat
 from segapp.run.folder import RunFolder
-from segapp.training.control import inbox as inbox_module
-from segapp.training.control.inbox import Inbox, applied_after
+from segapp.training import inbox as inbox_module
+from segapp.training.inbox import Inbox, applied_after
 from tests.support.live_runs import events
 
 

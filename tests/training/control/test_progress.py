@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from segapp.training.control.progress import Best
+from segapp.training.progress import Best
 
 
 def test_evaluations_since_the_best_are_counted_by_hand() -> None:

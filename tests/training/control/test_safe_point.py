@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from segapp.parallel.distributed import Ranks
-from segapp.training.control import safe_point
-from segapp.training.control.safe_point import SafePoint
+from segapp.training import safe_point
+from segapp.training.safe_point import SafePoint
 from segapp.training.step.engine import StepEngine
 from tests.support.runs import merged, train
 

@@ -8,7 +8,7 @@ from segapp.build import step
 from segapp.config import dump_config
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.folder import RunFolder
-from segapp.training.planning.recompute import _short_names
+from segapp.training.planning.plan import _short_names
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support import ROOT

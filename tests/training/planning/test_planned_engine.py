@@ -17,7 +17,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.training.context import RunContext
-from segapp.training.control.inbox import Inbox
+from segapp.training.inbox import Inbox
 from segapp.training.signals import StopSignals
 from tests.support import ROOT
 from tests.support.engine_description import description

@@ -19,8 +19,8 @@ from segapp.models.blocks import find_blocks
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EpochStart, Event
 from segapp.run.folder import RunFolder
-from segapp.training.control import inbox
-from segapp.training.control.recompute import RecomputeController
+from segapp.training import inbox
+from segapp.training.commands import RecomputeController
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.live_runs import small, three_devices

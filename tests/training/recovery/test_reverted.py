@@ -10,7 +10,7 @@ import pytest
 
 from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz
 from segapp.run.folder import RunFolder
-from segapp.training.control.inbox import applied_after
+from segapp.training.inbox import applied_after
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
 from tests.support.runs import events
 

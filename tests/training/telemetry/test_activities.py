@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from segapp.training.telemetry import clock as activities
-from segapp.training.telemetry.clock import Clock, Spent
-from segapp.training.telemetry.data_watch import DataWatch
+from segapp.training import reporting as activities
+from segapp.training.reporting import Clock, DataWatch, Spent
 from tests.support.runs import alerts, events, merged, train
 
 

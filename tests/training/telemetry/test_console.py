@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from segapp.run.events import Alert, Device, Event, RunEnd, RunStart, Step
-from segapp.training.telemetry.console import PlainReporter, iou_table
+from segapp.training.console import PlainReporter, iou_table
 
 START = RunStart(
     classes=["a", "b"],

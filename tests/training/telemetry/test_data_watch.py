@@ -15,7 +15,7 @@ from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import TrainLoader
-from segapp.training.telemetry.data_watch import DataWatch
+from segapp.training.reporting import DataWatch
 from tests.support.drawn_data import draw_image, draw_mask
 
 SCHEME = class_scheme("folder", classes=list("abcde"))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from segapp.training.telemetry.clock import Clock
-from segapp.training.telemetry.remaining_time import RemainingTime, Timetable
+from segapp.training.progress import Timetable
+from segapp.training.reporting import Clock, RemainingTime
 from tests.training.telemetry.test_activities import Time
 
 Place = tuple[int, int, int]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from segapp.training.telemetry.watchdog import StackLog
+from segapp.training.watchdog import StackLog
 from tests.support import ROOT
 
 CROWDED = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from segapp.training.telemetry.watchdog import StackLog
+from segapp.training.watchdog import StackLog
 
 def short_lived():
     while True:

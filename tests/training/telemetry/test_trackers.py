@@ -18,8 +18,8 @@ import pytest
 from segapp.errors import ConfigError
 from segapp.run.events import DeviceMemory, EpochStart, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
-from segapp.training.telemetry import trackers
-from segapp.training.telemetry.trackers import TrackerListener, WandbTracker, artifact_folder, make_trackers
+from segapp.training import trackers
+from segapp.training.trackers import TrackerListener, WandbTracker, artifact_folder, make_trackers
 from tests.support import ROOT
 from tests.support.network import network
 from tests.support.runs import events, merged, train
@@ -143,7 +143,7 @@ def finished_history(file: Path) -> list[dict[str, str]]:
 def test_settings_of_wandb_in_a_folder_name_no_server(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     code = (
-        "import sys; from pathlib import Path; from segapp.training.telemetry.trackers import WandbTracker; "
+        "import sys; from pathlib import Path; from segapp.training.trackers import WandbTracker; "
         "WandbTracker(Path(sys.argv[1]), 'tests', {}, 'id', 'name')"
     )
     (tmp_path / "run").mkdir()
@@ -165,7 +165,7 @@ def test_settings_of_wandb_in_a_folder_name_no_server(tmp_path: Path) -> None:
 def test_mlflow_sends_no_statistics(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     code = (
-        "import sys; from segapp.training.telemetry.trackers import MlflowTracker; "
+        "import sys; from segapp.training.trackers import MlflowTracker; "
         "MlflowTracker(sys.argv[1], 'tests', {}, 'id', 'name').close('finished', {})"
     )
     with network(tmp_path / "network") as seen:

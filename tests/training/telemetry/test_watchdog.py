@@ -19,9 +19,9 @@ from segapp.memory.counters import DeviceMemoryTracker, device_info_of
 from segapp.run.events import EventLog
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
+from segapp.training import watchdog as module
 from segapp.training.session import Stage
-from segapp.training.telemetry import watchdog as module
-from segapp.training.telemetry.watchdog import Hang, Watchdog
+from segapp.training.watchdog import Hang, Watchdog
 
 
 class Clock:

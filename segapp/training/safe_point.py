@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from segapp.checkpoint.saver import CheckpointSaver
+from segapp.training.commands import CommandController
 from segapp.training.context import RunContext
-from segapp.training.control.commands import CommandController
-from segapp.training.control.progress import TrainingProgress
+from segapp.training.progress import TrainingProgress
+from segapp.training.reporting import ActivityLog
 from segapp.training.signals import PauseRequest, StopRequest
-from segapp.training.telemetry.clock import ActivityLog
 
 PAUSE_POLL_S = 0.1
 RANKS_POLL_S = 0.1
