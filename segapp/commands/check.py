@@ -36,9 +36,8 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.sampling import uniform_order
 from segapp.errors import ConfigError, DataError, storage_errors
-from segapp.onboarding.accounting import Account, Uses, account_for
 from segapp.onboarding.division import find_shared_groups
-from segapp.onboarding.tree import survey_tree
+from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.words import printable
 
 if TYPE_CHECKING:
@@ -79,14 +78,14 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None, susp
     if problem is None:
         samples = _samples(config, scheme, reports[0], with_pictures=html_file is not None)
     groups = group_findings(reports, before)
-    account = None if is_part(data.format) else _account(data, splits)
+    files = None if is_part(data.format) else _files(data, splits)
     weights = suggested_weights(reports[0], scheme)
     if as_json:
-        print(json.dumps(as_dict(reports, groups, scheme, measured, account), indent=2))
+        print(json.dumps(as_dict(reports, groups, scheme, measured, files), indent=2))
     else:
         print_report(reports, groups, scheme, weights, Console(highlight=False))
-        if account is not None:
-            print("", *map(printable, account.lines), sep="\n")
+        if files is not None:
+            print("", *map(printable, unused_lines(*files)), sep="\n")
         for line in _pixel_lines(measured):
             print(line)
     if html_file is not None:
@@ -215,32 +214,14 @@ def _pixel_lines(measured: PixelFormat | None) -> list[str]:
     ]
 
 
-def _account(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> Account:
-    """Return the files below `data.root` that the config uses, and the reason why it does not use the others."""
+def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple[Tree, list[tuple[list[str], str]]]:
+    """Return the files below `data.root`, and those of them that the config does not use, in groups."""
     root, location = Path(data.root), build_location(data)
-    names = dict(zip(("validation", "training"), reversed(split_names(data)), strict=True))
-    if names["training"] == names["validation"]:
-        names = {"training and validation": names["training"]}
-    lists = [path for name in names.values() if (path := split_list(location, name)) is not None]
-    masks = "data.mask_root holds the masks" if data.mask_root is not None else "no image of the splits uses it"
-    other = "the config does not use it; segapp init reads annotations and class names"
-    return account_for(
-        survey_tree(root),
-        Uses(
-            {use: _below(root, [pair.image for pair in splits[name]]) for use, name in sorted(names.items())},
-            _below(root, [mask for pairs in splits.values() for pair in pairs for mask in pair.masks]),
-            _below(root, lists),
-            usual_reasons={
-                "image": "it is in neither split",
-                "mask": masks,
-                **dict.fromkeys(("list", "table", "sidecar"), other),
-            },
-        ),
-    )
-
-
-def _below(root: Path, paths: Sequence[Path]) -> list[str]:
-    return [os.path.relpath(path, root) for path in paths]
+    lists = [path for name in split_names(data) if (path := split_list(location, name)) is not None]
+    pairs = [pair for own in splits.values() for pair in own]
+    paths = [*(pair.image for pair in pairs), *(mask for pair in pairs for mask in pair.masks), *lists]
+    tree = survey_tree(root)
+    return tree, unused_files(tree, {os.path.relpath(path, root) for path in paths})
 
 
 def _beside(data: DataConfig, split: str) -> Iterator[DataProblem]:
@@ -272,7 +253,7 @@ def as_dict(
     groups: Sequence[FindingGroup],
     scheme: ClassScheme,
     measured: PixelFormat | None = None,
-    account: Account | None = None,
+    files: tuple[Tree, list[tuple[list[str], str]]] | None = None,
 ) -> dict[str, Any]:
     """Return the findings as plain values for `--json`."""
     findings = [finding for group in groups for finding in group.findings]
@@ -282,7 +263,7 @@ def as_dict(
         "classes": list(scheme.names),
         "class_weights": suggested_weights(reports[0], scheme),
         "pixels": None if measured is None else asdict(measured),
-        "files": None if account is None else account.as_dict,
+        "files": None if files is None else {"not_used": [[*map(shown, paths)] for paths, _ in files[1]]},
         "splits": {report.split: _split_as_dict(report) for report in reports},
         "findings": [
             {

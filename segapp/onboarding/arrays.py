@@ -30,15 +30,13 @@ from segapp.errors import DataError
 from segapp.onboarding.content import stored_pixels
 from segapp.onboarding.conversion import as_ids, encode_png, file_state, mask_target
 from segapp.onboarding.layout import Drawing, Layout, Pair, WideMask
-from segapp.onboarding.pieces import MAX_SETS, combine
-from segapp.onboarding.tree import Tree
-from segapp.onboarding.words import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, tokens
+from segapp.onboarding.tree import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, Tree, tokens
 from segapp.run.words import first_line
 
 _IMAGE_WORDS = IMAGE_WORDS | {"x", "ct", "mr"}
 _MASK_WORDS = MASK_WORDS | {"y"}
 _MAX_CHANNELS, _MAX_CLASSES = 16, 64
-_AXES = {2: ("HW",), 3: ("NHW", "HWC", "CHW", "HWN"), 4: ("NHWC", "NCHW")}
+_AXES = {2: ("HW",), 3: ("NHW", "HWC", "CHW"), 4: ("NHWC", "NCHW")}
 _NUM_LOOKED = 8
 _PAIR_BYTES = 2048  # memory of a pair of the layout
 _MAX_HEAD_BYTES = 2**14
@@ -100,7 +98,7 @@ class _Axes(NamedTuple):
 def find_arrays(tree: Tree) -> list[Layout]:
     """Return the conversions of arrays: one per possible interpretation of their axes.
 
-    ValueError is raised if there are pairs whose axes do not agree, or only arrays of objects.
+    ValueError is raised if there are pairs whose axes do not agree, channels of masks that overlap, or only objects.
     """
     paths = tree.others_named(".npy", ".npz")
     if not paths:
@@ -118,7 +116,7 @@ def find_arrays(tree: Tree) -> list[Layout]:
     found = [axes for axes in _possible(tree, pairs[0]) if all(_agree(pair, axes) for pair in pairs)]
     if not found:
         image, mask = pairs[0]
-        raise ValueError(f"the axes of {image} and {mask} do not agree")
+        raise ValueError(f"the axes of {image} and {mask} do not agree, or its channels overlap")
     used = {side for pair in pairs for side in pair}
     unused = [side for side in sides if side not in used]
     notes = (f"{len(unused)} arrays without a counterpart are not used, such as {unused[0]}",) if unused else ()
@@ -202,23 +200,11 @@ def _kind(pair: tuple[_Side, _Side]) -> tuple[object, ...]:
 def _possible(tree: Tree, pair: tuple[_Side, _Side]) -> list[_Axes]:
     """Return the possible axes of a pair; masks have one channel per class only if the values are 0 and 1."""
     mask = pair[1]
-    possible = itertools.starmap(_Axes, itertools.product(*(_axes_of(side.shape) for side in pair)))
-    fitting = [axes for axes in possible if _agree(pair, axes) and {*axes} != {"NHW", "HWN"}]
-    if len(fitting) > 1:
-        fitting = [axes for axes in fitting if mask.length(axes.mask, "C") < 2 or _is_one_hot(tree, mask, axes.mask)]
+    possible = itertools.starmap(_Axes, itertools.product(*(_AXES[len(side.shape)] for side in pair)))
+    fitting = [axes for axes in possible if _agree(pair, axes)]
+    fitting = [axes for axes in fitting if mask.length(axes.mask, "C") < 2 or _is_one_hot(tree, mask, axes.mask)]
     one_hot = [axes for axes in fitting if mask.length(axes.mask, "C") > 1]
     return one_hot or fitting
-
-
-def _axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the possible axes of an array; the image axis of (512, 512, 30) is the last one, of others the first.
-
-    >>> _axes_of((30, 512, 512)), _axes_of((512, 512, 30))
-    (('NHW', 'HWC', 'CHW'), ('HWC', 'CHW', 'HWN'))
-    """
-    if len(shape) != 3 or len(set(shape)) == 1:
-        return _AXES[len(shape)]
-    return tuple(axes for axes in _AXES[3] if axes != ("NHW" if shape[0] == shape[1] else "HWN"))
 
 
 def _agree(pair: tuple[_Side, _Side], axes: _Axes) -> bool:
@@ -270,11 +256,8 @@ def _conversion(
 ) -> Layout:
     image, mask = pairs[0]
     num_classes = mask.length(axes.mask, "C")
-    is_sets = num_classes > 1 and not _is_one_hot(tree, mask, axes.mask)
-    if is_sets and num_classes > MAX_SETS:
-        raise ValueError(f"{mask}: masks with several classes per pixel hold {MAX_SETS} classes, not {num_classes}")
     way = "-".join("file" if side.dtype is None else own for side, own in zip(pairs[0], axes, strict=True))
-    made = [own for pair in pairs for own in _pairs_of(tree, pair, axes, is_sets, several=len(pairs) > 1)]
+    made = [own for pair in pairs for own in _pairs_of(tree, pair, axes, several=len(pairs) > 1)]
     files = tuple({side.path: None for pair in pairs for side in pair if side.dtype is not None})
     evidence = [
         f"{len(made)} images in {len(files)} files",
@@ -290,10 +273,7 @@ def _conversion(
         tuple(evidence),
         files,
         title="arrays",
-        classes=tuple(f"class_{number}" for number in range(num_classes)) if is_sets else (),
-        classes_reason="replace with their names",
         notes=notes,
-        is_multilabel=is_sets,
     )
 
 
@@ -304,7 +284,7 @@ def _side_words(side: _Side, axes: str, what: str) -> str:
     return f"{what} such as {side}{said}"
 
 
-def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *, several: bool) -> Iterator[Pair]:
+def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, *, several: bool) -> Iterator[Pair]:
     """Yield the images of two arrays with their masks; if there are several arrays, each is a scene."""
     image, mask = pair
     files = [tree.root / side.path for side in pair]
@@ -322,8 +302,8 @@ def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool,
             image_bytes = partial(_image_bytes, files[0], image, axes.image, number)
         drawing = Drawing(
             str(known) + (f": image {number}" if has_many else ""),
-            (states, number, axes.image, axes.mask, is_sets),
-            partial(_mask_of, files[1], mask, axes.mask, number, is_sets),
+            (states, number, axes.image, axes.mask),
+            partial(_mask_of, files[1], mask, axes.mask, number),
             is_mask_there=mask.dtype is None,
             image_bytes=image_bytes,
         )
@@ -347,14 +327,11 @@ def _image_bytes(file: Path, side: _Side, axes: str, number: int, digest: str) -
     return encode_bands(pixels, [f"channel {band}" for band in range(pixels.shape[2])], digest)
 
 
-def _mask_of(file: Path, side: _Side, axes: str, number: int, is_sets: bool) -> WideMask:
+def _mask_of(file: Path, side: _Side, axes: str, number: int) -> WideMask:
     """Return a mask; raise ValueError if its values are no 8-bit ids."""
     if side.dtype is None:
         return np.asarray(stored_pixels(file, as_rgb=False)[0], np.uint8)
     planes = _image_of(file, side, axes, number)
     if planes.shape[2] == 1:
         return as_ids(planes[..., 0], 255)
-    if is_sets:
-        sets = {number: planes[..., number] > 0 for number in range(planes.shape[2])}
-        return combine(sets, planes.shape[:2], planes.shape[2], is_multilabel=True)
     return np.asarray((planes > 0).argmax(axis=2), np.uint8)

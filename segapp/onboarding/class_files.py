@@ -16,8 +16,7 @@ from segapp.config.yaml_reader import parse_yaml
 from segapp.datasets.files import shown
 from segapp.datasets.layouts.published_classes import Color
 from segapp.errors import ConfigError
-from segapp.onboarding.tree import Tree
-from segapp.onboarding.words import known_words
+from segapp.onboarding.tree import Tree, known_words
 
 _MAX_FILE_BYTES = 64 * 2**20
 _MAX_DEPTH = 3

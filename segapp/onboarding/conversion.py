@@ -35,9 +35,8 @@ from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import read_description
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.class_files import is_background, is_void
-from segapp.onboarding.hypotheses import parse_file
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
-from segapp.onboarding.tree import Tree
+from segapp.onboarding.tree import Tree, parse_file
 from segapp.run.files import remove_dead_temporaries, remove_quietly, write_atomic
 from segapp.run.words import first_line
 

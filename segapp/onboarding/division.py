@@ -25,7 +25,7 @@ from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.layout import Pair
 from segapp.onboarding.questions import Answer, OpenQuestionError, open_question
-from segapp.onboarding.words import SPLIT_WORDS, known_words
+from segapp.onboarding.tree import SPLIT_WORDS, known_words
 
 DEFAULT_SHARE = 0.2
 TEST_VALIDATES = (

@@ -25,13 +25,16 @@ from segapp.datasets.images.raster import read_bands
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.errors import DataError
 from segapp.onboarding.layout import Layout, Pair, by_image, evenly
-from segapp.onboarding.tree import Tree
-from segapp.onboarding.words import (
+from segapp.onboarding.tree import (
     SPLIT_WORDS,
     SPLITS,
+    SurveyedImage,
+    Tree,
+    affix_pattern,
     affixes,
     inner_role_word,
-    is_trainval,
+    inner_stem,
+    parse_file,
     role_of,
     split_in,
     tokens,
@@ -120,57 +123,6 @@ def are_all_alike(probes: list[Probe]) -> bool:
 
 
 @dataclass(frozen=True)
-class SurveyedImage:
-    """An image file below the root."""
-
-    path: str
-    # its folders: those with role words unchanged, a split as `{split}`, any other as `*`
-    pattern: tuple[str, ...]
-    scenes: tuple[str, ...]  # the folders that are `*`
-    split: str | None  # "train", "val" or "test", if a folder names it
-    split_word: str | None  # the split as the folder writes it
-
-    @cached_property
-    def name(self) -> str:
-        """The file's name."""
-        return self.path.rpartition("/")[2]
-
-    @cached_property
-    def stem(self) -> str:
-        """The name without its extension."""
-        return self.name.rpartition(".")[0]
-
-    @cached_property
-    def suffix(self) -> str:
-        """The extension with its dot, in lower case."""
-        return "." + self.name.rpartition(".")[2].lower()
-
-
-def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> SurveyedImage:
-    """Return an image file; `scenes_named` are folders with an accidental split word, such as `Case_Training_001`."""
-    pattern: list[str] = []
-    scenes: list[str] = []
-    split = word = None
-    folders = path.split("/")[:-1]
-    splits = [None if folder in scenes_named else split_in(folder) for folder in folders]
-    for folder, said in zip(folders, splits, strict=True):
-        if said is None and is_trainval(folder) and not any(splits):
-            split, word = "train", folder
-            pattern.append("{split}")
-        elif said is not None:
-            split, shape = said
-            start = shape.index("{split}")
-            word = folder[start : len(folder) - (len(shape) - start - len("{split}"))]
-            pattern.append(shape)
-        elif role_of(folder) and folder not in scenes_named:
-            pattern.append(folder)
-        else:
-            pattern.append("*")
-            scenes.append(folder)
-    return SurveyedImage(path, tuple(pattern), tuple(scenes), split, word)
-
-
-@dataclass(frozen=True)
 class Family:
     """Files whose folders follow one pattern, and possibly their names too: an ending is `img_*`, `*_mask`, `*.png`."""
 
@@ -219,7 +171,7 @@ def find_families(paths: Iterable[str]) -> list[Family]:
     for pattern, files in _by((parse_file(path, scenes_named) for path in listed), lambda file: file.pattern).items():
         families.append(Family(pattern, "", tuple(files)))
         for groups in (
-            _by(files, _affix_pattern),
+            _by(files, affix_pattern),
             _by(files, lambda file: f"*{file.suffix}"),
             _by(files, lambda file: f"*{inner_role_word(affixes(inner_stem(file))[1])}*"),
         ):
@@ -242,17 +194,6 @@ def _by(files: Iterable[SurveyedImage], key: Callable[[SurveyedImage], Group]) -
     for file in files:
         groups[key(file)].append(file)
     return groups
-
-
-def _affix_pattern(file: SurveyedImage) -> str:
-    prefix, core, ending = affixes(inner_stem(file))
-    return f"{prefix}*{ending}" if core else prefix or ending
-
-
-def inner_stem(file: SurveyedImage) -> str:
-    """Return the stem without a second extension: a for a.jpg.png."""
-    head, dot, last = file.stem.rpartition(".")
-    return head if dot and last.lower() in ("jpg", "jpeg", "png", "tif", "tiff", "bmp") else file.stem
 
 
 def common_affixes(stems: Iterable[str]) -> tuple[str, str]:

@@ -20,7 +20,6 @@ from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
-from segapp.onboarding.accounting import Uses, account_for
 from segapp.onboarding.candidates import Found, choose, confirm, find_candidates, found_lines
 from segapp.onboarding.class_files import find_class_files, nearest_first
 from segapp.onboarding.content import MaskContent, read_contents
@@ -33,7 +32,7 @@ from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.published import pairs_of_format
 from segapp.onboarding.questions import OpenQuestionError
 from segapp.onboarding.text import Facts, config_text
-from segapp.onboarding.tree import Tree, survey_tree
+from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
 
@@ -124,8 +123,7 @@ def propose_config(request: InitRequest) -> InitResult:
     if unread := facts.content.unread:
         lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
     lines += [f"note: {note}" for note in facts.classes.notes]
-    class_files = [file.source for file in find_class_files(tree)]
-    lines += account_for(tree, _uses(survey, used, pairs, division, facts.classes, class_files)).lines
+    lines += _unused(tree, survey, used, pairs, division, facts.classes)
     write_configs(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
 
@@ -207,37 +205,24 @@ def _with_ignored_note(content: MaskContent, classes: Classes, cause: str) -> Cl
     return replace(classes, notes=(*classes.notes, note)) if share > 0.01 else classes
 
 
-def _uses(
-    survey: Found,
-    chosen: Layout,
-    pairs: Sequence[Pair],
-    division: Division,
-    classes: Classes,
-    class_files: Sequence[str],
-) -> Uses:
-    """Return the files of the folder that the config uses, and why others are not used."""
-    splits = {"training": division.train, "validation": division.val}
-    num_folds = len(division.lists) // 2
-    if num_folds > 1:
-        splits = {f"in {num_folds} folds": [*division.train, *division.val]}
-    images = {split: [pair.image for pair in own] for split, own in splits.items()}
-    trained = {image for own in images.values() for image in own}
-    has_masks = chosen.writes != "masks"
+def _unused(
+    tree: Tree, survey: Found, chosen: Layout, pairs: Sequence[Pair], division: Division, classes: Classes
+) -> list[str]:
+    """Return lines about the files that the config does not use, with the reason if it is known."""
+    trained = [*division.train, *division.val]
+    used = {pair.image for pair in trained} | {*chosen.sources, classes.source}
+    if chosen.writes != "masks":
+        used |= {pair.mask for pair in trained}
     reasons = dict(survey.unused.get(chosen.name, {}))
-    reasons |= dict.fromkeys(class_files, f"the class names come from another source: {classes.names_reason}")
     for pair in pairs:
-        if pair.image not in trained:
+        if pair.image not in used:
             reason = f"of the {pair.split} split, which the config does not use"
-            reasons |= dict.fromkeys((pair.image, pair.mask) if has_masks else (pair.image,), reason)
+            reasons |= {pair.image: reason, pair.mask: reason}
     for other in survey.candidates:
-        if not other.is_drawn and other is not chosen and other.confidence >= _PLAUSIBLE:
-            reason = f"of another reading: --layout {shlex.quote(other.name)}"
-            for pair in other.pairs:
-                reasons.setdefault(pair.image, reason)
-                reasons.setdefault(pair.mask, reason)
-    masks = [pair.mask for own in splits.values() for pair in own] if has_masks else []
-    sources = (*chosen.sources, classes.source) if classes.source else chosen.sources
-    return Uses(images, masks, sources, reasons)
+        if not other.is_drawn and other.confidence >= _PLAUSIBLE:
+            for path in (path for pair in other.pairs for path in (pair.image, pair.mask)):
+                reasons.setdefault(path, f"of another reading: --layout {shlex.quote(other.name)}")
+    return unused_lines(tree, unused_files(tree, used, reasons))
 
 
 def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Several masks per image: one per class, per object, or per annotator.
+"""Several masks per image: one per class or per object; also as run lengths in a table, see `rle`.
 
 Classes are folders (masks/road/a.png), endings of names (a_road.png) or names in a folder of the image
 (masks/a/road.png). A class without a file is absent from the image. Objects are files in a folder of the image
@@ -27,12 +27,12 @@ from segapp.onboarding.content import UNREADABLE, stored_pixels
 from segapp.onboarding.conversion import Images, drawn_pair, file_state, split_said
 from segapp.onboarding.hypotheses import probe
 from segapp.onboarding.layout import Layout, Pair, WideMask, evenly
-from segapp.onboarding.tree import Tree
-from segapp.onboarding.words import (
+from segapp.onboarding.tree import (
     GLUE_WORDS,
     MASK_WORDS,
     ROLE_WORDS,
     SPLIT_WORDS,
+    Tree,
     role_of,
     split_in,
     tokens,
@@ -46,19 +46,14 @@ FEW, MANY = 0.005, 0.05
 above the second, they do not; in between, the user decides."""
 MAX_SETS = 16  # maximum number of classes of masks of sets: the bits of a PNG's value
 _UNLIKELY = 0.5
-_ANNOTATOR = re.compile(
-    r"(annotators?|raters?|experts?|readers?|observers?|doctors?|graders?|users?|labell?ers?|manual|person|[aroe])"
-    r"[_\- ]?\d+|\d+(st|nd|rd|th)[_\- ]?(annotator|rater|expert|reader|observer|manual|ho)?",
-    re.IGNORECASE,
-)
+_OPEN = 0.9  # confidence of interpretations of which the user must choose one, if there are two
 _ALIKE = 0.5
 """Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
-_OPEN = 0.9  # confidence of interpretations of which the user must choose one
 _NUM_LOOKED = 24
 _MIN_MATCHED = 0.95
 
 Files = dict[str, dict[str, str]]
-"""Image -> name of a class, an object or an annotator -> mask."""
+"""Image -> name of a class or an object -> mask."""
 
 
 def combine(planes: Mapping[int, Plane], shape: tuple[int, int], num_classes: int, *, is_multilabel: bool) -> WideMask:
@@ -149,7 +144,7 @@ def both_readings(
 
 
 def find_pieces(tree: Tree) -> list[Layout]:
-    """Return the conversions of several masks per image; for annotators, one layout per annotator."""
+    """Return the conversions of several masks per image; none for one mask per image."""
     masks = [path for path in tree.images if _mask_folder(path) is not None]
     others = [path for path in tree.images if _mask_folder(path) is None]
     images = [path for path in others if any(role_of(part).is_image for part in path.split("/")[:-1])]
@@ -161,14 +156,11 @@ def find_pieces(tree: Tree) -> list[Layout]:
         total = sum(map(len, by_image.values()))
         if not by_image or total < _MIN_MATCHED * (total + unmatched) or max(map(len, by_image.values())) < 2:
             continue
-        objects = [_objects(tree, by_image)] if kind != "classes" and _are_binary(tree, by_image) else []
-        if kind == "either" and objects:
+        if kind != "classes" and _are_binary(tree, by_image):
             named = {name: name for own in by_image.values() for name in own}
-            classes = _classes(tree, by_image, named, images)
-            return [replace(one, confidence=min(one.confidence, _OPEN)) for one in (*objects, *classes)]
-        if kind == "objects" and objects:
-            return [*objects]
-        if kind != "objects" and (readings := _classes_or_annotators(tree, by_image, images)):
+            classes = _classes(tree, by_image, named, images) if kind == "either" else []
+            return [replace(one, confidence=_OPEN) for one in (_objects(tree, by_image), *classes[:1])]
+        if kind == "classes" and (readings := _named_classes(tree, by_image, images)):
             return readings
     return []
 
@@ -252,8 +244,7 @@ def _kind_of_names(counts: Counter[str]) -> str:
     """
     if not counts or mean(counts.values()) < 2 or all(name.isdigit() for name in counts):
         return "objects"
-    words = {name.rstrip("0123456789") for name in counts}
-    return "either" if len(words) == 1 else "classes"
+    return "either" if len({name.rstrip("0123456789") for name in counts}) == 1 else "classes"
 
 
 def _gathered(masks: Sequence[str], place: Callable[[str], tuple[str, str] | None]) -> tuple[Files, int]:
@@ -356,23 +347,19 @@ def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
             continue
 
 
-def _classes_or_annotators(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Layout]:
-    """Return the interpretations of masks whose folders or names are classes or annotators; none if neither."""
+def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Layout]:
+    """Return the interpretations of masks whose folders or names are classes; none if they are not."""
     named = list(dict.fromkeys(name for own in by_image.values() for name in own))
     scenes = {part for path in images for part in path.split("/")[:-1]}
     if len(named) < 2 or scenes & set(named):
         return []
-    if all(_ANNOTATOR.fullmatch(name) for name in named):
-        return _annotators(by_image, named, len(images))
     classes = {name: _class_name(name) for name in named}
     if not all(classes.values()) or len(set(classes.values())) < len(classes) or len(named) > max(2, len(by_image) * 2):
         return []
-    is_binary = _are_binary(tree, by_image)
     alike = [_intersection_over_union(planes) for planes in _planes_of(tree, by_image)]
-    if not is_binary or (alike and mean(alike) > _ALIKE):
-        is_complete = all(len(own) == len(named) for own in by_image.values())
-        return _annotators(by_image, named, len(images)) if is_complete else []
-    return [*_classes(tree, by_image, classes, images)]
+    if not _are_binary(tree, by_image) or (alike and mean(alike) > _ALIKE):
+        return []  # several opinions about one image, of which a layout reads one
+    return _classes(tree, by_image, classes, images)
 
 
 def _class_name(end: str) -> str:
@@ -397,21 +384,6 @@ def _intersection_over_union(planes: Sequence[Plane]) -> float:
         if one.shape == other.shape and one.any() and other.any()
     ]
     return mean(shares) if shares else 0.0
-
-
-def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[Layout]:
-    """Return a layout per annotator; they are equally likely, so the user must choose one."""
-    layouts: list[Layout] = []
-    for name in sorted(named):
-        own_masks = {image: own[name] for image, own in sorted(by_image.items()) if name in own}
-        pairs = tuple(Pair(image, mask, split_said(image)) for image, mask in own_masks.items())
-        folder = pairs[0].mask.rpartition("/")[0]
-        evidence = (
-            f"{len(pairs)} of {num_images} images have a mask of {shown(name)}",
-            f"{len(named)} masks of each image: opinions of several annotators, such as {shown(pairs[0].mask)}",
-        )
-        layouts.append(Layout(name if name not in folder else folder, pairs, _OPEN, evidence))
-    return layouts
 
 
 def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Sequence[str]) -> list[Layout]:

@@ -20,8 +20,7 @@ from segapp.errors import DataError
 from segapp.onboarding.conversion import UNUSABLE, Images, check_classes
 from segapp.onboarding.layout import Layout, evenly
 from segapp.onboarding.pieces import Plane, both_readings, overlap_share, pairs_of_planes
-from segapp.onboarding.tree import Tree
-from segapp.onboarding.words import known_words, role_of
+from segapp.onboarding.tree import Tree, known_words, role_of
 
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
 _EMPTY = {"", "nan", "none", "null", "-1", "-1.0"}
@@ -52,7 +51,7 @@ def find_rle(tree: Tree) -> list[Layout]:
     tables = [table for path in paths if (table := _read(tree, path, images)) is not None]
     if not tables:
         return []
-    return _conversions(tree, images, _current(tables))
+    return _conversions(tree, images, tables)
 
 
 def _is_in_folder_of_masks(path: str) -> bool:
@@ -128,16 +127,6 @@ def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | Non
             by_content.append(i)
     found = by_name or by_content
     return found[0] if len(found) == 1 else None
-
-
-def _current(tables: Sequence[_Table]) -> list[_Table]:
-    """Return the tables except those whose images are also in a later version (x.csv, x_v2.csv)."""
-    kept: list[_Table] = []
-    for table in sorted(tables, key=lambda one: one.path, reverse=True):
-        own = {row[0] for row in table.rows}
-        if all(len(own & {row[0] for row in other.rows}) < 0.5 * len(own) for other in kept):
-            kept.append(table)
-    return kept[::-1]
 
 
 def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[Layout]:

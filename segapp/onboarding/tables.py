@@ -20,9 +20,9 @@ from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
 from segapp.onboarding.hypotheses import common_affixes
 from segapp.onboarding.layout import Layout, Pair, by_image
-from segapp.onboarding.tree import Tree
-from segapp.onboarding.words import (
+from segapp.onboarding.tree import (
     SPLIT_WORDS,
+    Tree,
     affixes,
     is_trainval,
     known_words,

@@ -1,16 +1,227 @@
-"""The files below a folder: images, and files that may describe them. Only names are read."""
+"""The files below a folder, and the words in their names that tell images, masks, splits and scenes apart.
 
+Only names are read here. `words.toml` lists the words; `hypotheses` weights them.
+"""
+
+import itertools
 import json
 import os
-from collections import Counter
+import re
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from segapp.datasets.files import MAX_FILE_BYTES, open_regular, shown
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES, walk_once
 from segapp.datasets.layouts.root_guard import RootGuard
 from segapp.errors import ConfigError, DataError
+
+_TABLES = tomllib.loads(Path(__file__).parent.joinpath("words.toml").read_text(encoding="utf-8"))
+
+
+def known_words(table: str, key: str) -> frozenset[str]:
+    """Return the words of `words.toml` with one meaning."""
+    return frozenset(_TABLES[table][key].split())
+
+
+IMAGE_WORDS, MASK_WORDS = known_words("roles", "images"), known_words("roles", "masks")
+OTHER_WORDS, GLUE_WORDS = known_words("roles", "others"), known_words("roles", "glue")
+ROLE_WORDS = IMAGE_WORDS | MASK_WORDS | OTHER_WORDS
+SPLIT_WORDS = {word: split for split, words in _TABLES["splits"].items() for word in words.split()}
+SPLITS = ("train", "val", "test")
+_SHORT = {"tr", "te", "ts", "trn", "tst"}
+
+_MAX_GROUPS = 12
+
+_TOKEN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+class Token(NamedTuple):
+    """A word of a name, in lower case, and its position."""
+
+    word: str
+    start: int
+    end: int
+
+
+def tokens(name: str) -> list[Token]:
+    """Return the words of a name: letters in one case, capitalized words, numbers.
+
+    >>> [token.word for token in tokens("JPEGImages_2")]
+    ['jpeg', 'images', '2']
+    >>> [token.word for token in tokens("trainannot")]
+    ['train', 'annot']
+    """
+    found = []
+    for match in _TOKEN.finditer(name):
+        word = match[0].lower()
+        cut = next(
+            (len(s) for s in SPLIT_WORDS if word.startswith(s) and word[len(s) :] in MASK_WORDS | IMAGE_WORDS), 0
+        )
+        if cut:
+            found.append(Token(word[:cut], match.start(), match.start() + cut))
+        found.append(Token(word[cut:], match.start() + cut, match.end()))
+    return found
+
+
+@dataclass(frozen=True)
+class Role:
+    """Meanings of the words in a name; several may be true."""
+
+    is_image: bool = False
+    is_mask: bool = False
+    is_other: bool = False
+
+    def __bool__(self) -> bool:
+        return self.is_image or self.is_mask or self.is_other
+
+
+@lru_cache(maxsize=4096)
+def role_of(name: str) -> Role:
+    """Return the meanings of the words in a folder's name, or in a file's prefix or ending."""
+    words = {token.word for token in tokens(name)}
+    return Role(bool(words & IMAGE_WORDS), bool(words & MASK_WORDS), bool(words & OTHER_WORDS))
+
+
+def is_trainval(name: str) -> bool:
+    """Return True for a name that means training and validation images together: trainval, train_val, TrainVal.
+
+    >>> is_trainval("train_val"), is_trainval("trainval_images"), is_trainval("train")
+    (True, True, False)
+    """
+    words = [token.word for token in tokens(name)]
+    return "trainval" in words or ("train", "val") in itertools.pairwise(words)
+
+
+def inner_role_word(stem: str) -> str:
+    """Return the first role word inside a name, between other words; empty if there is none.
+
+    >>> inner_role_word("case_001_seg_60"), inner_role_word("0001_mask"), inner_role_word("img_0001")
+    ('seg', '', '')
+    """
+    found = tokens(stem)
+    return next((token.word for token in found[1:-1] if token.word in ROLE_WORDS and len(token.word) > 1), "")
+
+
+def without_zeros(text: str) -> str:
+    """Return a number without leading zeros; empty for other texts."""
+    return str(int(text)) if text.isascii() and text.isdigit() else ""
+
+
+@lru_cache(maxsize=4096)
+def split_in(name: str) -> tuple[str, str] | None:
+    """Return the split in a folder's name, and the name with `{split}` instead of it; None if there is none.
+
+    >>> split_in("train2017"), split_in("val_labels"), split_in("TrainVal_images")
+    (('train', '{split}2017'), ('val', '{split}_labels'), None)
+    """
+    found = [token for token in tokens(name) if token.word in SPLIT_WORDS]
+    if not role_of(name):
+        found = [token for token in found if token.word not in _SHORT]
+    if len(found) != 1:
+        return None
+    token = found[0]
+    return SPLIT_WORDS[token.word], name[: token.start] + "{split}" + name[token.end :]
+
+
+def _is_side(stem: str, token: Token) -> bool:
+    """Return True for the l of `01L`, which means left; it means label only after a separator, as in `0001_L`."""
+    return token.word == "l" and token.start > 0 and stem[token.start - 1].isalnum()
+
+
+@lru_cache(maxsize=2**16)  # each interpretation of a folder needs the same stems
+def affixes(stem: str) -> tuple[str, str, str]:
+    """Return prefix, core and ending of a file's stem; prefix and ending consist of role words.
+
+    >>> affixes("img_0001"), affixes("0001_mask"), affixes("a_labelTrainIds"), affixes("masks")
+    (('img_', '0001', ''), ('', '0001', '_mask'), ('', 'a', '_labelTrainIds'), ('masks', '', ''))
+    """
+    found = tokens(stem)
+    first = 0
+    while first < len(found) and found[first].word in ROLE_WORDS - {"l", "ho", "data", "raw"}:
+        first += 1
+    last = len(found)
+    while last > first and found[last - 1].word in ROLE_WORDS | GLUE_WORDS and not _is_side(stem, found[last - 1]):
+        last -= 1
+    while last < len(found) and found[last].word not in ROLE_WORDS:  # an ending begins with a role word
+        last += 1
+    if first == len(found) and first > 0:
+        return stem, "", ""
+    begin = found[first].start if first else 0
+    end = len(stem)
+    if last < len(found):
+        end = found[last - 1].end if last else 0
+        if last and found[last].start == end and not stem[end].isupper():
+            end = len(stem)
+    return stem[:begin], stem[begin:end], stem[end:]
+
+
+@dataclass(frozen=True)
+class SurveyedImage:
+    """An image file below the root."""
+
+    path: str
+    # its folders: those with role words unchanged, a split as `{split}`, any other as `*`
+    pattern: tuple[str, ...]
+    scenes: tuple[str, ...]  # the folders that are `*`
+    split: str | None  # "train", "val" or "test", if a folder names it
+    split_word: str | None  # the split as the folder writes it
+
+    @cached_property
+    def name(self) -> str:
+        """The file's name."""
+        return self.path.rpartition("/")[2]
+
+    @cached_property
+    def stem(self) -> str:
+        """The name without its extension."""
+        return self.name.rpartition(".")[0]
+
+    @cached_property
+    def suffix(self) -> str:
+        """The extension with its dot, in lower case."""
+        return "." + self.name.rpartition(".")[2].lower()
+
+
+def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> SurveyedImage:
+    """Return an image file; `scenes_named` are folders with an accidental split word, such as `Case_Training_001`."""
+    pattern: list[str] = []
+    scenes: list[str] = []
+    split = word = None
+    folders = path.split("/")[:-1]
+    splits = [None if folder in scenes_named else split_in(folder) for folder in folders]
+    for folder, said in zip(folders, splits, strict=True):
+        if said is None and is_trainval(folder) and not any(splits):
+            split, word = "train", folder
+            pattern.append("{split}")
+        elif said is not None:
+            split, shape = said
+            start = shape.index("{split}")
+            word = folder[start : len(folder) - (len(shape) - start - len("{split}"))]
+            pattern.append(shape)
+        elif role_of(folder) and folder not in scenes_named:
+            pattern.append(folder)
+        else:
+            pattern.append("*")
+            scenes.append(folder)
+    return SurveyedImage(path, tuple(pattern), tuple(scenes), split, word)
+
+
+def affix_pattern(file: SurveyedImage) -> str:
+    """Return a name as a pattern: `img_*` or `*_mask` for role words around a core."""
+    prefix, core, ending = affixes(inner_stem(file))
+    return f"{prefix}*{ending}" if core else prefix or ending
+
+
+def inner_stem(file: SurveyedImage) -> str:
+    """Return the stem without a second extension: a for a.jpg.png."""
+    head, dot, last = file.stem.rpartition(".")
+    return head if dot and last.lower() in ("jpg", "jpeg", "png", "tif", "tiff", "bmp") else file.stem
+
 
 _OWN_READER = "data.format: module:Class reads them with own code (segapp docs own-parts)"
 _ARRAYS = (
@@ -97,3 +308,31 @@ def survey_tree(root: Path) -> Tree:
             kind.append(name if below == "." else f"{below}/{name}")
             leads_outside |= kind is not rest and not guard.holds(os.path.join(place, name))
     return Tree(root, tuple(images), tuple(others), leads_outside, tuple(rest))
+
+
+def unused_files(
+    tree: Tree, used: Collection[str], reasons: Mapping[str, str] | None = None
+) -> list[tuple[list[str], str]]:
+    """Return the files that are not in `used`, grouped by place, kind of name and reason, large groups first.
+
+    `reasons` maps files to why they are not used, if that is known. Every file that is not hidden is counted once.
+    """
+    groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for path in (*tree.images, *tree.others, *tree.rest):
+        if path not in used:
+            file = parse_file(path)
+            key = (file.pattern, file.split_word, affix_pattern(file), file.suffix, (reasons or {}).get(path, ""))
+            groups[key].append(path)
+    return [(paths, key[-1]) for key, paths in sorted(groups.items(), key=lambda one: -len(one[1]))]
+
+
+def unused_lines(tree: Tree, unused: list[tuple[list[str], str]]) -> list[str]:
+    """Return a line with the numbers of files, and a line for each group that is not used, see `unused_files`."""
+    total, rest = (sum(map(len, own)) for own in ((tree.images, tree.others, tree.rest), [one for one, _ in unused]))
+    lines = [f"{total} files: {total - rest} used, {rest} not used"]
+    for paths, reason in unused[:_MAX_GROUPS]:
+        many = f"{len(paths)} files such as " if len(paths) > 1 else ""
+        lines.append(f"not used: {many}{shown(paths[0])}" + (f": {reason}" if reason else ""))
+    if more := unused[_MAX_GROUPS:]:
+        lines.append(f"not used: {sum(len(paths) for paths, _ in more)} more files in {len(more)} groups")
+    return lines

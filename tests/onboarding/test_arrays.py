@@ -12,7 +12,6 @@ from PIL import Image
 from segapp.config import RunConfig
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.questions import OpenQuestionError
 from tests.support.drawn_folders import proposed, samples_read, seeded
 
 NUM, HEIGHT, WIDTH = 10, 40, 56
@@ -110,28 +109,17 @@ def test_files_and_arrays_of_one_name_are_pairs(images_are_files: bool, tmp_path
     assert_read(config, images, masks)
 
 
-def test_channels_of_classes_become_ids_or_sets(tmp_path: Path) -> None:
+def test_channels_of_classes_become_ids(tmp_path: Path) -> None:
     images, masks = drawn()
     save(tmp_path / "d" / "x.npy", images)
     save(tmp_path / "d" / "y.npy", np.eye(3, dtype=np.float32)[masks])
     config, lines = made(tmp_path / "d", tmp_path)
     assert_read(config, images, masks)
     assert "3 channels are the classes" in lines
-    planes = np.stack([masks == 1, masks > 0], axis=-1)
     save(tmp_path / "e" / "x.npy", images)
-    save(tmp_path / "e" / "y.npy", planes)
-    config, _ = made(tmp_path / "e", tmp_path, force=True)
-    assert (config.data.multilabel, config.data.classes) == ("bits", ["class_0", "class_1"])
-    assert_read(config, images, planes[..., 0] + 2 * planes[..., 1])
-
-
-def test_axes_that_shapes_leave_open_are_asked(tmp_path: Path) -> None:
-    random = seeded("cube")
-    save(tmp_path / "d" / "images.npy", random.integers(0, 255, (12, 12, 12), np.uint8))
-    save(tmp_path / "d" / "masks.npy", random.integers(0, 3, (12, 12, 12), np.uint8))
-    with pytest.raises(OpenQuestionError, match="can be read in 2 ways") as caught:
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    assert [answer.value for answer in caught.value.answers] == ["arrays-nhw-nhw", "arrays-hwn-hwn"]
+    save(tmp_path / "e" / "y.npy", np.stack([masks == 1, masks > 0], axis=-1))
+    with pytest.raises(DataError, match="do not agree, or its channels overlap"):
+        made(tmp_path / "e", tmp_path, force=True)
 
 
 @pytest.mark.parametrize(

@@ -162,14 +162,13 @@ def test_order_that_nothing_tells_is_asked(tmp_path: Path) -> None:
     assert np.argwhere(read["0000"]).tolist() == [[row, column] for row in range(3) for column in range(4)]
 
 
-def test_rows_of_an_image_are_united_in_the_last_version(tmp_path: Path) -> None:
+def test_rows_of_an_image_are_united(tmp_path: Path) -> None:
     root, rows = tmp_path / "d", []
     for name in [*NAMES, "0010"]:
         draw_image(root / "train_v2" / f"{name}.jpg")
     for name in NAMES[1:]:
         rows += [(f"{name}.jpg", runs_of(disk(f"{name}{ship}"))) for ship in "ab"]
     rows.append((f"{NAMES[0]}.jpg", ""))
-    table(root / "train_ship_segmentations.csv", ("ImageId", "EncodedPixels"), [(name, "1 5") for name, _ in rows])
     table(root / "train_ship_segmentations_v2.csv", ("ImageId", "EncodedPixels"), rows)
     config, result, _ = proposed(root, tmp_path / "made.yaml")
     read = targets_read(config)
