@@ -340,7 +340,7 @@ def evaluate(
         Path | None, option("--per-image", "Write the scores of each image to a CSV file.", "FILE.csv")
     ] = None,
     confusion: Annotated[
-        Path | None, option("--confusion", "Write a chart of the confusion matrix.", "FILE.png|.svg")
+        Path | None, option("--confusion", "Write a chart of the confusion matrix.", "FILE.svg")
     ] = None,
     devices: Annotated[
         str | None, option("--devices", "Divide the images among devices, e.g. 0,1 or cpu,cpu.", "LIST")

@@ -19,7 +19,7 @@ from segapp.metrics import ConfusionMatrix, SegmentationScores
 from segapp.run.events import EpochStart, EventReader, EventWriter, RunStart, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.scores import SCORES, EpochLoss, best_shown, count_scored
-from segapp.view.summary import summarize
+from segapp.view.runs import summarize
 from segapp.view.view import View, fold_events
 
 SHARES = st.none() | st.floats(0, 1) | st.sampled_from([math.nan, math.inf, 0.0, 0.5, 0.5004])

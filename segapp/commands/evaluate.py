@@ -32,7 +32,7 @@ from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
 from segapp.metrics import BoundaryScores, SegmentationScores, counts_for, group_iou, mean_of_known
-from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
+from segapp.report.confusion import confusion_file
 from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
@@ -85,10 +85,8 @@ class ScoredSplit:
 
 def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
     """Evaluate a network, or the mean of several; print the table of classes or JSON, and write the requested files."""
-    if options.confusion is not None and options.confusion.suffix.lower() not in PICTURE_SUFFIXES:
-        raise ConfigError(
-            f"--confusion {options.confusion} needs one of the suffixes {' '.join(PICTURE_SUFFIXES)}: change it"
-        )
+    if options.confusion is not None and options.confusion.suffix.lower() != ".svg":
+        raise ConfigError(f"--confusion {options.confusion} is not an .svg file: give it that suffix")
     scored = score_target(target, options)
     found, trained = scored.found, scored.trained
     content = json.dumps(as_json(scored), indent=2, allow_nan=False)
@@ -99,8 +97,7 @@ def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
     if options.per_image is not None:
         _write(options.per_image, per_image_csv(found, scored.dataset, trained))
     if options.confusion is not None:
-        suffix = options.confusion.suffix.lower()
-        _write(options.confusion, confusion_file(found.matrix.numpy(), trained.scheme.names, suffix))
+        _write(options.confusion, confusion_file(found.matrix.numpy(), trained.scheme.names))
 
 
 def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSplit:

@@ -20,7 +20,7 @@ from segapp.run.state import read_tail, run_state
 from segapp.run.words import aligned, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
-from segapp.view.summary import RunSummary, list_runs, summarize
+from segapp.view.runs import RunSummary, list_runs, summarize
 from segapp.view.view import View, fold_events
 
 APPLIED, NOT_APPLIED = 0, 1

@@ -34,7 +34,7 @@ from segapp.inference.suspects import (
     label_quality,
     rank_regions,
 )
-from segapp.report.pictures import pictures_of
+from segapp.report.images import pictures_of
 from segapp.report.render import render, save_page
 from segapp.run.files import write_atomic
 from segapp.run.folder import find_run, runs_of

@@ -36,7 +36,7 @@ from segapp.run.words import aligned, first_line, printable
 from segapp.scores import with_count
 from segapp.training.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
-from segapp.view.summary import RunSummary, summarize
+from segapp.view.runs import RunSummary, summarize
 
 MAX_RUNS = 10_000
 """Maximum number of runs of a sweep."""

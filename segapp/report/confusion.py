@@ -1,9 +1,8 @@
-"""The confusion matrix as a figure: SVG inside a page, or an SVG or PNG file.
+"""The confusion matrix as a figure: SVG inside a page, or an SVG file.
 
 Rows are targets, columns predictions; darker cells have a larger share of the target's pixels. C classes.
 """
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,12 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
 
 from segapp.run.words import printable
 from segapp.view.wording import clip
 
-PICTURE_SUFFIXES = (".png", ".svg")
 _MAX_LABEL_CHARS = 18
 _LEGEND = "rows: target, columns: prediction, % of the target's pixels"
 _LEGEND_PX = 22
@@ -112,13 +109,9 @@ def confusion_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Marku
     ).format(grid.side_px, round(0.75 * grid.side_px), round(1.6 * grid.side_px), _svg_parts(grid))
 
 
-def confusion_file(matrix: NDArray[np.int64], classes: Sequence[str], suffix: str) -> bytes:
-    """Return a confusion matrix, (C, C) counts of (target, prediction), as the content of a .png or .svg file."""
+def confusion_file(matrix: NDArray[np.int64], classes: Sequence[str]) -> bytes:
+    """Return a confusion matrix, (C, C) counts of (target, prediction), as the content of an .svg file."""
     grid = _Grid(matrix, classes)
-    return _png(grid) if suffix == ".png" else _svg_file(grid)
-
-
-def _svg_file(grid: _Grid) -> bytes:
     width, height = max(grid.side_px, 320), grid.side_px + _LEGEND_PX
     text = Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top} {w} {h}" width="{w}" height="{h}"><style>{style}'
@@ -152,28 +145,3 @@ def _svg_parts(grid: _Grid) -> Markup:
                 f'class="mid value{" on" if cell.is_dark else ""}">{cell.text}</text>'
             )
     return Markup("".join(parts))
-
-
-def _png(grid: _Grid) -> bytes:
-    width, height = max(grid.side_px, 320), grid.side_px + _LEGEND_PX
-    picture = Image.new("RGB", (width, height), _PAPER)
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(11)
-    draw.text((8, 6), _LEGEND, fill=_INK, font=font)
-    for cell in grid.cells():
-        left, top = grid.corner(cell.column), grid.corner(cell.row) + _LEGEND_PX
-        full = Image.new("RGB", (grid.cell_px - 1, grid.cell_px - 1), _HIT if cell.is_hit else _MISS)
-        picture.paste(Image.blend(Image.new("RGB", full.size, _PAPER), full, cell.opacity), (left, top))
-        middle = grid.center(cell.column), grid.center(cell.row) + _LEGEND_PX
-        draw.text(middle, cell.text, fill=_PAPER if cell.is_dark else _INK, font=font, anchor="mm")
-    if grid.labels:
-        near = grid.margin_px - 6
-        columns = Image.new("RGB", (near, width), _PAPER)  # drawn horizontally, then rotated
-        for number, label in enumerate(grid.labels):
-            at = grid.center(number)
-            draw.text((near, at + _LEGEND_PX), label, fill=_INK, font=font, anchor="rm")
-            ImageDraw.Draw(columns).text((0, at), label, fill=_INK, font=font, anchor="lm")
-        upright = columns.rotate(90, expand=True).crop((grid.margin_px, 0, width, near))
-        picture.paste(upright, (grid.margin_px, _LEGEND_PX))
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()

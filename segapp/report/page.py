@@ -17,7 +17,7 @@ from segapp.errors import SegappError
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import confusion_figure, top_confusions
-from segapp.report.pictures import SplitEvaluation, evaluate_split
+from segapp.report.images import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.words import printable
@@ -25,7 +25,7 @@ from segapp.scores import OTHER_HEADLINES, SCORES
 from segapp.training.console import progress_bar
 from segapp.view import wording
 from segapp.view.history import LossHistory
-from segapp.view.metrics import class_iou
+from segapp.view.plot import class_iou
 
 MAX_PICTURED_CLASSES = 60
 

@@ -13,7 +13,7 @@ from segapp.run.state import State, run_state
 from segapp.scores import SCORES, count_scored
 from segapp.training.trackers import flat_settings
 from segapp.view.history import LossHistory
-from segapp.view.metrics import class_iou
+from segapp.view.plot import class_iou
 from segapp.view.source import fold_file, series_of
 from segapp.view.view import View
 

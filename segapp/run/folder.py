@@ -83,8 +83,6 @@ class RunFolder:
         """Reports of out-of-memory errors."""
         self.saved_plan = self.path / "memory_plan.json"
         """The memory plan at the start of the run."""
-        self.image_counts = self.path / "image_counts.npz"
-        """Pixel counts per image of a split, from `segapp report` and `segapp compare`."""
         self.parts = self.path / "parts"
         """Copies of the source files of custom components."""
         self.tensorboard = self.path / "tensorboard"

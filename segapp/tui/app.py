@@ -63,7 +63,7 @@ from segapp.tui.terminal import (
     is_hung_up,
 )
 from segapp.tui.widgets import ASCII, UNICODE, LiteralText
-from segapp.view.metrics import metric_names
+from segapp.view.plot import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View

@@ -20,8 +20,7 @@ from segapp.run.words import duration, number
 from segapp.tui.widgets import UNICODE, Glyphs, StripWidget
 from segapp.view import plot
 from segapp.view.history import SMOOTHINGS, LossHistory
-from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_title
-from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
+from segapp.view.plot import NO_POINTS, Curve, CurveColumns, Scale, curve_of, draw_columns, metric_title, pack_dots
 from segapp.view.view import View
 from segapp.view.wording import clip, loss
 

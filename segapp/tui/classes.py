@@ -12,8 +12,8 @@ from textual.geometry import Size
 
 from segapp.tui.header import LinePart, fit_parts
 from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, progress, spark, thinned
-from segapp.view.evaluations import Floats
-from segapp.view.metrics import CLASS, class_iou
+from segapp.view.history import Floats
+from segapp.view.plot import CLASS, class_iou
 from segapp.view.view import View
 from segapp.view.wording import best_miou, fit_cells, miou
 

@@ -8,7 +8,7 @@ from textual.content import Content
 
 from segapp.tui.settings import THEMES
 from segapp.tui.widgets import Glyphs
-from segapp.view.metrics import CLASS, metric_names, metric_title
+from segapp.view.plot import CLASS, metric_names, metric_title
 from segapp.view.view import View
 
 _SHOWN = {

@@ -18,7 +18,7 @@ from segapp.tui.pictures import PictureView
 from segapp.tui.shown_run import ShownRun
 from segapp.tui.widgets import Glyphs, LiteralText, set_title
 from segapp.view.history import LossHistory
-from segapp.view.metrics import chart_title, step_field
+from segapp.view.plot import chart_title, step_field
 from segapp.view.source import LiveSource, newest_pictures
 
 WIDE = 100

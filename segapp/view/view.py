@@ -13,8 +13,7 @@ from segapp.memory.peaks import PeakModel
 from segapp.run import events
 from segapp.run.words import memory_text, printable, share_text
 from segapp.scores import EpochLoss, as_float, is_best_candidate
-from segapp.view.evaluations import Evaluations
-from segapp.view.history import LossHistory
+from segapp.view.history import Evaluations, LossHistory
 from segapp.view.wording import LogLine, log_line
 
 

@@ -10,9 +10,8 @@ import pytest
 from scipy import stats
 
 from segapp.errors import DataError
-from segapp.report.differences import differences_of
-from segapp.report.image_counts import ImageCounts
-from segapp.report.same_images import fold_counts, verdict
+from segapp.report.compare import differences_of, fold_counts, verdict
+from segapp.report.images import ImageCounts
 
 
 def drawn(num_images: int, gain: float, num_classes: int = 3, seed: int = 0) -> tuple[Any, Any]:
@@ -94,7 +93,7 @@ def test_too_few_images_have_no_margin_and_a_rare_class_neither() -> None:
 
 
 def counts(names: str, classes: tuple[str, ...], values: Any) -> ImageCounts:
-    return ImageCounts(tuple(names), classes, "val", "", np.asarray(values, np.int64), np.zeros((1, 1), np.int64))
+    return ImageCounts(tuple(names), classes, "val", np.asarray(values, np.int64), np.zeros((1, 1), np.int64))
 
 
 def test_runs_are_compared_on_common_images_masks_and_classes() -> None:

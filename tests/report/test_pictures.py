@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.report.compare import compare_runs, print_comparison
-from segapp.report.pictures import WRONG_RGB, pictures_of
+from segapp.report.images import WRONG_RGB, pictures_of
 from segapp.report.run_report import read_run_report, run_row
 from segapp.run.events import DeviceMemory, Memory, Step, Val
 from tests.support.recorded_runs import RecordedRun

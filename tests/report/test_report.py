@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html.parser
 import json
-import os
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -24,9 +22,15 @@ from segapp.inference.predict import predict_image
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import top_confusions
-from segapp.report.image_counts import _key, count_split, iou_of, mean_of_known, read_counts
+from segapp.report.images import (
+    SplitEvaluation,
+    count_split,
+    evaluate_split,
+    gains_of,
+    iou_of,
+    mean_of_known,
+)
 from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves
-from segapp.report.pictures import SplitEvaluation, evaluate_split, gains_of
 from segapp.report.run_report import read_run_report
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val
 from segapp.run.folder import RunFolder
@@ -175,11 +179,9 @@ def test_report_scores_equal_the_evaluation(trained: Path) -> None:
     assert found.matrix.sum() == found.scores.num_valid_px
 
 
-def test_counts_of_images_are_kept_until_a_file_changes(trained: Path, tmp_path: Path) -> None:
+def test_counts_of_images_are_those_of_their_masks(trained: Path) -> None:
     model = load_trained(str(trained))
     dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
-    file = RunFolder(trained).image_counts
-    file.unlink(missing_ok=True)
     done: list[int] = []
     found = count_split(model, dataset, "val", done.append)
     assert done == list(range(1, len(dataset) + 1))
@@ -195,28 +197,8 @@ def test_counts_of_images_are_kept_until_a_file_changes(trained: Path, tmp_path:
     assert np.array_equal(
         np.stack([np.diag(found.total), found.total.sum(1), found.total.sum(0)], 1), found.counts.sum(0)
     )
-    done.clear()
-    kept = count_split(model, dataset, "val", done.append)
-    assert done == [len(dataset)]  # nothing was predicted
-    assert (kept.names, kept.classes, kept.split, kept.checkpoint) == (
-        tuple(pair.name for pair in dataset.pairs), ("ground", "box", "disc"), "val", model.sha256)  # fmt: skip
-    assert np.array_equal(kept.counts, found.counts)
-    for change in (
-        lambda: file.write_bytes(file.read_bytes()[:-40]),
-        lambda: os.utime(dataset.pairs[0].masks[0], (1, 1)),
-    ):
-        change()
-        done.clear()
-        assert np.array_equal(count_split(model, dataset, "val", done.append).counts, found.counts)
-        assert len(done) == len(dataset)
-    other = dataclasses.replace(model, sha256="0" * 64)
-    shapes = (len(dataset), 3, 3), (3, 3)
-    assert read_counts(file, _key(model, dataset, "val"), shapes) is not None
-    assert read_counts(file, _key(model, dataset, "val"), ((len(dataset) + 1, 3, 3), (3, 3))) is None
-    assert read_counts(file, _key(other, dataset, "val"), shapes) is None
-    assert read_counts(file, _key(model, dataset, "train"), shapes) is None
-    np.savez(tmp_path / "pickled.npz", key=np.array(None, dtype=object))
-    assert read_counts(tmp_path / "pickled.npz", "", shapes) is None
+    assert found.names == tuple(pair.name for pair in dataset.pairs)
+    assert (found.classes, found.split) == (("ground", "box", "disc"), "val")
 
 
 def test_gains_are_those_of_the_split_with_one_right_image() -> None:

@@ -29,7 +29,7 @@ from segapp.run.files import machine_id, machine_names
 from segapp.run.folder import RunFolder, find_run, remove_failed_start, run_of_file
 from segapp.run.lock import ProcessId, is_alive, this_process
 from segapp.run.state import StateFacts, derive_state, read_facts, run_state
-from segapp.view.summary import list_runs, summarize
+from segapp.view.runs import list_runs, summarize
 
 HOLD = "import sys, time; from segapp.run.folder import RunFolder; f = RunFolder(sys.argv[1]); f.acquire()"
 HOLD += "; f.write_info(); print('held', flush=True); time.sleep(60)"

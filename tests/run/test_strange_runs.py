@@ -11,14 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from segapp.commands.runs import control_run, print_checkpoints, print_runs, print_status
 from segapp.commands.sweep import run_name, save_sweep
 from segapp.errors import RunBusyError, StorageError
 from segapp.report import compare_runs, write_report
-from segapp.report.image_counts import read_counts
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 from segapp.run.events import EventReader, EventWriter, Heartbeat
 from segapp.run.files import append_to_run, check_tree, open_of_run, read_of_run
@@ -26,7 +24,7 @@ from segapp.run.folder import RunFolder, find_run, run_folders
 from segapp.run.state import is_trainer_alive, run_state
 from segapp.training.request import plan_request
 from segapp.training.session import run_session
-from segapp.view.summary import summarize
+from segapp.view.runs import summarize
 from tests.support.runs import merged, train
 
 NOBODY = 65534
@@ -152,9 +150,7 @@ def test_dangling_link_makes_no_file(run, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    "entry", ["run.json", "config.yaml", "events.jsonl", "lock", "trainer.log", "image_counts.npz"]
-)
+@pytest.mark.parametrize("entry", ["run.json", "config.yaml", "events.jsonl", "lock", "trainer.log"])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
 def test_pipes_sockets_and_devices_are_refused_without_waiting(run, tmp_path, monkeypatch, entry, kind):
     if kind == "device" and os.geteuid() != 0:
@@ -167,7 +163,6 @@ def test_pipes_sockets_and_devices_are_refused_without_waiting(run, tmp_path, mo
         began_s = time.monotonic()
         check_all_roads(run, entry, tmp_path)
         assert summarize(run).state == "failed"
-        assert read_counts(run / entry, "", ((1, 1, 3), (1, 1))) is None
         assert EventReader(run / entry).read_raw() == []
         assert time.monotonic() - began_s < 20
 
@@ -281,34 +276,6 @@ def test_run_of_a_sweep_lies_in_its_folder():
         name = run_name([], {"data.root": value}, {})
         assert name == Path(name).name
         assert not name.startswith(".")
-
-
-def test_counts_larger_than_the_images_have_are_not_read(tmp_path):
-    import tracemalloc
-    import zipfile
-
-    key, shapes = "k" * 64, ((4, 3, 3), (3, 3))
-    honest = {"key": np.array(key), "counts": np.zeros(shapes[0], np.int64), "total": np.ones(shapes[1], np.int64)}
-    np.savez_compressed(tmp_path / "honest.npz", **honest)
-    assert read_counts(tmp_path / "honest.npz", key, shapes)[1].tolist() == [[1] * 3] * 3
-    large = np.zeros((10**6, 3, 3), np.int64)
-    np.savez_compressed(tmp_path / "large.npz", **{**honest, "counts": large})
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (10**9, 3, 3)})
-    with zipfile.ZipFile(tmp_path / "lying.npz", "w") as file:
-        for name, value in honest.items():
-            content = io.BytesIO()
-            np.save(content, value)
-            file.writestr(f"{name}.npy", header.getvalue() if name == "counts" else content.getvalue())
-    np.savez_compressed(tmp_path / "key.npz", **{**honest, "key": np.array("k" * 10**7)})
-    del large
-    tracemalloc.start()
-    try:
-        for name in ("large", "lying", "key"):
-            assert read_counts(tmp_path / f"{name}.npz", key, shapes) is None
-        assert tracemalloc.get_traced_memory()[1] < 2 * 2**20
-    finally:
-        tracemalloc.stop()
 
 
 # -- other users ------------------------------------------------------------------------------------------------------

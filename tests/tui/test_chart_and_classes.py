@@ -23,8 +23,16 @@ from segapp.tui.classes import TableOptions, classes_content
 from segapp.tui.devices import gpu_content, memory_graph
 from segapp.tui.widgets import UNICODE
 from segapp.view.history import LossHistory
-from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_names, step_field
-from segapp.view.plot import choose_scale, reduce_columns, usual_range
+from segapp.view.plot import (
+    NO_POINTS,
+    Curve,
+    choose_scale,
+    curve_of,
+    metric_names,
+    reduce_columns,
+    step_field,
+    usual_range,
+)
 from segapp.view.source import SeriesReader
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import CAMVID, RecordedRun

@@ -8,7 +8,7 @@ from textual.geometry import Size
 from segapp.run.events import Val
 from segapp.tui.classes import TableOptions, class_rows, classes_content, classes_title
 from segapp.tui.widgets import ASCII
-from segapp.view.evaluations import Evaluations
+from segapp.view.history import Evaluations
 from segapp.view.view import View
 
 

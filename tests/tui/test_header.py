@@ -9,7 +9,7 @@ import pytest
 from segapp.run.events import Alert, Device, DeviceMemory, Gpu0Bsz, RunEnd, RunStart, Step, Val
 from segapp.tui import header
 from segapp.tui.widgets import ASCII
-from segapp.view.evaluations import Evaluations
+from segapp.view.history import Evaluations
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from segapp.run.events import Val, parse_event
 from segapp.scores import SCORES
-from segapp.view.evaluations import NUM_WHOLE, Evaluations
+from segapp.view.history import NUM_WHOLE, Evaluations
 
 SHARES = st.none() | st.floats(0, 1)
 VALS = st.builds(

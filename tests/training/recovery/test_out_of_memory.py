@@ -22,7 +22,7 @@ from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
-from segapp.view.summary import summarize
+from segapp.view.runs import summarize
 from tests.support.fault_table import case
 from tests.support.live_runs import small, three_devices
 from tests.support.runs import differing, events, merged, train

@@ -1,7 +1,11 @@
-"""Evaluation of a data split for the report: scores, confusion matrix, and the most important images.
+"""The images of a data split: pixel counts of each, and pictures of the most important ones.
 
-Shapes: H x W pixels of an image, N images, C classes.
+Shapes: H x W pixels of an image, N images, C classes. Counts are int64 (N, C, 3), of pixels with a valid target: the
+pixels of a class in both target and prediction, in the target, and in the prediction. A class that is not scored
+(`ignore_index` may be one) has zeros.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,24 +15,16 @@ import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.published_classes import Color
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.inference.predict import colorize
+from segapp.inference.predict import colorize, predict_image
 from segapp.inference.workspace import HostLimit
-from segapp.metrics import SegmentationScores, counts_for
+from segapp.metrics import Counts, SegmentationScores, counts_for
 from segapp.report.confusion import Confusion, top_confusions
-from segapp.report.image_counts import (
-    ImageCounts,
-    class_counts,
-    count_split,
-    counts_of,
-    iou_of,
-    mean_of_known,
-    predict_pair,
-)
 from segapp.report.render import data_url
 from segapp.scores import count_scored, of_classes
 
@@ -36,6 +32,81 @@ PICTURE_PX = 720
 WRONG_RGB = (214, 39, 140)
 _STRIPES = (110, 190)
 """Gray values of ignored pixels, in stripes of 4 px; `swatch ignored` in the style sheet shows them."""
+
+
+@dataclass(frozen=True)
+class ImageCounts:
+    """Counts of the images of a split, predicted by one checkpoint."""
+
+    names: tuple[str, ...]
+    """Names of the images (`ImagePair.name`), in the order of the data set."""
+    classes: tuple[str, ...]
+    split: str
+    counts: NDArray[np.int64]
+    """(N, C, 3)."""
+    total: NDArray[np.int64]
+    """Confusion matrix of all images (C, C); with several classes per pixel, one matrix per class (C, 2, 2)."""
+
+
+def iou_of(counts: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the IoU from counts (..., C, 3), float64 (..., C): NaN for a class in neither target nor prediction."""
+    inter, target, predicted = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
+    union = target + predicted - inter
+    return np.asarray(np.divide(inter, union, out=np.full(union.shape, np.nan), where=union > 0))
+
+
+def mean_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean over the last axis of the values that are not NaN; NaN if there are none."""
+    known = np.isfinite(values)
+    count = known.sum(-1)
+    total = np.where(known, values, 0.0).sum(-1)
+    return np.asarray(np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0))
+
+
+def count_split(
+    trained: TrainedModel,
+    dataset: SegmentationDataset,
+    split: str,
+    progress: Callable[[int], None] = lambda _: None,
+) -> ImageCounts:
+    """Predict every image of a split and return its counts; `progress` is called with the number of images done."""
+    scheme, host = trained.scheme, HostLimit()
+    total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=scheme.multilabel is not None)
+    rows = []
+    for index in range(len(dataset)):
+        own = counts_of(trained, *predict_pair(trained, dataset, index, host)[1:])
+        total.counts += own.counts
+        rows.append(class_counts(own.matrix, scheme.ignore_index))
+        progress(index + 1)
+    names = tuple(pair.name for pair in dataset.pairs)
+    return ImageCounts(names, scheme.names, split, np.stack(rows), total.matrix.numpy())
+
+
+def predict_pair(
+    trained: TrainedModel, dataset: SegmentationDataset, index: int, host: HostLimit | None = None
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return an image (H, W, B), its target and its predicted class ids (H, W)."""
+    image, target = dataset.read(index)
+    return image, target, predict_image(trained.model, trained.inference, image, trained.device, host)
+
+
+def counts_of(trained: TrainedModel, target: NDArray[Any], labels: NDArray[Any]) -> Counts:
+    """Return the counts of one image from its target and its predicted class ids (H, W)."""
+    scheme = trained.scheme
+    own = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=scheme.multilabel is not None)
+    own.update(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(target.astype(np.int64)))
+    return own
+
+
+def class_counts(matrix: Tensor, unscored: int) -> NDArray[np.int64]:
+    """Return the counts (C, 3) of a matrix (C, C), or of several (C, 2, 2)."""
+    is_sets = matrix.ndim == 3
+    parts = (matrix[:, 1, 1], matrix[:, 1].sum(1), matrix[:, :, 1].sum(1)) if is_sets else (
+        matrix.diagonal(), matrix.sum(1), matrix.sum(0))  # fmt: skip
+    counts = torch.stack(parts, dim=1).numpy()
+    if not is_sets and 0 <= unscored < len(counts):
+        counts[unscored] = 0
+    return counts
 
 
 @dataclass(frozen=True)
@@ -85,10 +156,7 @@ def evaluate_split(
     num_worst: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SplitEvaluation:
-    """Return the scores of a data set, and pictures of the images with the lowest mIoU and with the largest gain.
-
-    Every image is predicted, unless the run folder still has valid counts; images with pictures are predicted again.
-    """
+    """Return the scores of a data set, and pictures of the images with the lowest mIoU and with the largest gain."""
     scheme = trained.scheme
     multilabel = scheme.multilabel is not None
     images = count_split(trained, dataset, split, progress)
