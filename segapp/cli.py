@@ -494,10 +494,6 @@ def check(
     config: ConfigOption = None,
     json_out: JsonFlag = False,
     html_file: Annotated[Path | None, option("--html", "Write a page with images of the problems.")] = None,
-    suspects_file: Annotated[
-        Path | None,
-        option("--suspects", "Also report the masks listed in this output of segapp suspects.", "suspects.json"),
-    ] = None,
 ) -> None:
     """Check every file and class id of a data set, and find duplicates. The exit code is 3 if there are errors."""
     from segapp.config import load_runnable, named_config
@@ -505,7 +501,7 @@ def check(
     loaded = load_runnable(named_config(config, overrides or []), overrides or [])
     from segapp.commands.check import check_data
 
-    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file, suspects=suspects_file))
+    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
 
 
 @app.command()
@@ -635,7 +631,7 @@ def suspects(
 ) -> None:
     """Find masks that are probably wrong, with runs that were not trained on them.
 
-    Writes suspects.html with images, suspects.csv, and suspects.json, which Label Studio and segapp check read.
+    Writes suspects.html with images, suspects.csv, and suspects.json, which Label Studio reads.
     """
     from segapp.commands.suspects import write_suspects
 
@@ -740,14 +736,12 @@ def models(
         str | None, typer.Argument(metavar="[PATTERN]", help="Part of a name, or a glob: 'smp/Unet/*convnext*'.")
     ] = None,
     size: Annotated[str, option("--size", "Height and width of the images in pixels.", "HxW")] = "512x512",
-    memory: Annotated[bool, typer.Option("--memory", help="Also predict the training memory per image.")] = False,
-    speed: Annotated[bool, typer.Option("--speed", help="Also time forward passes on this machine.")] = False,
     json_out: JsonFlag = False,
 ) -> None:
-    """List the models that a config can name, with parameters, GFLOPs, stride, memory, speed and local weights."""
+    """List the models that a config can name, with parameters, GFLOPs, stride and local weights."""
     from segapp.commands.models import print_models
 
-    print_models(pattern, size, with_memory=memory, with_speed=speed, as_json=json_out)
+    print_models(pattern, size, as_json=json_out)
 
 
 @app.command("check-part")

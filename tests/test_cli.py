@@ -293,12 +293,3 @@ def test_usage_errors_escape_what_hides_text(tmp_path: Path, words: tuple[str, .
     assert done.stderr.startswith("Usage: ")
     assert not set(done.stderr) & set("\u202e\u2066\x1b\x9b\u200b\U000e0041")
     assert words == ("ctl",) or "\\u20" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '[{"image": "a", "reason": "b", "area_px": 1e999}]', "[1", "[1]", "\0"]
-)
-def test_list_of_suspects_that_is_none_is_refused(config_file: Path, tmp_path: Path, text: str) -> None:
-    (tmp_path / "suspects.json").write_text(text)
-    done = segapp("check", "--config", "tiny.yaml", "--suspects", "suspects.json", cwd=tmp_path)
-    assert_one_clear_error(done, 2, "--suspects suspects.json is not an output of segapp suspects")

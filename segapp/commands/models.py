@@ -1,20 +1,15 @@
-"""`segapp models`: list the models that a config can name, with size, cost, memory, speed and local weights.
+"""`segapp models`: list the models that a config can name, with size, cost and local weights.
 
-Networks are measured on the meta device, by a simulation, and with `--speed` by forward passes with random weights;
-nothing is downloaded. Functions import torch and the model libraries, which takes seconds, only when they need them.
+Networks are measured on the meta device; nothing is downloaded. Functions import torch and the model libraries, which
+takes seconds, only when they need them.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from dataclasses import asdict, astuple, dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError, SegappError, did_you_mean
 from segapp.run.words import aligned, first_line
 
@@ -25,11 +20,9 @@ MAX_ROWS = 20
 """Maximum number of networks that are built for a table; with more matches, only the names are listed."""
 NUM_CLASSES = 19
 """Number of classes of the measured networks, as in Cityscapes."""
-_MIN_PASSES, _MIN_S = 5, 0.5
 
 
-@dataclass(frozen=True)
-class ModelName:
+class ModelName(NamedTuple):
     """The keys of a config's `model` section that name a network; `encoder` is None if the name includes it."""
 
     library: str
@@ -39,87 +32,43 @@ class ModelName:
     @property
     def label(self) -> str:
         """The name in one word: `smp/Unet/resnet34`."""
-        return "/".join(part for part in astuple(self) if part is not None)
+        return "/".join(part for part in self if part is not None)
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """Measurements of a network.
-
-    Attributes:
-        gflops: 1e9 floating-point operations of a forward pass of one image; a multiply-add counts as two.
-        size_px: height and width of that image, the nearest size that the network takes.
-        stride: pixels per logit along each axis.
-        image_mib: memory of one more image in a training step, fp32 with SGD; None: not simulated.
-        images_per_s: forward passes of one image per second, fp32, on `device`; None: not measured.
-        weights_here: named weights of the backbone or the network that are in the local caches.
-        problem: why it cannot be built or run; None if it can.
-        device: the device of `images_per_s`.
-    """
-
-    label: str
-    num_params: int = 0
-    gflops: float = 0.0
-    size_px: tuple[int, int] | None = None
-    stride: int = 0
-    image_mib: float | None = None
-    images_per_s: float | None = None
-    weights_here: list[str] = field(default_factory=list)
-    problem: str | None = None
-    device: str | None = None
-
-
-def print_models(pattern: str | None, size: str, *, with_memory: bool, with_speed: bool, as_json: bool) -> None:
+def print_models(pattern: str | None, size: str, *, as_json: bool) -> None:
     """Print the names that match a pattern and, if they are few, the measurements of each network."""
-    size_px = _parse_size(size)
+    height, _, width = size.lower().partition("x")
+    if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
+        raise ConfigError(f"--size {size}: write HEIGHTxWIDTH in pixels, e.g. 512x512")
     names = matching_names(pattern)
     if len(names) > MAX_ROWS:
-        _print_names(names, as_json=as_json)
+        print(json.dumps([name._asdict() for name in names], indent=2) if as_json else "\n".join(families(names)))
         return
-    facts = [measure_model(name, size_px, with_memory=with_memory, with_speed=with_speed) for name in names]
-    print(json.dumps([asdict(each) for each in facts], indent=2) if as_json else "\n".join(table(facts)))
+    facts = [measure_model(name, (int(height), int(width))) for name in names]
+    print(json.dumps(facts, indent=2) if as_json else "\n".join(table(facts)))
 
 
-def _parse_size(text: str) -> tuple[int, int]:
-    height, _, width = text.lower().partition("x")
-    if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
-        raise ConfigError(f"--size {text}: write HEIGHTxWIDTH in pixels, e.g. 512x512")
-    return int(height), int(width)
+def families(names: list[ModelName]) -> list[str]:
+    """Return a line for each library or architecture, with some of its names."""
+    members: dict[str, list[str]] = {}
+    for library, name, encoder in names:
+        members.setdefault(f"{library}/{name}" if encoder else library, []).append(encoder or name)
+    lines = [f"{family}: {len(each)}, such as {', '.join(each[:4])}" for family, each in members.items()]
+    more = f"more is shown of {MAX_ROWS} or fewer: give a pattern, e.g. smp/Unet/resnet34"
+    return [*lines, f"{len(names)} models match; {more}"]
 
 
-def _print_names(names: list[ModelName], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([asdict(name) for name in names], indent=2))
-        return
-    families: dict[str, list[ModelName]] = {}
-    for name in names:
-        families.setdefault(f"{name.library}/{name.name}" if name.encoder else name.library, []).append(name)
-    for family, members in families.items():
-        shown = ", ".join(each.encoder or each.name for each in members[:4])
-        print(f"{family}: {len(members)}, such as {shown}" if len(members) > 4 else f"{family}: {shown}")
-    print(f"{len(names)} models match; more is shown of {MAX_ROWS} or fewer: give a pattern, e.g. smp/Unet/resnet34")
-
-
-def table(facts: list[ModelFacts]) -> list[str]:
-    """Return the facts as lines of aligned columns."""
-    rows = [("NETWORK", "PARAMETERS", "GFLOPS", "SIZE", "STRIDE", "MIB/IMAGE", "IMAGES/S", "WEIGHTS")]
+def table(facts: list[dict[str, Any]]) -> list[str]:
+    """Return measurements as lines of aligned columns."""
+    rows = [("NETWORK", "PARAMETERS", "GFLOPS", "SIZE", "STRIDE", "WEIGHTS")]
     for each in facts:
-        if each.problem is not None:
-            rows.append((each.label, *"------", each.problem.partition(";")[0]))
+        if each["problem"] is not None:
+            rows.append((each["label"], *"----", each["problem"].partition(";")[0]))
             continue
-        cells = (
-            f"{each.num_params / 1e6:.1f} M",
-            f"{each.gflops:.1f}",
-            "x".join(map(str, each.size_px or ())),
-            str(each.stride),
-            "-" if each.image_mib is None else f"{each.image_mib:.0f}",
-            "-" if each.images_per_s is None else f"{each.images_per_s:.3g}",
-            ", ".join(each.weights_here) or "-",
-        )
-        rows.append((each.label, *cells))
-    devices = sorted({each.device for each in facts if each.device is not None})
-    note = [f"images/s: one image at a time, fp32, random weights, on {', '.join(devices)}"] if devices else []
-    return [*aligned(rows), *note]
+        size, weights = "x".join(map(str, each["size_px"])), ", ".join(each["weights_here"]) or "-"
+        cost = f"{each['num_params'] / 1e6:.1f} M", f"{each['gflops']:.1f}"
+        rows.append((each["label"], *cost, size, str(each["stride"]), weights))
+    return aligned(rows)
 
 
 def matching_names(pattern: str | None) -> list[ModelName]:
@@ -129,14 +78,12 @@ def matching_names(pattern: str | None) -> list[ModelName]:
         return names
     wanted = pattern.lower()
     found = [name for name in names if wanted in name.label.lower() or fnmatchcase(name.label.lower(), wanted)]
-    exact = [name for name in found if wanted in (name.label.lower(), (name.encoder or name.name).lower())]
-    if exact and "/" in wanted:
-        return exact
+    exact = [name for name in found if wanted == name.label.lower()]
     if not found:
         parts = {part for name in names for part in (name.label, *name.label.split("/"))}
         hint = did_you_mean(pattern, sorted(parts), most=3) or "check the spelling"
         raise ConfigError(f"{pattern!r} matches no model: {hint} (segapp models lists the families)")
-    return found
+    return exact or found
 
 
 def all_names() -> list[ModelName]:
@@ -154,29 +101,30 @@ def all_names() -> list[ModelName]:
     return names + [ModelName("smp", name, encoder) for name in smp_names() for encoder in every]
 
 
-def measure_model(
-    name: ModelName, size_px: tuple[int, int], *, with_memory: bool = False, with_speed: bool = False
-) -> ModelFacts:
-    """Return the measurements of a network for images of a size; an error is one of the attributes."""
+def measure_model(name: ModelName, size_px: tuple[int, int]) -> dict[str, Any]:
+    """Return the measurements of a network for an image of about this size.
+
+    Its keys are `label`, `num_params`, `gflops` (1e9 floating-point operations of a forward pass; a multiply-add counts
+    as two), `size_px` (the nearest size that the network takes), `stride` (pixels per logit along each axis),
+    `weights_here` (its weights in the local caches), and `problem` (why it cannot be built; None if it can).
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
     from segapp.models.by_name import weights_in_cache
 
+    facts = {"label": name.label, "num_params": 0, "gflops": 0.0, "size_px": None, "stride": 0, "weights_here": []}
     try:
         model = _built(name)
         size_px = model.suitable_size(*size_px)
-        speed, device = _images_per_s(name, size_px) if with_speed else (None, None)
-        return ModelFacts(
-            name.label,
-            sum(parameter.numel() for parameter in model.parameters()),
-            _num_flops(model, size_px) / 1e9,
-            size_px,
-            model.logits_stride,
-            _image_mib(name, size_px) if with_memory else None,
-            speed,
-            weights_in_cache(model),
-            device=device,
-        )
+        num_params = sum(parameter.numel() for parameter in model.parameters())
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.to("meta").eval()(torch.empty(1, 3, *size_px, device="meta"))
+        facts |= {"num_params": num_params, "gflops": counter.get_total_flops() / 1e9, "size_px": size_px}
+        facts |= {"stride": model.logits_stride, "weights_here": weights_in_cache(model)}
     except (SegappError, RuntimeError, ValueError) as error:
-        return ModelFacts(name.label, problem=first_line(error))
+        return facts | {"problem": first_line(error)}
+    return facts | {"problem": None}
 
 
 def _built(name: ModelName) -> SegmentationModel:
@@ -189,58 +137,3 @@ def _built(name: ModelName) -> SegmentationModel:
             return build_model(name.library, name.name, NUM_CLASSES, encoder=name.encoder)
     except ConfigError:  # some constructors read values
         return build_model(name.library, name.name, NUM_CLASSES, encoder=name.encoder)
-
-
-def _num_flops(model: SegmentationModel, size_px: tuple[int, int]) -> int:
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = model.to("meta").eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, 3, *size_px, device="meta"))
-    return int(counter.get_total_flops())
-
-
-def _images_per_s(name: ModelName, size_px: tuple[int, int]) -> tuple[float, str]:
-    """Return the median speed of forward passes of one image, and the device, which a run would also choose."""
-    import torch
-
-    from segapp.accelerator import accelerator_of
-    from segapp.build.devices import choose_devices
-    from segapp.models import build_model
-
-    device = choose_devices("auto")[0][0]
-    model = build_model(name.library, name.name, NUM_CLASSES, encoder=name.encoder).to(device).eval()
-    images, times = torch.rand(1, 3, *size_px, device=device), [0.0]
-    with torch.inference_mode():
-        model(images)
-        while len(times) <= _MIN_PASSES or sum(times) < _MIN_S:
-            accelerator_of(device).synchronize(device)
-            start = time.perf_counter()
-            model(images)
-            accelerator_of(device).synchronize(device)
-            times.append(time.perf_counter() - start)
-    threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return 1 / statistics.median(times[1:]), f"{device}{threads}"
-
-
-def _image_mib(name: ModelName, size_px: tuple[int, int]) -> float:
-    """Return the difference between the peaks of two batch sizes, per image."""
-    from segapp.build.pairs import build_scheme
-    from segapp.build.step import StepAssembler
-    from segapp.memory.peaks import SimulationJob
-    from segapp.training.planning.simulate import Simulator
-
-    simulator = Simulator(StepAssembler(_config(name, size_px), build_scheme(_config(name, size_px).data)))
-    peaks = [simulator.run(SimulationJob("single", (num_images,))).peak_mib()[0] for num_images in (2, 6)]
-    return (peaks[1] - peaks[0]) / 4
-
-
-def _config(name: ModelName, size_px: tuple[int, int]) -> RunConfig:
-    section = {"library": name.library, "name": name.name, "encoder": name.encoder}
-    classes = [f"class {number}" for number in range(NUM_CLASSES)]
-    data = {"format": "folder", "root": str(Path()), "classes": classes, "crop_px": list(size_px)}
-    config = {"name": "models", "data": data, "model": section, "train": {"batch_size": 6, "precision": "fp32"}}
-    if name.library == "segapp":
-        config["loss"] = {"name": "mask_classification", "align_corners": False, "aux_weight": 1.0}
-    return validate_config(config)

@@ -118,7 +118,7 @@ def write_suspects(
         f"{len(found.unjudged)} training images could not be judged"
     )
     print(
-        f"written: {page}, {table.name}, {listed.name} (for segapp check --suspects and labeling tools)",
+        f"written: {page}, {table.name}, {listed.name} (for labeling tools)",
         file=sys.stderr,
     )
 

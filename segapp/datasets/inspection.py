@@ -59,7 +59,6 @@ KINDS = {
     "leak": "images that also occur in another split",
     "group": "groups in both splits",
     "lookalike": "images that look like a training image",
-    "suspect": "masks that are probably wrong",
     "all_ignored": "masks with ignored pixels only",
     "duplicate": "images that occur twice in one split",
     "class": "classes",

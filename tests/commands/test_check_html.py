@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import torch
 
-from segapp.commands.check_html import augmented_samples
+from segapp.commands.check import augmented_samples
 from segapp.datasets.dataset import Sample
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -44,10 +44,10 @@ def test_pictures_of_the_first_epoch_show_ignored_pixels_grey() -> None:
 
     dataset: Any = FourImages()
     found = list(augmented_samples(dataset, order, 3))  # type: ignore[arg-type]
-    assert [sample.caption for sample in found] == ["3.png, aimed at sky", "1.png"]
-    for sample, grey in zip(found, (150, 50), strict=True):
-        data = base64.b64decode(sample.picture.split(",")[1])
-        picture = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)[..., ::-1].astype(int)
+    assert [caption for caption, _ in found] == ["3.png, aimed at sky", "1.png"]
+    for (_, pictures), grey in zip(found, (150, 50), strict=True):
+        decoded = [np.frombuffer(base64.b64decode(each.split(",")[1]), np.uint8) for each in pictures]
+        picture = np.concatenate([cv2.imdecode(each, cv2.IMREAD_COLOR) for each in decoded], 1)[..., ::-1].astype(int)
         assert picture.shape == (240, 640, 3)  # of half the size, side by side
         for (row, column), color in {
             (60, 160): (grey,) * 3, (60, 400): PALETTE[0], (60, 560): PALETTE[1], (180, 400): (128,) * 3,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 import json
 import math
 import shutil
@@ -17,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segapp.commands.check import check_data
 from segapp.commands.suspects import judge_masks, write_suspects
-from segapp.config import load_config, validate_config
+from segapp.config import validate_config
 from segapp.custom.trust import TRUST_VARIABLE
-from segapp.errors import ConfigError, DataError
+from segapp.errors import DataError
 from segapp.inference.suspects import (
     ClassCounts,
     SuspectedRegion,
@@ -213,20 +210,3 @@ def test_only_images_that_a_run_left_out_are_judged(
     }
     with pytest.raises(DataError, match="is a training image of the runs"):
         judge_masks([str(root / "fold0")], "train0", 20)
-
-
-def test_check_names_the_masks_of_the_list(folds: tuple[Path, list[InjectedError]], tmp_path: Path) -> None:
-    root, _ = folds
-    write_suspects([str(root / "fold0")], split=None, out=tmp_path, min_area_px=20, most_pictured=0)
-    config = load_config(root / "fold0" / "config.yaml")
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        check_data(config, as_json=True, html_file=None, suspects=tmp_path / "suspects.json")
-    named = {f["mask"]: f for f in json.loads(text.getvalue())["findings"] if f["kind"] == "suspect"}
-    assert named.keys() == {row["mask"] for row in rows_of(tmp_path)}
-    assert {finding["severity"] for finding in named.values()} == {"warning"}
-    (tmp_path / "other.json").write_text('[{"image": "elsewhere.png", "reason": "x", "area_px": 1}]')
-    with pytest.raises(ConfigError, match="names no image of the splits"):
-        check_data(config, as_json=True, html_file=None, suspects=tmp_path / "other.json")
-    (tmp_path / "wrong.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="not an output of segapp suspects"):
-        check_data(config, as_json=True, html_file=None, suspects=tmp_path / "wrong.json")
