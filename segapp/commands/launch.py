@@ -27,8 +27,8 @@ from segapp.errors import (
     SegappError,
     StorageError,
 )
-from segapp.parallel.agent import run_job
-from segapp.parallel.launch import LocalRanks, Policy
+from segapp.parallel.agent import Policy, run_job
+from segapp.parallel.launch import launch_local
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.files import open_new, remove_quietly, storage_errors_of, temporary_name
 from segapp.run.folder import RunFolder
@@ -73,9 +73,9 @@ def launch(request: LaunchRequest) -> int:
     """Run the ranks of this machine until the run ends, and return its exit code."""
     policy, grace_s = RunPolicy(request), _grace_s(request)
     if request.rdzv_endpoint is None or request.nnodes in ("1", "1:1"):
-        num_ranks = _num_local_ranks(request)
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        return LocalRanks(num_ranks, policy, shutdown_s=grace_s, signals=signals).run()
+        code = launch_local(policy.begin_round(), _num_local_ranks(request), shutdown_s=grace_s, signals=signals)
+        return policy.code_after_signal(code - 128) if code in (130, 143) else code
     if any("rdzv" in word and "backend" in word for word in request.others):
         raise ConfigError("--rdzv-backend: only c10d has a signed state: leave the option out").see("several-machines")
     _say(

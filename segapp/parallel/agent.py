@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from types import FrameType
 from typing import Any
@@ -41,7 +41,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, creat
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from segapp.compat.torch import rendezvous_store
-from segapp.parallel.launch import Policy
 from segapp.parallel.peer_watch import LIMIT_S, PeerWatch, peer_limit_s
 
 LOST = 8
@@ -62,6 +61,28 @@ class JobEndedError(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
+
+
+class Policy:
+    """Decision after the end of a rank: this policy ends the job with the exit code of that rank."""
+
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        self.command = command
+
+    def begin_round(self) -> Sequence[str]:
+        """Return Python's arguments for the ranks of the next round."""
+        return self.command
+
+    def code_of_job(self, code: int, *, regroups: bool) -> int | None:
+        """Return the exit code of the job after one of its ranks has ended with `code`; None: another round follows.
+
+        `regroups`: an agent has stopped its ranks for another round, for example because a machine wants to join.
+        """
+        return code
+
+    def code_after_signal(self, number: int) -> int:
+        """Return the exit code of the job if a signal has stopped it before a rank could save."""
+        return 128 + number
 
 
 class Agent(LocalElasticAgent):
@@ -196,7 +217,8 @@ class Agent(LocalElasticAgent):
             print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
         of_job = self._known()
         if of_job is None and self._signal is not None:
-            of_job = self._policy.code_of_stop(code, self._signal)
+            is_unsaved = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+            of_job = self._policy.code_after_signal(self._signal) if is_unsaved else code
         elif of_job is None:
             regroups = self._asked(lambda: self._job.check([f"regroups/{self._round}"]))
             of_job = self._policy.code_of_job(code, regroups=bool(regroups))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import itertools
 import os
 import signal
 import socket
@@ -34,50 +33,25 @@ _POLL_S = 0.05
 _watched: set[int] = set()
 
 
-class Policy:
-    """Decision after the end of a rank: this policy ends the job with the exit code of that rank."""
-
-    def __init__(self, command: Sequence[str] = ()) -> None:
-        self.command = command
-
-    def begin_round(self) -> Sequence[str]:
-        """Return Python's arguments for the ranks of the next round."""
-        return self.command
-
-    def code_of_job(self, code: int, *, regroups: bool) -> int | None:
-        """Return the exit code of the job after one of its ranks has ended with `code`; None: another round follows.
-
-        `regroups`: an agent has stopped its ranks for another round, for example because a machine wants to join.
-        """
-        return code
-
-    def code_after_signal(self, number: int) -> int:
-        """Return the exit code of the job if a signal has stopped it before a rank could save."""
-        return 128 + number
-
-    def code_of_stop(self, code: int, number: int) -> int:
-        """Return the exit code of the job after signal `number`, when a rank has ended with `code`."""
-        is_unsaved = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-        return self.code_after_signal(number) if is_unsaved else code
-
-
 def launch_local(
     command: Sequence[str],
     num_ranks: int,
     *,
     env: Mapping[str, str] | None = None,
     shutdown_s: float = 60.0,
+    signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
 ) -> int:
     """Run a Python program as several ranks on this machine and wait for it.
 
-    If one rank fails, all are ended. SIGINT and SIGTERM to this process are passed on, once; if this process is killed,
-    the ranks also end.
+    If one rank fails, all are ended. Signals to this process are passed on, once; if this process is killed, the ranks
+    also end.
 
     Args:
         command: the arguments of `python`: `["-m", "package", ...]` or `["script.py", ...]`.
         num_ranks: number of processes, at least 1.
         env: environment variables to set or override.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks that run after another one has failed.
+        signals: signals to this process that are passed on to the ranks.
 
     Returns:
         0, or the exit status of the first rank that failed; 128 + n if signal n ended it.
@@ -87,119 +61,83 @@ def launch_local(
     """
     if not command:
         raise ValueError('command is empty: give ["-m", package, ...] or [script, ...]')
-    return LocalRanks(num_ranks, Policy(command), env=env, shutdown_s=shutdown_s).run()
-
-
-class LocalRanks:
-    """The ranks of a job on this machine, started as children of this process.
-
-    Args:
-        num_ranks: number of processes, at least 1.
-        policy: the program of the ranks, and the decision after the end of one.
-        env: environment variables to set or override.
-        shutdown_s: seconds between SIGTERM and SIGKILL for the ranks that run after another one has failed.
-        signals: signals to this process that are passed on to the ranks.
-    """
-
-    def __init__(
-        self,
-        num_ranks: int,
-        policy: Policy,
-        *,
-        env: Mapping[str, str] | None = None,
-        shutdown_s: float = 60.0,
-        signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
-    ) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks={num_ranks} starts nothing: use 1 or more")
-        self._policy, self._shutdown_s, self._signals = policy, shutdown_s, signals
-        self._environ = _environ_of(num_ranks, env or {})
-        self._num_ranks = num_ranks
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        self._signal: int | None = None
-
-    def run(self) -> int:
-        """Run the job to its end and return its exit code."""
-        with tempfile.TemporaryDirectory(prefix="segapp-ranks-", ignore_cleanup_errors=True) as folder:
-            handle = os.open(folder, os.O_RDONLY)
-            fcntl.flock(handle, fcntl.LOCK_EX)  # systemd-tmpfiles deletes old folders unless they are locked
-            try:
-                with self._passing_signals_on():
-                    return self._run_rounds(folder)
-            finally:
-                os.close(handle)
-
-    def _run_rounds(self, folder: str) -> int:
-        for number in itertools.count():
-            try:
-                self._start(folder, number)
-                code = self._wait()
-            finally:
-                self._end()
-            if self._signal is not None:
-                return self._policy.code_of_stop(code, self._signal)
-            of_job = 0 if code == 0 else self._policy.code_of_job(code, regroups=False)
-            if of_job is not None:
-                return of_job
-        raise AssertionError("the rounds have no end")
-
-    def _start(self, folder: str, number: int) -> None:
-        """Start the ranks of a round; each is in its own session, so that Ctrl-C reaches it once, through here."""
-        command = [sys.executable, "-P", *self._policy.begin_round()]
-        environ = {**self._environ, STORE_VARIABLE: f"{folder}/{number}", "TORCHELASTIC_RESTART_COUNT": str(number)}
-        self._ranks = []
-        for rank in range(self._num_ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._ranks.append(subprocess.Popen(command, env={**environ, **own}, start_new_session=True))
-        if self._signal is not None:  # it came while they were started
-            self._pass_on(self._signal)
-
-    def _wait(self) -> int:
-        """Wait until all ranks have succeeded or one has failed, and return its exit code."""
-        while not any(codes := [process.poll() for process in self._ranks]) and None in codes:
-            time.sleep(_POLL_S)
-        failed = [(code, rank) for rank, code in enumerate(codes) if code]
-        if not failed:
-            return 0
-        code, rank = min(failed)  # of ranks that failed at the same time, one that was killed is the cause
-        if code < 0 and self._signal is None:
-            name = signal.Signals(-code).name
-            print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
-        return 128 - code if code < 0 else code
-
-    def _end(self) -> None:
-        """End the ranks that still run: SIGTERM first, so that they can save, then SIGKILL."""
-        self._pass_on(signal.SIGTERM)
-        deadline_s = time.monotonic() + self._shutdown_s
-        while any(process.poll() is None for process in self._ranks) and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-        for process in self._ranks:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-    def _pass_on(self, number: int) -> None:
-        for process in self._ranks:
-            process.send_signal(number)
-
-    @contextlib.contextmanager
-    def _passing_signals_on(self) -> Iterator[None]:
-        """Pass signals on to the ranks; handlers can be set only in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handle(number: int, _frame: FrameType | None) -> None:
-            if number in (signal.SIGINT, signal.SIGTERM):
-                self._signal = number
-            self._pass_on(number)
-
-        before = {number: signal.signal(number, handle) for number in self._signals}
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks={num_ranks} starts nothing: use 1 or more")
+    environ = _environ_of(num_ranks, env or {})
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _rank_store() as store, _passing_signals_on(ranks, signals) as received:
         try:
-            yield
+            for rank in range(num_ranks):  # each in its own session, so that Ctrl-C reaches it once, through here
+                own = {**environ, STORE_VARIABLE: store, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, start_new_session=True))
+            for number in received:  # some may have come before all ranks were started
+                _send(ranks, number)
+            return _wait(ranks, received)
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            _end(ranks, shutdown_s)
+
+
+@contextlib.contextmanager
+def _rank_store() -> Iterator[str]:
+    """Return a context with the name of a file in a new folder, in which the ranks meet."""
+    with tempfile.TemporaryDirectory(prefix="segapp-ranks-", ignore_cleanup_errors=True) as folder:
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)  # systemd-tmpfiles deletes old folders unless they are locked
+        try:
+            yield f"{folder}/store"
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _passing_signals_on(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> Iterator[list[int]]:
+    """Pass signals on to the ranks, and list them; handlers can be set only in the main thread."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        _send(ranks, number)
+
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _send(ranks: Iterable[subprocess.Popen[bytes]], number: int) -> None:
+    for process in ranks:
+        process.send_signal(number)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
+    """Wait until all ranks have succeeded or one has failed, and return its exit code."""
+    while not any(codes := [process.poll() for process in ranks]) and None in codes:
+        time.sleep(_POLL_S)
+    failed = [(code, rank) for rank, code in enumerate(codes) if code]
+    if not failed:
+        return 0
+    code, rank = min(failed)  # of ranks that failed at the same time, one that was killed is the cause
+    if code < 0 and not received:
+        name = signal.Signals(-code).name
+        print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
+    return 128 - code if code < 0 else code
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], shutdown_s: float) -> None:
+    """End the ranks that still run: SIGTERM first, so that they can save, then SIGKILL."""
+    _send(ranks, signal.SIGTERM)
+    deadline_s = time.monotonic() + shutdown_s
+    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    for process in ranks:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _environ_of(num_ranks: int, env: Mapping[str, str]) -> dict[str, str]:

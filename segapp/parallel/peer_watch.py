@@ -1,4 +1,4 @@
-"""End this process if another machine of the job is lost.
+"""End this process if a rank that it would wait for is gone: a process of this machine, or another machine.
 
 A machine that loses its power or its network sends no packet about it, and an exchange waits for it until a timeout of
 many minutes. So one rank of each machine increments a counter in the store of the process group, and reads the counters
@@ -8,11 +8,14 @@ of the others. A machine whose counter does not change is lost. Only this proces
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from segapp.parallel.launch import end_process, end_with_peers
 
 LIMIT_VARIABLE = "SEGAPP_PEER_TIMEOUT_S"
 LIMIT_S = 30.0
@@ -20,18 +23,6 @@ LIMIT_S = 30.0
 
 _LEFT = 2**40
 """Added to the counter of a machine whose ranks no longer need the others."""
-
-
-class Store(Protocol):
-    """The part of torch's stores that the watch uses."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, from 0, and return it."""
-        ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys that exist."""
-        ...
 
 
 class PeerWatch:
@@ -50,7 +41,7 @@ class PeerWatch:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         own: str,
         others: Mapping[str, str],
         end: Callable[[str], None],
@@ -135,6 +126,80 @@ class _Silence:
     def longer_than(self, limit_s: float) -> list[str]:
         """Return the keys whose values have not changed for this time."""
         return [key for key, silent_s in self._silent_s.items() if silent_s >= limit_s]
+
+
+class Peers:
+    """The ranks of a job and, on one rank per machine, the watch over the other machines, which starts here.
+
+    Args:
+        rank: rank of this process.
+        places: (machine, process id, host name) of every rank.
+        store: returns the store of the process group, with a separate connection.
+        exit_code: exit code of this process if it ends because another one is gone.
+        limit_s: seconds of silence after which a machine is lost; 0: they are not watched.
+
+    Attributes:
+        pids: (machine, process id) of every rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        places: Sequence[tuple[str, int, str]],
+        store: Callable[[], Any],
+        exit_code: int,
+        limit_s: float,
+    ) -> None:
+        self.pids = [(machine, pid) for machine, pid, _ in places]
+        self._exit_code = exit_code
+        self._report: Callable[[str], None] = logging.getLogger("segapp").error
+        self._watch: PeerWatch | None = None
+        here = places[rank][0]
+        self._pids_here = [pid for number, (machine, pid) in enumerate(self.pids) if machine == here and number != rank]
+        ranks_of: dict[str, list[int]] = {}
+        for number, (machine, _, _) in enumerate(places):
+            ranks_of.setdefault(machine, []).append(number)
+        if limit_s > 0 and len(ranks_of) > 1 and ranks_of[here][0] == rank:
+            job = f"segapp/alive/{places[0][0]}/{places[0][1]}"  # of this round, because all rounds may share the store
+            others = {f"{job}/{machine}": _named(places, own) for machine, own in ranks_of.items() if machine != here}
+            self._watch = PeerWatch(store(), f"{job}/{here}", others, self._lose, limit_s=limit_s)
+
+    def _lose(self, reason: str) -> None:
+        message = f"{reason}: its power or network connection failed, or it hangs"
+        end_process(self._exit_code, lambda: self._tell(message))
+
+    def _tell(self, message: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"error: {message}; --resume continues from the newest checkpoint\n".encode())
+        self._report(message)
+
+    @contextlib.contextmanager
+    def watched(self, report: Callable[[str], None]) -> Iterator[None]:
+        """Run the body; end this process soon after a rank of this machine, or another machine, is gone.
+
+        Args:
+            report: called with the reason before the process ends.
+        """
+        gone, self._report = "another rank ended while this rank waited for it: read the other rank's output", report
+        pids, code = self._pids_here, self._exit_code
+        end_watch = end_with_peers(pids, code, lambda: self._tell(gone)) if pids else lambda: None
+        try:
+            yield
+            self.close(has_left=True)
+        finally:
+            end_watch()
+
+    def close(self, *, has_left: bool = False) -> None:
+        """End the watch over the other machines; with `has_left`, machines that still watch do not report this one."""
+        if self._watch is not None:
+            self._watch.stop(has_left=has_left)
+            self._watch = None
+
+
+def _named(places: Sequence[tuple[str, int, str]], ranks: Sequence[int]) -> str:
+    """Return "machine node2 (ranks 2 to 3)"."""
+    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"machine {places[ranks[0]][2]} ({numbers})"
 
 
 def peer_limit_s() -> float:

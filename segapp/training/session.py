@@ -38,6 +38,7 @@ from segapp.checkpoint.training_state import (
     on_main,
     saved_state,
 )
+from segapp.compat.torch import group_store
 from segapp.config import LiveSettings, RunConfig, dump_config, part_names
 from segapp.config.trackers import unnamed_trackers
 from segapp.custom.loading import raised_at
@@ -69,6 +70,7 @@ from segapp.parallel.distributed import (
     shutdown,
 )
 from segapp.parallel.launch import launch_local
+from segapp.parallel.peer_watch import Peers, peer_limit_s
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, LiveTensor, Oom, OtherProcess, RunEnd
@@ -78,7 +80,6 @@ from segapp.run.words import announce, first_line, printable
 from segapp.training.commands import PendingRequests
 from segapp.training.console import PlainReporter
 from segapp.training.context import Places, RunContext, shares_note, topology_event
-from segapp.training.peers import Peers, find_peers
 from segapp.training.planning.auto import check_host_memory, is_planned, planned_advice, resolve_auto
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
@@ -198,6 +199,20 @@ def _devices_of_launcher() -> DevicePlan | None:
     return DevicePlan("ddp", tuple(torch.device(name) for name in words["devices"]), *words["reasons"])
 
 
+def _find_peers(ranks: Ranks) -> Peers:
+    """Return the ranks of this job; every rank must call it.
+
+    Raises:
+        DistributedError: the variable with the time limit is no number.
+    """
+    try:
+        limit_s = peer_limit_s()
+    except ValueError as error:
+        raise DistributedError(str(error)) from None
+    places = ranks.gather((machine_id(), os.getpid(), socket.gethostname()))
+    return Peers(ranks.rank, places, group_store, DistributedError.exit_code, limit_s)
+
+
 @contextlib.contextmanager
 def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan, Peers]]:
     """Join the ranks that were started; yield them, the device of this process, and the watch over the others.
@@ -205,7 +220,7 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
     In modes other than ddp, this process is the only one.
     """
     if devices.mode != "ddp":
-        yield Ranks(), devices, find_peers(Ranks())
+        yield Ranks(), devices, _find_peers(Ranks())
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     is_chosen = config.parallel.devices != "auto" or _DEVICES in os.environ
@@ -220,7 +235,7 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
         timeout_s = exchange_timeout_s(config.train.hang_timeout_s)
         ranks = Ranks(info, step_timeout_s=timeout_s, classes=exchanged_classes())
         reason = f"rank {info.rank} of {info.world_size}"
-        with contextlib.closing(find_peers(ranks)) as peers:
+        with contextlib.closing(_find_peers(ranks)) as peers:
             yield ranks, DevicePlan("ddp", (info.device,), reason, devices.mode_reason), peers
     except BaseException as error:
         if info.backend == "nccl" and isinstance(error, Exception):

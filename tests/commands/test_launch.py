@@ -27,7 +27,6 @@ from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_bett
 from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError, StorageError
 from segapp.parallel import agent as agents
-from segapp.parallel.launch import Policy
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 from segapp.run.events import EventWriter, RunEnd, Step
 from segapp.run.folder import RunFolder
@@ -300,7 +299,7 @@ def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
     meeting: Any = Closed()
     meeting._store.set("segapp/run/code", "75")
     spec = WorkerSpec("segapp", 1, meeting, entrypoint="true")
-    agent = agents.Agent(spec, DefaultLogsSpecs(), Policy(), ("127.0.0.1", 29500), 5.0)
+    agent = agents.Agent(spec, DefaultLogsSpecs(), agents.Policy(), ("127.0.0.1", 29500), 5.0)
     assert agent.carry_out() == 75
 
 

@@ -172,59 +172,29 @@ def test_peers_are_looked_for_without_a_busy_loop(monkeypatch):
 WRITE_ENVIRON = """
 import json, os, sys
 from pathlib import Path
-Path(sys.argv[1], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}").write_text(json.dumps(
+Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(
     {**os.environ, "mode": os.stat(os.path.dirname(os.environ["SEGAPP_RANK_STORE"])).st_mode & 0o777,
      "exists": os.path.exists(os.environ["SEGAPP_RANK_STORE"])}))
-sys.exit(137 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1" else 0)
 """
 
 
-class Again(launch.Policy):
-    """Starts another round after a failure."""
-
-    def code_of_job(self, code, *, regroups):
-        assert (code, regroups) == (137, False)
-        return
-
-
 @pytest.mark.parametrize(("cpus", "ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (None, 3, "1")])
-def test_each_round_has_its_own_store_and_ranks_share_processors(cpus, ranks, threads, tmp_path, monkeypatch):
+def test_ranks_share_a_store_and_the_processors(cpus, ranks, threads, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # of the jobs on several machines
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
-    policy = Again(["-c", WRITE_ENVIRON, str(tmp_path)])
-    assert launch.LocalRanks(ranks, policy, env={"OWN": "7"}).run() == 0
+    assert launch_local(["-c", WRITE_ENVIRON, str(tmp_path)], ranks, env={"OWN": "7"}) == 0
     seen = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
-    last = {f"1-{rank}" for rank in range(ranks)}
-    assert last | {"0-1"} <= set(seen) <= last | {f"0-{rank}" for rank in range(ranks)}
+    assert set(seen) == {str(rank) for rank in range(ranks)}
     for name, environ in seen.items():
-        assert (environ["RANK"], environ["LOCAL_RANK"]) == (name[2:], name[2:])
+        assert (environ["RANK"], environ["LOCAL_RANK"]) == (name, name)
         assert (environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"], environ["OWN"]) == (str(ranks), str(ranks), "7")
         assert (environ["OMP_NUM_THREADS"], environ["SEGAPP_PARENT_PID"]) == (threads, str(os.getpid()))
         assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
         assert (environ["NCCL_RAS_ENABLE"], environ["mode"], environ["exists"]) == ("0", 0o700, False)
-    stores = {name[0]: environ["SEGAPP_RANK_STORE"] for name, environ in seen.items()}
-    assert len(set(stores.values())) == 2, "a store of an ended round would let no rank join"
-    assert not Path(stores["1"]).parent.exists()
-
-
-def test_signal_between_rounds_ends_the_job(tmp_path):
-    class Stopped(launch.Policy):
-        def code_of_job(self, code, *, regroups):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-
-        def code_after_signal(self, number):
-            return 75 if number == signal.SIGTERM else 1
-
-    before = signal.getsignal(signal.SIGTERM)
-    began = time.monotonic()
-    policy = Stopped(["-c", "import os, sys, time; sys.exit(7) if not os.environ['TORCHELASTIC_RESTART_COUNT'] > '0' "
-                            "else time.sleep(60)"])  # fmt: skip
-    assert launch.LocalRanks(3, policy).run() == 75, "a rank that had no time to save is no failure of the job"
-    assert time.monotonic() - began < 30
-    assert signal.getsignal(signal.SIGTERM) == before
+    (store,) = {environ["SEGAPP_RANK_STORE"] for environ in seen.values()}
+    assert not Path(store).parent.exists()
 
 
 AGENT = """

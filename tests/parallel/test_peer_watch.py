@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from segapp.parallel import peer_watch
-from segapp.parallel.peer_watch import LIMIT_S, PeerWatch, Store, peer_limit_s
+from segapp.parallel.peer_watch import LIMIT_S, PeerWatch, peer_limit_s
 
 LIMIT = 0.6
 
@@ -18,7 +19,7 @@ LIMIT = 0.6
 class Machine:
     """A machine whose watch reports what it lost instead of ending the process."""
 
-    def __init__(self, store: Store, number: int, others: list[int]) -> None:
+    def __init__(self, store: Any, number: int, others: list[int]) -> None:
         self.lost: list[tuple[float, str]] = []
         self.began_s = time.monotonic()
         names = {str(other): f"machine {other}" for other in others}

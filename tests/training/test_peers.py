@@ -11,10 +11,11 @@ import pytest
 from torch.distributed import HashStore
 
 from segapp.errors import DistributedError
+from segapp.parallel import peer_watch
 from segapp.parallel.distributed import Ranks
+from segapp.parallel.peer_watch import Peers
 from segapp.run.files import machine_id
-from segapp.training import peers
-from segapp.training.peers import Peers, find_peers
+from segapp.training.session import _find_peers
 from segapp.training.step.engine import StepEngine
 from segapp.training.watchdog import exchange_timeout_s
 from tests.support.runs import merged, train
@@ -27,18 +28,18 @@ def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.Monkey
         watched.append((pids, exit_code))
         return lambda: None
 
-    monkeypatch.setattr(peers, "end_with_peers", end_with_peers)
+    monkeypatch.setattr(peer_watch, "end_with_peers", end_with_peers)
     here, own = machine_id(), os.getpid()
 
     def watch(rank: int, places: list[tuple[str, int]]) -> None:
-        with Peers(rank, [(*place, "node1") for place in places], HashStore, 0).watched(print):
+        with Peers(rank, [(*place, "node1") for place in places], HashStore, 8, 0).watched(print):
             pass
 
     for elsewhere in ([], [("elsewhere", own + 1), ("elsewhere", own)]):
         watch(0, [(here, own), *elsewhere])
     assert watched == []
     watch(2, [(here, own + 1), ("elsewhere", own + 2), (here, own), (here, own + 3)])
-    assert watched == [([own + 1, own + 3], DistributedError.exit_code)]
+    assert watched == [([own + 1, own + 3], 8)]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,8 @@ def test_first_rank_of_a_machine_watches_the_other_machines(
             assert limit_s == 30.0
             seen.append(sorted(others.values()))
 
-    monkeypatch.setattr(peers, "PeerWatch", Watch)
-    Peers(rank, [(f"id-{host}", 7, host) for host in "aabcc"], HashStore, 30.0)
+    monkeypatch.setattr(peer_watch, "PeerWatch", Watch)
+    Peers(rank, [(f"id-{host}", 7, host) for host in "aabcc"], HashStore, 8, 30.0)
     assert seen == ([] if names is None else [names])
 
 
@@ -89,4 +90,4 @@ def test_timeout_of_exchanges_is_set_once_after_a_step(
 def test_wrong_time_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", "soon")
     with pytest.raises(DistributedError, match="SEGAPP_PEER_TIMEOUT_S='soon' is not a number of seconds"):
-        find_peers(Ranks())
+        _find_peers(Ranks())
