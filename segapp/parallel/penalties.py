@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from segapp.accelerator import wide
-from segapp.parallel.exchange import has_other_ranks, stack_ranks, sum_over_ranks
+from segapp.parallel.exchange import has_other_ranks, sum_over_ranks
 from segapp.parallel.scatter_gather import tensors_in
-from segapp.parallel.sync_batchnorm import Counts, join_moments, moments_of, row_of, split_rows
 
 PenaltyKind = Literal["wgan-gp", "wgan-lp", "dragan"]
 
@@ -106,15 +105,12 @@ def _points(
 
 def _deviation(values: Tensor) -> Tensor:
     """Return the sample standard deviation over all values of all ranks, like `Tensor.std`."""
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
     if not has_other_ranks():
-        return values.std()
-    rows_PK = stack_ranks(row_of(moments_of(values.view(-1, 1)), values.numel()))
-    moments, counts_P = split_rows(wide(rows_PK))
-    counts = Counts(counts_P)
-    _, variance_1 = join_moments(moments, counts.shares)
-    unbiased_1: Tensor = variance_1 * (counts.total / (counts.total - 1))
-    return unbiased_1.sqrt()
+        return values.to(torch.promote_types(values.dtype, torch.float32)).std()
+    values = wide(values)
+    total, count = sum_over_ranks(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
+    variance: Tensor = sum_over_ranks((values - total / count).square().sum()) / (count - 1)
+    return variance.sqrt()
 
 
 def _norms(gradient: Tensor) -> Tensor:

@@ -266,8 +266,6 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         if isinstance(block, RecomputedBlock):
             block.__class__ = type(block).__mro__[2]
             del block.__dict__["recompute_plan"]
-    for layer in network.modules():
-        layer.__dict__.pop(IN_BLOCK, None)
     for name in sorted(names):
         block = network.get_submodule(name)
         if not is_recomputable(block):
@@ -275,9 +273,6 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
         block.__dict__["recompute_plan"] = _BlockPlan(name, [i for i, each in enumerate(sets) if name in each])
-        for layer in block.modules():
-            if isinstance(layer, BatchOrInstanceNorm):
-                layer.__dict__[IN_BLOCK] = True
 
 
 def is_recomputable(block: nn.Module) -> bool:
@@ -289,7 +284,3 @@ def recomputed_blocks(network: nn.Module, num_devices: int = 1) -> BlockSets:
     """Return the names that `set_recompute` got for each device, in the order of the network."""
     plans = [part.recompute_plan for part in network.modules() if isinstance(part, RecomputedBlock)]
     return tuple(tuple(plan.name for plan in plans if i in plan.devices) for i in range(num_devices))
-
-
-IN_BLOCK = "_is_in_recomputed_block"
-"""Attribute of normalization layers in blocks that any device recomputes."""

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
 from segapp.parallel import sync_batchnorm as layers
+from segapp.parallel.rendezvous import ReplicaGroup
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
 from tests.support.gpu.launch_counts import OperatorCounter
 from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error
@@ -91,8 +93,8 @@ def test_parts_without_samples_have_no_weight(counts):
     truth = nn.BatchNorm2d(3).double()
     layer = convert_sync_batchnorm(copy.deepcopy(truth))
     expected = truth(x)
-    parts = [layer._part(part) for part in x.split(list(counts))]
-    outputs = layer._normalize(parts)
+    calls = [partial(layer, part) for part in x.split(list(counts))]
+    outputs = ReplicaGroup([torch.device("cpu")] * 3).run(calls)
     assert relative_error([torch.cat(outputs).detach()], [expected.detach()]) <= 1e-12
     assert state_error(layer, truth) <= 1e-12
     weights = torch.randn_like(x)
