@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import mobilenet_v3_small
 
-from segapp.compat import multiprocessing as compat_multiprocessing
 from segapp.compat import timm as compat_timm
 from segapp.compat import torch as compat
 from segapp.compat import torchvision as compat_torchvision
@@ -215,7 +214,7 @@ def test_workers_of_a_loader_end_by_the_replaced_event() -> None:
 
         def set(self) -> None:
             calls.append("set")
-            assert compat_multiprocessing.set_within(self.event, 1.0)
+            assert compat.set_within(self.event, 1.0)
 
     iterator = iter(DataLoader(TensorDataset(torch.arange(4)), num_workers=1, persistent_workers=True))
     compat.replace_done_event(iterator, Event)
@@ -240,7 +239,7 @@ def test_event_whose_lock_a_killed_process_holds() -> None:
     process.start()
     process.join(20)
     assert held.is_set()
-    assert not compat_multiprocessing.set_within(event, 0.05)
+    assert not compat.set_within(event, 0.05)
 
 
 def test_example_sizes_are_no_constraint_of_an_export() -> None:

@@ -1,4 +1,4 @@
-"""Private names of torch, as of torch 2.11 and 2.15."""
+"""Private names of torch, as of torch 2.11 and 2.15, and of the multiprocessing events that its loader uses."""
 
 from __future__ import annotations
 
@@ -236,3 +236,18 @@ def without_autocast() -> Iterator[None]:
     key = getattr(torch._C.DispatchKey, "AutocastPrivateUse1")  # noqa: B009  # not in its stubs
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         yield
+
+
+def set_within(event: Any, timeout_s: float) -> bool:
+    """Set a `multiprocessing.Event`, and do not wait forever for a lock that a killed process holds.
+
+    Processes that wait for the event are not notified; the workers of torch's DataLoader check it between batches.
+
+    Returns:
+        True if the lock was free within `timeout_s` seconds.
+    """
+    if not event._cond.acquire(timeout=timeout_s):
+        return False
+    event._flag.release()
+    event._cond.release()
+    return True

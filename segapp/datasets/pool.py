@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from segapp.compat.multiprocessing import set_within
-from segapp.compat.torch import loader_workers, replace_done_event, shut_down_workers
+from segapp.compat.torch import loader_workers, replace_done_event, set_within, shut_down_workers
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import shown
 from segapp.datasets.sampling import SampleKey

@@ -9,10 +9,10 @@ from segapp.chunks import plan_chunks
 from segapp.parallel.data_parallel import BalancedDataParallel, DataParallelCriterion, DataParallelModel, ReplicaOutputs
 from segapp.parallel.distributed import all_reduce_gradients
 from segapp.parallel.dropout import SampleMasks, mask_by_sample, sample_masks
-from segapp.parallel.exchange import allreduce, sum_over_ranks
 from segapp.parallel.penalties import gradient_penalty
 from segapp.parallel.recompute import recomputed_blocks, set_recompute
 from segapp.parallel.rendezvous import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
+from segapp.parallel.scatter_gather import allreduce, sum_over_ranks
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 __all__ = [

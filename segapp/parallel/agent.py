@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, creat
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from segapp.compat.torch import rendezvous_store
-from segapp.parallel.peer_watch import LIMIT_S, PeerWatch, peer_limit_s
+from segapp.parallel.launch import LIMIT_S, PeerWatch, peer_limit_s
 
 LOST = 8
 """Exit code of an agent that cannot reach the others."""

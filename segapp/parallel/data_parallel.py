@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.chunks import check_gpu0_bsz, plan_chunks
-from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode
+from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, keep_workers
 from segapp.parallel.replicas import Replicator, check_replicable, run_replicas
 from segapp.parallel.scatter_gather import (
     DeviceLike,
@@ -26,7 +26,6 @@ from segapp.parallel.scatter_gather import (
     tensors_in,
     to_device,
 )
-from segapp.parallel.workers import keep_workers
 
 
 class ReplicaOutputs(list[Any]):

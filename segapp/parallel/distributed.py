@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.compat.torch import BatchNorm, set_group_timeout
-from segapp.parallel.exchange import layers_group, use_layers_group
 from segapp.parallel.launch import STORE_VARIABLE, die_with_parent, signal_children
-from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
+from segapp.parallel.scatter_gather import DeviceLike, buckets, layers_group, resolve_devices, use_layers_group
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
 _BUCKET_BYTES = 25 * 2**20  # the size of DDP's buckets
@@ -59,11 +58,6 @@ class RankInfo:
     local_rank: int
     device: torch.device
     backend: str
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0, which writes everything that is written once: events, checkpoints, console lines."""
-        return self.rank == 0
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:

@@ -49,11 +49,11 @@ def mask_by_sample(network: nn.Module) -> None:
     Call it before `set_recompute`, and before the network is copied.
     """
     for layer in network.modules():
-        base: Any = _base_of(layer)
-        if base is not None:
+        found: Any = _kind_of(layer)
+        if found is not None:
             kind: Any = type(layer)
-            layer.__class__ = _masked(base, kind)
-            if base is _OfBlocks:
+            layer.__class__ = _masked(*found, kind)
+            if found[0] is _OfBlocks:
                 layer.__dict__["_has_drop_connect"] = False  # for the block's own `forward`
     for number, layer in enumerate(layer for layer in network.modules() if isinstance(layer, _Masked)):
         layer.__dict__["mask_layer"] = number
@@ -185,18 +185,8 @@ class _Masked(nn.Module):
         return made
 
 
-class _OfChannels(_Masked):
-    num_dims = 2
-
-
-class _OfSamples(_Masked):
-    num_dims = 1
-
-
 class _OfBlocks(_Masked):
     """An `MBConvBlock` of smp; the part that it adds to its input is dropped per sample."""
-
-    num_dims = 1
 
     def forward(self, inputs: Tensor, drop_connect_rate: float | None = None) -> Tensor:
         """Return the block's outputs."""
@@ -208,32 +198,32 @@ class _OfBlocks(_Masked):
         return inputs + (stochastic_depth(added, p, "row", self.training) if dropped is None else dropped)
 
 
-_BASES: dict[str, type[_Masked]] = {
-    "torch.nn.modules.dropout.Dropout": _Masked,
-    "torch.nn.modules.dropout.Dropout1d": _OfChannels,
-    "torch.nn.modules.dropout.Dropout2d": _OfChannels,
-    "torch.nn.modules.dropout.Dropout3d": _OfChannels,
-    "timm.layers.drop.DropPath": _OfSamples,
-    "torchvision.ops.stochastic_depth.StochasticDepth": _OfSamples,
-    "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock": _OfBlocks,
+_KINDS: dict[str, tuple[type[_Masked], int | None]] = {
+    "torch.nn.modules.dropout.Dropout": (_Masked, None),
+    "torch.nn.modules.dropout.Dropout1d": (_Masked, 2),
+    "torch.nn.modules.dropout.Dropout2d": (_Masked, 2),
+    "torch.nn.modules.dropout.Dropout3d": (_Masked, 2),
+    "timm.layers.drop.DropPath": (_Masked, 1),
+    "torchvision.ops.stochastic_depth.StochasticDepth": (_Masked, 1),
+    "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock": (_OfBlocks, 1),
 }
-"""Bases by the name of the class that defines `forward`, so that libraries need not be imported."""
+"""Base and `num_dims` by the name of the class that defines `forward`, so that libraries need not be imported."""
 
 
-def _base_of(layer: nn.Module) -> type[_Masked] | None:
-    """Return the base for a layer that drops values; None for others, and for layers with their own `forward`."""
+def _kind_of(layer: nn.Module) -> tuple[type[_Masked], int | None] | None:
+    """Return the entry of a layer that drops values; None for others, and for layers with their own `forward`."""
     owner = next(kind for kind in type(layer).__mro__ if "forward" in vars(kind))
-    base = _BASES.get(f"{owner.__module__}.{owner.__qualname__}")
+    kind = _KINDS.get(f"{owner.__module__}.{owner.__qualname__}")
     is_idle = 0 in (getattr(layer, "p", 1), getattr(layer, "drop_prob", 1), getattr(layer, "_has_drop_connect", 1))
     is_left = is_idle or "forward" in vars(layer) or getattr(layer, "mode", "row") != "row"
-    return None if is_left else base
+    return None if is_left else kind
 
 
 @functools.cache
-def _masked(base: Any, kind: Any) -> Any:
+def _masked(base: Any, num_dims: int | None, kind: Any) -> Any:
     """Return the subclass of a class of layers, under the same name."""
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (base, kind), own)
+    return type(kind.__name__, (base, kind), {**own, "num_dims": num_dims})
 
 
 def _signed(constant: int) -> int:

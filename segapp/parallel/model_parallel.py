@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,42 +20,12 @@ from segapp.parallel.replicas import check_replicable
 from segapp.parallel.scatter_gather import DeviceLike, map_tensors, resolve_devices, to_device
 
 
-@dataclass
-class StagePlacement:
-    """Devices of the stages of a module.
-
-    Attributes:
-        stages: stage name -> device, in the order of use.
-        rest: the device of everything outside the stages.
-    """
-
-    stages: dict[str, torch.device]
-    rest: torch.device
-    hooks: list[RemovableHandle] = field(default_factory=list, repr=False)
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """All devices in use, each once."""
-        return tuple(dict.fromkeys([self.rest, *self.stages.values()]))
-
-    def remove(self) -> None:
-        """Remove the hooks that move tensors; the parameters stay on their devices."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-
-    def device_of(self, name: str) -> torch.device:
-        """Return the device of a submodule, by its dotted name: the device of the innermost stage that contains it."""
-        holders = [stage for stage in self.stages if name == stage or name.startswith(f"{stage}.")]
-        return self.stages[max(holders, key=len)] if holders else self.rest
-
-
 def place_stages(
     module: nn.Module,
     stages: Mapping[str, DeviceLike],
     rest: DeviceLike | None = None,
     output_device: DeviceLike | None = None,
-) -> StagePlacement:
+) -> None:
     """Move stages of a module to devices, in place, and add hooks that move their inputs.
 
     The inputs of every submodule with parameters are moved to its device, so a placement works if the remaining code
@@ -67,9 +36,6 @@ def place_stages(
         stages: dotted names of sub-modules and their devices; an inner name wins over an outer one.
         rest: the device of everything else; by default the device of the first stage.
         output_device: device that the module's outputs are moved to; None: they are not moved.
-
-    Returns:
-        The placement; `remove()` removes its hooks.
 
     Raises:
         ValueError: an unknown sub-module or device, no stage, or a parameter shared between devices.
@@ -85,32 +51,38 @@ def place_stages(
             near = next(iter(difflib.get_close_matches(name, filter(None, parts), 1)), first)
             raise ValueError(f"stage {name!r} is not a module of {type(module).__name__}: did you mean {near!r}?")
     devices = dict(zip(stages, resolve_devices(stages.values()), strict=True))
-    placement = StagePlacement(devices, next(iter(devices.values())) if rest is None else resolve_devices([rest])[0])
-    _check_shared(parts, placement)
+    default = next(iter(devices.values())) if rest is None else resolve_devices([rest])[0]
+    homes = {name: _home_of(name, devices, default) for name in parts}
+    _check_shared(parts, homes)
     for name, part in parts.items():
-        device = placement.device_of(name)
+        device = homes[name]
         if any(tensor.device != device for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             apply_to_own_tensors(part, partial(to_device, device=device))
         if name in stages or parameter_slots(part) or buffer_slots(part):
-            placement.hooks.append(part.register_forward_pre_hook(partial(_moved, device), with_kwargs=True))
+            part.register_forward_pre_hook(partial(_moved, device), with_kwargs=True)
     if output_device is not None:
         target = resolve_devices([output_device])[0]
-        placement.hooks.append(module.register_forward_hook(lambda _module, _args, output: to_device(output, target)))
-    return placement
+        module.register_forward_hook(lambda _module, _args, output: to_device(output, target))
+
+
+def _home_of(name: str, stages: Mapping[str, torch.device], default: torch.device) -> torch.device:
+    """Return the device of a submodule: that of the innermost stage that contains it."""
+    holders = [stage for stage in stages if name == stage or name.startswith(f"{stage}.")]
+    return stages[max(holders, key=len)] if holders else default
 
 
 def _moved(device: torch.device, _module: nn.Module, args: Any, kwargs: Any) -> Any:
     return to_device((args, kwargs), device)
 
 
-def _check_shared(parts: Mapping[str, nn.Module], placement: StagePlacement) -> None:
-    homes: dict[int, tuple[str, torch.device]] = {}
+def _check_shared(parts: Mapping[str, nn.Module], homes: Mapping[str, torch.device]) -> None:
+    first: dict[int, tuple[str, torch.device]] = {}
     for name, part in parts.items():
         for key, parameter in parameter_slots(part).items():
             if parameter is None:
                 continue
-            full, device = f"{name}.{key}" if name else key, placement.device_of(name)
-            other, home = homes.setdefault(id(parameter), (full, device))
+            full, device = f"{name}.{key}" if name else key, homes[name]
+            other, home = first.setdefault(id(parameter), (full, device))
             if home != device:
                 raise ValueError(
                     f"{full} on {device} is the same parameter as {other} on {home}: put both stages on one device"

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from segapp.accelerator import wide
-from segapp.parallel.exchange import has_other_ranks, sum_over_ranks
-from segapp.parallel.scatter_gather import tensors_in
+from segapp.parallel.scatter_gather import has_other_ranks, sum_over_ranks, tensors_in
 
 PenaltyKind = Literal["wgan-gp", "wgan-lp", "dragan"]
 

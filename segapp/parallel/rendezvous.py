@@ -7,26 +7,35 @@ graph, and with it every rounding, is the same in each run. The backward pass ha
 A replica that raises, ends early, or reaches another exchange aborts the group: the others get an error, and the first
 cause is raised with its replica and device.
 
-All replicas, including the first, run in threads of `workers`, so the caller can wait for each with a timeout and
-abandon one that hangs.
+All replicas, including the first, run in threads (`Worker`), so the caller can wait for each with a timeout and abandon
+one that hangs. The same thread runs the same device in every step: cuDNN keeps its choice of algorithms per thread, so
+in new threads every convolution would be tuned again. The threads live as long as one of their users (`keep_workers`),
+such as a model; without users, they end after their call.
+
+Autograd numbers the nodes of each thread and runs the later ones of all threads first. In long-lived threads, the
+numbers would depend on all earlier steps, and so would the order in which gradients are added. So all threads of a call
+begin at the same number (`_equal_numbers`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import traceback
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
 from segapp.accelerator import accelerator_of
 from segapp.compat.torch import dispatch_modes, next_sequence_number, saved_tensors_hooks
-from segapp.parallel.workers import equal_numbers, give_back, skip_numbers, take_workers
 
 T = TypeVar("T")
 
@@ -174,7 +183,7 @@ class ReplicaGroup(Generic[T]):
         if len(calls) == 1:
             self._work(0, calls[0])
         else:
-            workers, first_number = equal_numbers(take_workers(self.devices))
+            workers, first_number = _equal_numbers(_take_workers(self.devices))
             try:
                 for i, (worker, call) in enumerate(zip(workers, calls, strict=True)):
                     worker.start(partial(self._work, i, call, first_number))
@@ -184,7 +193,7 @@ class ReplicaGroup(Generic[T]):
                     ended = dict(self._next_numbers)
                 for i, number in ended.items():
                     workers[i].next_number = number
-                give_back(workers, ended)
+                _give_back(workers, ended)
         if self._failure is not None:
             # Late replicas still see a failure; the error is released, with the tensors in its traceback.
             failure, self._failure = self._failure, (None, _ReleasedError("the group has failed"))
@@ -216,7 +225,7 @@ class ReplicaGroup(Generic[T]):
 
     def _work(self, index: int, call: Callable[[], T], first_number: int | None = None) -> None:
         if first_number is not None:
-            skip_numbers(first_number)
+            _skip_numbers(first_number)
         outer = current_replica()
         _thread_local.context = ReplicaContext(self, index)
         try:
@@ -382,3 +391,114 @@ def _caller_states(
             yield
 
     return entered
+
+
+_Call = Callable[[], None]
+_Place = tuple[torch.device, int]
+"""A device, and the number of its earlier occurrences in the list of devices."""
+
+
+MAX_SKIPPED_NUMBERS = 100_000
+"""Maximum number of nodes that a thread makes to catch up, at about 1 us each; above it, new threads are cheaper."""
+
+
+class Worker:
+    """A thread that runs one call after the other, for the replica at one place of a device list."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self.next_number = 0  # next autograd node number of this thread, after its last call
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        # A daemon: if it hangs in a device's call, it does not keep the process from ending.
+        name = f"replica {place[0]} {place[1]}"
+        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+
+    def start(self, call: _Call) -> None:
+        """Run a call after the present one; the call must not raise."""
+        self._calls.put(call)
+
+    def end(self) -> None:
+        """End the thread after its present call."""
+        self._calls.put(None)
+
+
+def _work(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # a waiting worker holds no tensors
+
+
+# A finalizer may run within any other function here, and several threads may run models, so these are changed by single
+# operations that are atomic, with and without the interpreter's lock. `defaultdict` is not: it may make two values.
+_idle: dict[_Place, deque[Worker]] = {}
+_users: set[int] = set()
+
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads except the one that forked
+
+
+def keep_workers(user: object) -> None:
+    """Keep idle threads until this user, and every other user, is garbage-collected."""
+    if id(user) not in _users:
+        _users.add(id(user))
+        weakref.finalize(user, _leave, id(user)).atexit = False
+
+
+def _leave(user_id: int) -> None:
+    _users.discard(user_id)
+    _end_unused()
+
+
+def _end_unused() -> None:
+    if not _users:
+        for workers in list(_idle.values()):
+            with contextlib.suppress(IndexError):
+                while True:
+                    workers.pop().end()
+
+
+def _take_workers(devices: Sequence[torch.device]) -> list[Worker]:
+    """Return a worker per device: the same for the same devices, new ones for workers that are busy or hang."""
+    taken: list[Worker] = []
+    seen: Counter[torch.device] = Counter()
+    try:
+        for device in devices:
+            place = device, seen[device]
+            seen[device] += 1
+            try:
+                taken.append(_idle.setdefault(place, deque()).pop())
+            except IndexError:
+                taken.append(Worker(place))
+    except BaseException:
+        _give_back(taken, range(len(taken)))
+        raise
+    return taken
+
+
+def _equal_numbers(workers: Sequence[Worker]) -> tuple[list[Worker], int]:
+    """Return workers, and the number at which the nodes of each must begin (`_skip_numbers`).
+
+    If one of them is too far behind, such as a worker that has not been used for long, all are replaced.
+    """
+    numbers = [worker.next_number for worker in workers]
+    if max(numbers) - min(numbers) <= MAX_SKIPPED_NUMBERS:
+        return list(workers), max(numbers)
+    for worker in workers:
+        worker.end()
+    return [Worker(worker.place) for worker in workers], 0
+
+
+def _skip_numbers(first: int) -> None:
+    """Make nodes in this thread until the next one has the given number; call it without dispatch modes."""
+    source = torch.empty(0, requires_grad=True)
+    for _ in range(first - next_sequence_number()):
+        source.view(0)
+
+
+def _give_back(workers: Sequence[Worker], ended: Collection[int]) -> None:
+    """Keep workers whose calls have ended (by index) for the next call; the others end after their late calls."""
+    for i, worker in enumerate(workers):
+        if i in ended:
+            _idle.setdefault(worker.place, deque()).append(worker)
+        else:
+            worker.end()
+    _end_unused()

@@ -28,10 +28,17 @@ from torch import Tensor, nn
 
 from segapp.accelerator import wide
 from segapp.compat.torch import BatchNorm, foreach_lerp_, is_replica, module_slots
-from segapp.parallel.exchange import all_reduce_in_place, has_other_ranks, stack_ranks, sum_of_layer
 from segapp.parallel.recompute import current_tape
 from segapp.parallel.rendezvous import ReplicaContext, current_replica
-from segapp.parallel.scatter_gather import reduce_add, spread, to_device
+from segapp.parallel.scatter_gather import (
+    all_reduce_in_place,
+    has_other_ranks,
+    reduce_add,
+    spread,
+    stack_ranks,
+    sum_of_layer,
+    to_device,
+)
 
 _Values = TypeVar("_Values", Tensor, "Tensor | None")
 

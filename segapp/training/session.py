@@ -69,8 +69,7 @@ from segapp.parallel.distributed import (
     is_launched,
     shutdown,
 )
-from segapp.parallel.launch import launch_local
-from segapp.parallel.peer_watch import Peers, peer_limit_s
+from segapp.parallel.launch import Peers, launch_local, peer_limit_s
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, LiveTensor, Oom, OtherProcess, RunEnd

@@ -17,7 +17,7 @@ from segapp.memory.ledger import StorageLedger
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.simulated_devices import Buckets
 from segapp.optim.optimizers import adam, adamw, norm_and_bias, sgd
-from segapp.parallel.dropout import _BASES
+from segapp.parallel.dropout import _KINDS
 
 SITE = Path(torch.__file__).parents[1]
 MIB = 2**20
@@ -137,9 +137,9 @@ def test_dropouts_of_torch_are_known():
     """Each has a mask that does not depend on the batch split, except alpha dropout, of SELU networks."""
     kinds = subclasses(dropout._DropoutNd) - {dropout._DropoutNd}
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__.startswith("torch.nn")}
-    unknown = {name.rpartition(".")[2] for name in names - _BASES.keys()}
+    unknown = {name.rpartition(".")[2] for name in names - _KINDS.keys()}
     assert unknown == {"AlphaDropout", "FeatureAlphaDropout"}
-    own = {name for name in _BASES if name.startswith("torch.")}
+    own = {name for name in _KINDS if name.startswith("torch.")}
     assert own <= names
 
 

@@ -14,38 +14,39 @@ def test_placed_stages_match_numbers_and_keys_of_one_device():
     torch.manual_seed(0)
     truth = SmallNet(has_aux=False).double()
     net = copy.deepcopy(truth)
-    placement = place_stages(net, {"stem": "cpu", "residual": "cpu", "head": "cpu"}, output_device="cpu")
+    place_stages(net, {"stem": "cpu", "residual": "cpu", "head": "cpu"}, output_device="cpu")
     for model in (truth, net):
         PlainCE()(model(images), target).backward()
     assert relative_error(grads_of(net), grads_of(truth)) == 0
     assert list(net.state_dict()) == list(truth.state_dict())
-    assert placement.devices == (torch.device("cpu"),)
-    placement.remove()
-    assert not any(part._forward_pre_hooks for part in net.modules())
 
 
-def test_inputs_are_moved_at_every_stage_border():
-    """The meta device computes shapes only, so that a tensor left behind is an error here."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)))
-    placement = place_stages(net, {"0": "cpu"})
-    placement.stages["2.1"] = torch.device("meta")
-    net[2][1].to("meta")
-    placement.hooks.append(net[2][1].register_forward_pre_hook(lambda part, args: (args[0].to("meta"),)))
-    assert net(torch.randn(2, 3, 2, 2)).device.type == "meta"
-    assert placement.device_of("2.1.weight").type == "meta"
-    assert placement.device_of("2.0").type == "cpu"
-
-
-def test_inner_stage_overrides_an_outer_one():
-    net = SmallNet(has_aux=False)
-    placement = place_stages(net, {"stem": "cpu", "stem.0": "cpu"})
-    assert placement.device_of("stem.0.weight") == torch.device("cpu")
-
-
-def test_parts_move_to_their_stage_and_outputs_to_theirs(monkeypatch):
+@pytest.fixture
+def with_meta(monkeypatch):
+    """Allow stages on the meta device, which computes shapes only, so that a tensor left behind is an error."""
     monkeypatch.setattr(
         "segapp.parallel.model_parallel.resolve_devices", lambda ids: tuple(torch.device(device) for device in ids)
     )
+
+
+@pytest.mark.usefixtures("with_meta")
+def test_inputs_are_moved_at_every_stage_border():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)))
+    place_stages(net, {"0": "cpu", "2.1": "meta"})
+    assert net(torch.randn(2, 3, 2, 2)).device.type == "meta"
+    assert net[2][0].weight.device.type == "cpu"
+    assert net[2][1].weight.device.type == "meta"
+
+
+@pytest.mark.usefixtures("with_meta")
+def test_inner_stage_overrides_an_outer_one():
+    net = SmallNet(has_aux=False)
+    place_stages(net, {"stem": "cpu", "stem.0": "meta"})
+    assert [net.stem[0].weight.device.type, net.head.weight.device.type] == ["meta", "cpu"]
+
+
+@pytest.mark.usefixtures("with_meta")
+def test_parts_move_to_their_stage_and_outputs_to_theirs():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
     place_stages(net, {"1": "meta"}, rest="cpu")
     assert {name: tensor.device.type for name, tensor in net.state_dict().items() if "weight" in name} == {
@@ -53,11 +54,8 @@ def test_parts_move_to_their_stage_and_outputs_to_theirs(monkeypatch):
     }  # fmt: skip
     assert net[1].running_mean.device.type == "meta"
     net = nn.Sequential(nn.Conv2d(3, 4, 1))
-    placement = place_stages(net, {"0": "cpu"}, output_device="meta")
-    x = torch.randn(1, 3, 2, 2)
-    assert net(x).device.type == "meta"
-    placement.remove()
-    assert net(x).device.type == "cpu"
+    place_stages(net, {"0": "cpu"}, output_device="meta")
+    assert net(torch.randn(1, 3, 2, 2)).device.type == "meta"
 
 
 @pytest.mark.parametrize(
@@ -74,10 +72,8 @@ def test_bad_stages_are_refused(stages, words):
         place_stages(SmallNet(), stages)
 
 
-def test_parameter_shared_between_devices_is_refused(monkeypatch):
-    monkeypatch.setattr(
-        "segapp.parallel.model_parallel.resolve_devices", lambda ids: tuple(torch.device(device) for device in ids)
-    )
+@pytest.mark.usefixtures("with_meta")
+def test_parameter_shared_between_devices_is_refused():
     with pytest.raises(ValueError, match=r"aux\.weight on cpu is the same parameter as head\.weight on meta"):
         place_stages(SmallNet(), {"head": "meta"}, rest="cpu")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from segapp.parallel import peer_watch
-from segapp.parallel.peer_watch import LIMIT_S, PeerWatch, peer_limit_s
+from segapp.parallel import launch
+from segapp.parallel.launch import LIMIT_S, PeerWatch, peer_limit_s
 
 LIMIT = 0.6
 
@@ -102,7 +102,7 @@ def test_store_is_no_loss_to_those_that_do_not_need_it() -> None:
 def test_time_of_a_stopped_process_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter([0.0, 5.0, 10.0, 500.0, 505.0, 515.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now_s))
-    silence, found = peer_watch._Silence(longest_s=10.0), []
+    silence, found = launch._Silence(longest_s=10.0), []
     for count in (b"1", b"1", b"1", b"1", b"2"):
         silence.note({"other": count})
         found.append(silence.longer_than(20.0))

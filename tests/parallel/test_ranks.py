@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import SyncBatchNorm, distributed
 from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, is_launched, wrap_ddp
-from segapp.parallel.exchange import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
 from segapp.parallel.launch import launch_local
+from segapp.parallel.scatter_gather import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
 from tests.support import ROOT
 
 

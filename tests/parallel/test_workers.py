@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, ReplicaDesyncError, current_replica
-from segapp.parallel.rendezvous import ReplicaGroup
-from segapp.parallel.workers import MAX_SKIPPED_NUMBERS, keep_workers
+from segapp.parallel.rendezvous import MAX_SKIPPED_NUMBERS, ReplicaGroup, keep_workers
 from tests.support import ROOT
 
 

@@ -27,7 +27,7 @@ from segapp.parallel import (
     sum_over_ranks,
 )
 from segapp.parallel.distributed import RankInfo, Ranks, init_from_env, shutdown, tighten_timeout, wrap_ddp
-from segapp.parallel.exchange import use_layers_group
+from segapp.parallel.scatter_gather import use_layers_group
 from segapp.training.session import exchanged_classes
 from tests.support.parallel_cases import (
     IGNORE,
@@ -259,9 +259,9 @@ def main(path: str) -> None:
         "any rank": Ranks(info).any_of(info.rank == 1, False),
         "set up twice": set_up_twice(info),
         "checkpoints": shared_checkpoints(Ranks(info, classes=exchanged_classes()), Path(path).parent / "checkpoints"),
-        "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.is_main],
+        "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.rank == 0],
     }
-    if info.is_main:
+    if info.rank == 0:
         Path(path).write_text(json.dumps(results))
     shutdown()
 

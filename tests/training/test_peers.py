@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 from segapp.errors import DistributedError
-from segapp.parallel import peer_watch
+from segapp.parallel import launch
 from segapp.parallel.distributed import Ranks
-from segapp.parallel.peer_watch import Peers
+from segapp.parallel.launch import Peers
 from segapp.run.files import machine_id
 from segapp.training.session import _find_peers
 from segapp.training.step.engine import StepEngine
@@ -28,7 +28,7 @@ def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.Monkey
         watched.append((pids, exit_code))
         return lambda: None
 
-    monkeypatch.setattr(peer_watch, "end_with_peers", end_with_peers)
+    monkeypatch.setattr(launch, "end_with_peers", end_with_peers)
     here, own = machine_id(), os.getpid()
 
     def watch(rank: int, places: list[tuple[str, int]]) -> None:
@@ -61,7 +61,7 @@ def test_first_rank_of_a_machine_watches_the_other_machines(
             assert limit_s == 30.0
             seen.append(sorted(others.values()))
 
-    monkeypatch.setattr(peer_watch, "PeerWatch", Watch)
+    monkeypatch.setattr(launch, "PeerWatch", Watch)
     Peers(rank, [(f"id-{host}", 7, host) for host in "aabcc"], HashStore, 8, 30.0)
     assert seen == ([] if names is None else [names])
 
