@@ -66,7 +66,7 @@ def place_stages(
 
 
 def _home_of(name: str, stages: Mapping[str, torch.device], default: torch.device) -> torch.device:
-    """Return the device of a submodule: that of the innermost stage that contains it."""
+    """Return the device of a submodule, from the innermost stage that contains it."""
     holders = [stage for stage in stages if name == stage or name.startswith(f"{stage}.")]
     return stages[max(holders, key=len)] if holders else default
 

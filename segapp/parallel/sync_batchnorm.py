@@ -6,9 +6,10 @@ autograd joins their backward passes, which therefore have no barrier. Ranks exc
 
 The gradient of a part's input depends on the sums of all parts, and a recomputed block must give out the saved tensors
 of each part separately. So each part has two autograd nodes: the backward pass of `_NormalizePart` computes the part's
-sums, and that of `_PartGradient` computes the gradient of the input. `_JoinSums` adds the sums in between. Tensors
-without values, the *ties*, connect the nodes. Only the input is saved, as in `nn.BatchNorm2d`. If a second derivative
-is requested (`create_graph`, as in gradient penalties), the backward pass consists of differentiable operations.
+sums, and the backward pass of `_PartGradient` computes the gradient of the input. `_JoinSums` adds the sums in between.
+Tensors without values, the *ties*, connect the nodes. Only the input is saved, as in `nn.BatchNorm2d`. If a second
+derivative is requested (`create_graph`, as in gradient penalties), the backward pass consists of differentiable
+operations.
 
 On CUDA, torch's own SyncBatchNorm kernels do the arithmetic. On other devices, the moments are joined by Chan, Golub
 and LeVeque's formula (1983, "Algorithms for computing the sample variance") in float64, without the cancellation of
@@ -163,8 +164,8 @@ class _Statistics(NamedTuple):
 class _Pending(NamedTuple):
     """A part's backward pass between its two nodes: the gradient of its output, what was saved, and its two sums (C,).
 
-    With n = (x - mean) / deviation, the sums are those of grad and of grad * n, or, for torch's kernels, of
-    grad * (x - mean). `of_x` is the first term of the input's gradient, if it is already computed.
+    With n = (x - mean) / deviation, grad and grad * n are summed, or, for torch's kernels, grad and grad * (x - mean).
+    `of_x` is the first term of the input's gradient, if it is already computed.
     """
 
     grad: Tensor
@@ -260,7 +261,7 @@ class _PartGradient(torch.autograd.Function):
 
 
 class _JoinSums(torch.autograd.Function):
-    """The ties of this process's parts -> one tie; its backward pass adds the sums of all parts, also of other ranks.
+    """The ties of this process's parts -> one tie; its backward pass adds the sums of all parts and ranks.
 
     `nodes` are the parts' nodes of `_PartGradient`; None if a part needs no gradient.
     """

@@ -1,46 +1,25 @@
-"""The ranks of launchers that do not set torchrun's variables: SLURM's srun, Open MPI and MPICH. No torch."""
+"""The ranks of launchers that do not set torchrun's variables, such as SLURM's srun. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, MutableMapping
-from typing import NamedTuple
 
 from segapp.errors import DistributedError
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
-
-class _Launcher(NamedTuple):
-    """Names of a launcher's variables."""
-
-    name: str
-    rank: str
-    num_ranks: str
-    local_rank: str
-    ranks_here: str
-
-
-_LAUNCHERS = (
-    _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    _Launcher(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Numbers of tasks of Open MPI, MPICH and Intel MPI."""
 _FIRST_HOST = re.compile(r"(?P<start>[^\[,]*)(?:\[(?P<number>\d+)[^\]]*\](?P<end>[^\[,]*))?")
 
 
 def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
-    """Set torchrun's variables from another launcher's, in place; return its name, None if there is none.
+    """Set torchrun's variables from srun's, in place; return its name, None if this is no task of srun.
 
     Several tasks without RANK would otherwise each train the whole run. A single task is not changed.
 
     Raises:
-        DistributedError: a variable that the ranks need is missing.
+        DistributedError: a variable that the ranks need is missing, or MPI started several tasks.
 
     Example:
         >>> environ = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
@@ -50,26 +29,31 @@ def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
     """
     if "RANK" in environ:
         return None
-    for launcher in _LAUNCHERS:
-        if _num_ranks(launcher, environ) > 1:
-            found = {
-                "RANK": environ.get(launcher.rank),
-                "WORLD_SIZE": str(_num_ranks(launcher, environ)),
-                "LOCAL_RANK": environ.get(launcher.local_rank),
-                **_meeting_point(launcher, environ),
-            }
-            missing = [name for name, value in found.items() if not value]
-            if missing:
-                raise DistributedError(
-                    f"{launcher.name} started {found['WORLD_SIZE']} tasks without {', '.join(missing)}: "
-                    f"each task would train the whole run on its own: set {', '.join(missing)} for all tasks, "
-                    "start one task per machine with torchrun, or set parallel.mode=single for separate runs"
-                ).see("several-machines")
-            environ.update({name: value for name, value in found.items() if value})
-            if here := re.match(r"\d+", environ.get(launcher.ranks_here, "")):
-                environ.setdefault("LOCAL_WORLD_SIZE", here[0])
-            return launcher.name
-    return None
+    if any(environ.get(name, "1") != "1" for name in _MPI_SIZES):
+        raise DistributedError(
+            "mpirun started several tasks, each of which would train the whole run: start one task per machine with "
+            "segapp launch, or set parallel.mode=single for separate runs"
+        ).see("several-machines")
+    num_tasks = _num_tasks(environ)
+    if num_tasks < 2:
+        return None
+    found = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(num_tasks),
+        "LOCAL_RANK": environ.get("SLURM_LOCALID"),
+        **_meeting_point(environ),
+    }
+    missing = [name for name, value in found.items() if not value]
+    if missing:
+        raise DistributedError(
+            f"srun started {num_tasks} tasks without {', '.join(missing)}: "
+            f"each task would train the whole run on its own: set {', '.join(missing)} for all tasks, "
+            "start one task per machine with torchrun, or set parallel.mode=single for separate runs"
+        ).see("several-machines")
+    environ.update({name: value for name, value in found.items() if value})
+    if here := re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        environ.setdefault("LOCAL_WORLD_SIZE", here[0])
+    return "srun"
 
 
 def other_launcher(environ: Mapping[str, str]) -> str | None:
@@ -82,7 +66,7 @@ def other_launcher(environ: Mapping[str, str]) -> str | None:
         return None
     if "TORCHELASTIC_RUN_ID" in environ:
         return "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
-    return next((each.name for each in _LAUNCHERS if _num_ranks(each, environ) > 1), "RANK and WORLD_SIZE")
+    return "srun" if _num_tasks(environ) > 1 else "RANK and WORLD_SIZE"
 
 
 def loss_without_launch(environ: Mapping[str, str]) -> str | None:
@@ -107,23 +91,20 @@ def _restarts_everything(environ: Mapping[str, str]) -> bool:
     return other_launcher(environ) is not None and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def _num_ranks(launcher: _Launcher, environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that a launcher announces; 0 if it did not start this process."""
-    text = environ.get(launcher.num_ranks, "")
-    if launcher.name == "srun":  # a batch script has SLURM's variables too, but is one process
-        text = (text or environ.get("SLURM_NTASKS", "")) if "SLURM_STEP_ID" in environ else ""
-    return int(text) if text.isdecimal() and launcher.rank in environ else 0
+def _num_tasks(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks that srun announces; 0 if it did not start this process, like a batch script."""
+    text = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
+    return int(text) if text.isdecimal() and "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ else 0
 
 
-def _meeting_point(launcher: _Launcher, environ: Mapping[str, str]) -> dict[str, str | None]:
+def _meeting_point(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return address and port of rank 0, from SLURM's list of machines and job number."""
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if launcher.name == "srun":
-        hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        first = _FIRST_HOST.match(hosts)
-        if first and not address:
-            address = "".join(first.group("start", "number", "end")) if first["number"] else first["start"]
-        job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-        if not port and job.isdecimal() and step.isdecimal():
-            port = str(20000 + (16 * int(job) + int(step)) % 30000)
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    first = _FIRST_HOST.match(hosts)
+    if first and not address:
+        address = "".join(first.group("start", "number", "end")) if first["number"] else first["start"]
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    if not port and job.isdecimal() and step.isdecimal():
+        port = str(20000 + (16 * int(job) + int(step)) % 30000)
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
