@@ -23,8 +23,7 @@ from itertools import chain
 
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.layout import Pair
-from segapp.onboarding.questions import Answer, OpenQuestionError, open_question
+from segapp.onboarding.layout import Answer, OpenQuestionError, Pair, open_question
 from segapp.onboarding.tree import SPLIT_WORDS, known_words
 
 DEFAULT_SHARE = 0.2

@@ -13,10 +13,17 @@ from typing import Any
 from segapp.datasets.files import shown
 from segapp.datasets.layouts.published_classes import Color, PublishedSet
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.class_files import ClassFile, described, is_background, is_void
+from segapp.onboarding.class_files import (
+    ClassFile,
+    described,
+    is_background,
+    is_certain,
+    is_void,
+    recognise,
+    recognise_values,
+)
 from segapp.onboarding.content import MAX_COLORS, MaskContent, Value, reason_unread
-from segapp.onboarding.published import is_certain, recognise, recognise_values
-from segapp.onboarding.questions import Answer, open_question
+from segapp.onboarding.layout import Answer, open_question
 
 IGNORED = 255
 INSTANCE_STEP = 1000  # in most instance masks, a pixel's value is class x this + number of the instance

@@ -1,37 +1,51 @@
 """`segapp init`: examine a folder of images, and write a config for it, with the reason for each choice as a comment.
 
-`candidates` finds the possible layouts of the folder, `splitting` divides its images, `text` writes the config.
+`find_candidates` finds the possible layouts of the folder, `divided` divides its images, and `config_text` makes the
+config.
 """
 
+from __future__ import annotations
+
 import json
+import math
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from segapp.build.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, shared_images, shown
-from segapp.datasets.images.measure import measure_pixels
+from segapp.datasets.images.measure import PERCENTILES, config_values, measure_pixels
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.formats import DATASETS
-from segapp.errors import ConfigError, DataError, SegappError, storage_errors
-from segapp.onboarding.candidates import Found, choose, confirm, find_candidates, found_lines
-from segapp.onboarding.class_files import find_class_files, nearest_first
+from segapp.errors import ConfigError, DataError, SegappError, accepted_words, storage_errors
+from segapp.memory.gpus import count_visible_gpus
+from segapp.onboarding.annotations import (
+    find_coco,
+    find_cvat,
+    find_label_studio,
+    find_labelme,
+    find_supervisely,
+    find_yolo,
+)
+from segapp.onboarding.arrays import find_arrays
+from segapp.onboarding.class_files import find_class_files, nearest_first, pairs_of_format, published_layout
 from segapp.onboarding.content import MaskContent, read_contents
-from segapp.onboarding.conversion import refuse_foreign, write_files
-from segapp.onboarding.copies import classes_of_instances
-from segapp.onboarding.division import Division, divided
+from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
+from segapp.onboarding.division import TEST_VALIDATES, Division, divided
 from segapp.onboarding.encoding import IGNORED, MASK_KINDS, UNLABELLED, Classes, MaskChoices, read_classes
-from segapp.onboarding.hypotheses import common_beginning
-from segapp.onboarding.layout import Layout, Pair
-from segapp.onboarding.published import pairs_of_format
-from segapp.onboarding.questions import OpenQuestionError
-from segapp.onboarding.text import Facts, config_text
+from segapp.onboarding.hypotheses import CLOSE, common_beginning, find_layouts
+from segapp.onboarding.layout import SURE, Answer, Layout, OpenQuestionError, Pair, open_question
+from segapp.onboarding.pieces import classes_of_instances, find_pieces, find_rle
+from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
@@ -368,3 +382,338 @@ def _constant_endings(pairs: Sequence[Pair]) -> tuple[str, str] | None:
         common = common_beginning(image, mask).rstrip(".")
         endings.add((image[len(common) :], mask[len(common) :]))
     return endings.pop() if len(endings) == 1 else None
+
+
+MIN_CONFIDENCE = 0.04
+_MAX_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Found:
+    """The candidates of a folder, most likely first, and for each the unused tables and the reasons."""
+
+    candidates: Sequence[Layout]
+    unused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def find_candidates(tree: Tree) -> Found:
+    """Return the candidates of a folder; DataError if there are none, or if lists contradict each other."""
+    published = published_layout(tree)
+    if published is not None:
+        return Found([published])
+    tables = read_tables(tree)
+    layouts = [layout for layout in find_layouts(tree) if layout.confidence >= MIN_CONFIDENCE]
+    listed, unused_lists = paired_lists(tree, tables)
+    if listed is not None:
+        layouts = _next_to_table(listed, layouts)
+    else:
+        _refuse_channels(tree)
+    unused: dict[str, Mapping[str, str]] = {}
+    divided = []
+    for layout in layouts:
+        with_splits, unused_tables = with_listed_splits(tables, layout)
+        divided.append(with_splits)
+        unused[layout.name] = unused_lists | unused_tables
+    conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
+    found: list[Layout] = with_layouts(conversions, divided)
+    if not found:
+        raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
+    return Found(sorted(found, key=lambda one: -one.confidence), unused)
+
+
+def _refuse_channels(tree: Tree) -> None:
+    """Raise DataError for nnU-Net's cases of several files, of which a layout would read only one."""
+    known = set(tree.images)
+    for path in tree.images:
+        image, other = (path.replace("_0000.", ending) for ending in (".", "_0001."))
+        mask = re.sub("(^|/)images(?=[^/]*/[^/]*$)", r"\1labels", image)
+        if image not in known and {other, mask} <= known:
+            raise DataError(
+                f"{shown(path)} and {shown(other)} are channels of one image, as nnU-Net stores them: stack the "
+                f'channels of each image in one file, such as np.save("{shown(image.rpartition(".")[0])}.npy", '
+                "np.stack(channels, axis=-1)), and remove them, or keep only one channel"
+            )
+
+
+def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
+    """Return the layout of a table of pairs, and the other layouts that it neither contradicts nor repeats.
+
+    A table says which mask belongs to which image, so another pairing of the same masks by names is not used. A table
+    that lists only some of the pairs found by names, and no others, adds nothing.
+    """
+    said = listed.files
+    masks = {mask for _, mask in said}
+    for layout in layouts:
+        pairs = layout.files
+        if said < pairs and len(said) < 0.5 * len(pairs) and not any(pair.split for pair in listed.pairs):
+            return list(layouts)
+    others = [layout for layout in layouts if not masks & {pair.mask for pair in layout.pairs}]
+    return [listed, *(replace(one, confidence=0.85 * one.confidence) for one in others if one.confidence > 0.5)]
+
+
+def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
+    """Return the candidate with a name or number, or the most likely one; ask if the second is nearly as likely."""
+    if name is not None:
+        for number, candidate in enumerate(found, start=1):
+            if name in (candidate.name, str(number)):
+                return candidate
+        names = [shown(candidate.name) for candidate in found[:_MAX_SHOWN]]
+        raise ConfigError(f"--layout {name}: no such layout of {shown(root)}: {accepted_words(name, names)}")
+    close = [candidate for candidate in found if candidate.confidence >= CLOSE * found[0].confidence]
+    if len(close) == 1:
+        return found[0]
+    raise _layout_question(f"{shown(root)} can be read in {len(close)} ways", close)
+
+
+def confirm(root: Path, found: Sequence[Layout], chosen: Layout, name: str | None) -> None:
+    """Ask if an interpretation was not named and is not likely enough to be used without a question."""
+    if name is None and chosen.confidence < SURE:
+        question = f"no reading of {shown(root)} is likely enough to be used without a question"
+        raise _layout_question(question, [chosen, *(one for one in found[:_MAX_SHOWN] if one is not chosen)])
+
+
+def _layout_question(question: str, candidates: Sequence[Layout]) -> OpenQuestionError:
+    answers = [Answer(one.name, _evidence_of(one)) for one in candidates]
+    return open_question(question, "--layout", answers)
+
+
+def _evidence_of(candidate: Layout) -> str:
+    return f"{candidate.confidence:.0%} sure: {', '.join(candidate.evidence)}"
+
+
+def found_lines(found: Sequence[Layout], chosen: Layout) -> list[str]:
+    """Return lines that describe the findings and the other candidates."""
+    lines = [f"also possible: --layout {_described(one)}" for one in found[:_MAX_SHOWN] if one is not chosen]
+    return [f"layout: {_described(chosen)}", *lines]
+
+
+def _described(candidate: Layout) -> str:
+    return f"{shown(candidate.name)} ({_evidence_of(candidate)})"
+
+
+def _nothing_known(tree: Tree) -> str:
+    entries = sorted(entry.name for entry in tree.root.iterdir() if not entry.name.startswith("."))
+    there = ", ".join(shown(name) for name in entries[:8]) + (" and more" if len(entries) > 8 else "")
+    return (
+        f"{shown(tree.root)} has no images with masks that belong together by their names, and no known "
+        f"annotations: it holds {there or 'nothing'} {tree.described()}give every mask the name of its image, such as "
+        "images/a.jpg and masks/a.png, or write train.txt and val.txt with an image and its mask a line"
+    )
+
+
+CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
+    "COCO": find_coco,
+    "YOLO": find_yolo,
+    "labelme": find_labelme,
+    "Label Studio": find_label_studio,
+    "CVAT": find_cvat,
+    "Supervisely": find_supervisely,
+    "tables of run lengths": find_rle,
+    "arrays": find_arrays,
+    "several masks for each image": find_pieces,
+}
+"""Each returns its findings in a folder: nothing, a layout, or one layout per possible interpretation."""
+
+
+def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list[str]]:
+    """Return the results of the converters, and the reasons why a converter cannot read its annotations.
+
+    Existing masks are preferred to masks that a converter draws, but not to other interpretations of these masks.
+    Without masks, DataError is raised if a converter needs a package that is not installed.
+    """
+    found: list[Layout] = []
+    problems, known = [], set(tree.images)
+    for title, convert in CONVERTERS.items():
+        try:
+            result = convert(tree)
+        except DataError as error:
+            if not has_masks:
+                raise
+            problems.append(str(error))
+            continue
+        except UNUSABLE as error:
+            problems.append(f"the annotations look like {title}, but cannot be read: {problem_of(error)}")
+            continue
+        for reading in [result] if isinstance(result, Layout) else result or ():
+            is_new = reading.is_drawn and not set(reading.sources) & known
+            confidence = (0.85 if has_masks and is_new else 1.0) * reading.confidence
+            found.append(replace(reading, confidence=confidence))
+    return found, problems
+
+
+def with_layouts(readings: Sequence[Layout], layouts: Sequence[Layout]) -> list[Layout]:
+    """Return interpretations and layouts without repetitions.
+
+    A layout is left out if a conversion makes its masks from all of the layout's (one of several classes), because the
+    conversion reads more. A conversion of several masks per image is left out if a layout has the same pairs.
+    """
+    pairs = {layout.files for layout in layouts}
+    kept = [one for one in readings if one.is_drawn or one.files not in pairs]
+    for layout in layouts:
+        masks = {pair.mask for pair in layout.pairs}
+        if not any(one.is_drawn and masks.issubset(one.sources) for one in readings):
+            kept.append(layout)
+    return kept
+
+
+LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device
+RARE_SHARE = 0.01  # share of the pixels below which class weights are proposed
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a data set; `root` is the folder of its images, `keys` are further keys of the `data` section.
+
+    The pixels of 8-bit RGB images are None.
+    """
+
+    name: str
+    root: Path
+    format: str
+    keys: Mapping[str, str]
+    division: Division
+    classes: Classes
+    content: MaskContent
+    pixels: PixelFormat | None = None
+    leads_outside: bool = False
+    fold: int | None = None
+
+
+def config_text(facts: Facts) -> str:
+    """Return a config as YAML with comments."""
+    content, division = facts.content, facts.division
+    height, width = content.median_px
+    train, val = len(division.train), len(division.val)
+    if facts.fold is not None:
+        train, val = (len(division.lists[f"fold{facts.fold}-{split}"]) for split in ("train", "val"))
+    header = [
+        f"Made by segapp init from {shown(facts.root)}",
+        f"Format {facts.format}, {train} training and {val} validation images of about {height} x {width}",
+        f"{content.num_masks} of {content.num_all} masks were read. Review class names, crop_px and epochs first;",
+        "check the data: segapp check --config FILE",
+        *division.lines,
+        *(f"note: {note}" for note in facts.classes.notes),
+    ]
+    return "".join(f"{line}\n" for line in (*(f"# {printable(line)}" for line in header), *_lines(facts)))
+
+
+def _line(text: str, reason: str = "") -> str:
+    """Return a line of a config, with the reason for its value as a comment."""
+    return f"{text}  # {printable(reason)}" if reason else text
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+_GPU_MODEL = """\
+  name: deeplabv3_resnet50  # accurate; deeplabv3_mobilenet_v3_large is five times faster
+  weights_backbone: IMAGENET1K_V1  # downloaded once; null trains from scratch"""
+_CPU_MODEL = "  name: lraspp_mobilenet_v3_large  # no GPU here: the fastest model, from scratch"
+_MULTILABEL_LOSS = """\
+  name: bce  # a pixel may have several classes, or none
+  plus: [{name: dice}]  # counts small classes as much as large ones"""
+
+
+def _lines(facts: Facts) -> Iterator[str]:
+    """Yield the sections of a config, each without its last line break."""
+    content, num_train = facts.content, len(facts.division.train)
+    num_gpus = count_visible_gpus()
+    (height, width), crop_reason = _crop(content)
+    batch, batch_reason = _batch(num_gpus, num_train)
+    steps = max(1, num_train // batch)
+    wanted = 20_000 if num_gpus else 2_000
+    epochs = min(300, max(10, round(wanted / steps)))
+    yield f"name: {_quoted(facts.name)}"
+    yield from _data_lines(facts)
+    yield f"  crop_px: [{height}, {width}]  # {crop_reason}"
+    if sum(h * w * 4 for h, w in content.sizes_px) / len(content.sizes_px) * num_train < 2 << 30:
+        yield "  cache: ram  # the decoded data set needs less than 2 GiB"
+    yield "model:\n  library: torchvision"
+    yield _GPU_MODEL if num_gpus else _CPU_MODEL
+    yield "loss:"
+    if "multilabel" in facts.keys:
+        yield _MULTILABEL_LOSS
+    else:
+        yield "  name: ce"
+        counts = [count for value, count in content.pixels.items() if facts.classes.class_of(value) is not None]
+        rarest = min(counts, default=0) / max(1, sum(counts))
+        if len(counts) > 1 and rarest < RARE_SHARE:
+            yield f"  class_weights: enet  # the rarest class has {rarest:.2%} of the pixels"
+    yield f"""\
+optim:
+  name: adamw
+  lr: {5e-4 * math.sqrt(batch / 8):.1e}  # 5e-4 x sqrt(batch_size / 8)
+  weight_decay: 0.01
+schedule:
+  name: poly
+  power: 0.9
+  warmup_steps: {min(500, max(20, epochs * steps // 20))}  # 5 % of the run, at most 500
+train:
+  epochs: {epochs}  # about {epochs * steps} steps, {steps} per epoch
+  batch_size: {batch}  # {batch_reason}"""
+    yield f"eval:\n  every_epochs: {max(1, epochs // 20)}  # about twenty evaluations"
+    largest_px = max(h * w for h, w in content.sizes_px)
+    if largest_px > LARGE_PX:
+        yield f"  slide: true  # windows of crop_px: the largest image has {largest_px / 1e6:.0f} Mpx"
+
+
+def _crop(content: MaskContent) -> tuple[tuple[int, int], str]:
+    """Return height and width of the crop, multiples of 32 that 90 % of the images reach, and the reason."""
+    cap = 768 if min(content.median_px) >= 900 else 512
+    sides = []
+    for axis in (0, 1):
+        lengths = sorted(size[axis] for size in content.sizes_px)
+        small = lengths[len(lengths) // 10]
+        sides.append(max(32, min(cap, small // 32 * 32)))
+    return (sides[0], sides[1]), f"a multiple of 32 that 90 % of the images reach, at most {cap}"
+
+
+def _batch(num_gpus: int, num_train: int) -> tuple[int, str]:
+    per_device = 8 if num_gpus else 4
+    batch = min(per_device * max(1, num_gpus), max(1, num_train))
+    if num_gpus:
+        return batch, f"{per_device} for each of {num_gpus} GPUs; the largest that fits: segapp plan --config FILE"
+    return batch, "small, because there is no GPU"
+
+
+def _data_lines(facts: Facts) -> Iterator[str]:
+    """Yield the lines on the locations of the files and the contents of the masks."""
+    yield "data:"
+    yield f"  format: {facts.format}"
+    yield f"  root: {_quoted(str(facts.root))}"
+    if facts.leads_outside:
+        yield _line("  allow_outside_root: true", "links lead outside: remove this line if you do not trust them")
+    for key, value in facts.keys.items():
+        yield f"  {key}: {_quoted(value)}"
+    if facts.pixels is not None:
+        values = config_values(facts.pixels)
+        yield _line(f"  bands: {values['bands']}", "pictures show the first three as RGB: reorder them to choose")
+        yield _line(f"  dtype: {values['dtype']}", "as in the image files")
+        low, high = PERCENTILES
+        yield _line(f"  value_range: {values['value_range']}", f"{low:g} % and {high:g} % of the values, measured")
+    words = facts.division.words
+    if facts.fold is not None:
+        words = {split: f"fold{facts.fold}-{split}" for split in words}
+    if facts.format != "list" or facts.fold is not None:
+        for (split, own), key in zip(words.items(), ("train", "val"), strict=True):
+            if own not in (key, DATASETS[facts.format].splits.get(key)):
+                yield _line(f"  {key}_split: {_quoted(own)}", "" if split == key else TEST_VALIDATES)
+    yield from _class_lines(facts)
+
+
+def _class_lines(facts: Facts) -> Iterator[str]:
+    classes = facts.classes
+    if DATASETS[facts.format].names:
+        yield f"  # classes: {classes.names_reason}"
+        return
+    names = yaml.safe_dump(list(classes.names), default_flow_style=True, width=10**9, allow_unicode=True).strip()
+    yield _line(f"  classes: {names}", classes.names_reason)
+    if classes.palette:
+        yield "  rgb_masks: true"
+        yield _line(f"  palette: {[list(color) for color in classes.palette]}", classes.palette_reason)
+    if classes.label_map:
+        mapping = ", ".join(f"{value}: {to}" for value, to in classes.label_map.items())
+        yield _line(f"  label_map: {{{mapping}}}", classes.label_map_reason)
+    if classes.ignore_index is not None:
+        yield f"  ignore_index: {classes.ignore_index}"

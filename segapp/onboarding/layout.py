@@ -1,12 +1,15 @@
 """An interpretation of a data folder: which files are images and masks, and how missing masks are made."""
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from segapp.errors import DataError
 
 Item = TypeVar("Item")
 Mask = NDArray[np.uint8]
@@ -88,3 +91,43 @@ def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
 def by_image(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
     """Return pairs sorted by the bytes of their image paths."""
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.image)))
+
+
+SURE = 0.6  # confidence below which the user is asked about an interpretation, even if there is no other
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One possible answer: the value of the option, and its meaning in words."""
+
+    value: str
+    words: str
+
+
+class OpenQuestionError(DataError):
+    """A folder has several plausible interpretations, or an unlikely one, and no option chooses one.
+
+    In a terminal the question is asked; in a pipe, the message names the option and its possible values.
+
+    Attributes:
+        question: the sentence without the answers.
+        option: the option that answers it, such as `--layout`.
+        answers: the possible values, most likely first.
+    """
+
+    question: str = ""
+    option: str = ""
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def attribute(self) -> str:
+        """Name of the attribute of `InitRequest` that holds the answer."""
+        return self.option.lstrip("-").replace("-", "_")
+
+
+def open_question(question: str, option: str, answers: Sequence[Answer], advice: str = "") -> OpenQuestionError:
+    """Return the error for a question, a sentence without an end mark; the first answer is the most likely one."""
+    listed = "; ".join(f"{option} {shlex.quote(answer.value)} ({answer.words})" for answer in answers)
+    error = OpenQuestionError(f"{question}: answer with {listed}" + (f"; {advice}" if advice else ""))
+    error.question, error.option, error.answers = question, option, tuple(answers)
+    return error

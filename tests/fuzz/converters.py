@@ -21,8 +21,7 @@ import numpy as np
 
 from segapp.errors import SegappError
 from segapp.onboarding.conversion import write_files
-from segapp.onboarding.converters import CONVERTERS, find_conversions
-from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.init import CONVERTERS, InitRequest, find_conversions, propose_config
 from segapp.onboarding.tree import survey_tree
 from tests.support import drawn_annotations as drawn
 from tests.support.drawn_folders import draw_image, draw_mask

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from segapp.errors import ConfigError
 from segapp.onboarding.division import EACH_IMAGE, Grouping, divide, divide_into_folds, find_shared_groups, group_pairs
-from segapp.onboarding.layout import Pair
-from segapp.onboarding.questions import OpenQuestionError
+from segapp.onboarding.layout import OpenQuestionError, Pair
 
 
 def pairs_of(*images: str) -> list[Pair]:

@@ -20,7 +20,7 @@ from segapp.errors import DataError
 from segapp.onboarding.class_files import ClassFile
 from segapp.onboarding.content import read_contents
 from segapp.onboarding.encoding import Classes, MaskChoices, read_classes
-from segapp.onboarding.questions import OpenQuestionError
+from segapp.onboarding.layout import OpenQuestionError
 
 NAMES = ("ground", "road", "car", "sky", "tree", "wall", "pole", "sign")
 VOID = ("void", "Unlabelled", "ignore", "no data", "unknown")

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.layout import OpenQuestionError
 from segapp.onboarding.pieces import combine, overlap_share
-from segapp.onboarding.questions import OpenQuestionError
 from tests.support.drawn_folders import IDS, draw_image, draw_mask, proposed, seeded, targets_read
 
 HEIGHT, WIDTH = 48, 64

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.questions import OpenQuestionError
-from segapp.onboarding.rle import decode_starts
+from segapp.onboarding.layout import OpenQuestionError
+from segapp.onboarding.pieces import decode_starts
 from tests.support.drawn_folders import draw_image, proposed, seeded, targets_read
 
 TALL, WIDE = (48, 64), (40, 96)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from segapp.datasets.layouts.published_classes import PUBLISHED
-from segapp.onboarding.published import PALETTES, recognise
+from segapp.onboarding.class_files import PALETTES, recognise
 from tests.support.drawn_folders import IDS, SIZE, draw, draw_image, draw_mask, proposed
 
 NAMES = [f"{number:04}" for number in range(10)]

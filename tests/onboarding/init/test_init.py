@@ -15,7 +15,7 @@ from segapp.config import RunConfig, load_config
 from segapp.datasets.layouts.formats import DataLocation, find_pairs
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.questions import OpenQuestionError
+from segapp.onboarding.layout import OpenQuestionError
 from tests.support import drawn_folders
 from tests.support.drawn_folders import BINARY, listing
 from tests.support.runs import segapp
@@ -183,7 +183,7 @@ def test_large_images_are_evaluated_in_windows_workers_auto(tmp_path: Path, monk
     both(tmp_path / "d", "images", "masks", np.arange(3, dtype=np.uint8))
     config = proposed(tmp_path / "d", tmp_path)
     assert (config.data.workers, config.eval.slide) == ("auto", False)
-    monkeypatch.setattr("segapp.onboarding.text.LARGE_PX", 80 * 112 - 1)
+    monkeypatch.setattr("segapp.onboarding.init.LARGE_PX", 80 * 112 - 1)
     assert proposed(tmp_path / "d", tmp_path, force=True).eval.slide
 
 

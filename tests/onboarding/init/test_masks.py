@@ -16,7 +16,7 @@ from segapp.build.pairs import build_scheme, split_names
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.questions import OpenQuestionError
+from segapp.onboarding.layout import OpenQuestionError
 from tests.support.drawn_folders import BINARY, SIZE, draw, draw_image, draw_mask, proposed
 
 NAMES = [f"{number:04}" for number in range(10)]

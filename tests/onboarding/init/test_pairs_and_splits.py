@@ -16,7 +16,7 @@ from segapp.build.pairs import build_pairs, split_names
 from segapp.config import load_config
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, InitResult, propose_config
-from segapp.onboarding.questions import OpenQuestionError
+from segapp.onboarding.layout import OpenQuestionError
 from segapp.onboarding.tables import Table, paired_lists, read_table, split_of_words, with_listed_splits
 from segapp.onboarding.tree import Tree
 from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, proposed

@@ -18,7 +18,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import SegappError
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.questions import OpenQuestionError
+from segapp.onboarding.layout import OpenQuestionError
 from tests.support.layouts.canvas import Picture, Truth, thumbnail
 from tests.support.layouts.layout import Ask, DrawnLayout, Read, Refuse
 
