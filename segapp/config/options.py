@@ -132,12 +132,12 @@ class BuiltIn:
 
 LOSSES: Mapping[str, BuiltIn] = {
     "ce": BuiltIn("segapp.losses.cross_entropy:CriterionCE", CrossEntropyOptions),
-    "ohem": BuiltIn("segapp.losses.ohem:CriterionOHEM", OhemOptions),
-    "bce": BuiltIn("segapp.losses.binary:CriterionBCE", BinaryOptions),
+    "ohem": BuiltIn("segapp.losses.pixel_losses:CriterionOHEM", OhemOptions),
+    "bce": BuiltIn("segapp.losses.pixel_losses:CriterionBCE", BinaryOptions),
     "dice": BuiltIn("segapp.losses.overlap:CriterionDice", DiceOptions),
     "tversky": BuiltIn("segapp.losses.overlap:CriterionTversky", TverskyOptions),
-    "focal": BuiltIn("segapp.losses.focal:CriterionFocal", FocalOptions),
-    "lovasz": BuiltIn("segapp.losses.lovasz:CriterionLovasz"),
+    "focal": BuiltIn("segapp.losses.pixel_losses:CriterionFocal", FocalOptions),
+    "lovasz": BuiltIn("segapp.losses.overlap:CriterionLovasz"),
     "mask_classification": BuiltIn("segapp.losses.mask_classification:CriterionMaskClassification"),
 }
 OPTIMIZERS: Mapping[str, BuiltIn] = {

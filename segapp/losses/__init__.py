@@ -15,7 +15,7 @@ from segapp.losses.additive import (
     Statistics as Statistics,
     surrogate as surrogate,
 )
-from segapp.losses.binary import CriterionBCE as CriterionBCE
+from segapp.losses.pixel_losses import CriterionBCE as CriterionBCE
 from segapp.losses.confusion import (
     Scores as Scores,
     upsample_argmax as upsample_argmax,
@@ -36,9 +36,9 @@ from segapp.losses.distillation import (
     pair_wise_difference as pair_wise_difference,
     pixel_wise_divergence as pixel_wise_divergence,
 )
-from segapp.losses.focal import CriterionFocal as CriterionFocal
-from segapp.losses.fused.views import LogitsTile as LogitsTile, View as View
-from segapp.losses.lovasz import CriterionLovasz as CriterionLovasz
+from segapp.losses.pixel_losses import CriterionFocal as CriterionFocal
+from segapp.losses.confusion import LogitsTile as LogitsTile, View as View
+from segapp.losses.overlap import CriterionLovasz as CriterionLovasz
 from segapp.losses.mask_classification import CriterionMaskClassification as CriterionMaskClassification
-from segapp.losses.ohem import CriterionOHEM as CriterionOHEM
+from segapp.losses.pixel_losses import CriterionOHEM as CriterionOHEM
 from segapp.losses.overlap import CriterionDice as CriterionDice, CriterionTversky as CriterionTversky

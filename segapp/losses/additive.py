@@ -273,7 +273,6 @@ def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Stat
     """Return a scalar whose gradient is this chunk's exact share of the gradient of the loss of the whole step.
 
     Use it in your own DDP or gradient-accumulation loop: compute the statistics of each chunk, add them over ranks and
-    Use it in your own DDP or gradient-accumulation loop: compute the statistics of each chunk, add them over ranks and
     micro-batches to `totals`, and call `backward()` on the surrogate of each chunk. Its value is not the loss, which is
     `criterion.finalize(totals)`. It is the sum over statistics s of (d finalize / d s at `totals`) times s, so it is
     exact for any `finalize` by the chain rule. Second derivatives are exact for linear criteria only.

@@ -24,7 +24,7 @@ from segapp.losses.fused.checks import (
     is_simulated,
     needs_plain_operators,
 )
-from segapp.losses.fused.kernel_shapes import MAX_CLASSES, KernelError
+from segapp.losses.fused.kernels import MAX_CLASSES, KernelError, has_kernels, load_kernels, note_failure
 from segapp.losses.fused.pixel_sums import CrossEntropySums, PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import (
     compute_dtype,
@@ -32,7 +32,6 @@ from segapp.losses.fused.reference import (
     soft_cross_entropy_sums,
     target_weight_sum,
 )
-from segapp.losses.fused.triton_trial import has_kernels, load_kernels, note_failure
 
 Implementation = Literal["auto", "reference", "bands", "triton", "sums"]
 """Implementation of the loss; "auto" chooses by device, sizes and number of classes."""

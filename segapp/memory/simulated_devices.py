@@ -39,7 +39,7 @@ from segapp.compat.torch import (
     without_autocast,
     without_dispatch_modes,
 )
-from segapp.losses.fused.kernel_shapes import buffers_of
+from segapp.losses.fused.kernels import buffers_of
 from segapp.losses.fused.reference import compute_dtype
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
 

@@ -17,8 +17,8 @@ from segapp.losses import (
     cross_entropy,
     upsample_cross_entropy,
 )
-from segapp.losses.fused import checks, triton_trial
-from segapp.losses.fused.kernel_shapes import buffers_of
+from segapp.losses.fused import checks, kernels
+from segapp.losses.fused.kernels import buffers_of
 
 DEVICE = os.environ.get("SEGAPP_GPU_TESTS_ON", "cuda:0")
 IS_GPU = DEVICE.startswith("cuda")
@@ -44,7 +44,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-6, torch.float16: 1e-3, tor
 def _kernels_run():
     """Without this, a card on which Triton fails would pass by the fallback."""
     yield
-    assert not IS_GPU or triton_trial._results.get(torch.device(DEVICE), None) is None
+    assert not IS_GPU or kernels._results.get(torch.device(DEVICE), None) is None
 
 
 def draw(shape, C, dtype=torch.float32, channels_last=False, seed=0):

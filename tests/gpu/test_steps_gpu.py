@@ -14,7 +14,7 @@ import torch
 
 from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
-from segapp.losses.fused.triton_trial import load_kernels
+from segapp.losses.fused.kernels import load_kernels
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.graph import WARM_UP_STEPS
 from tests.gpu.figures_training import (

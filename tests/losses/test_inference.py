@@ -111,7 +111,7 @@ def test_tiles_are_averaged_where_they_overlap():
 
 @pytest.mark.parametrize("band_bytes", [1, 1 << 25])
 def test_tiles_in_rows_and_columns_are_averaged(band_bytes, monkeypatch):
-    monkeypatch.setattr("segapp.losses.fused.views.CPU_BAND_BYTES", band_bytes)
+    monkeypatch.setattr("segapp.losses.confusion.CPU_BAND_BYTES", band_bytes)
     generator = torch.Generator().manual_seed(7)
     total, count = torch.zeros(1, 3, 12, 13, dtype=torch.float64), torch.zeros(12, 13, dtype=torch.float64)
     tiles = []

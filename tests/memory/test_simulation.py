@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from segapp.losses.lovasz import HELD_BYTES, SORT_BYTES
+from segapp.losses.overlap import HELD_BYTES, SORT_BYTES
 from tests.support import ROOT
 from tests.support.simulated_cases import TRAININGS
 

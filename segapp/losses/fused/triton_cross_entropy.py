@@ -20,7 +20,7 @@ from segapp.accelerator import accelerator_of, wide_sum
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
-from segapp.losses.fused.kernel_shapes import KernelError, block_shape, buffers_of
+from segapp.losses.fused.kernels import KernelError, block_shape, buffers_of
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.triton_kernels import bad_ids_kernel, gather_kernel, loss_kernel
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from segapp.losses import CriterionCE, CriterionLovasz, lovasz
+from segapp.losses import CriterionCE, CriterionLovasz, overlap
 from segapp.losses.fused import bands
 from segapp.losses.fused import pixel_sums as sums
-from segapp.losses.lovasz import lovasz_of_image
+from segapp.losses.overlap import lovasz_of_image
 from tests.support.loss_cases import criteria, draw, relative_error
 
 NAMES = list(criteria())
@@ -31,7 +31,7 @@ def gradients(criterion, logits, target):
 
 def plain(monkeypatch):
     monkeypatch.setattr(sums, "FULL_BYTES", 1 << 60)
-    monkeypatch.setattr(lovasz, "is_eager", lambda _: False)
+    monkeypatch.setattr(overlap, "is_eager", lambda _: False)
 
 
 @pytest.mark.sampled(2)

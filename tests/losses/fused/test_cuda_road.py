@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import CriterionLovasz, CriterionOHEM, lovasz, ohem
-from segapp.losses.fused import checks, triton_trial
+from segapp.losses import CriterionLovasz, CriterionOHEM, overlap, pixel_losses
+from segapp.losses.fused import checks, kernels
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
 from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import _cached_grid, products_are_exact
-from segapp.losses.fused.kernel_shapes import Buffers, block_shape, buffers_of
+from segapp.losses.fused.kernels import Buffers, block_shape, buffers_of
 from segapp.losses.fused.reference import cross_entropy_sums
 from tests.support.gpu.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
 from tests.support.loss_cases import class_weight, criteria, draw, relative_error
@@ -24,7 +24,7 @@ NAMES = list(criteria())
 @pytest.fixture
 def _without_triton(monkeypatch):
     take_cuda_road(monkeypatch)
-    monkeypatch.setattr(triton_trial, "_IS_INSTALLED", False)
+    monkeypatch.setattr(kernels, "_IS_INSTALLED", False)
 
 
 def gradient_of(criterion, logits, target):
@@ -86,7 +86,7 @@ def test_sums_by_bin_match_a_matrix_product(columns):
     bins[:3000] = 2
     terms = [torch.rand(5000, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
     one_hot = torch.nn.functional.one_hot(bins, 9).double()
-    sums = ohem.sums_by_bin(terms, bins, 9, columns)
+    sums = pixel_losses.sums_by_bin(terms, bins, 9, columns)
     slopes = torch.rand(9, dtype=torch.float64, generator=generator)
     for term, mine in zip(terms, sums, strict=True):
         assert relative_error(mine.detach(), term.detach() @ one_hot) < 1e-14
@@ -101,7 +101,12 @@ def test_ohem_statistics_of_parts_add_up_exactly_in_counts():
     parts = [criterion.statistics(logits[i : i + 1], target[i : i + 1]) for i in range(4)]
     assert torch.equal(sum(part[2] for part in parts), whole[2])
     assert relative_error(sum(part[0].double() for part in parts), whole[0]) < 1e-6
-    assert whole[0].shape == whole[1].shape == whole[2].shape == (1, ohem.HardnessHistogram(0.6931472, None).num_bins)
+    assert (
+        whole[0].shape
+        == whole[1].shape
+        == whole[2].shape
+        == (1, pixel_losses.HardnessHistogram(0.6931472, None).num_bins)
+    )
 
 
 @pytest.mark.usefixtures("_without_triton")
@@ -109,8 +114,8 @@ def test_lovasz_launches_grow_with_sorts_not_with_classes(monkeypatch):
     totals = {}
     for classes_at_once in (19, 1):
         logits, target = draw(4, 19, (8, 8), (64, 64), dtype=torch.float32)
-        budget = classes_at_once * lovasz.BYTES_OF_A_SORTED_PIXEL * target.numel()
-        monkeypatch.setattr(lovasz, "CPU_SORT_BYTES", budget)
+        budget = classes_at_once * overlap.BYTES_OF_A_SORTED_PIXEL * target.numel()
+        monkeypatch.setattr(overlap, "CPU_SORT_BYTES", budget)
         gradient_of(CriterionLovasz(), logits, target)  # makes the tables of the interpolation
         with LaunchCounter() as counter:
             gradient_of(CriterionLovasz(), logits, target)
@@ -124,8 +129,8 @@ def test_lovasz_launches_grow_with_sorts_not_with_classes(monkeypatch):
 def test_lovasz_of_any_grouping_is_the_same(images_at_once, monkeypatch):
     logits, target = draw(5, low=(5, 6), high=(17, 23))
     truth = gradient_of(CriterionLovasz(), logits, target)
-    monkeypatch.setattr(lovasz, "HELD_BYTES", images_at_once * 4 * 17 * 23 * 8)
-    monkeypatch.setattr(lovasz, "CPU_SORT_BYTES", 3 * lovasz.BYTES_OF_A_SORTED_PIXEL * 17 * 23 * images_at_once)
+    monkeypatch.setattr(overlap, "HELD_BYTES", images_at_once * 4 * 17 * 23 * 8)
+    monkeypatch.setattr(overlap, "CPU_SORT_BYTES", 3 * overlap.BYTES_OF_A_SORTED_PIXEL * 17 * 23 * images_at_once)
     for mine, theirs in zip(gradient_of(CriterionLovasz(), logits, target), truth, strict=True):
         assert relative_error(mine, theirs) < 1e-13
 

@@ -11,7 +11,7 @@ import torch
 from segapp.losses import cross_entropy
 from segapp.losses.fused import checks
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
-from segapp.losses.fused.kernel_shapes import buffers_of
+from segapp.losses.fused.kernels import buffers_of
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated_devices import simulated_ledger
 from tests.support import ROOT

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import CriterionCE, lovasz, upsample_argmax, upsample_confusion
+from segapp.losses import CriterionCE, overlap, upsample_argmax, upsample_confusion
 from segapp.losses.fused import bands
 from segapp.losses.fused import pixel_sums as sums
 from segapp.losses.fused.bands import sweep_bands
@@ -119,7 +119,7 @@ def test_criteria_with_any_threads_match_the_full_resolution(num_threads, name, 
     torch.set_num_threads(num_threads)
     ours = slope_of(lambda x: criterion(x, target), logits)
     monkeypatch.setattr(sums, "FULL_BYTES", 1 << 60)
-    monkeypatch.setattr(lovasz, "is_eager", lambda _: False)
+    monkeypatch.setattr(overlap, "is_eager", lambda _: False)
     torch.set_num_threads(1)
     for mine, truth in zip(ours, slope_of(lambda x: criterion(x, target), logits), strict=True):
         assert relative_error(mine, truth) < 1e-11

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from segapp.losses import cross_entropy, lovasz, ohem
-from segapp.losses.fused import bands, grid, reference, triton_trial
+from segapp.losses import cross_entropy, overlap, pixel_losses
+from segapp.losses.fused import bands, grid, kernels, reference
 
 
 def take_cuda_road(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,8 +17,8 @@ def take_cuda_road(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "BAND_DEVICES", frozenset())
     monkeypatch.setattr(bands, "plan_sweep", lambda *_: (bands.BlockSweep, 1))
     monkeypatch.setattr(bands, "CPU_BAND_BYTES", bands.DEVICE_BAND_BYTES)
-    monkeypatch.setattr(lovasz, "CPU_SORT_BYTES", lovasz.SORT_BYTES)
-    monkeypatch.setattr(ohem, "CPU_COLUMNS", ohem.DEVICE_COLUMNS)
+    monkeypatch.setattr(overlap, "CPU_SORT_BYTES", overlap.SORT_BYTES)
+    monkeypatch.setattr(pixel_losses, "CPU_COLUMNS", pixel_losses.DEVICE_COLUMNS)
     for module in (grid, reference):
         monkeypatch.setattr(module, "products_are_exact", lambda: False)
     forget_trials(monkeypatch)
@@ -26,8 +26,8 @@ def take_cuda_road(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first use of the Triton kernels be tried again, and its warning be shown again."""
-    monkeypatch.setattr(triton_trial, "_results", {})
-    monkeypatch.setattr(triton_trial, "_warned", set())
+    monkeypatch.setattr(kernels, "_results", {})
+    monkeypatch.setattr(kernels, "_warned", set())
 
 
 class LaunchCounter(TorchDispatchMode):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from segapp.losses import cross_entropy, upsample_cross_entropy
-from segapp.losses.fused import kernel_shapes, triton_trial
+from segapp.losses.fused import kernels
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import raise_reported
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
@@ -44,7 +44,7 @@ def check(case, seed):
     weight = (0.1 + torch.rand(C, generator=generator)).double() if weighted else None
     options = CrossEntropySettings(align_corners, 255, smoothing)
     # In some cases threads take several cells, as they do in large images; in the others they share cells.
-    kernel_shapes._MANY_THREADS = 1 if seed % 5 % 2 else 1 << 15
+    kernels._MANY_THREADS = 1 if seed % 5 % 2 else 1 << 15
     ids = target.to(TARGETS[seed % 3] if C <= 256 else TARGETS[1 + seed % 2])
     loss_sum, weight_sum, gradient = cross_entropy_by_triton(logits, ids, weight, options, with_gradient=True)
     x = logits.double().requires_grad_()
@@ -88,7 +88,7 @@ def check_automatic_choice():
         loss_sum, weight_sum = upsample_cross_entropy(x, target, label_smoothing=0.1, implementation=implementation)
         (loss_sum / weight_sum).backward()
         results.append([loss_sum.detach(), weight_sum, x.grad])
-    assert triton_trial._results == {torch.device("cpu"): None}
+    assert kernels._results == {torch.device("cpu"): None}
     for one, two in zip(results[0], results[1], strict=True):
         assert torch.equal(one, two)
     for mine, truth in zip(results[0], results[2], strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from segapp.losses.fused import triton_trial
+from segapp.losses.fused import kernels
 from tests.support import ROOT
 from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
@@ -55,11 +55,11 @@ def take_the_road() -> None:
     _patches.enter_context(kernels_on_the_cpu())
     path = Path(os.environ[FACTS_VARIABLE]) / f"{os.getpid()}.json"
     counts: collections.Counter[str] = collections.Counter()
-    launch, normalize, warn = triton_cross_entropy._launch, sync_batchnorm._normalized, triton_trial._warn
+    launch, normalize, warn = triton_cross_entropy._launch, sync_batchnorm._normalized, kernels._warn
 
     def note(what: str) -> None:
         counts[what] += 1
-        state = {str(device): reason for device, reason in triton_trial._results.items()}
+        state = {str(device): reason for device, reason in kernels._results.items()}
         path.write_text(json.dumps({"rank": os.environ.get("RANK"), **counts, "kernels": state}))
 
     def noted_launch(logits: Any, target: Any, *rest: Any) -> None:
@@ -78,7 +78,7 @@ def take_the_road() -> None:
 
     triton_cross_entropy._launch = noted_launch
     sync_batchnorm._normalized = noted_normalize
-    triton_trial._warn = noted_warning
+    kernels._warn = noted_warning
 
 
 def train_cases(path: Path) -> None:

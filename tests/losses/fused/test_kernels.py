@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from segapp.losses import CriterionCE, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation
-from segapp.losses.fused import checks, triton_trial
+from segapp.losses.fused import checks, kernels
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
-from segapp.losses.fused.kernel_shapes import KernelError
+from segapp.losses.fused.kernels import KernelError
 from segapp.parallel import DataParallelCriterion
 from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.loss_cases import draw, relative_error
@@ -33,7 +33,7 @@ def _cuda_road(monkeypatch):
 
 @pytest.fixture
 def _trial_succeeds(monkeypatch):
-    monkeypatch.setattr(triton_trial, "_try", lambda _: None)
+    monkeypatch.setattr(kernels, "_try", lambda _: None)
 
 
 @contextlib.contextmanager
@@ -110,17 +110,17 @@ def test_failed_launch_after_the_trial_falls_back(where, monkeypatch):
             loss.backward()
             results = [(loss.detach(), x.grad)]
         elif where == "backward":
-            monkeypatch.setattr(triton_trial, "_results", {CPU: "not used yet"})
+            monkeypatch.setattr(kernels, "_results", {CPU: "not used yet"})
             x = logits.clone().requires_grad_()
             loss = checkpoint(CriterionCE(label_smoothing=0.1), x, target, use_reentrant=True)
-            triton_trial._results.clear()
+            kernels._results.clear()
             loss.backward()  # computes the loss again, in autograd's thread
             results = [(loss.detach(), x.grad)]
         else:
             results = [loss_and_gradient(logits, target) for _ in range(3)]
     check_results(results, logits, target)
     assert ["No space left" in str(warning.message) for warning in shown] == [True]
-    assert triton_trial._results == {CPU: "OSError: [Errno 28] No space left on device"}
+    assert kernels._results == {CPU: "OSError: [Errno 28] No space left on device"}
 
 
 @pytest.mark.usefixtures("_trial_succeeds")
@@ -134,7 +134,7 @@ def test_empty_batch_leaves_the_kernels_on(implementation):
         loss_sum.backward()
     assert (float(loss_sum.detach()), float(weight_sum), x.grad.shape) == (0, 0, x.shape)
     assert shown == []
-    assert triton_trial._results == {CPU: None}
+    assert kernels._results == {CPU: None}
     assert choose_implementation(logits, target) == "triton"
 
 
@@ -149,7 +149,7 @@ def test_error_of_own_code_keeps_the_kernels_on(monkeypatch):
     (warning,) = (str(each.message) for each in shown)
     assert "defect of segapp" in warning
     assert "compiler" not in warning
-    assert triton_trial._results == {CPU: None}
+    assert kernels._results == {CPU: None}
     assert choose_implementation(logits, target) == "triton"
 
 
@@ -161,10 +161,10 @@ def test_trial_runs_once_however_many_threads_ask(monkeypatch):
         threading.Event().wait(0.05)
         raise KernelError(device, RuntimeError("no driver"))
 
-    monkeypatch.setattr(triton_trial, "_try", slow)
+    monkeypatch.setattr(kernels, "_try", slow)
     with all_warnings() as shown:
         found = []
-        threads = [threading.Thread(target=lambda: found.append(triton_trial.has_kernels(CPU))) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: found.append(kernels.has_kernels(CPU))) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -185,13 +185,13 @@ def test_out_of_memory_is_no_reason_to_fall_back(error, monkeypatch):
     monkeypatch.setattr(triton_cross_entropy, "_launch", full)
     with pytest.raises(type(error), match="out of memory"):
         loss_and_gradient(*draw(2))
-    assert triton_trial._results == {CPU: None}
+    assert kernels._results == {CPU: None}
 
 
 def test_wrong_result_of_the_trial_is_a_failure():
     with pretend_card(90), all_warnings():  # its launches store nothing
-        assert not triton_trial.has_kernels(CPU)
-    assert "instead of [-3, 7]" in triton_trial._results[CPU]
+        assert not kernels.has_kernels(CPU)
+    assert "instead of [-3, 7]" in kernels._results[CPU]
 
 
 def test_capture_of_a_graph_asks_the_device_nothing(monkeypatch):

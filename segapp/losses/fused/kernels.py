@@ -1,4 +1,4 @@
-"""Block sizes and buffers of the Triton kernels as plain numbers, and their error class. Triton is not imported.
+"""Trial of the Triton kernels on a device, and their block sizes and buffers as plain numbers, without Triton.
 
 The launch and the memory plan use the same numbers.
 
@@ -7,10 +7,17 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import threading
 import traceback
+import warnings
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
+
+from segapp.accelerator import accelerator_of
 
 MAX_CLASSES = 320
 """The classes of a pixel are divided over at most the 32 threads of a warp, 10 per thread."""
@@ -160,3 +167,83 @@ def _innermost_module(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an out-of-memory error of a device: a smaller batch helps, another implementation does not."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
+_lock = threading.Lock()
+"""Replicas run in threads, but each device is tried only once."""
+_results: dict[torch.device, str | None] = {}
+"""Why the kernels cannot run on a device; None if they can."""
+_warned: set[str] = set()
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return True if the Triton kernels run on a device; the first call launches a small one and waits for it.
+
+    While a graph is captured or compiled, nothing is tried, and a device without a result is assumed to have kernels.
+    """
+    if not _IS_INSTALLED:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    if device not in _results:
+        if accelerator_of(device).is_capturing():
+            return True
+        with _lock:
+            if device not in _results:
+                try:
+                    _try(device)
+                    _results[device] = None
+                except KernelError as error:
+                    _results[device] = error.reason
+                    _warn(error)
+    return _results[device] is None
+
+
+def note_failure(device: torch.device, error: KernelError) -> None:
+    """Record that the kernels cannot run on a device after all; warn the first time that a reason occurs.
+
+    An error of segapp's own code is not recorded, because it may affect only one batch.
+    """
+    with _lock:
+        if not error.is_own:
+            _results[device] = error.reason
+        _warn(error)
+
+
+def _warn(error: KernelError) -> None:
+    if error.reason not in _warned:
+        _warned.add(error.reason)
+        warnings.warn(
+            f"the loss uses torch's operators instead of its Triton kernels, which is slower: {error.reason}. "
+            f"{error.next_move}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def load_kernels(device: torch.device) -> ModuleType:
+    """Return `triton_cross_entropy`, which imports Triton.
+
+    Raises:
+        KernelError: Triton cannot be imported.
+    """
+    try:
+        return importlib.import_module("segapp.losses.fused.triton_cross_entropy")
+    except Exception as error:  # Triton's import runs code of its back ends
+        raise KernelError(device, error) from error
+
+
+def _try(device: torch.device) -> None:
+    """Launch the smallest kernel and check its result, on a separate stream, so that it waits for no other work.
+
+    Raises:
+        KernelError: it could not be launched, or its result is wrong.
+    """
+    kernels = load_kernels(device)
+    with accelerator_of(device).new_stream(device), kernels.launching(device):
+        ids = torch.tensor([[[0, 7, 255, -3]]], device=device)
+        found = kernels.bounds_of_bad_ids(torch.ones((), dtype=torch.int64, device=device), ids, 5, 255).tolist()
+        if found != [-3, 7]:
+            raise RuntimeError(f"a kernel returned {found} instead of [-3, 7]")
