@@ -417,7 +417,7 @@ def train(
         >>> result.val.miou, result.history.to_pandas()  # doctest: +SKIP
     """
     from segapp.build.devices import plan_devices
-    from segapp.config.trackers import name_trackers
+    from segapp.config.trust import name_trackers
     from segapp.run.folder import RunFolder
     from segapp.training.console import has_progress_bar
     from segapp.training.launchers import adopt_launcher
@@ -679,7 +679,7 @@ def _listed(target: str | Path | Sequence[str | Path]) -> list[str]:
 def _read(config: Config, overrides: Sequence[str]) -> RunConfig:
     from segapp.config import RunConfig, load_runnable
     from segapp.config.load import config_of
-    from segapp.config.parts import named_code
+    from segapp.config.trust import named_code
 
     if isinstance(config, str | Path):
         return load_runnable(config, overrides)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
-from segapp.config.parts import named_code
+from segapp.config.trust import named_code
 from segapp.custom.contracts import ARGUMENTS, Loss, Schedule
 from segapp.custom.loading import build_part, load_part, option_problems, takes
 from segapp.custom.names import find_source, is_part, sha256_of_source

@@ -17,7 +17,7 @@ from segapp.accelerator import GPUS
 from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
 from segapp.build.pairs import build_pixels, build_scheme, own_data, split_names
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig
-from segapp.config.parts import named_code
+from segapp.config.trust import named_code
 from segapp.custom.loading import shown_error
 from segapp.custom.trust import NamedCode, accept_code
 from segapp.errors import ConfigError, SegappError, accepted_words

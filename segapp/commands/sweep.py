@@ -26,7 +26,7 @@ import yaml
 from segapp.commands.spawn import TrainerProcess, spawn_trainer
 from segapp.config import RunConfig, changed_keys, dump_config, find_config, load_config, load_runnable
 from segapp.config.load import parse_overrides
-from segapp.config.trackers import name_trackers
+from segapp.config.trust import name_trackers
 from segapp.errors import ConfigError, RunError, SegappError, storage_errors
 from segapp.run.files import check_tree, make_durable_directory, write_atomic
 from segapp.run.folder import RunFolder, is_run, is_sweep

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 
 from segapp.bounds import check_values
 from segapp.config.options import BUILT_INS, BuiltIn
-from segapp.config.parts import named_code, parts_beside
 from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
+from segapp.config.trust import named_code, parts_beside
 from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import MAX_CHARS, MAX_NODES, parse_yaml
 from segapp.custom.trust import check_known

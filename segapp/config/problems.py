@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from segapp.config.modes import unsupported
 from segapp.config.options import UNKNOWN_OPTION
-from segapp.config.parts import part_names
 from segapp.config.sections import MAX_LABELS, DataConfig, LossConfig, ParallelConfig, RunConfig
+from segapp.config.trust import part_names
 from segapp.config.values import section_of
 from segapp.config.words import (
     LISTS_OF_SECTIONS,

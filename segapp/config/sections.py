@@ -20,7 +20,6 @@ from segapp.config.options import (
     checked_options,
     options_schema,
 )
-from segapp.config.transforms import Transforms
 from segapp.config.values import (
     BatchSize,
     Byte,
@@ -40,6 +39,7 @@ from segapp.config.values import (
     Section,
     Seed,
     Text,
+    Transforms,
     Workers,
 )
 from segapp.scores import SCORES

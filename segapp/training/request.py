@@ -9,7 +9,7 @@ from pathlib import Path
 
 from segapp.config import RunConfig, changed_keys, check_code, kept_on_resume, load_config, load_runnable, named_config
 from segapp.config.load import find_config, parse_overrides
-from segapp.config.trackers import TRACKERS, name_trackers
+from segapp.config.trust import TRACKERS, name_trackers
 from segapp.errors import SegappError
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.folder import RunFolder, find_run, is_run, is_sweep, run_folders

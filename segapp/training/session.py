@@ -40,7 +40,7 @@ from segapp.checkpoint.training_state import (
 )
 from segapp.compat.torch import group_store
 from segapp.config import LiveSettings, RunConfig, dump_config, part_names
-from segapp.config.trackers import unnamed_trackers
+from segapp.config.trust import unnamed_trackers
 from segapp.custom.loading import raised_at
 from segapp.custom.names import keep_parts
 from segapp.datasets.cache import CacheFiles

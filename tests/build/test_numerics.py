@@ -15,7 +15,7 @@ from segapp.build.network import build_network
 from segapp.build.numerics import CUBLAS_VARIABLE, numerics, uses_channels_last, with_precision
 from segapp.build.own_parts import fp32_part
 from segapp.config import ModelConfig, RunConfig, TrainConfig, load_config, validate_config
-from segapp.config.parts import named_code
+from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks

@@ -19,7 +19,7 @@ import yaml
 
 import segapp
 from segapp.config import check_code, load_config, load_runnable, validate_config
-from segapp.config.parts import named_code
+from segapp.config.trust import named_code
 from segapp.custom.loading import load_part
 from segapp.custom.trust import NamedCode, UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError

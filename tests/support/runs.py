@@ -14,7 +14,7 @@ import torch
 
 from segapp import failpoints
 from segapp.config import RunConfig, validate_config
-from segapp.config.parts import named_code
+from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from segapp.config import load_config
-from segapp.config.trackers import name_trackers, unnamed_trackers
+from segapp.config.trust import name_trackers, unnamed_trackers
 from segapp.training.request import plan_request
 from tests.support.fault_runs import finished_run
 from tests.support.programs import segapp as program

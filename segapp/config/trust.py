@@ -1,0 +1,90 @@
+"""What a config names outside of segapp: custom components, and trackers, with the record of those that were named.
+
+The config of a run may come from someone else, and its trackers get metrics, settings and sample images. So no other
+tracker in a run's own config is used. Each line of `$XDG_STATE_HOME/segapp/trackers` is the override that names a
+tracker, such as `log.mlflow="http://box:5000"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from segapp.config.sections import LogConfig, RunConfig
+from segapp.custom.names import beside, is_part
+from segapp.custom.trust import NamedCode
+from segapp.errors import without_secrets
+
+
+def named_code(config: RunConfig) -> dict[str, NamedCode]:
+    """Return the custom components of a config with their options, by key: `optim.name`, `data.augment[0]`."""
+    sections: dict[str, Any] = {"model": config.model} if config.model.library == "python" else {}
+    sections |= {**config.loss.by_key(), "optim": config.optim, "schedule": config.schedule}
+    named = {"data.format": (config.data.format, config.data.options)}
+    named |= {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
+    transforms = [entry for entry in _items(config.data.augment) if is_part(entry[0])]
+    named |= {f"data.augment[{i}]": (name, options or {}) for i, (name, options) in enumerate(transforms)}
+    return {key: NamedCode(name, options) for key, (name, options) in named.items() if is_part(name)}
+
+
+def part_names(config: RunConfig) -> dict[str, str]:
+    """Return the config's custom components: key, such as `optim.name` -> `package.module:factory`."""
+    return {key: code.name for key, code in named_code(config).items()}
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys of nested mappings, which are the names of transforms, with their values."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _items(inner)
+
+
+def parts_beside(raw: Any, folder: Path) -> Any:
+    """Return nested config values with each `./file.py:factory` as a path from here; `folder` is searched first."""
+    if isinstance(raw, Mapping):
+        return {parts_beside(key, folder): parts_beside(value, folder) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [parts_beside(value, folder) for value in raw]
+    return beside(raw, folder) if is_part(raw) else raw
+
+
+TRACKERS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_TRACKING_URI"}
+"""Key of `log:` -> the tracker's own environment variable for its value."""
+
+_NAMED = "SEGAPP_TRACKERS"
+"""Environment variable with the overrides that name trackers to this process and its children, one per line."""
+
+
+def name_trackers(log: LogConfig, keys: Iterable[str] = tuple(TRACKERS)) -> None:
+    """Accept trackers that the user has named, in this process and its children."""
+    if named := _overrides(log, keys).values():
+        os.environ[_NAMED] = "\n".join(dict.fromkeys([*os.environ.get(_NAMED, "").split("\n"), *named]))
+
+
+def unnamed_trackers(log: LogConfig) -> dict[str, str]:
+    """Return the keys of the trackers that the user has not named, each with its override; record the others.
+
+    A tracker is named by a config or an override of the user, now or earlier, or by its environment variable.
+    """
+    in_environment = [
+        key for key, name in TRACKERS.items() if without_secrets(os.environ.get(name, "")) == getattr(log, key)
+    ]
+    named = {*os.environ.get(_NAMED, "").split("\n"), *_overrides(log, in_environment).values()}
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "segapp" / "trackers"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(path, "a+", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.seek(0)
+            recorded = file.read(2**20).split("\n")
+            file.writelines(f"{each}\n" for each in _overrides(log).values() if each in named and each not in recorded)
+        named.update(recorded)
+    return {key: override for key, override in _overrides(log).items() if override not in named}
+
+
+def _overrides(log: LogConfig, keys: Iterable[str] = tuple(TRACKERS)) -> dict[str, str]:
+    return {key: f"log.{key}={json.dumps(value)}" for key in keys if (value := getattr(log, key)) is not None}
