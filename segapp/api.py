@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 
 from segapp.custom.trust import accept_code, trusting
-from segapp.errors import ConfigError, DataError, accepted_words
+from segapp.errors import ConfigError, DataError
 from segapp.scores import SCORES, EpochLoss, count_scored
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from segapp.build.trained import TrainedModel
     from segapp.config import RunConfig
-    from segapp.datasets.layouts.schemes import ClassScheme
     from segapp.run.events import Event, RunEnd
     from segapp.training.signals import StopSignals
 
@@ -35,10 +34,6 @@ Config: TypeAlias = "str | Path | Mapping[str, Any] | RunConfig"
 """A config: a file or the name of one, nested plain values, or a validated config."""
 Picture: TypeAlias = "str | Path | NDArray[Any] | Any"
 """An image: a file, an array (H, W, B) as it is stored, by default uint8 RGB, or a PIL image."""
-
-
-LEGEND_CELL_PX = (20, 150)
-"""Height and width of an entry of the legend of `Network.plot`."""
 
 
 class StopTraining(Exception):  # noqa: N818 - it is a request, not an error
@@ -106,22 +101,6 @@ class History(tuple[Evaluated, ...]):
             for row in self
         ]
 
-    def to_pandas(self) -> Any:
-        """Return the rows as a pandas DataFrame.
-
-        Raises:
-            ConfigError: pandas is not installed.
-        """
-        return _data_frame(self.rows())
-
-
-def _data_frame(rows: list[dict[str, Any]]) -> Any:
-    try:
-        import pandas  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        raise ConfigError("to_pandas needs pandas: pip install pandas, or use rows()") from None
-    return pandas.DataFrame(rows)
-
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -186,10 +165,6 @@ class EvalResult(_Scored):
         columns |= self.boundary
         names = sorted(self.iou, key=lambda name: (self.iou[name] is None, self.iou[name] or 0.0))
         return [{"class": name, **{key: values[name] for key, values in columns.items()}} for name in names]
-
-    def to_pandas(self) -> Any:
-        """Return the rows as a pandas DataFrame; ConfigError if pandas is not installed."""
-        return _data_frame(self.rows())
 
 
 @dataclass(frozen=True)
@@ -264,15 +239,19 @@ class Network:
         return self._each(image, self._predictor.probabilities)
 
     def plot(self, image: Picture) -> PILImage:
-        """Return a PIL image of an image next to its overlay, with a legend of the classes in it; a notebook shows it.
+        """Return a PIL image of an image next to its overlay, which a notebook shows.
 
         Raises:
             DataError: the file cannot be read.
             ValueError: the image has another type or shape.
         """
+        from PIL import Image
+
+        from segapp.inference.predict.outputs import blend
+
         pixels = self._checked(self._pixels_of(image))
-        labels = self._predictor.labels(pixels[None])[0]
-        return _side_by_side(self._predictor.pixels.as_rgb(pixels), labels, self.trained.scheme)
+        labels, rgb = self._predictor.labels(pixels[None])[0], self._predictor.pixels.as_rgb(pixels)
+        return Image.fromarray(np.hstack([rgb, blend(rgb, labels, self.trained.scheme)]))
 
     def _each(self, image: Any, compute: Callable[[NDArray[Any]], NDArray[Any]]) -> Any:
         if isinstance(image, list):
@@ -309,41 +288,12 @@ class Network:
         return image
 
 
-def _side_by_side(image: NDArray[np.uint8], labels: NDArray[Any], scheme: ClassScheme) -> PILImage:
-    """Return an RGB image (H, W, 3) next to its overlay, above a legend of the classes in its class ids (H, W)."""
-    from PIL import Image, ImageDraw
-
-    from segapp.inference.predict.outputs import blend
-
-    found = np.unique(labels)
-    sets = [np.flatnonzero((found >> number) & 1).size for number in range(scheme.num_classes)]
-    shown = [i for i in range(scheme.num_classes) if (i in found if scheme.multilabel is None else sets[i])]
-    height, width = image.shape[0], 2 * image.shape[1]
-    per_row = max(1, width // LEGEND_CELL_PX[1])
-    rows = -(-len(shown) // per_row)
-    canvas = Image.new("RGB", (width, height + rows * LEGEND_CELL_PX[0]), "white")
-    canvas.paste(Image.fromarray(np.hstack([image, blend(image, labels, scheme)])))
-    draw = ImageDraw.Draw(canvas)
-    for at, number in enumerate(shown):
-        x, y = at % per_row * LEGEND_CELL_PX[1] + 4, height + at // per_row * LEGEND_CELL_PX[0] + 4
-        draw.rectangle((x, y, x + 12, y + 12), fill=tuple(scheme.palette[number]), outline="black")
-        draw.text((x + 18, y), scheme.names[number], fill="black")
-    return canvas
-
-
 class _Events:
     """Passes the events of a training to the caller, keeps its end, shows its progress, and stops it on request."""
 
-    def __init__(
-        self,
-        on_event: Callable[[Event], None] | None,
-        types: Collection[str] | None,
-        signals: StopSignals,
-        *,
-        title: str | None,
-    ) -> None:
+    def __init__(self, on_event: Callable[[Event], None] | None, signals: StopSignals, *, title: str | None) -> None:
         self.end: RunEnd | None = None
-        self._on_event, self._types, self._signals, self._title = on_event, types, signals, title
+        self._on_event, self._signals, self._title = on_event, signals, title
         self._bar: Any = None
         self._shown: dict[str, str] = {}
 
@@ -367,7 +317,7 @@ class _Events:
         if event.type == "run_end":
             self.end = event
             self.close()
-        if self._on_event is None or (self._types is not None and event.type not in self._types):
+        if self._on_event is None:
             return
         try:
             self._on_event(event)
@@ -388,7 +338,6 @@ def train(
     run: str | Path | None = None,
     resume: str | None = None,
     on_event: Callable[[Event], None] | None = None,
-    event_types: Collection[str] | None = None,
     handle_signals: bool = False,
     progress: bool | None = None,
     trust_parts: bool = False,
@@ -403,7 +352,6 @@ def train(
         on_event: called with each event of the run (`segapp.run.events`), usually in the thread that trains. Raise
             `StopTraining("reason")` in it to stop the training at the next step with a checkpoint. Any other exception
             ends the training as failed.
-        event_types: types of events that `on_event` gets, such as `["step", "val"]`; None: all.
         handle_signals: stop the training with a checkpoint on Ctrl-C and SIGTERM; only in the main thread.
         progress: show a progress bar; None: in a notebook or a terminal.
         trust_parts: run the custom code that a file names; code in a dictionary or a `RunConfig` is yours.
@@ -414,7 +362,7 @@ def train(
 
     Example:
         >>> result = train("demo.yaml", ["train.epochs=2"])  # doctest: +SKIP
-        >>> result.val.miou, result.history.to_pandas()  # doctest: +SKIP
+        >>> result.val.miou, result.history.rows()  # doctest: +SKIP
     """
     from segapp.build.devices import plan_devices
     from segapp.config.trust import name_trackers
@@ -425,7 +373,6 @@ def train(
     from segapp.training.session import run_session
     from segapp.training.signals import StopSignals
 
-    _check_event_types(event_types)
     folder = None if run is None else Path(run)
     with trusting(trust_parts):
         if resume is None:
@@ -457,7 +404,7 @@ def train(
         path = request.folder.path
     signals = StopSignals(is_active=handle_signals)
     has_bar = has_progress_bar() if progress is None else progress
-    listener = _Events(on_event, event_types, signals, title=path.name if has_bar else None)
+    listener = _Events(on_event, signals, title=path.name if has_bar else None)
     try:
         with trusting(trust_parts):
             run_session(request, listener=listener, signals=signals)
@@ -479,22 +426,11 @@ def history(run: str | Path) -> History:
         RunError: there is no such run.
 
     Example:
-        >>> history("demo").to_pandas()  # doctest: +SKIP
+        >>> pandas.DataFrame(history("demo").rows())  # doctest: +SKIP
     """
     from segapp.run.folder import find_run
 
     return _read_history(find_run(str(run)).path)
-
-
-def _check_event_types(types: Collection[str] | None) -> None:
-    """Check the names of events; ConfigError if one is not known."""
-    from segapp.run.events import EVENT_TYPES
-
-    if isinstance(types, str):
-        raise ConfigError(f"event_types = {types!r} is a string: give a list of names, e.g. [{types!r}]")
-    for name in types or ():
-        if name not in EVENT_TYPES:
-            raise ConfigError(f"event_types: there is no event {name!r}: {accepted_words(name, EVENT_TYPES)}")
 
 
 def _read_history(path: Path) -> History:

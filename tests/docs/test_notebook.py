@@ -18,7 +18,7 @@ from tests.support.transcripts import difference
 
 PAGE = find_page("python")[0].path
 CELLS = [block for block in blocks() if block.page == PAGE and block.language == "python" and block.mark != "not run"]
-SHOWN = ["network.plot(path)", "result.history.to_pandas()"]
+SHOWN = ["network.plot(path)", "import pandas; pandas.DataFrame(result.history.rows())"]
 """Last lines of cells that the page names: their values are shown."""
 
 

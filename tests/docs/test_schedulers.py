@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import socket
@@ -22,11 +20,11 @@ from segapp.cli import app
 from segapp.config import dump_config
 from segapp.docs.pages import FOLDER
 from segapp.run.state import run_state
-from tests.support.live_runs import seen, small, wait_for
+from tests.support.live_runs import seen, small
 from tests.support.schedulers import Round, Scheduler, sbatch_options
 
 EXAMPLES = FOLDER / "examples" / "schedulers"
-PAGES = {"job.slurm": "slurm", "sweep.slurm": "slurm", "submitit_sweep.py": "slurm", "pytorchjob.yaml": "kubernetes",
+PAGES = {"job.slurm": "slurm", "sweep.slurm": "slurm", "pytorchjob.yaml": "kubernetes",
          "skypilot.yaml": "skypilot", "ray_sweep.py": "ray"}  # fmt: skip
 GRID = ["--config", "tiny.yaml", "seed=0,1", "train.epochs=1"]
 
@@ -287,51 +285,3 @@ def test_ray_sweep_starts_stopped_runs_again(place: Path) -> None:
     assert process.wait(60) == 0
     assert run_state(place / "runs" / "tiny-sweep" / "run") == "finished"
     assert [call["words"][-2:] for call in cluster.calls()] == [["--only", "0"]] * 2
-
-
-def submitit_job(cluster: Scheduler, index: int, folder: str, logs: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Submit a run of the sweep to submitit's executor for this machine."""
-    submitit = pytest.importorskip("submitit", reason="the extra submitit is not installed")
-    for name in ("PATH", "FAKE"):
-        monkeypatch.setenv(name, cluster.environ[name])
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import submitit_sweep  # type: ignore[import-not-found]
-
-    executor = submitit.LocalExecutor(folder=logs)
-    executor.update_parameters(timeout_min=5)
-    return executor.submit(submitit_sweep.TrainOne(GRID), index, folder)
-
-
-def preempt(job: Any) -> None:
-    """Send the signal to the task's process, as SLURM does before it preempts a job."""
-    (task,) = psutil.Process(job._process.pid).children()
-    task.send_signal(signal.SIGUSR2)
-
-
-@pytest.mark.slow
-def test_submitit_job_continues_after_a_preemption(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Scheduler(place / "fake", place, ["signal", "finish"])
-    job = submitit_job(cluster, 1, "runs/tiny-sweep/seed1", place / "logs", monkeypatch)
-    cluster.wait_until_training(1, job._process)
-    preempt(job)
-    assert job.result() == 0
-    assert [call["how"] for call in cluster.calls()] == ["signal", "finish"]
-
-
-@pytest.mark.slow
-def test_submitit_trains_a_run_through_a_preemption(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Scheduler(place / "fake", place, [])
-    program = place / "fake" / "bin" / "segapp"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m segapp "$@"\n')
-    monkeypatch.setenv("SEGAPP_FAILPOINTS", "train.step=sleep:0.3")
-    job = submitit_job(cluster, 1, "runs/tiny-sweep/seed1", place / "logs", monkeypatch)
-    run = place / "runs" / "tiny-sweep" / "seed1"
-    wait_for(lambda: seen(run, "step"), process=job._process)
-    preempt(job)
-    assert job.result() == 0
-    assert [end["exit_code"] for end in seen(run, "run_end")] == [75, 0]
-    alone = [*("train", "--plain", "--config", "tiny.yaml", *GRID[3:]), "seed=1", "--run", "alone"]
-    subprocess.run([sys.executable, "-m", "segapp", *alone], check=True, env={**os.environ, "SEGAPP_FAILPOINTS": ""})
-    assert [step["loss"] for step in seen(run, "step")] == [step["loss"] for step in seen(place / "alone", "step")]
-    assert "seed1" in json.loads((place / "runs" / "tiny-sweep" / "sweep.json").read_text())
