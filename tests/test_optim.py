@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from segapp.build.optimizer import build_optimizer, build_plateau, build_schedule
 from segapp.config import OptimConfig, ScheduleConfig
-from segapp.optim.optimizers import WeightAverage, set_lr
+from segapp.optim import WeightAverage, set_lr
 
 
 def rate(step: int, **schedule: object) -> float:

@@ -15,8 +15,7 @@ from segapp.custom.loading import build_part
 from segapp.custom.names import is_part
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
-from segapp.optim.optimizers import GroupSettings, as_optimizer_group, norm_and_bias, parameter_groups
-from segapp.optim.schedules import Plateau, Shape, warmed_up
+from segapp.optim import GroupSettings, Plateau, Shape, as_optimizer_group, norm_and_bias, parameter_groups, warmed_up
 from segapp.precision import Precision
 from segapp.run.events import ParamGroup
 

@@ -46,7 +46,7 @@ from segapp.models.eomt import EomtModel
 from segapp.models.inspection import refusal
 from segapp.models.normalizer import Normalizer
 from segapp.models.surgery import replace_adaptive_pooling
-from segapp.optim.optimizers import WeightAverage
+from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel, SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute
 from segapp.parallel.batchnorm_guard import check_batchnorm, no_samples_problem, smallest_chunk, unused_parameters
 from segapp.parallel.distributed import Ranks, wrap_ddp

@@ -141,18 +141,18 @@ LOSSES: Mapping[str, BuiltIn] = {
     "mask_classification": BuiltIn("segapp.losses.mask_classification:CriterionMaskClassification"),
 }
 OPTIMIZERS: Mapping[str, BuiltIn] = {
-    "sgd": BuiltIn("segapp.optim.optimizers:sgd", SgdOptions),
-    "adam": BuiltIn("segapp.optim.optimizers:adam", AdamOptions),
-    "adamw": BuiltIn("segapp.optim.optimizers:adamw", AdamOptions),
+    "sgd": BuiltIn("segapp.optim:sgd", SgdOptions),
+    "adam": BuiltIn("segapp.optim:adam", AdamOptions),
+    "adamw": BuiltIn("segapp.optim:adamw", AdamOptions),
 }
 SCHEDULES: Mapping[str, BuiltIn] = {
-    "poly": BuiltIn("segapp.optim.schedules:poly"),
-    "cosine": BuiltIn("segapp.optim.schedules:cosine"),
-    "step": BuiltIn("segapp.optim.schedules:steps_down", StepOptions),
-    "constant": BuiltIn("segapp.optim.schedules:constant"),
-    "onecycle": BuiltIn("segapp.optim.schedules:one_cycle"),
-    "plateau": BuiltIn("segapp.optim.schedules:constant", PlateauOptions),
-    "wsd": BuiltIn("segapp.optim.schedules:wsd", WsdOptions),
+    "poly": BuiltIn("segapp.optim:poly"),
+    "cosine": BuiltIn("segapp.optim:cosine"),
+    "step": BuiltIn("segapp.optim:steps_down", StepOptions),
+    "constant": BuiltIn("segapp.optim:constant"),
+    "onecycle": BuiltIn("segapp.optim:one_cycle"),
+    "plateau": BuiltIn("segapp.optim:constant", PlateauOptions),
+    "wsd": BuiltIn("segapp.optim:wsd", WsdOptions),
 }
 
 UNKNOWN_OPTION = "unknown_option"

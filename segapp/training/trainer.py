@@ -21,7 +21,7 @@ from segapp.failpoints import failpoint
 from segapp.inference.evaluate import Evaluation
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import is_out_of_memory
-from segapp.optim.schedules import Plateau
+from segapp.optim import Plateau
 from segapp.training.commands import CommandController
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
 from segapp.training.progress import Best, LossWatch, TrainingProgress

@@ -11,7 +11,7 @@ from segapp.config import LossConfig, LossTerm
 from segapp.config.options import BUILT_INS, LOSSES
 from segapp.errors import ConfigError
 from segapp.losses import CriterionDice, CriterionMaskClassification, CriterionSum
-from segapp.optim.schedules import Plateau
+from segapp.optim import Plateau
 
 
 def no_rule(rule: str) -> list[float]:

@@ -20,7 +20,7 @@ from segapp.build.optimizer import (
 from segapp.config import OptimConfig
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel, build_model
-from segapp.optim.optimizers import add_groups, set_lr
+from segapp.optim import add_groups, set_lr
 from segapp.precision import Precision
 
 FP32 = Precision("fp32", torch.device("cpu"))

@@ -271,7 +271,7 @@ SECTIONS: dict[str, Any] = {
     "name",
     [
         "segapp.losses.overlap:torch.os.system",
-        "segapp.optim.optimizers:torch.os.system",
+        "segapp.optim:torch.os.system",
         "segapp.losses.cross_entropy:CriterionCE",
         "segapp.losses.d/x.py:f",
         "segapp.custom.loading:load_part",

@@ -16,7 +16,7 @@ from segapp.compat.torch import BatchNorm, BatchOrInstanceNorm, takes_found_inf
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.simulated_devices import Buckets
-from segapp.optim.optimizers import adam, adamw, norm_and_bias, sgd
+from segapp.optim import adam, adamw, norm_and_bias, sgd
 from segapp.parallel.dropout import _KINDS
 
 SITE = Path(torch.__file__).parents[1]

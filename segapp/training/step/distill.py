@@ -26,7 +26,7 @@ from segapp.inference.normalize import NormalizedInput
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.models import Critic, critic_input
 from segapp.models.normalizer import Normalizer
-from segapp.optim.optimizers import set_lr
+from segapp.optim import set_lr
 from segapp.parallel import DataParallelModel, all_reduce_gradients, gradient_penalty, sample_masks
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.penalties import PenaltyKind

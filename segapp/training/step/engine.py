@@ -24,7 +24,7 @@ from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import oom_failpoint
-from segapp.optim.optimizers import WeightAverage, add_groups, set_lr
+from segapp.optim import WeightAverage, add_groups, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel, SampleMasks
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision

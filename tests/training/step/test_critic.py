@@ -14,7 +14,7 @@ from segapp.checkpoint.snapshot import snapshot
 from segapp.datasets.pool import Batch
 from segapp.models import Critic
 from segapp.models.critic import SelfAttention
-from segapp.optim.optimizers import adam
+from segapp.optim import adam
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step import distill as module

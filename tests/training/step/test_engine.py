@@ -23,7 +23,7 @@ from segapp.inference.normalize import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.memory.counters import IDLE
 from segapp.models.normalizer import Normalizer
-from segapp.optim.optimizers import WeightAverage
+from segapp.optim import WeightAverage
 from segapp.parallel import BalancedDataParallel
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision

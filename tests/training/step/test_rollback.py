@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.checkpoint.snapshot import snapshot
-from segapp.optim.optimizers import WeightAverage
+from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel
 from segapp.precision import half_except_batchnorm
 from segapp.training.step.rollback import BufferGuard

@@ -1,1 +1,0 @@
-"""Optimizers, the average of the weights, and the learning rate of each step."""
