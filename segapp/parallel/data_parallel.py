@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from segapp.chunks import check_gpu0_bsz, plan_chunks
-from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, keep_workers
-from segapp.parallel.replicas import Replicator, check_replicable, run_replicas
+from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, ReplicaGroup, keep_workers
+from segapp.parallel.replicas import Replicator, check_replicable
 from segapp.parallel.scatter_gather import (
     DeviceLike,
     batch_size,
@@ -189,10 +190,8 @@ class DataParallelModel(nn.Module):
         devices = [self.devices[i] for i in used]
         is_home = devices == [self.devices[0]]  # a short batch only on device 0 needs no copy
         replicas = [[self.module]] if is_home else self._replicator.replicate(devices)
-        positional, named = zip(*chunks, strict=True)
-        modules = [parts[0] for parts in replicas]
-        options: Any = {"mode": self.mode, "timeout_s": self.timeout_s, "positions": used}
-        outputs = run_replicas(modules, positional, named, devices=devices, **options)
+        calls = [partial(parts[0], *args, **kwargs) for parts, (args, kwargs) in zip(replicas, chunks, strict=True)]
+        outputs = ReplicaGroup[Any](devices, self.mode, self.timeout_s, used).run(calls)
         if not is_home:
             self._replicator.write_back_buffers(replicas[0])
         return outputs
@@ -315,11 +314,8 @@ class DataParallelCriterion(nn.Module):
         replicator = self._replicator_for(parts.devices)
         copies = [] if replicator is None else replicator.replicate(parts.devices)
         criteria: list[Any] = [copy[0] for copy in copies] or [self.criterion] * len(parts)
-        rows = run_replicas(
-            [criterion.statistics for criterion in criteria],
-            list(zip(parts, targets, strict=True)),
-            devices=parts.devices,
-            mode=parts.mode,
+        rows = ReplicaGroup[Any](parts.devices, parts.mode).run(
+            [partial(each.statistics, *pair) for each, *pair in zip(criteria, parts, targets, strict=True)]
         )
         if replicator is not None:
             replicator.write_back_buffers(copies[0])

@@ -1,4 +1,4 @@
-"""Replicas of a module on several devices: copy the module, and run the copies at the same time.
+"""Replicas of a module: its copies on several devices.
 
 Device lists may name a device more than once (`["cpu", "cpu"]`, `["cuda:0", "cuda:0"]`): these are *logical* devices,
 on which the same code runs as on distinct ones. Copies are differentiable, twice if the module is.
@@ -15,39 +15,17 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from segapp.compat.torch import buffer_slots, is_compiled, module_slots, parameter_slots, shallow_replica
-from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, ReplicaGroup
 from segapp.parallel.scatter_gather import buckets, reduce_add, to_device
-
-T = TypeVar("T")
 
 _BUCKET_BYTES = 25 * 2**20
 """Bytes of parameters whose gradients are summed together: early buckets are freed during the backward pass."""
-
-
-def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Return copies of a module, one per device, whose parameters are differentiable copies of the module's.
-
-    The gradient of a parameter is the sum of its copies' gradients, added in device order on the parameter's device.
-    Shared parameters and shared submodules stay shared within a replica. The first replica *owns* the buffers: on the
-    module's device it updates the module's own buffers, elsewhere `Replicator.write_back_buffers` copies them back. The
-    buffer updates of other replicas are discarded.
-
-    Args:
-        module: the module to copy; its parameters are on one device.
-        devices: one per replica.
-
-    Raises:
-        TypeError: a part of the module is compiled.
-        ValueError: a lazy parameter has no shape yet.
-    """
-    return [parts[0] for parts in Replicator(module).replicate(devices)]
 
 
 class Replicator:
@@ -56,35 +34,54 @@ class Replicator:
     The structure consists of the submodules' classes, and the names of their parameters, buffers and submodules.
     Everything else is read in every step: values, dtypes and devices of the tensors, and other attributes of the
     submodules, such as hooks, the training mode and functions that were patched onto them.
+
+    Attributes:
+        module: the module to copy; its parameters are on one device.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._known: _Structure | None = None
+        self._parts: list[_SubModule] = []
+        self._parameters: list[Tensor] = []
+        self._buffers: list[Tensor] = []
+        self._contents: list[Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module,)
 
     def parameters(self) -> Sequence[Tensor]:
         """Return the module's parameters, each once."""
-        return self._structure().parameters
+        self._read()
+        return self._parameters
 
     def buffers(self) -> Sequence[Tensor]:
         """Return the module's buffers, each once."""
-        return self._structure().buffers
+        self._read()
+        return self._buffers
 
     def replicate(self, devices: Sequence[torch.device]) -> list[list[nn.Module]]:
-        """Return for each device the copies of all submodules, first of the whole module; see `replicate`."""
-        structure = self._structure()
-        parameter_rows = _copy_parameters(structure.parameters, devices)
-        buffer_rows = _copy_buffers(structure.buffers, devices)
-        return structure.assemble(parameter_rows, buffer_rows)
+        """Return for each device the copies of all submodules, first of the whole module.
+
+        The copies' parameters are differentiable copies of the module's: the gradient of a parameter is the sum of its
+        copies' gradients, added in device order on the parameter's device. Shared parameters and shared submodules stay
+        shared within a replica. The first replica *owns* the buffers: on the module's device it updates the module's
+        own buffers, elsewhere `write_back_buffers` copies them back. The buffer updates of other replicas are
+        discarded.
+
+        Raises:
+            TypeError: a part of the module is compiled.
+            ValueError: a lazy parameter has no shape yet.
+        """
+        self._read()
+        methods = [_own_methods(part.module) for part in self._parts]
+        parameter_rows = _copy_parameters(self._parameters, devices)
+        buffer_rows = _copy_buffers(self._buffers, devices)
+        return [self._assemble(*rows, methods) for rows in zip(parameter_rows, buffer_rows, strict=True)]
 
     @torch.no_grad()
     def write_back_buffers(self, owner: Sequence[nn.Module]) -> None:
         """Copy the buffers of `owner`, the first of the last copies, into the module after its forward pass."""
-        assert self._known is not None
-        for part, replica in zip(self._known.parts, owner, strict=True):
+        for part, replica in zip(self._parts, owner, strict=True):
             originals = buffer_slots(part.module)
             for key, buffer in buffer_slots(replica).items():
                 old = originals.get(key)
@@ -96,11 +93,52 @@ class Replicator:
                 else:
                     originals[key] = buffer if old is None else buffer.to(old.device)
 
-    def _structure(self) -> _Structure:
-        known = self._known
-        if known is None or not known.is_current():
-            known = self._known = _Structure.read(self.module)
-        return known
+    def _read(self) -> None:
+        """Read the module's structure, unless it is known and has not changed."""
+        if self._contents is not None and _contents_of(part.module for part in self._parts) == self._contents:
+            return
+        check_replicable(self.module)
+        named = list(self.module.named_modules())
+        numbers = {id(part): i for i, (_, part) in enumerate(named)}
+        parameters: dict[int, tuple[int, Tensor]] = {}
+        buffers: dict[int, tuple[int, Tensor]] = {}
+
+        def number_of(tensors: dict[int, tuple[int, Tensor]], tensor: Tensor | None) -> int | None:
+            return None if tensor is None else tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
+
+        self._parts = [
+            _SubModule(
+                part,
+                path,
+                {key: None if child is None else numbers[id(child)] for key, child in module_slots(part).items()},
+                {key: number_of(parameters, value) for key, value in parameter_slots(part).items()},
+                {key: number_of(buffers, value) for key, value in buffer_slots(part).items()},
+            )
+            for path, part in named
+        ]
+        self._parameters = [tensor for _, tensor in parameters.values()]
+        self._buffers = [tensor for _, tensor in buffers.values()]
+        self._contents = _contents_of(part for _, part in named)
+
+    def _assemble(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], methods: Sequence[Mapping[str, Any]]
+    ) -> list[nn.Module]:
+        """Return shallow copies of all submodules with these tensors; other attributes are the present ones."""
+        replicas = [shallow_replica(part.module) for part in self._parts]
+        for part, replica, own_methods in zip(self._parts, replicas, methods, strict=True):
+            own = replica.__dict__
+            own["_replica_name"] = part.name
+            own["_modules"] = {key: None if i is None else replicas[i] for key, i in part.children.items()}
+            own["_buffers"] = {key: None if i is None else buffers[i] for key, i in part.buffers.items()}
+            values = {key: None if i is None else parameters[i] for key, i in part.parameters.items()}
+            if type(part.module).__setattr__ is not nn.Module.__setattr__:
+                for key, value in values.items():
+                    if value is not None:
+                        setattr(replica, key, value)  # recurrent layers update their flat weights here
+            own["_parameters"] = values  # so that `next(self.parameters()).device` is correct in a forward pass
+            for key, function in own_methods.items():
+                own[key] = types.MethodType(function, replica)
+        return replicas
 
 
 def check_replicable(module: nn.Module) -> None:
@@ -281,7 +319,7 @@ class _SubModule:
 
 
 def _contents_of(parts: Iterable[nn.Module]) -> list[Any]:
-    """Return the data that a `_Structure` depends on: classes, names, and identities of submodules' contents."""
+    """Return the data that a structure depends on: classes, names, and identities of submodules' contents."""
     contents: list[Any] = []
     for part in parts:
         contents += (type(part), is_compiled(part))
@@ -299,107 +337,3 @@ def _own_methods(part: nn.Module) -> dict[str, Callable[..., Any]]:
         for key, value in part.__dict__.items()
         if type(value) is types.MethodType and value.__self__ is part
     }
-
-
-@dataclass(frozen=True)
-class _Structure:
-    """The submodules of a module, each once, and its tensors without repetitions."""
-
-    parts: list[_SubModule]
-    parameters: list[Tensor]
-    buffers: list[Tensor]
-    contents: list[Any]
-
-    @classmethod
-    def read(cls, module: nn.Module) -> _Structure:
-        check_replicable(module)
-        named = list(module.named_modules())
-        numbers = {id(part): i for i, (_, part) in enumerate(named)}
-        parameters: dict[int, tuple[int, Tensor]] = {}
-        buffers: dict[int, tuple[int, Tensor]] = {}
-
-        def number_of(tensors: dict[int, tuple[int, Tensor]], tensor: Tensor | None) -> int | None:
-            return None if tensor is None else tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
-
-        parts = []
-        for path, part in named:
-            parts.append(
-                _SubModule(
-                    part,
-                    path,
-                    {key: None if child is None else numbers[id(child)] for key, child in module_slots(part).items()},
-                    {key: number_of(parameters, value) for key, value in parameter_slots(part).items()},
-                    {key: number_of(buffers, value) for key, value in buffer_slots(part).items()},
-                )
-            )
-        contents = _contents_of(part for _, part in named)
-        return cls(parts, [t for _, t in parameters.values()], [t for _, t in buffers.values()], contents)
-
-    def is_current(self) -> bool:
-        """Return True if the module still has this structure."""
-        return _contents_of(part.module for part in self.parts) == self.contents
-
-    def assemble(
-        self, parameter_rows: Sequence[Sequence[Tensor]], buffer_rows: Sequence[Sequence[Tensor]]
-    ) -> list[list[nn.Module]]:
-        """Return shallow copies of all submodules per row of tensors; their other attributes are the present ones."""
-        methods = [_own_methods(part.module) for part in self.parts]
-        return [self._assemble(*rows, methods) for rows in zip(parameter_rows, buffer_rows, strict=True)]
-
-    def _assemble(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], methods: Sequence[Mapping[str, Any]]
-    ) -> list[nn.Module]:
-        replicas = [shallow_replica(part.module) for part in self.parts]
-        for part, replica, own_methods in zip(self.parts, replicas, methods, strict=True):
-            own = replica.__dict__
-            own["_replica_name"] = part.name
-            own["_modules"] = {key: None if i is None else replicas[i] for key, i in part.children.items()}
-            own["_buffers"] = {key: None if i is None else buffers[i] for key, i in part.buffers.items()}
-            values = {key: None if i is None else parameters[i] for key, i in part.parameters.items()}
-            if type(part.module).__setattr__ is not nn.Module.__setattr__:
-                for key, value in values.items():
-                    if value is not None:
-                        setattr(replica, key, value)  # recurrent layers update their flat weights here
-            own["_parameters"] = values  # so that `next(self.parameters()).device` is correct in a forward pass
-            for key, function in own_methods.items():
-                own[key] = types.MethodType(function, replica)
-        return replicas
-
-
-def run_replicas(
-    modules: Sequence[Callable[..., T]],
-    inputs: Sequence[Sequence[Any]],
-    kwargs: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    devices: Sequence[torch.device],
-    mode: Mode = "threads",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    positions: Sequence[int] = (),
-) -> list[T]:
-    """Call every module on its own inputs, at the same time, and return their results.
-
-    The threads inherit grad mode, inference mode, autocast with its dtype, the default device, CUDA streams, hooks on
-    saved tensors and dispatch modes.
-
-    Args:
-        modules: one per device.
-        inputs: positional arguments per module.
-        kwargs: keyword arguments per module.
-        devices: one per module.
-        mode: "threads", or "lockstep" for one at a time in replica order.
-        timeout_s: seconds to wait for a missing replica.
-        positions: numbers of the devices among all; by default 0, 1, and so on.
-
-    Returns:
-        The results in replica order.
-
-    Raises:
-        ReplicaError: a module raised; the others are stopped.
-        ReplicaDesyncError: a replica did not reach an exchange.
-    """
-    named = kwargs if kwargs is not None else [{}] * len(modules)
-
-    def call(i: int) -> Callable[[], T]:
-        return lambda: modules[i](*inputs[i], **named[i])
-
-    return ReplicaGroup[T](devices, mode, timeout_s, positions).run([call(i) for i in range(len(modules))])

@@ -2,14 +2,17 @@ import copy
 import types
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from segapp.parallel import DataParallelModel, replicas
-from segapp.parallel.replicas import _Layout, _pack, _unpack, replicate, run_replicas
+from segapp.parallel.rendezvous import ReplicaGroup
+from segapp.parallel.replicas import _Layout, _pack, _unpack
 from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
+from tests.support.parallel_cases import replicate
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -160,7 +163,7 @@ def test_many_buckets_give_the_gradients_of_one_bucket(monkeypatch):
     truth(torch.ones(4, 8)).sum().backward()
     monkeypatch.setattr("segapp.parallel.replicas._BUCKET_BYTES", 300)
     replicas = replicate(module, [CPU] * 2)
-    outputs = run_replicas(replicas, [(torch.ones(2, 8),)] * 2, devices=[CPU] * 2)
+    outputs = ReplicaGroup([CPU] * 2).run([partial(replica, torch.ones(2, 8)) for replica in replicas])
     sum(output.sum() for output in outputs).backward()
     for ours, theirs in zip(module.parameters(), truth.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
@@ -206,7 +209,8 @@ def test_forward_patched_onto_the_object_runs_on_replicas():
     module = nn.Linear(2, 2)
     module.forward = types.MethodType(lambda self, x: id(self), module)
     replicas = replicate(module, [CPU] * 2)
-    assert run_replicas(replicas, [(1,)] * 2, devices=[CPU] * 2) == [id(replica) for replica in replicas]
+    found = ReplicaGroup([CPU] * 2).run([partial(replica, 1) for replica in replicas])
+    assert found == [id(replica) for replica in replicas]
 
 
 class Small(nn.Module):
@@ -302,8 +306,8 @@ def test_changes_of_the_module_between_steps_reach_the_replicas(change):
 
 def test_structure_is_read_once_until_the_module_changes(monkeypatch):
     reads = []
-    read = replicas._Structure.read
-    monkeypatch.setattr(replicas._Structure, "read", lambda *args: reads.append(args) or read(*args))
+    check = replicas.check_replicable
+    monkeypatch.setattr(replicas, "check_replicable", lambda module: reads.append(module) or check(module))
     net = Small()
     model = DataParallelModel(net, ["cpu"] * 2)
     for change in (lambda: None, net.eval, net.double, lambda: add_hook(net), lambda: swap_layers(net), lambda: None):

@@ -56,14 +56,21 @@ def static_bytes(engine):
     return sum(storages.values())
 
 
-def run_in_this_thread(modules, inputs, kwargs=None, **_):
-    """The profiler sees the thread that started it and no other, so replicas take turns in this one, on both sides.
+class InThisThread:
+    """Runs replicas in turns in this thread, on both sides: the profiler sees the thread that started it and no other.
 
     One thread for several logical devices has another order in backward than one thread for each: numbers of autograd's
     nodes are per thread.
     """
-    named = kwargs or [{}] * len(modules)
-    return [module(*args, **kw) for module, args, kw in zip(modules, inputs, named, strict=True)]
+
+    def __class_getitem__(cls, _):
+        return cls
+
+    def __init__(self, *_):
+        pass
+
+    def run(self, calls):
+        return [call() for call in calls]
 
 
 def real_engine(simulator, split, recompute=None):
@@ -128,7 +135,7 @@ if __name__ == "__main__":
     own = Simulator(StepAssembler(config, build_scheme(config.data)))
     simulators = [own, build_simulator(config)] if config.model.freeze else [own]
     StepAssembler.build_criterion = at_full_resolution(StepAssembler.build_criterion)
-    data_parallel.run_replicas = run_in_this_thread
+    data_parallel.ReplicaGroup = InThisThread
     if share is not None:
         for split in splits:
             blocks = chosen_blocks(own, split, share)
