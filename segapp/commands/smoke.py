@@ -12,7 +12,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -43,7 +43,6 @@ TIMED_S = 4.0
 MAX_EPOCHS = 16
 NUM_VAL = 4
 """Number of validation images."""
-_MEMORY_EVERY_S, _HEARTBEAT_EVERY_S = 2.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class Measured:
     """Measurements of the two short trainings.
 
     `step_s` is a median; `data_wait_frac` of it is spent waiting for data. A save blocks the training for `copy_s` and
-    writes for `save_s` in the background. Event sizes are mean bytes per line, sample sizes per evaluation.
+    writes for `save_s` in the background. `step_bytes` are events and curves of TensorBoard per published step, and
+    `samples_bytes` are sample images per evaluation.
     """
 
     step_s: float
@@ -60,36 +60,11 @@ class Measured:
     copy_s: float
     save_s: float
     checkpoint_bytes: int
-    step_event_bytes: float
-    memory_event_bytes: float
-    tensorboard_step_bytes: float
+    step_bytes: float
     samples_bytes: float
     peak_mib: dict[str, float]
     resumed_step: int
     param_groups: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class FullRunEstimate:
-    """Time, memory and disk space of the whole training; `total_s` and `disk_bytes` are the sums."""
-
-    num_train: int
-    num_val: int
-    batch_size: int
-    steps: int
-    evaluations: int
-    saves: int
-    train_s: float
-    eval_s: float
-    save_s: float
-    total_s: float
-    peak_mib: dict[str, float]
-    checkpoints_bytes: int
-    events_bytes: int
-    tensorboard_bytes: int
-    disk_bytes: int
-    disk_free_bytes: int
-    epochs: int
 
 
 def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
@@ -118,7 +93,7 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
             full = estimate_full_run(request.config, batch_size, measured, num_train, num_val, free_bytes)
     except DataError as error:
         raise error.reworded(f"{error}\nlook closer: segapp check --config {config_name}") from None
-    report = {"measured": asdict(measured), "full_run": asdict(full)}
+    report = {"measured": asdict(measured), "full_run": full}
     print(json.dumps(report, indent=2) if as_json else "\n".join(report_lines(request.config, measured, full)))
     return 0
 
@@ -169,7 +144,6 @@ def _shortened(config: RunConfig, epochs: int) -> RunConfig:
 def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
     """Return the measurements of the two trainings, from their run folder and this process."""
     run = RunFolder(folder / "run")
-    lines = [line for line in run.events.read_bytes().splitlines() if line]
     steps = _events(run.events, "step")
     resumed = _events(run.events, "run_start")[1]
     resumed_step = resumed["resumed_from_step"]
@@ -184,10 +158,8 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
         copy_s=max(save.get("copy_s") or 0.0 for save in saves),
         save_s=max(save.get("save_s") or 0.0 for save in saves),
         checkpoint_bytes=max(save["size_bytes"] for save in saves),
-        step_event_bytes=_mean_length(lines, b'"type":"step"'),
-        memory_event_bytes=_mean_length(lines, b'"type":"memory"'),
         # TensorBoard's images are copies of the samples; the other bytes belong to the steps.
-        tensorboard_step_bytes=max(0, curves - pictures) / len(steps) if curves else 0.0,
+        step_bytes=(run.events.stat().st_size + max(0, curves - pictures)) / len(steps),
         samples_bytes=(2 if curves else 1) * pictures / len(vals),
         peak_mib=_peaks(devices),
         resumed_step=resumed_step,
@@ -197,11 +169,6 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
 
 def _events(path: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in EventReader(path).read_raw() if event["type"] == kind]
-
-
-def _mean_length(lines: Sequence[bytes], mark: bytes) -> float:
-    lengths = [len(line) + 1 for line in lines if mark in line]
-    return sum(lengths) / max(len(lengths), 1)
 
 
 def _peaks(devices: Sequence[torch.device]) -> dict[str, float]:
@@ -215,41 +182,34 @@ def _peaks(devices: Sequence[torch.device]) -> dict[str, float]:
 
 def estimate_full_run(
     config: RunConfig, batch_size: int, measured: Measured, num_train: int, num_val: int, free_bytes: int
-) -> FullRunEstimate:
-    """Multiply the measurements by the counts of the full config."""
+) -> dict[str, Any]:
+    """Multiply the measurements by the counts of the full config; `total_s` and `disk_bytes` are the sums."""
     timetable = build_timetable(config, num_batches(num_train, batch_size, drop_last=True))
-    epochs, steps, evaluations = timetable.epochs, timetable.num_steps, timetable.num_evaluations()
+    steps, evaluations = timetable.num_steps, timetable.num_evaluations()
     train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
     saves = _num_saves(config.checkpoint, timetable, train_s + eval_s, measured.copy_s + measured.save_s)
-    total_s = train_s + eval_s + saves * measured.copy_s
-    published = steps // config.log.every_steps + epochs
-    events = (
-        published * measured.step_event_bytes
-        + total_s * (measured.memory_event_bytes / _MEMORY_EVERY_S + 100 / _HEARTBEAT_EVERY_S)
-        + 500 * (evaluations + saves + epochs)
-    )
-    curves = published * measured.tensorboard_step_bytes + evaluations * measured.samples_bytes
+    published = steps // config.log.every_steps + timetable.epochs
+    records = published * measured.step_bytes + evaluations * measured.samples_bytes
     # The kept epochs (at least the two newest), the best, and the one being written before an old one is removed.
     checkpoints = (max(config.checkpoint.keep, 2) + 2) * measured.checkpoint_bytes
-    return FullRunEstimate(
-        num_train=num_train,
-        num_val=num_val,
-        batch_size=batch_size,
-        steps=steps,
-        evaluations=evaluations,
-        saves=saves,
-        train_s=train_s,
-        eval_s=eval_s,
-        save_s=saves * measured.copy_s,
-        total_s=total_s,
-        peak_mib=measured.peak_mib,
-        checkpoints_bytes=checkpoints,
-        events_bytes=round(events),
-        tensorboard_bytes=round(curves),
-        disk_bytes=round(checkpoints + events + curves),
-        disk_free_bytes=free_bytes,
-        epochs=epochs,
-    )
+    return {
+        "num_train": num_train,
+        "num_val": num_val,
+        "batch_size": batch_size,
+        "epochs": timetable.epochs,
+        "steps": steps,
+        "evaluations": evaluations,
+        "saves": saves,
+        "train_s": train_s,
+        "eval_s": eval_s,
+        "save_s": saves * measured.copy_s,
+        "total_s": train_s + eval_s + saves * measured.copy_s,
+        "peak_mib": measured.peak_mib,
+        "checkpoints_bytes": checkpoints,
+        "records_bytes": round(records),
+        "disk_bytes": round(checkpoints + records),
+        "disk_free_bytes": free_bytes,
+    }
 
 
 def _num_saves(section: CheckpointConfig, timetable: Timetable, seconds: float, save_s: float) -> int:
@@ -264,9 +224,9 @@ def _num_saves(section: CheckpointConfig, timetable: Timetable, seconds: float, 
     return min(num_due, 2 + int(SAVING_SHARE * seconds / save_s)) if save_s else num_due
 
 
-def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -> list[str]:
+def report_lines(config: RunConfig, measured: Measured, full: Mapping[str, Any]) -> list[str]:
     """Return the report as lines of text."""
-    peaks = ", ".join(f"{device} {mib:.0f} MiB" for device, mib in full.peak_mib.items())
+    peaks = ", ".join(f"{device} {mib:.0f} MiB" for device, mib in full["peak_mib"].items())
     workers = {"auto": ", plus the data workers", 0: ""}.get(
         config.data.workers, f", plus {config.data.workers} data workers"
     )
@@ -276,19 +236,19 @@ def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -
         f"a step {measured.step_s:.3f} s ({measured.data_wait_frac:.0%} of it waiting for data), a validation image "
         f"{measured.eval_image_s:.3f} s, a save {measured.copy_s:.2f} s of waiting and {measured.save_s:.2f} s of "
         "writing",
-        f"a full run: {full.epochs} epochs of {full.num_train} images in batches of {full.batch_size}, "
-        f"{full.steps} steps, {full.evaluations} evaluations of {full.num_val} images",
-        f"  time    {duration(full.total_s)} (steps {duration(full.train_s)}, evaluations "
-        f"{duration(full.eval_s)}, saves {duration(full.save_s)})",
+        f"a full run: {full['epochs']} epochs of {full['num_train']} images in batches of {full['batch_size']}, "
+        f"{full['steps']} steps, {full['evaluations']} evaluations of {full['num_val']} images",
+        f"  time    {duration(full['total_s'])} (steps {duration(full['train_s'])}, evaluations "
+        f"{duration(full['eval_s'])}, saves {duration(full['save_s'])})",
         f"  memory  {peaks} at most{workers}{cache}",
-        f"  disk    {size(full.disk_bytes)} (checkpoints {size(full.checkpoints_bytes)}, TensorBoard and samples "
-        f"{size(full.tensorboard_bytes)}, events {size(full.events_bytes)}); {size(full.disk_free_bytes)} are free",
+        f"  disk    {size(full['disk_bytes'])} (checkpoints {size(full['checkpoints_bytes'])}, events, curves "
+        f"and samples {size(full['records_bytes'])}); {size(full['disk_free_bytes'])} are free",
     ]
     lines += [
         f"  group   lr x {group['lr_factor']:g}, weight decay {group['weight_decay']:g}: {group['num_tensors']} "
         f"tensors, {group['num_params'] / 1e6:.2f} M parameters from {printable(group['first'])} on"
         for group in measured.param_groups
     ]
-    if full.disk_bytes > full.disk_free_bytes:
+    if full["disk_bytes"] > full["disk_free_bytes"]:
         lines.append("  the disk is too small: lower checkpoint.keep, or choose another folder with --run")
     return lines

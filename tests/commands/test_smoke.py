@@ -20,9 +20,7 @@ MEASURED = Measured(
     copy_s=0.25,
     save_s=1.0,
     checkpoint_bytes=1000,
-    step_event_bytes=300,
-    memory_event_bytes=200,
-    tensorboard_step_bytes=40,
+    step_bytes=340,
     samples_bytes=5000,
     peak_mib={"cpu": 900.0},
     resumed_step=4,
@@ -58,10 +56,9 @@ def test_smoke_predicts_a_run_and_changes_no_file(tiny: dict[str, Any], tmp_path
     size = max(path.stat().st_size for path in (run / "checkpoints").glob("*.pt"))
     assert measured["checkpoint_bytes"] == pytest.approx(size, rel=0.1)
     assert 200 < full["peak_mib"]["cpu"] < 8000
-    length = (run / "events.jsonl").stat().st_size
-    assert length / 4 < full["events_bytes"] < 4 * length
-    pictures = sum(p.stat().st_size for kind in ("tensorboard", "samples") for p in (run / kind).rglob("*"))
-    assert pictures / 4 < full["tensorboard_bytes"] < 4 * pictures
+    files = (path for kind in ("tensorboard", "samples") for path in (run / kind).rglob("*"))
+    records = sum(path.stat().st_size for path in [run / "events.jsonl", *files])
+    assert records / 4 < full["records_bytes"] < 4 * records
 
 
 def test_smoke_of_failing_config_fails_alike_and_leaves_no_file(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -92,14 +89,15 @@ def test_smoke_totals_of_a_whole_run_by_hand(tiny: dict[str, Any]) -> None:
         log={"every_steps": 10, "tensorboard": True},
     )
     found = estimate_full_run(config, 2, MEASURED, num_train=21, num_val=6, free_bytes=100)
-    assert found.steps == 10 * 5  # 10 full batches of 2, two of them a step
-    assert found.evaluations == 3  # epochs 4, 8 and 10
-    assert found.saves == 3  # of the four that are due: the first, the last, and 5 % of 28.6 s hold one of 1.25 s
-    assert (found.train_s, found.eval_s, found.save_s) == (25.0, pytest.approx(3.6), 0.75)
+    assert found["steps"] == 10 * 5  # 10 full batches of 2, two of them a step
+    assert found["evaluations"] == 3  # epochs 4, 8 and 10
+    assert found["saves"] == 3  # of the four that are due: the first, the last, and 5 % of 28.6 s hold one of 1.25 s
+    assert (found["train_s"], found["eval_s"], found["save_s"]) == (25.0, pytest.approx(3.6), 0.75)
     slower = dataclasses.replace(MEASURED, step_s=2 * MEASURED.step_s)
     of_slower = estimate_full_run(config, 2, slower, num_train=21, num_val=6, free_bytes=100)
-    assert of_slower.saves == 2 + 2  # every 5 epochs and every 20 steps
-    assert found.checkpoints_bytes == 5000
+    assert of_slower["saves"] == 2 + 2  # every 5 epochs and every 20 steps
+    assert found["checkpoints_bytes"] == 5000
+    assert found["records_bytes"] == (5 + 10) * 340 + 3 * 5000
     lines = report_lines(config, MEASURED, found)
     assert "50 steps, 3 evaluations of 6 images" in lines[2]
     assert lines[-1] == "  the disk is too small: lower checkpoint.keep, or choose another folder with --run"
