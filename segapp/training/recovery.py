@@ -259,28 +259,23 @@ class OomPolicy:
         if reverted is not None:
             self._report(report, action=f"{reverted}; the step was repeated")
             return
-        smaller = self._smaller_pieces()
         if not self._engine.is_whole:
             raise self._give_up(report, "the optimizer update was interrupted: resume from the last checkpoint")
-        if self._controller.recompute.has_kept:
-            smaller = replace(self.fallbacks, is_recomputed=True)
-            self._begin_recompute(position)
-            way = f"with {self._controller.recompute.words('all')}: {_SAME_RESULT}"
-        elif smaller is None:
+        found = self._next_fallback()
+        if found is None:
             raise self._give_up(report, "no smaller pieces are possible: the training is saved and stops")
-        elif self._cut_at_step == position.step:
+        is_recompute = self._controller.recompute.has_kept
+        if not is_recompute and self._cut_at_step == position.step:
             raise self._give_up(report, "smaller pieces failed in the same step: the training is saved and stops")
+        self.fallbacks, way = found
+        if is_recompute:
+            self._begin_recompute(position)
         else:
             self._cut_at_step = position.step
             self._controller.batch_split.clear_peaks()
-            way = (
-                f"with each micro-batch in {smaller.num_pieces} pieces: the same mean over the step, but BatchNorm "
-                "computes its statistics from smaller pieces"
-            )
-        self.fallbacks = smaller
         judge = self._controller.judge().to_json()
         action = f"this step and all later steps run {way}"
-        self._report(report, action=action, judge=judge, fallbacks=smaller.to_json())
+        self._report(report, action=action, judge=judge, fallbacks=self.fallbacks.to_json())
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
         """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""
@@ -289,19 +284,13 @@ class OomPolicy:
         failed = self._controller.batch_split.current
         reverted = self._controller.revert_split(report.problem or "", position.step)
         action, advice = "all ranks stop: the others wait in a collective of this step", self._simple_advice(report)
-        smaller: MemoryFallbacks | None
-        way = None
+        found = self._next_fallback()
         if reverted is not None and failed is not None:
-            smaller = self.fallbacks.joined(MemoryFallbacks(failed_splits=(failed,)))
-            action, way = f"{action}; {reverted}", "with the split before"
-        elif self._controller.recompute.has_kept:
-            smaller = replace(self.fallbacks, is_recomputed=True)
-            way = f"with {self._controller.recompute.words('all')}, {_SAME_RESULT}"
-        elif (smaller := self._smaller_pieces()) is not None:
-            way = f"with each micro-batch in {smaller.num_pieces} pieces, the same mean over the step"
-        if way is not None:
-            advice.insert(0, f"segapp train --resume continues from the last checkpoint {way}")
-        adopted = smaller.to_json() if smaller else None
+            found = self.fallbacks.joined(MemoryFallbacks(failed_splits=(failed,))), "with the split before"
+            action = f"{action}; {reverted}"
+        if found is not None:
+            advice.insert(0, f"segapp train --resume continues from the last checkpoint {found[1]}")
+        adopted = None if found is None else found[0].to_json()
         report = report.model_copy(update={"action": action, "advice": advice, "fallbacks": adopted})
         if self._ranks.rank:
             self._report_alone(report)
@@ -309,13 +298,20 @@ class OomPolicy:
             self._report(report)
         return final_error(report)
 
-    def _smaller_pieces(self) -> MemoryFallbacks | None:
-        """Return fallbacks with twice as many pieces; None if BatchNorm or the batch does not allow more."""
+    def _next_fallback(self) -> tuple[MemoryFallbacks, str] | None:
+        """Return the next way to make steps with less memory, and its description; None if there is none.
+
+        First all blocks are recomputed. Then there are twice as many pieces, unless BatchNorm or the batch forbids it.
+        """
+        recompute = self._controller.recompute
+        if recompute.has_kept:
+            return replace(self.fallbacks, is_recomputed=True), f"with {recompute.words('all')}: {_SAME_RESULT}"
         num_pieces = 2 * self.fallbacks.num_pieces
         size = self._batch_size // num_pieces
         if num_pieces > MAX_PIECES or size < 1 or not self._engine.can_train_on(size, num_pieces):
             return None
-        return replace(self.fallbacks, num_pieces=num_pieces)
+        words = "the same mean over the step, but BatchNorm computes its statistics from smaller pieces"
+        return replace(self.fallbacks, num_pieces=num_pieces), f"with each micro-batch in {num_pieces} pieces: {words}"
 
     def make_evaluation(self, evaluate: Callable[[MemoryFallbacks], Evaluation], position: Position) -> Evaluation:
         """Evaluate; if memory does not suffice, start again with a method that needs less.
