@@ -150,7 +150,7 @@ class NonFiniteError(RunError):
 
 
 class OutOfMemoryError(RunError):
-    """A device ran out of memory and no smaller step was possible, or a step cannot fit into the memory of the CPU."""
+    """A device ran out of memory and no smaller step was possible."""
 
     exit_code = 6
     topic = "out-of-memory"

@@ -45,7 +45,6 @@ from segapp.training.recovery import OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
 from segapp.training.start_checks import run_length, start_alerts, start_notes
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.participant import FirstOutputs
 from segapp.training.trainer import Trainer
 from segapp.training.validation import SamplePictures, Validation
 
@@ -70,7 +69,6 @@ def build_trainer(
     checkpoint: LoadedCheckpoint | None = None,
     saved_plan: SavedMemoryPlan | None = None,
     limit: ImageLimit | None = None,
-    check_memory: Callable[[int], None] = lambda num_images: None,
     advise: Callable[[], Sequence[str]] = tuple,
 ) -> Trainer:
     """Build everything that a training needs.
@@ -82,7 +80,6 @@ def build_trainer(
         checkpoint: checkpoint to resume. It is not loaded here, but the model is then built without pretrained weights.
         saved_plan: memory plan from the start of the run.
         limit: use only this number of images; None: all.
-        check_memory: on a CPU, called with the number of training images before the model is built; it may raise.
         advise: returns changes to make if the memory does not suffice, the best first; it may take seconds.
 
     Raises:
@@ -97,12 +94,9 @@ def build_trainer(
     train_set, val_set = _build_datasets(config, scheme, ranks, limit)
     context.signals.check()
     is_second_trial = limit is not None and checkpoint is not None  # the first trial has printed every message
-    if devices.devices[0].type == "cpu" and not is_second_trial:
-        check_memory(len(train_set))
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
-    first_outputs = FirstOutputs()
     split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.places)
-    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_outputs, split)
+    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, split)
     step = 0 if checkpoint is None else checkpoint.step
     controller = build_controller(config, context, devices, engine, saved_plan, split, step)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
@@ -148,7 +142,6 @@ def build_trainer(
             config.schedule, config.optim.lr, larger_is_better=SCORES[config.checkpoint.monitor].larger_is_better
         ),
         config_hash=config_hash(config),
-        first_outputs=first_outputs,
     )
 
 
@@ -291,7 +284,6 @@ def _build_engine(
     train_set: SegmentationDataset,
     saved_plan: SavedMemoryPlan | None,
     checkpoint: LoadedCheckpoint | None,
-    first_outputs: FirstOutputs,
     split: tuple[int | None, list[int] | None],
 ) -> StepEngine:
     scheme, ranks = train_set.scheme, context.ranks
@@ -311,7 +303,7 @@ def _build_engine(
     if checkpoint is not None:
         fill_in_base(checkpoint, parts.model)
     mark = context.device_memory.mark
-    return assembler.assemble(parts, layout, participants=(first_outputs,), ranks=ranks, mark=mark, has_graph=True)
+    return assembler.assemble(parts, layout, ranks=ranks, mark=mark, has_graph=True)
 
 
 def _build_loaders(

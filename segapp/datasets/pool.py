@@ -162,7 +162,6 @@ def start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)  # it belongs to the trainer
     trainer = parent_process()
     sys.excepthook = _report_unless_trainer_left
     # A worker that hangs would outlive a killed trainer.

@@ -29,7 +29,7 @@ class Measurement:
     beside_mib: tuple[float | None, ...]
     """Memory in use on each GPU outside the run's allocator (context, other processes); None if unknown."""
     is_frozen: bool = False
-    """True if frozen parameters will be unfrozen later."""
+    """True if frozen parameters will be unfrozen later, which needs more memory than was measured."""
 
     def gpus(self) -> tuple[GpuSpec, ...]:
         """Return the run's GPUs.
@@ -76,6 +76,11 @@ def read_measurement(folder: RunFolder) -> Measurement:
         raise ConfigError(f"{where} trained on the CPU, so it cannot improve a plan for GPUs: leave out --run")
     if not measurement.peaks_mib:
         raise ConfigError(f"{where} has no measured peak yet: let it train for some steps, or leave out --run")
+    if measurement.is_frozen:
+        raise ConfigError(
+            f"{where} still trains with frozen parameters, and a plan is for the epochs after model.freeze_epochs: let "
+            "it train further, or leave out --run"
+        )
     return measurement
 
 

@@ -42,17 +42,6 @@ class Allocation:
     """Its use, such as "weights" or "activations"; the phase of its creation unless it has been tagged."""
     what: str
     """The operation that created it, and the shape and dtype of the first tensor in it."""
-    module: str = ""
-    """Dotted name of the module that was running; empty outside the model."""
-
-
-@dataclass(frozen=True)
-class PeakMoment:
-    """Memory of a device at its peak within a phase."""
-
-    num_bytes: int
-    by_kind: dict[str, int]
-    largest: tuple[Allocation, ...]
 
 
 class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -147,7 +136,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = len(self.allocations)
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         what = f"{operator} {shape} {str(tensor.dtype).removeprefix('torch.')}".strip()
-        self.allocations.append(Allocation(str(tensor.device), size, kind or self.phase, what, self.modules[-1]))
+        self.allocations.append(Allocation(str(tensor.device), size, kind or self.phase, what))
         self._alive[key] = number, weakref.ref(storage, lambda _: self._record_free(key, number))
         self._events.append(number)
 
@@ -157,8 +146,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self._alive[key]
             self._events.append(~number)
 
-    def peaks(self, first_mark: int = 0) -> dict[str, dict[str, PeakMoment]]:
-        """Return device -> phase -> peak, for the phases from a mark on (`num_marks` at that time)."""
+    def peaks(self, first_mark: int = 0) -> dict[str, dict[str, Counter[str]]]:
+        """Return device -> phase -> kind -> bytes at the peak, for the phases from a mark on (`num_marks` then)."""
         peak_events = self._peak_events(first_mark)
         wanted = {at for by_phase in peak_events.values() for at, _ in by_phase.values()}
         alive: set[int] = set()
@@ -168,7 +157,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if at in wanted:
                 moments[at] = set(alive)
         return {
-            device: {phase: self._moment(device, moments[at]) for phase, (at, _) in by_phase.items()}
+            device: {phase: self._by_kind(device, moments[at]) for phase, (at, _) in by_phase.items()}
             for device, by_phase in peak_events.items()
         }
 
@@ -199,10 +188,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     note(phase, allocation.device, at)
         return peak_events
 
-    def _moment(self, device: str, alive: set[int]) -> PeakMoment:
-        own = [a for a in (self.allocations[number] for number in alive) if a.device == device]
+    def _by_kind(self, device: str, alive: set[int]) -> Counter[str]:
         by_kind: Counter[str] = Counter()
-        for allocation in own:
-            by_kind[allocation.kind] += allocation.num_bytes
-        largest = tuple(sorted(own, key=lambda a: -a.num_bytes)[:8])
-        return PeakMoment(sum(by_kind.values()), dict(by_kind.most_common()), largest)
+        for allocation in (self.allocations[number] for number in alive):
+            if allocation.device == device:
+                by_kind[allocation.kind] += allocation.num_bytes
+        return by_kind

@@ -56,8 +56,6 @@ class PhasePeak:
 
     mib: float
     by_kind: dict[str, float] = field(default_factory=dict)
-    largest: tuple[tuple[float, str, str], ...] = ()
-    """The largest tensors: (MiB, description, module that created it)."""
 
 
 class StepTime(NamedTuple):

@@ -41,7 +41,7 @@ class Places:
         return {"places": list(self.names), "num_machines": self.num_machines, "split": divided}
 
     def have_other_number(self, saved: Mapping[str, Any] | None) -> bool:
-        """Return True if a checkpoint's `topology` has another number of devices; earlier versions wrote none."""
+        """Return True if a checkpoint's `topology` has another number of devices."""
         return saved is not None and len(saved["places"]) != len(self.names)
 
 

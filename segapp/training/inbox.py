@@ -10,9 +10,7 @@ from typing import Any, Literal
 from segapp.failpoints import failpoint
 from segapp.run.commands import (
     ReceivedCommand,
-    SetCommand,
     drain_commands,
-    parse_command,
     remove_answered,
     remove_command,
 )
@@ -109,16 +107,8 @@ def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
         elif event["type"] == "gpu0_bsz" and status == "applied" and event.get("id") is None and at >= step:
             applied[key] = at, {"gpu0_bsz": event.get("new"), "gpu0_bsz_auto": True}
         elif event["type"] == "command" and status == "applied" and at >= step:
-            applied[key] = at, _changes(event)
+            applied[key] = at, dict(event.get("changes") or {})
     return [(at, changes) for at, changes in applied.values() if changes]
-
-
-def _changes(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a command changed: its `changes`; in older events, from its text."""
-    if answer.get("changes") is not None:
-        return dict(answer["changes"])
-    command = parse_command(answer["command"]) if answer["command"].startswith("set ") else None
-    return command.new_settings if isinstance(command, SetCommand) else {}
 
 
 def _read_rare(events: Path) -> Iterator[dict[str, Any]]:

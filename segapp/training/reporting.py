@@ -225,7 +225,7 @@ class DataWatch:
 
 
 class CacheWatch:
-    """Watches a cache: its location and progress if it is on a disk, and problems in any case.
+    """Watches a cache: its location if it is on a disk, and problems in any case.
 
     Args:
         name: Name of the split.
@@ -236,14 +236,12 @@ class CacheWatch:
     def __init__(self, name: str, cache: PixelCache, *, has_filler: bool = False) -> None:
         self._name, self._cache = name, cache
         self._when = "by the ranks of each machine in the background" if has_filler else "when they are first read"
-        self._quarters = 0
         self._num_damaged = 0
         self._is_stopped = False
 
     def at_start(self) -> list[str]:
         """Return the location and the future size of a cache that is not full, or why it stores no more."""
         state, files = self._cache.state(), self._cache.files
-        self._quarters = _quarters(state)
         if state.stopped is not None or state.num_stored == state.num_images or files.kind == "ram":
             return [*self._stopped(state)]
         free = files.free_bytes()
@@ -256,20 +254,14 @@ class CacheWatch:
     def poll(self) -> Iterator[str]:
         """Yield new messages since the last call."""
         new = self._cache.num_damaged - self._num_damaged
-        if self._quarters == 4 and not new:
-            return
-        state = self._cache.state()
         if new:
             self._num_damaged += new
             yield (
                 f"data.cache: {new} damaged {self._name} images in {self._cache.files.place} were decoded again: "
                 "check the disk if this happens again"
             )
-        yield from self._stopped(state)
-        if _quarters(state) > self._quarters:
-            self._quarters = _quarters(state)
-            if self._cache.files.kind == "disk":
-                yield f"data.cache: {state.num_stored} of {state.num_images} {self._name} images are stored"
+        if not self._is_stopped:
+            yield from self._stopped(self._cache.state())
 
     def _stopped(self, state: CacheState) -> Sequence[str]:
         if state.stopped is None or self._is_stopped or state.num_stored == state.num_images:
@@ -285,10 +277,6 @@ class CacheWatch:
             f"{state.num_images - state.num_stored} of {state.num_images} {self._name} images, "
             f"{size(state.missing_bytes)} ({state.stopped}): they are decoded each time they are read; {move}",
         )
-
-
-def _quarters(state: CacheState) -> int:
-    return 4 * state.num_stored // max(1, state.num_images)
 
 
 if TYPE_CHECKING:

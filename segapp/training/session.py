@@ -35,7 +35,6 @@ from segapp.checkpoint.training_state import (
     check_resumable,
     checkpoint_to_resume,
     load_on_every_rank,
-    on_main,
     saved_state,
 )
 from segapp.compat.torch import group_store
@@ -79,7 +78,7 @@ from segapp.run.words import announce, first_line, printable
 from segapp.training.commands import PendingRequests
 from segapp.training.console import PlainReporter
 from segapp.training.context import Places, RunContext, shares_note, topology_event
-from segapp.training.planning.auto import check_host_memory, is_planned, planned_advice, resolve_auto
+from segapp.training.planning.auto import is_planned, planned_advice, resolve_auto
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
@@ -480,9 +479,6 @@ def _restored_trainer(
     if ranks.world_size > 1 and ranks.is_main:
         report_reverted_split(folder, context.event_log)
 
-    def check_memory(num_train: int) -> None:
-        on_main(ranks, lambda: check_host_memory(config, min(config.train.batch_size, num_train)))
-
     with (
         _watched(context, config, stage, rank_pids, DP_ADVICE if devices.mode == "dp" else None),
         contextlib.closing(
@@ -493,7 +489,6 @@ def _restored_trainer(
                 checkpoint=checkpoint,
                 saved_plan=saved_plan,
                 limit=request.limit,
-                check_memory=check_memory,
                 advise=lambda: planned_advice(config, devices, context.device_memory.devices),
             )
         ) as trainer,

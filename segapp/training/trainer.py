@@ -30,7 +30,6 @@ from segapp.training.reporting import ActivityLog, TrainingReporter, images_in
 from segapp.training.safe_point import SafePoint
 from segapp.training.signals import PauseRequest, StopRequest
 from segapp.training.step.engine import StepEngine, StepResult
-from segapp.training.step.participant import FirstOutputs
 from segapp.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -56,7 +55,6 @@ class Trainer:
         oom_policy: OomPolicy,
         plateau: Plateau | None = None,
         config_hash: str = "",
-        first_outputs: FirstOutputs | None = None,
     ) -> None:
         self.settings, self.facts = settings, facts
         self.engine, self.train_loader, self.validation = engine, train_loader, validation
@@ -84,7 +82,6 @@ class Trainer:
             config_hash=config_hash,
             during_save=lambda: self.activities.during("save"),
         )
-        self._first_outputs = first_outputs
         self._has_stepped = False
         self.loss_watch = LossWatch(len(facts.classes))
         self.has_diverged = False
@@ -175,8 +172,6 @@ class Trainer:
             clock.count_step(images_in(self.position.batch, len(group), settings.batch_size, num_images))
             self.position.batch += len(group)
             self.loss_watch.add(result.loss)
-            if self._first_outputs is not None and (note := self._first_outputs.take_note()):
-                self.reporter.alert("model", note)
             self.controller.after_step(result.split, sum(result.split), self.position.step)
             is_last = self._is_stretch_over()
             if is_last:

@@ -5,14 +5,13 @@ Without progress for `train.hang_timeout_s`, the stacks of this process, its dat
 machine are written to `stacks.log` in the run folder. The reason is emitted as an event, the data workers are killed,
 and the process exits with the exit code of the cause; the last checkpoint stays.
 
-SIGUSR2 writes the stacks at any time, without ending the training (`StackLog`).
+SIGUSR2 writes the stack of the main thread at any time, without ending the training (`StackLog`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import signal
@@ -20,14 +19,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import Alert, EventLog, RunEnd
-from segapp.run.files import append_to_run, machine_id, read_of_run
+from segapp.run.files import append_to_run, machine_id
 from segapp.run.folder import RunFolder
 from segapp.run.lock import child_pids
 
@@ -51,36 +49,6 @@ def exchange_timeout_s(hang_timeout_s: float) -> float:
         hang_timeout_s: timeout of the watchdog; 0: none, and then the result is a week.
     """
     return hang_timeout_s + _REPORT_S if hang_timeout_s > 0 else 7 * 86400.0
-
-
-@dataclass(frozen=True)
-class Hang:
-    """A training thread without progress, as reported by its rank: one JSON line of `reports/hangs.jsonl`."""
-
-    rank: int
-    pid: int
-    machine: str
-    t: float
-    """Time of the report, Unix seconds."""
-    silent_s: float
-    activity: str
-    step: int | None
-
-    def sentence(self) -> str:
-        """Return the activity of the rank and its duration."""
-        return f"rank {self.rank} in {self.activity} for {self.silent_s:.1f} s"
-
-
-def read_hangs(path: Path, rank_pids: Sequence[tuple[str, int]]) -> list[Hang]:
-    """Return the latest hang of each of these processes; incomplete lines and lines of other processes are left out."""
-    found: dict[tuple[str, int], Hang] = {}
-    with contextlib.suppress(OSError):
-        for line in read_of_run(path).splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                hang = Hang(**json.loads(line))
-                if (hang.machine, hang.pid) in rank_pids:
-                    found[hang.machine, hang.pid] = hang
-    return list(found.values())
 
 
 class Watchdog:
@@ -109,7 +77,6 @@ class Watchdog:
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._stacks = StackLog(folder.stacks_of(rank), f"{rank_words(rank)}\n" if len(rank_pids) > 1 else "")
-        self._hangs = folder.reports / "hangs.jsonl"
         self._where = f"{self._stacks.path}{f' and {folder.logs}' if len(rank_pids) > 1 else ''}"
         self._event_log, self._device_memory, self._end = event_log, device_memory, end
         self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
@@ -170,13 +137,9 @@ class Watchdog:
 
     def _write_stacks(self, place: str, silent_s: float) -> None:
         """Write the stacks of this process, its workers, and the ranks on this machine, and the place of the hang."""
-        hang = Hang(self._rank, os.getpid(), machine_id(), time.time(), silent_s, place, self._step())
-        where = f"process {hang.pid} on {socket.gethostname()}"
-        self._stacks.write(f"\n{time.strftime('%F %T')}: {hang.sentence()}, {where}\n")
-        with contextlib.suppress(OSError):
-            self._hangs.parent.mkdir(exist_ok=True)
-            with append_to_run(self._hangs) as file:
-                file.write(b"\n%b\n" % json.dumps(asdict(hang)).encode())  # the previous line may be incomplete
+        where = f"process {os.getpid()} on {socket.gethostname()}"
+        what = f"rank {self._rank} in {place} for {silent_s:.1f} s"
+        self._stacks.write(f"\n{time.strftime('%F %T')}: {what}, {where}\n")
         here = machine_id()
         others = [pid for machine, pid in self._rank_pids if machine == here and pid != os.getpid()]
         for pid in [*child_pids(), *others]:
@@ -189,9 +152,6 @@ class Watchdog:
 
     def _reason(self, place: str, silent_s: float) -> RunError:
         where = f"no progress for {silent_s:.0f} s in {place} after step {self._step()}"
-        if len(self._rank_pids) > 1:
-            hangs = sorted(read_hangs(self._hangs, self._rank_pids), key=lambda hang: hang.rank)
-            where += f" ({', '.join(hang.sentence() for hang in hangs)})" if hangs else ""
         advice = f"all stacks are in {self._where}; train.hang_timeout_s = {self._timeout_s:g}"
         kind: type[RunError] = DistributedError
         what = "a device or another rank"
@@ -235,54 +195,32 @@ def _within(timeout_s: float, act: Callable[[], object]) -> None:
 
 
 class StackLog:
-    """Context manager in which SIGUSR2 writes the stacks of this process; the training continues.
+    """Context manager in which SIGUSR2 writes the stack of this process's main thread; the training continues.
 
     `header` is written before the stacks of all threads.
 
     A signal handler can only write the stack of the thread that it interrupts: the other threads continue meanwhile,
-    and the process crashes if one of them starts or ends while its stack is read. The handler writes this one stack,
-    which shows the training thread even if it holds the interpreter lock forever. A thread that the signal wakes then
-    writes the stacks of all threads while it holds the lock. Data workers are forked from this process and inherit only
-    the handler: they call `signal.set_wakeup_fd(-1)`.
-
-    Python handles signals only in the main thread; if the context is entered in another thread, there is only the
+    and the process crashes if one of them starts or ends while its stack is read. The main thread trains; its stack is
+    written even if it holds the interpreter lock forever. Data workers are forked from this process and inherit the
     handler. The stacks are appended to the file, and a file that stays empty is removed at the end.
     """
 
     def __init__(self, path: Path, header: str = "") -> None:
         self.path, self._header = path, header
         self._file: BinaryIO
-        self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> StackLog:
-        with contextlib.ExitStack() as exits:
-            self.path.parent.mkdir(exist_ok=True)
-            exits.callback(self._remove_if_empty)
-            self._file = exits.enter_context(append_to_run(self.path))
-            in_main = threading.current_thread() is threading.main_thread()
-            if in_main:
-                self._listen_for_signals(exits)
-            faulthandler.register(signal.SIGUSR2, self._file, all_threads=False, chain=in_main)
-            exits.callback(faulthandler.unregister, signal.SIGUSR2)
-            self._exits = exits.pop_all()
+        self.path.parent.mkdir(exist_ok=True)
+        self._file = append_to_run(self.path)
+        faulthandler.register(signal.SIGUSR2, self._file, all_threads=False)
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self._exits.close()
-
-    def _listen_for_signals(self, exits: contextlib.ExitStack) -> None:
-        """Start the thread that writes all stacks; Python's own handler writes the signal's number into its pipe."""
-        reading, writing = os.pipe()
-        exits.callback(os.close, reading)
-        exits.callback(os.close, writing)
-        os.set_blocking(writing, False)
-        listener = threading.Thread(target=self._listen, args=(reading,), name="stacks", daemon=True)
-        listener.start()
-        exits.callback(listener.join)
-        exits.callback(os.write, writing, b"\0")
-        exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writing, warn_on_full_buffer=False))
-        previous = signal.signal(signal.SIGUSR2, lambda *_: None)  # called by faulthandler's
-        exits.callback(signal.signal, signal.SIGUSR2, previous or signal.SIG_DFL)
+    def __exit__(self, *_: object) -> None:
+        faulthandler.unregister(signal.SIGUSR2)
+        self._file.close()
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_size == 0:
+                self.path.unlink()
 
     def write(self, header: str = "") -> None:
         """Append a header and the stacks of all threads; a full disk is ignored."""
@@ -290,13 +228,3 @@ class StackLog:
             self._file.write((header + self._header).encode())
             self._file.flush()
             faulthandler.dump_traceback(self._file, all_threads=True)
-
-    def _listen(self, reading: int) -> None:
-        while 0 not in (numbers := os.read(reading, 4096)):
-            if signal.SIGUSR2 in numbers:
-                self.write()
-
-    def _remove_if_empty(self) -> None:
-        with contextlib.suppress(OSError):
-            if self.path.stat().st_size == 0:
-                self.path.unlink()

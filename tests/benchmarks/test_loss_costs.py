@@ -57,6 +57,6 @@ def test_time_and_memory_of_each_loss() -> None:
         with ledger:
             seconds(criterion, logits, ids)
         (phases,) = ledger.peaks().values()
-        mib = max(peak.num_bytes - peak.by_kind.get("arguments", 0) for peak in phases.values()) / 2**20
+        mib = max(sum(peak.values()) - peak["arguments"] for peak in phases.values()) / 2**20
         ratio = statistics.median(own / ce for own, ce in zip(times[name][1:], times["ce"][1:], strict=True))
         print(f"{name:22} {1e3 * statistics.median(times[name][1:]):6.0f} ms  x {ratio:.1f}  {mib:6.1f} MiB")

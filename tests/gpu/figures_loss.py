@@ -215,4 +215,4 @@ def extra_mib(way: Pass, logits: Tensor, target: Tensor) -> float:
     ledger = StorageLedger()
     with ledger:
         way(logits, target)
-    return max(peak.num_bytes for peak in ledger.peaks()[str(logits.device)].values()) / 2**20
+    return max(sum(peak.values()) for peak in ledger.peaks()[str(logits.device)].values()) / 2**20

@@ -35,7 +35,7 @@ OWN = sorted(
 NESTED = (
     "checkpoints/manifest.json", "checkpoints/objects", "checkpoints/last.pt", "checkpoints/epoch_0009.pt",
     "events.rewound.jsonl", "logs/rank-0001.log", "logs/rank-0001-stacks.log", "parts/own.py",
-    "parts/commands/own.py", "reports/hangs.jsonl", "reports/rank_1_step_3.json", "samples/epoch_0001_0.png",
+    "parts/commands/own.py", "reports/rank_1_step_3.json", "samples/epoch_0001_0.png",
     "stacks.log", "tensorboard/events.out.tfevents.1", "wandb",
 )  # fmt: skip
 FOLDERS = ("checkpoints", "commands", "logs", "objects", "parts", "reports", "samples", "tensorboard", "wandb")

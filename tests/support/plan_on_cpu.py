@@ -121,7 +121,7 @@ def ledger_mib(simulator: Simulator, blocks: tuple[str, ...] = ()) -> tuple[floa
         first_mark = ledger.num_marks
         run_step(engine, [batch], ledger)
         ledger.mark("idle")
-    phases = {phase: moment.num_bytes / MIB for phase, moment in ledger.peaks(first_mark)["cpu"].items()}
+    phases = {phase: sum(moment.values()) / MIB for phase, moment in ledger.peaks(first_mark)["cpu"].items()}
     return max(phases.values()), phases
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from segapp.errors import NonFiniteError
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.training.progress import LossWatch, judge_epoch
-from segapp.training.step.participant import FirstOutputs
 from tests.support.runs import events, merged, train
 
 INF = math.inf
@@ -105,18 +104,3 @@ def test_healthy_runs_say_nothing_of_it(tiny: dict[str, Any], tmp_path: Path) ->
 
 def tiny_of(tiny: dict[str, Any]) -> Any:
     return merged(tiny, schedule={"warmup_steps": 0})
-
-
-def test_outputs_that_are_probabilities_are_told_from_logits() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(2, 5, 4, 4)
-    for outputs in (logits, [(logits, logits)], logits.sigmoid(), torch.zeros(2, 5, 4, 4), logits.log_softmax(1)):
-        look = FirstOutputs()
-        look.take(outputs)
-        assert look.take_note() is None
-    assert FirstOutputs().take_note() is None
-    look = FirstOutputs()
-    look.take([(logits.softmax(1).half(), logits)])
-    look.take(logits)  # of a later micro-batch
-    assert "return logits" in (look.take_note() or "")
-    assert look.take_note() is None, "it is said once"

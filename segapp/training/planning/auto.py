@@ -6,7 +6,6 @@ The plan is made once and saved in the run folder; every resume uses the saved p
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,24 +19,15 @@ from segapp.checkpoint.training_state import on_main
 from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_part
 from segapp.datasets.files import check_pairs
-from segapp.datasets.resources import available_bytes
-from segapp.errors import ConfigError, OutOfMemoryError, SegappError
+from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.judge import allocator_room
 from segapp.memory.oom import is_out_of_memory
-from segapp.memory.peaks import SimulationJob
 from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.plan import plan_memory
-from segapp.training.planning.pool import SimulationPool
 from segapp.training.planning.trial import trial_step
-
-MOST_BYTES_PER_PX = 16 * 1024
-"""More than the networks of this package need per pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
-
-LOADED_BYTES_PER_PX = 4
-"""Bytes of an image with its mask; each worker loads two batches for training and two for evaluation ahead."""
 
 logger = logging.getLogger("segapp")
 
@@ -192,59 +182,3 @@ def _num_training_images(config: RunConfig) -> int:
     pairs = build_pairs(config.data, split_names(config.data)[0])
     check_pairs(pairs)
     return len(pairs)
-
-
-def simulated_bytes(config: RunConfig, num_images: int) -> int:
-    """Return the peak of the tensors in a step of `num_images` crops on one device, without kernel workspaces.
-
-    Raises:
-        SegappError: the network cannot be simulated.
-    """
-    with SimulationPool(config, num_processes=1) as pool:
-        (result,) = pool.simulate([SimulationJob("single", (num_images,), accumulate=config.train.accumulate)])
-    return int(result.peak_mib()[0] * 2**20)
-
-
-def check_host_memory(config: RunConfig, num_images: int) -> None:
-    """Refuse a training on the CPU whose step cannot fit into the free memory.
-
-    The prediction counts the tensors of one device, which is less than is needed, so a step that barely fits is tried.
-    `num_images` are the images of a micro-batch on this machine, over all devices and ranks.
-
-    Raises:
-        OutOfMemoryError: it does not fit.
-    """
-    height, width = config.data.crop_px
-    free = available_bytes()
-    if free is None:
-        return
-    workers = 1 if config.data.workers == "auto" else config.data.workers
-    loaded = 2 * workers * (num_images + config.eval.batch_size) * height * width * LOADED_BYTES_PER_PX
-    free = max(0, free - loaded)
-    if num_images * height * width * MOST_BYTES_PER_PX <= free:
-        return
-    try:
-        needed = simulated_bytes(config, num_images)
-    except SegappError as error:  # a custom component may do something that cannot be simulated
-        logger.info("the memory of a step could not be predicted: %s", error)
-        return
-    if needed <= free:
-        return
-    ahead = f" next to the batches that {workers} data workers load ahead" if workers else ""
-    raise OutOfMemoryError(
-        f"a step of {num_images} crops of {height} x {width} px needs {needed / 2**30:.1f} GiB of memory at least, and "
-        f"{free / 2**30:.1f} GiB are free{ahead}: lower data.crop_px = {[height, width]}"
-        + _fewer_images(config, num_images, free / needed)
-    )
-
-
-def _fewer_images(config: RunConfig, num_images: int, share: float) -> str:
-    """Return the advice to process fewer images at a time, if one image would fit."""
-    fewer = math.floor(num_images * share)
-    if not fewer:
-        return ""
-    at_most = "1" if fewer == 1 else f"{fewer} or less"
-    return (
-        f", or train.batch_size to {at_most}, with train.accumulate = "
-        f"{config.train.accumulate * math.ceil(num_images / fewer)} for the same number of images per step"
-    )

@@ -301,8 +301,7 @@ def plan_memory(
     with SimulationPool(small) as pool:
         found = _simulated(pool, small, gpus, mode, with_advice=with_advice)
         if measurement is not None:
-            simulated = found.frozen_model if measurement.is_frozen else found.model
-            overhead, errors = calibrated(measurement, simulated or found.model, overhead)
+            overhead, errors = calibrated(measurement, found.model, overhead)
         facts = found.facts
         planner = Planner(found.model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
         search = RecomputeSearch(pool, found.job, planner, facts["blocks"])
@@ -400,8 +399,6 @@ class _Simulated:
 
     model: PlannedPeaks
     facts: Mapping[str, Any]
-    frozen_model: PlannedPeaks | None
-    """Peaks for the epochs in which `model.freeze` applies; None if it does not end, or without advice."""
     variants: Sequence[Variant]
     advice: Mapping[str, SimulationResult]
     """Results for the advice, by the names of `_advice_jobs`; empty without advice."""
@@ -419,14 +416,10 @@ def _simulated(
     splits = splits_to_simulate(mode, len(gpus))
     jobs = _advice_jobs(config, job, len(gpus), changes, facts["blocks"]) if with_advice else {}
     asked = [replace(job, split=split) for split in splits]
-    has_phases = with_advice and config.model.freeze_epochs is not None
-    # If `model.freeze` does not end, the simulated network is the frozen one.
-    frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
-    results = iter(pool.simulate([*asked, *frozen_jobs, *jobs.values()]))
+    results = iter(pool.simulate([*asked, *jobs.values()]))
     own = [next(results) for _ in asked]
     model = fit_model(mode, own)
-    frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
-    return _Simulated(model, facts, frozen_model, changes, dict(zip(jobs, results, strict=True)), job)
+    return _Simulated(model, facts, changes, dict(zip(jobs, results, strict=True)), job)
 
 
 def _advice_jobs(
@@ -474,19 +467,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
         notes=_notes(config, planner, facts),
         facts={key: facts[key] for key in ("num_params", "eval_px", "eval_px_from", "smallest_chunk")},
     )
-    if found.frozen_model is not None:
-        plan = _with_frozen_phase(plan, found.frozen_model, config.model.freeze_epochs)
     return replace(plan, advice=ranked(_advice(config, plan, planner, found))) if found.advice else plan
-
-
-def _with_frozen_phase(plan: MemoryPlan, frozen_model: PlannedPeaks, epochs: int | None) -> MemoryPlan:
-    """Return the plan with each GPU's memory while `model.freeze` applies, at the config's or the best split."""
-    split = (plan.current or plan.best).split
-    tensors = (plan.overhead.tensors_mib(i, mib) for i, mib in enumerate(frozen_model.peak_mib(split)))
-    frozen_mib = [round(plan.overhead.required_mib(i, mib), 1) for i, mib in enumerate(tensors)]
-    text = ", ".join(f"{mib:.0f}" for mib in frozen_mib)
-    note = f"at split {'+'.join(map(str, split))} epochs 1 to {epochs} need {text} MiB, without training what is frozen"
-    return replace(plan, notes=(*plan.notes, note), facts={**plan.facts, "frozen_peak_mib": frozen_mib})
 
 
 def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:

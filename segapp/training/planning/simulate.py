@@ -37,7 +37,7 @@ from segapp.custom.names import is_part
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError, RunError, SegappError
 from segapp.inference.normalize import NormalizedInput
-from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
+from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
 from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult, StepTime
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.models.blocks import find_blocks
@@ -339,18 +339,17 @@ _KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "
 """Kind of a storage without a tag, by the phase in which it was created."""
 
 
-def phase_peaks(moments: Mapping[str, PeakMoment]) -> dict[str, PhasePeak]:
+def phase_peaks(moments: Mapping[str, Mapping[str, int]]) -> dict[str, PhasePeak]:
     """Return a device's peaks by training phase, in MiB."""
     found = {}
     for phase, moment in moments.items():
         if phase not in PHASES:
             continue
         by_kind = Counter[str]()
-        for kind, num_bytes in moment.by_kind.items():
+        for kind, num_bytes in moment.items():
             by_kind[_KIND_OF_PHASE.get(kind, kind)] += num_bytes
         kinds = {kind: round(by_kind[kind] / MIB, 2) for kind in sorted(by_kind)}
-        largest = tuple((round(a.num_bytes / MIB, 2), a.what, a.module) for a in moment.largest[:5])
-        found[phase] = PhasePeak(round(moment.num_bytes / MIB, 3), kinds, largest)
+        found[phase] = PhasePeak(round(sum(moment.values()) / MIB, 3), kinds)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from segapp.models.eomt import QueryMasking
@@ -84,41 +83,3 @@ class UpdateCount(StepParticipant):
     def apply(self, is_step_bad: Tensor) -> None:
         """Count the update."""
         self._masking.count_update()
-
-
-class FirstOutputs(StepParticipant):
-    """Finds networks that return probabilities, although losses take logits.
-
-    It examines the first image of the first micro-batch; the result is read once, after the step.
-    """
-
-    name = "first_outputs"
-
-    def __init__(self) -> None:
-        self._seen: Tensor | None = None
-        self._is_read = False
-
-    @torch.no_grad()
-    def take(self, outputs: Any) -> None:
-        """Record the range of the first logits, and how far their sums over the classes are from 1."""
-        if self._is_read or self._seen is not None:
-            return
-        while isinstance(outputs, (list, tuple)) and outputs:  # replicas, then heads
-            outputs = outputs[0]
-        if not isinstance(outputs, Tensor) or outputs.ndim != 4 or not len(outputs):
-            return
-        first = outputs[:1].float()
-        self._seen = torch.stack([first.min(), first.max(), (first.sum(1) - 1).abs().max()])
-
-    def take_note(self) -> str | None:
-        """Return a sentence if the outputs are probabilities, based on the first call; None if they are not."""
-        is_read, self._is_read = self._is_read, True
-        if is_read or self._seen is None:
-            return None
-        least, most, off_one = self._seen.tolist()
-        if not (least >= 0 and most <= 1 and off_one < 1e-3):
-            return None
-        return (
-            "the outputs of the model are probabilities: from 0 to 1, with sum 1 over the classes; the losses apply "
-            "the softmax themselves, and a second one stops the training from learning: return logits"
-        )

@@ -45,17 +45,6 @@ def test_changes_of_the_event_are_read_and_not_the_text(tmp_path: Path) -> None:
     assert applied_after(path, 11) == [(12, {"gpu0_bsz_auto": True})]
 
 
-def test_events_without_changes_are_read_by_their_text(tmp_path: Path) -> None:
-    path = events_file(
-        tmp_path,
-        answer("a", "set gpu0_bsz=2 lr_factor=0.5", 10),
-        answer("b", "set gpu0_bsz=auto lr_factor=0.25", 12),
-        answer("c", "pause", 12),
-    )
-    expected = [(10, {"gpu0_bsz": 2, "lr_factor": 0.5}), (12, {"lr_factor": 0.25, "gpu0_bsz_auto": True})]
-    assert applied_after(path, 0) == expected
-
-
 def test_reverted_split_is_left_out_and_auto_moves_are_kept(tmp_path: Path) -> None:
     def split(status: str, **fields: Any) -> dict[str, Any]:
         return {"type": "gpu0_bsz", "status": status, "old": None, "new": 3, "epoch": 2, "step": 10, **fields}

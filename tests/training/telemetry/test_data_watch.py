@@ -45,20 +45,16 @@ def watch_of(dataset: SegmentationDataset, pairs: list[ImagePair]) -> DataWatch:
     return DataWatch(TrainLoader(dataset, 2), validation, cores=8)
 
 
-def test_cache_on_disk_is_announced_and_followed(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:
+def test_cache_on_disk_is_announced(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:
     watch = watch_of(cached, pairs)
     note, start = watch.at_start()
     assert note == "a note"
     assert start.startswith("data.cache = disk: 0 of 8 training images are in ")
     assert "cache/train-" in start
     assert "(0.0 MiB); the others are stored when they are first read, 0.1 MiB of " in start
-    said = []
     for index in range(8):
         cached.read(index)
-        said.append(watch.after_interval(0, 1))
-    stored = [[f"data.cache: {n} of 8 training images are stored"] for n in (2, 4, 6, 8)]
-    assert [each for each in said if each] == stored
-    assert watch.after_interval(0, 1) == []
+        assert watch.after_interval(0, 1) == []
 
 
 def test_full_disk_is_told_once(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +19,7 @@ from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.training import watchdog as module
 from segapp.training.session import Stage
-from segapp.training.watchdog import Hang, Watchdog
+from segapp.training.watchdog import Watchdog
 
 
 class Clock:
@@ -192,20 +190,3 @@ def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, mo
             dog._write_stacks("step", 61.0)
     assert heard == [own + 1, own + 1, own + 1, own + 2]
     assert slept == [module._OTHERS_S]
-
-
-def test_reason_names_where_each_rank_of_this_run_hangs(tmp_path: Path) -> None:
-    """Lines of an earlier process of the run, and one that a full disk has cut off, do not count."""
-    folder, here = RunFolder(tmp_path), machine_id()
-    earlier, other = os.getpid() + 1, os.getpid() + 2
-    pids = [(here, os.getpid()), (here, other)]
-    lines = [Hang(1, earlier, here, 1.0, 99.0, "save", 3), Hang(1, other, here, 2.0, 60.5, "backward", 7)]
-    folder.reports.mkdir(parents=True)
-    (folder.reports / "hangs.jsonl").write_text("".join(json.dumps(asdict(each)) + "\n" for each in lines) + '{"ra')
-    memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
-    with Watchdog(folder, EventLog(None), memory, timeout_s=0.0, step=lambda: 7, rank_pids=pids) as dog:
-        dog._rank_pids = pids[:1]  # nobody else is signalled here
-        dog._write_stacks("step", 61.0)
-        dog._rank_pids = pids
-        text = str(dog._reason("step", 61.0))
-    assert "(rank 0 in step for 61.0 s, rank 1 in backward for 60.5 s)" in text
