@@ -23,7 +23,6 @@ class DevicePlan:
     """Mode and devices of a training on this machine.
 
     Attributes:
-        mode: the parallel mode.
         devices: the devices; in ddp one per rank of this machine.
         reason: a sentence for the user that says why these devices were chosen.
         mode_reason: why `auto` chose the mode; empty if the config sets it.
@@ -45,9 +44,7 @@ class DevicePlan:
 def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePlan:
     """Return mode and devices of a training.
 
-    Args:
-        config: the complete config.
-        is_one_process: the caller starts no ranks, so `auto` does not choose ddp.
+    `is_one_process`: the caller starts no ranks, so `auto` does not choose ddp.
 
     Raises:
         ConfigError: a device does not exist, there are too few for the mode, or it cannot do what the config asks for.

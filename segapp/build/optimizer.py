@@ -25,11 +25,7 @@ def build_parameter_groups(
 ) -> list[Mapping[str, Any]]:
     """Return the optimizer's groups of the trainable parameters, as master weights.
 
-    Args:
-        section: rates and decays.
-        model: the network.
-        precision: casts the weights.
-        only: names of the parameters to use; None: all.
+    `only`: names of the parameters to use; None: all.
 
     Raises:
         ConfigError: `layer_decay` or an entry of `groups` does not suit the network.
@@ -114,11 +110,7 @@ def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -
 def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, steps_per_epoch: int) -> Shape:
     """Return the learning rate at each step, from 1, before the factors of the parameter groups.
 
-    Args:
-        section: the schedule.
-        lr: base learning rate, which is reached after the warm-up.
-        total_steps: number of steps of the run.
-        steps_per_epoch: number of steps per epoch.
+    `lr`: base learning rate, which is reached after the warm-up.
     """
     if is_part(section.name):
         factor = own_schedule(section, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
@@ -139,10 +131,8 @@ def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, step
 def build_plateau(section: ScheduleConfig, lr: float, *, larger_is_better: bool) -> Plateau | None:
     """Return the object that lowers the learning rate after evaluations; None for another schedule.
 
-    Args:
-        section: the schedule.
-        lr: base learning rate, for `min_lr`.
-        larger_is_better: True if larger values of the monitored result are better.
+    `lr`: base learning rate, for `min_lr`. `larger_is_better`: True if larger values of the monitored result are
+    better.
     """
     if section.name != "plateau":
         return None
@@ -167,9 +157,6 @@ def layer_depths(names: Iterable[str]) -> tuple[dict[str, int], int] | str:
     The stem has depth 0, the blocks have 1 to L in the order in which they run, the head has L + 1 (Bao et al., BEiT,
     2022). Layers at the start of a stage belong to its first block. Layers at the end of a stage or of the backbone
     belong to the last block before them, as in timm.
-
-    Args:
-        names: the parameters of a backbone.
 
     Returns:
         The depths and L + 1; or the first name that does not fit this order.

@@ -110,9 +110,7 @@ class SplitJudge:
     def verdict(self, gpu0_bsz: int | Literal["auto"] | None, shares: Sequence[int] | None = None) -> SplitVerdict:
         """Check a requested split against all known facts; never raises for a bad request.
 
-        Args:
-            gpu0_bsz: Samples of device 0 in a full batch; None for an even split; `auto` to follow the measured memory.
-            shares: Samples of every device instead.
+        `gpu0_bsz`: Samples of device 0 in a full batch; None for an even split; `auto` to follow the measured memory.
 
         Example:
             >>> SplitJudge(8, 3, current=(0, 4, 4)).verdict(2).split

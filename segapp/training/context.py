@@ -29,7 +29,6 @@ class Places:
 
     Attributes:
         names: host and device, for each device of all ranks.
-        num_machines: number of machines.
     """
 
     names: tuple[str, ...] = ()
@@ -117,12 +116,6 @@ def first_split(
     They come from the config, or from the plan if `gpu0_bsz` is auto. If a resumed training has another number of
     devices, and the config has no shares for it, the shares of its last split are planned anew per device, also in
     later resumes with that number.
-
-    Args:
-        config: the complete config.
-        saved_plan: the plan for the present devices.
-        state: state of the checkpoint; None for a new run.
-        places: the present devices.
     """
     shares, gpu0_bsz, num = config.parallel.shares, config.parallel.gpu0_bsz, len(places.names)
     if gpu0_bsz == "auto":

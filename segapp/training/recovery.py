@@ -165,7 +165,6 @@ class OomPolicy:
 
     Args:
         batch_size: images of a micro-batch, over all devices and ranks.
-        crop_px: height and width of a training crop.
         advise: returns changes, the best first; it may take seconds.
         later: fallbacks adopted after the checkpoint that training continues from, with the step of each.
     """

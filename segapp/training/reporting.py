@@ -157,11 +157,7 @@ class RemainingTime:
     def etas_s(self, epoch: int, step: int, steps_in_epoch: int, eval_s: float) -> tuple[float, float]:
         """Return the seconds until the next epoch begins, and until the training ends.
 
-        Args:
-            epoch: the present epoch, from 1.
-            step: number of finished steps.
-            steps_in_epoch: number of steps left in the epoch.
-            eval_s: seconds of an evaluation; 0 before the first one.
+        `steps_in_epoch`: number of steps left in the epoch. `eval_s`: seconds of an evaluation; 0 before the first one.
         """
         table, step_s = self._timetable, median_low(self._steps_s)
         steps, evaluations = table.num_steps - step, table.num_evaluations(epoch, step)
@@ -228,8 +224,6 @@ class CacheWatch:
     """Watches a cache: its location if it is on a disk, and problems in any case.
 
     Args:
-        name: Name of the split.
-        cache: The cache.
         has_filler: True if each machine has its own cache, which its ranks fill in the background.
     """
 

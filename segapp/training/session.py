@@ -14,7 +14,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import PosixPath
 from types import MappingProxyType
@@ -356,39 +356,28 @@ def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Itera
             file.close()
 
 
+@dataclass
 class Stage:
     """Progress of a training process, for the threads that watch it and for its end."""
 
-    def __init__(self) -> None:
-        self.is_saved = False
-        """True if there is a checkpoint to continue from; from the first step on, every end saves first."""
-        self._trainer: Trainer | None = None
-        self._is_failed = False
-
-    def begin(self, trainer: Trainer) -> None:
-        """Enter the training itself."""
-        self._trainer, self.is_saved = trainer, True
-
-    def fail(self) -> None:
-        """Record that this rank failed, so the others may be elsewhere."""
-        self._is_failed = True
-
-    @property
-    def is_with_ranks(self) -> bool:
-        """True if every rank reaches the same place at the end of the training."""
-        return self._trainer is not None and not self._is_failed
+    trainer: Trainer | None = None
+    """None before the training itself begins."""
+    is_saved: bool = False
+    """True if there is a checkpoint to continue from; from the first step on, every end saves first."""
+    is_failed: bool = False
+    """True if this rank failed, so that the others may be elsewhere."""
 
     def step(self) -> int | None:
         """Return the steps done; None before the training begins."""
-        return None if self._trainer is None else self._trainer.position.step
+        return None if self.trainer is None else self.trainer.position.step
 
     def has_stepped(self) -> bool:
         """Return True once this process has made a step."""
-        return self._trainer is not None and self.step() != (self._trainer.progress.resumed_from_step or 0)
+        return self.trainer is not None and self.step() != (self.trainer.progress.resumed_from_step or 0)
 
     def saving_s(self) -> float | None:
         """Return the seconds since the running checkpoint write began; None while none runs."""
-        return None if self._trainer is None else self._trainer.saver.written_for_s()
+        return None if self.trainer is None else self.trainer.saver.written_for_s()
 
 
 def _run_in(
@@ -428,7 +417,7 @@ def _run_in(
                         key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
                         print(f"already complete: {trainer.length}; raise {key} to train on")
                     return 0
-                stage.begin(trainer)
+                stage.trainer, stage.is_saved = trainer, True
                 if ranks.is_main:
                     for note in trainer.facts.notes:
                         print(printable(note), flush=True)
@@ -442,7 +431,7 @@ def _run_in(
         except Exception as error:
             known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
             logger.exception("training failed")
-            stage.fail()
+            stage.is_failed = True
             console.is_error_shown = True  # on stderr, by the code that catches the error raised here
             # The report of an out-of-memory error is a separate event.
             end("failed", first_line(known), known.exit_code)
@@ -453,7 +442,7 @@ def _run_in(
             raise shown from error
         finally:
             event_log.close()
-            if stage.is_with_ranks:
+            if stage.trainer is not None and not stage.is_failed:
                 ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
 
 

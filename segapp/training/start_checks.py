@@ -107,12 +107,7 @@ def changed_length_note(
 ) -> str | None:
     """Return how another length changes the learning rate of a resumed run; None if the next step's is the same.
 
-    Args:
-        saved: `train` section of the config that the checkpoint was saved with.
-        config: config of the resume.
-        num_batches: micro-batches per epoch.
-        step: number of finished steps.
-        lr_factor: factor on the scheduled learning rate.
+    `saved`: `train` section of the config that the checkpoint was saved with.
     """
     before = config.train.model_copy(update={key: saved[key] for key in ("epochs", "steps") if key in saved})
     (_, old_total, per_epoch), (_, total, _) = (run_length(train, num_batches) for train in (before, config.train))

@@ -54,7 +54,6 @@ class RecomputeSearch:
     blocks are recomputed, as many as necessary; a bisection with simulated steps finds their number.
 
     Args:
-        pool: simulates the config.
         job: job of the plan, without a split.
         planner: planner of the job, without recomputation.
         blocks: names of all blocks of the network, in the order of definition.
@@ -103,11 +102,7 @@ class RecomputeSearch:
         return replace(models[first], others=tuple(models[kind].first for kind in sets[1:]))
 
     def fastest(self, candidates: Sequence[tuple[PlanRow, int]]) -> Fit | None:
-        """Return the fastest way that fits, with recomputed blocks if necessary; None if there is none.
-
-        Args:
-            candidates: splits, with the number of micro-batches per step.
-        """
+        """Return the fastest way that fits, with recomputed blocks if necessary; None if there is none."""
         estimates = []
         for row, accumulate in candidates:
             step_s = self._estimate_s(row, accumulate)
