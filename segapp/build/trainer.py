@@ -34,6 +34,7 @@ from segapp.memory.plan import SavedMemoryPlan
 from segapp.models.network import BaseReference
 from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import Ranks
+from segapp.run.events import RunStart
 from segapp.run.words import announce
 from segapp.scores import SCORES
 from segapp.training.batch_split import BatchSplitController
@@ -115,7 +116,7 @@ def build_trainer(
         advise=advise,
         later=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
     )
-    facts = _facts(config, context, devices, engine, train_set, val_set)
+    facts = _facts(config, context, devices, engine, train_loader, len(val_set))
     if not is_second_trial:
         alerts = start_alerts(
             config,
@@ -164,29 +165,29 @@ def _base_notes(config: RunConfig, base: BaseReference | None, *, is_new: bool) 
 
 
 def _facts(
-    config: RunConfig,
-    context: RunContext,
-    devices: DevicePlan,
-    engine: StepEngine,
-    train_set: SegmentationDataset,
-    val_set: SegmentationDataset,
+    config: RunConfig, context: RunContext, devices: DevicePlan, engine: StepEngine, loader: TrainLoader, num_val: int
 ) -> TrainingFacts:
-    scheme, groups = train_set.scheme, describe_groups(config.optim, engine.model)
-    return TrainingFacts(
+    scheme, groups = loader.dataset.scheme, describe_groups(config.optim, engine.model)
+    epochs, _, steps_per_epoch = run_length(config.train, len(loader))
+    start = RunStart(
         classes=list(scheme.names),
         palette=[(int(r), int(g), int(b)) for r, g, b in scheme.palette],
         num_params=sum(p.numel() for p in engine.model.parameters()),
         devices=_device_facts(context, devices),
-        num_train=len(train_set),
-        num_val=len(val_set),
-        config=config.model_dump(mode="json"),
+        num_train=len(loader.dataset),
+        num_val=num_val,
         num_trainable=sum(group.num_params for group in groups),
         freeze_epochs=config.model.freeze_epochs,
         param_groups=groups,
         mode=devices.mode,
         mode_reason=devices.mode_reason or None,
-        parts=part_hashes(config),
+        batch_size=config.train.batch_size,
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        steps=config.train.steps,
+        precision=engine.precision.name,
     )
+    return TrainingFacts(start, config.model_dump(mode="json"), part_hashes(config))
 
 
 def build_timetable(config: RunConfig, num_batches: int) -> Timetable:

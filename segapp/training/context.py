@@ -17,7 +17,7 @@ from segapp.config import RunConfig
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel.distributed import Ranks
-from segapp.run.events import Alert, EventLog, ParamGroup, Topology
+from segapp.run.events import Alert, EventLog, RunStart, Topology
 from segapp.run.folder import RunFolder
 from segapp.training.progress import Timetable
 from segapp.training.signals import StopSignals
@@ -84,22 +84,9 @@ class TrainerSettings:
 class TrainingFacts:
     """Facts of a training for `run_start` and the checkpoint."""
 
-    classes: list[str]
-    palette: list[tuple[int, int, int]]
-    num_params: int
-    devices: list[Any]
-    """Devices of all ranks."""
-    num_train: int
-    num_val: int
+    start: RunStart
+    """Without the values that a resume or a command changes."""
     config: dict[str, Any]
-    num_trainable: int
-    """Number of parameters that are trained from the first epoch on."""
-    freeze_epochs: int | None
-    """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
-    param_groups: list[ParamGroup]
-    mode: str | None = None
-    mode_reason: str | None = None
-    """Why `parallel.mode: auto` chose it; None if the config sets it."""
     parts: dict[str, str] = field(default_factory=dict)
     """Name -> SHA-256 of the source file of each custom component."""
     alerts: Sequence[Alert] = ()

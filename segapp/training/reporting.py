@@ -20,7 +20,7 @@ from segapp.datasets.workers import wait_advice
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.normalize import NormalizedInput
 from segapp.memory.counters import DeviceMemoryTracker
-from segapp.run.events import Alert, EpochStart, EventLog, Heartbeat, Recompute, RunStart, Step, Val
+from segapp.run.events import Alert, EpochStart, EventLog, Heartbeat, Recompute, Step, Val
 from segapp.run.words import size
 from segapp.training.commands import CommandController
 from segapp.training.context import TrainerSettings, TrainingFacts
@@ -302,23 +302,15 @@ class TrainingReporter:
 
     def run_start(self, facts: TrainingFacts, resumed_from_step: int | None) -> None:
         """Emit `run_start`, and `weights` for every file of pretrained weights."""
-        live, timetable = self.controller.settings, self.settings.timetable
-        described = {name: value for name, value in vars(facts).items() if name not in ("config", "alerts", "notes")}
-        self.event_log.emit(
-            RunStart(
-                **described,
-                batch_size=self.settings.batch_size,
-                epochs=timetable.epochs,
-                steps_per_epoch=timetable.steps_per_epoch,
-                steps=timetable.total_steps,
-                resumed_from_step=resumed_from_step,
-                gpu0_bsz=live.gpu0_bsz,
-                is_auto=live.gpu0_bsz_auto,
-                split=self._split(),
-                precision=self.engine.precision.name,
-                judge=self.controller.judge().to_json(),
-            )
-        )
+        live = self.controller.settings
+        present = {
+            "resumed_from_step": resumed_from_step,
+            "gpu0_bsz": live.gpu0_bsz,
+            "is_auto": live.gpu0_bsz_auto,
+            "split": self._split(),
+            "judge": self.controller.judge().to_json(),
+        }
+        self.event_log.emit(facts.start.model_copy(update=present))
         for report in self.engine.model.load_reports:
             self.event_log.emit(report.as_event())
         for alert in facts.alerts:

@@ -547,7 +547,8 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
     if checkpoint is None and event_log.writer is not None:
         event_log.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:
-        check_resumable(checkpoint.state, checkpoint.path, config, trainer.facts.num_train, trainer.facts.classes)
+        num_train = len(trainer.train_loader.dataset)
+        check_resumable(checkpoint.state, checkpoint.path, config, num_train, trainer.facts.start.classes)
         trainer.load_state_dict(checkpoint.state)
         if event_log.writer is not None:
             event_log.writer.rewind(
@@ -571,7 +572,7 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
         note = changed_length_note(saved, config, num_batches, checkpoint.step, trainer.lr_factor)
         if note is not None and not trainer.progress.is_complete:
             event_log.emit(Alert(kind="schedule", message=note, step=checkpoint.step))
-    is_divided = context.ranks.world_size > 1 or len(trainer.facts.devices) > 1 or config.train.accumulate > 1
+    is_divided = context.ranks.world_size > 1 or len(trainer.facts.start.devices) > 1 or config.train.accumulate > 1
     if is_divided and (note := plain_loss_note(config, trainer.engine.criterion)):
         event_log.emit(Alert(kind="parts", message=note))
     if context.ranks.is_main:
@@ -585,7 +586,7 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
             event_log.emit(Alert(kind="trackers", message=message))
         log = config.log.model_copy(update=dict.fromkeys(unnamed))
         config = config.model_copy(update={"log": log})
-        event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.classes, at_step))
+        event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.start.classes, at_step))
 
 
 def _versions() -> dict[str, str]:

@@ -83,7 +83,7 @@ class Trainer:
             during_save=lambda: self.activities.during("save"),
         )
         self._has_stepped = False
-        self.loss_watch = LossWatch(len(facts.classes))
+        self.loss_watch = LossWatch(len(facts.start.classes))
         self.has_diverged = False
         self.safe_point = SafePoint(context, controller, self.saver, self.progress, self.activities)
 
@@ -368,7 +368,7 @@ class Trainer:
             "rng": self.ranks.gather(capture_rng()),
             "config": self.facts.config,
             "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": len(self.train_loader)},
-            "classes": list(self.facts.classes),
+            "classes": list(self.facts.start.classes),
             "parts": dict(self.facts.parts),
         }
 
