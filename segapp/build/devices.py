@@ -1,19 +1,28 @@
-"""Choose the devices and the parallel mode of a training from the `parallel` section of the config."""
+"""Choose the devices, the parallel mode and the numerics of a training: precision, memory format, algorithms, heap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import ctypes
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from segapp.accelerator import ACCELERATORS, CUDA, GPUS, accelerator_of
+from segapp.build.own_parts import fp32_part
 from segapp.chunks import Mode
-from segapp.config import RunConfig
+from segapp.config import RunConfig, TrainConfig
 from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError, did_you_mean
 from segapp.memory.gpus import cuda_uuids, order_by_free_memory, query_gpus
+from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 from segapp.parallel.distributed import is_launched
 from segapp.parallel.scatter_gather import resolve_devices
 
@@ -130,3 +139,147 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
 
 def _names(devices: Sequence[torch.device]) -> str:
     return ", ".join(str(device) for device in devices)
+
+
+def with_precision(config: RunConfig, devices: Sequence[torch.device]) -> RunConfig:
+    """Return the config with a precision for the devices if `train.precision` is auto.
+
+    It is amp-bf16 if every GPU supports it, else amp-fp16. It is fp32 on CPUs, and if a custom component asks for it.
+    Without devices, as in a plan for any GPUs, they are assumed to support bfloat16.
+    """
+    if config.train.precision != "auto":
+        return config
+    precision = "amp-bf16" if all(accelerator_of(device).has_bf16(device) for device in devices) else "amp-fp16"
+    if any(device.type == "cpu" for device in devices) or fp32_part(config) is not None:
+        precision = "fp32"
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+
+
+def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.device) -> bool:
+    """Return True if the network is to work in channels_last (NHWC).
+
+    NHWC is used if it is the faster format: on a GPU whose tensor cores compute the convolutions (half
+    precision, or float32 as TF32), for networks most of whose parameters are in convolutions. The precision must be
+    resolved. A device that is neither CPU nor CUDA represents a GPU in a plan.
+    """
+    if device.type == "cpu":
+        return False
+    if section.precision == "fp32" and not (section.tf32 and accelerator_of(device).has_tf32(device)):
+        return False
+    convolutions = [part.weight for part in model.modules() if isinstance(part, (nn.Conv2d, nn.ConvTranspose2d))]
+    return 2 * sum(weight.numel() for weight in convolutions) >= sum(p.numel() for p in model.parameters())
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of mallopt(3). The mmap threshold cannot be raised beyond 32 MiB, but mmap can be disabled entirely."""
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc's malloc keep freed memory, in this process and in processes forked from it.
+
+    glibc maps every large block and unmaps it when it is freed, so every activation of every step costs page faults:
+    over a third of the time of an LR-ASPP step on two cores. With this setting the process keeps its memory; its peak
+    grows by the fragmentation (1 to 10 % measured). Returns True if it was set, which needs glibc.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
+_WORKSPACE = ":4096:8"
+"""Eight buffers of 4 MiB: with one buffer per stream, cuBLAS gives reproducible results."""
+
+
+@contextlib.contextmanager
+def numerics(*, deterministic: bool, tf32: bool) -> Iterator[None]:
+    """Run the body of the `with` statement with these switches, and restore the previous ones at its end.
+
+    cuBLAS reads its variable at the first matrix product of the process. So `deterministic` needs a process that has
+    not used CUDA, or one that was started with the variable. Once CUDA has run, the variable stays set.
+
+    Args:
+        deterministic: use algorithms that repeat their results bit for bit; an operation without such an algorithm
+            raises. Without it, cuDNN times its algorithms for each new shape and uses the fastest.
+        tf32: float32 convolutions and matrix products on GPUs round their inputs to TF32 (10 bits of mantissa).
+
+    Raises:
+        ConfigError: `deterministic`, but CUDA has started in this process without cuBLAS's variable.
+    """
+    if deterministic and _has_used_cuda() and CUBLAS_VARIABLE not in os.environ:
+        raise ConfigError(
+            f"train.deterministic = true, but this process has used CUDA without {CUBLAS_VARIABLE}={_WORKSPACE}, which "
+            "cuBLAS reads once: set it before the program starts, or train in a new process (segapp train)",
+            key="train.deterministic",
+            value=True,
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(os.environ, deterministic=deterministic))
+        stack.enter_context(_algorithms_restored())
+        torch.backends.cudnn.benchmark = not deterministic
+        if deterministic:
+            torch.backends.cudnn.deterministic = True
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if torch.cuda.is_available():  # the same switches change products on CPUs
+            stack.callback(set_tf32, *_tf32())
+            set_tf32(tf32, tf32)
+        yield
+
+
+def _has_used_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def set_tf32(matmul: bool, convolution: bool) -> None:
+    """Allow or forbid TF32 in matrix products and in convolutions.
+
+    This uses the older names, because torch.compile in torch 2.11 still reads them and raises if only the newer ones
+    (`fp32_precision`) were set.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions of torch recommend the newer names
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+        torch.backends.cudnn.allow_tf32 = convolution
+
+
+def _tf32() -> tuple[bool, bool]:
+    """Return True for each of matrix products and convolutions that use TF32."""
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return matmul.fp32_precision == "tf32", convolution.fp32_precision == "tf32"
+
+
+@contextlib.contextmanager
+def _algorithms_restored() -> Iterator[None]:
+    cudnn, deterministic = torch.backends.cudnn, torch.utils.deterministic
+    kept = cudnn.benchmark, cudnn.deterministic, deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    is_on, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic, deterministic.fill_uninitialized_memory = kept  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def _environment(environ: MutableMapping[str, str], *, deterministic: bool) -> Iterator[None]:
+    """Set the variables that CUDA reads at its start, also in the ranks, unless the user has set them."""
+    chosen = {}
+    if deterministic:
+        chosen[CUBLAS_VARIABLE] = _WORKSPACE
+    # Expandable segments do not fragment when sizes change; the driver supports them on Linux.
+    if sys.platform == "linux" and torch.version.cuda and not any(name in environ for name in ALLOCATOR_VARIABLES):
+        chosen[ALLOCATOR_VARIABLES[0]] = EXPANDABLE_SEGMENTS
+    added = [name for name in chosen if name not in environ]
+    environ.update({name: chosen[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            if name != CUBLAS_VARIABLE or not _has_used_cuda():
+                environ.pop(name, None)

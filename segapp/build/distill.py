@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from segapp.build.devices import uses_channels_last
 from segapp.build.network import build_normalizer
-from segapp.build.numerics import uses_channels_last
 from segapp.build.pairs import build_pixels
 from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from segapp.accelerator import accelerator_of
 from segapp.build.criterion import build_criterion
-from segapp.build.devices import DevicePlan
+from segapp.build.devices import DevicePlan, uses_channels_last
 from segapp.build.distill import (
     build_critic,
     build_distillation,
@@ -27,7 +27,6 @@ from segapp.build.distill import (
     distilled_criterion,
 )
 from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries, put_adapters
-from segapp.build.numerics import uses_channels_last
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedState

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from segapp.build.devices import choose_devices
+from segapp.build.devices import choose_devices, with_precision
 from segapp.build.network import build_inference, build_network, find_checkpoint, restored_network
-from segapp.build.numerics import with_precision
 from segapp.build.own_parts import changed_parts
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, check_code, load_runnable, validate_config

@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from segapp import __version__
 from segapp.accelerator import GPUS, gpu_of
-from segapp.build.devices import DevicePlan, plan_devices
-from segapp.build.numerics import keep_freed_memory, numerics
+from segapp.build.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.build.pairs import build_scheme, count_images, split_names
 from segapp.build.trainer import build_trainer

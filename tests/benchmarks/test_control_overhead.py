@@ -25,8 +25,8 @@ from segapp.training.context import RunContext
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingProgress
 from segapp.training.reporting import ActivityLog
-from segapp.training.safe_point import SafePoint
 from segapp.training.signals import StopSignals
+from segapp.training.trainer import SafePoint
 from tests.support.runs import events, merged, train
 
 REPEATS = 400

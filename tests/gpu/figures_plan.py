@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from segapp.build.numerics import numerics
+from segapp.build.devices import numerics
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.build.step import StepLayout
 from segapp.config import RunConfig, load_config

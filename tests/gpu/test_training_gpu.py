@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.numerics import numerics
+from segapp.build.devices import numerics
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepLayout
 from segapp.config import dump_config

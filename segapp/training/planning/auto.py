@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from segapp.accelerator import accelerator_of
-from segapp.build.devices import DevicePlan
-from segapp.build.numerics import with_precision
+from segapp.build.devices import DevicePlan, with_precision
 from segapp.build.pairs import build_pairs, count_images, split_names
 from segapp.checkpoint.training_state import on_main
 from segapp.config import RunConfig, validate_config

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from segapp.build.devices import with_precision
 from segapp.build.network import build_normalizer, largest_phase
-from segapp.build.numerics import with_precision
 from segapp.build.own_parts import fp32_part, plain_loss_note
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout, StepParts

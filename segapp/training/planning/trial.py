@@ -10,9 +10,8 @@ from torch import Tensor
 
 from segapp.accelerator import accelerator_of
 from segapp.build.data import image_sizes_of
-from segapp.build.devices import DevicePlan
+from segapp.build.devices import DevicePlan, with_precision
 from segapp.build.network import build_inference, largest_phase
-from segapp.build.numerics import with_precision
 from segapp.build.pairs import build_pixels, build_scheme, split_names
 from segapp.build.step import RealDevices, StepAssembler, StepLayout
 from segapp.build.trained import read_trained

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from segapp.parallel.distributed import Ranks
-from segapp.training import safe_point
-from segapp.training.safe_point import SafePoint
+from segapp.training import trainer as safe_point
 from segapp.training.step.engine import StepEngine
+from segapp.training.trainer import SafePoint
 from tests.support.runs import merged, train
 
 

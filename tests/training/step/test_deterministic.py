@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.build.devices import numerics
 from segapp.build.network import build_network
-from segapp.build.numerics import numerics
 from segapp.config import ModelConfig, validate_config
 from segapp.models.inspection import nondeterministic_parts, refusal
 from segapp.models.surgery import replace_adaptive_pooling

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from segapp.build.devices import plan_devices
-from segapp.build.numerics import with_precision
+from segapp.build.devices import plan_devices, with_precision
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.numerics import with_precision
+from segapp.build.devices import with_precision
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig
