@@ -296,28 +296,30 @@ class CheckpointSaver:
         facts = CheckpointFacts(
             step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric, config_hash=self._config_hash
         )
-        options: Any = {"is_best": captured.is_best, "finished_epoch": captured.finished_epoch}
-        saved = save_checkpoint(self._folder, captured.state, facts, **options, keep=self._rules.keep)
-        for message in saved.messages:
+        epoch, began_s = captured.finished_epoch, time.perf_counter()
+        options: Any = {"is_best": captured.is_best, "finished_epoch": epoch, "keep": self._rules.keep}
+        entry, messages = save_checkpoint(self._folder, captured.state, facts, **options)
+        save_s = time.perf_counter() - began_s
+        for message in messages:
             self._event_log.emit(Alert(kind="checkpoint", message=message, step=at.step))
         self._event_log.emit(
             Checkpoint(
-                path=saved.event_path,
-                epoch=captured.finished_epoch or at.epoch,
+                path="checkpoints/last.pt" if epoch is None else f"checkpoints/epoch_{epoch:04d}.pt",
+                epoch=epoch or at.epoch,
                 step=at.step,
-                is_best=saved.is_best,
-                sha256=saved.entry.sha256,
-                size_bytes=saved.entry.size_bytes,
+                is_best=captured.is_best and entry.metric is not None,
+                sha256=entry.sha256,
+                size_bytes=entry.size_bytes,
                 metric=captured.metric,
-                save_s=saved.save_s,
+                save_s=save_s,
                 copy_s=copy_s,
             )
         )
         grace_s = self._rules.grace_s
-        if saved.save_s + copy_s > grace_s and not self._has_warned_of_grace:
+        if save_s + copy_s > grace_s and not self._has_warned_of_grace:
             self._has_warned_of_grace = True
             message = (
-                f"a checkpoint takes {saved.save_s + copy_s:.1f} s, longer than the {grace_s:g} s that lie between "
+                f"a checkpoint takes {save_s + copy_s:.1f} s, longer than the {grace_s:g} s that lie between "
                 "SIGTERM and SIGKILL (checkpoint.grace_s): raise the scheduler's grace period, or save more often"
             )
             self._event_log.emit(Alert(kind="grace", message=message, step=at.step))

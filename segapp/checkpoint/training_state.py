@@ -10,7 +10,6 @@ epoch, position, metric, config_hash, torch_version), which stay in every copy o
 import math
 import re
 import socket
-import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,19 +46,6 @@ T = TypeVar("T")
 
 _POSITION = ("step", "epoch", "position")
 """Facts of a checkpoint that must be equal in the file and in the manifest."""
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """Result of `save_checkpoint`."""
-
-    event_path: str
-    """The name that is kept longest, relative to the run folder, for the `checkpoint` event."""
-    entry: CheckpointEntry
-    is_best: bool
-    save_s: float
-    messages: tuple[str, ...]
-    """Problems after the commit, reported as alerts."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +92,7 @@ def save_checkpoint(
     is_best: bool = False,
     finished_epoch: int | None = None,
     keep: int = 3,
-) -> SavedCheckpoint:
+) -> tuple[CheckpointEntry, Sequence[str]]:
     """Commit a checkpoint. Once the call returns, it survives a crash or a power cut; a failure never harms older ones.
 
     Args:
@@ -119,31 +105,24 @@ def save_checkpoint(
         finished_epoch: Also name it `epoch_0007.pt`, with this number.
         keep: Number of `epoch_*.pt` files that are kept.
 
+    Returns:
+        The entry of the checkpoint, and problems after the commit, which are reported as alerts.
+
     Raises:
         TypeError: the state has a value that is neither a tensor nor plain.
         ValueError: `model` is missing or has a `module.` prefix.
         StorageError: the file could not be written; older checkpoints are untouched.
     """
-    start_s = time.perf_counter()
     metric = facts.metric if facts.metric is not None and math.isfinite(facts.metric) else None
-    is_best = is_best and metric is not None
     facts = facts.model_copy(update={"metric": metric, "torch_version": str(torch.__version__)})
     content = _checked({**state, "checkpoint": {"format": FORMAT, **facts.model_dump()}})
-    entry, messages = CheckpointFolder(folder).commit(
+    return CheckpointFolder(folder).commit(
         lambda file: torch.save(content, file),  # type: ignore[arg-type]
         facts,
-        is_best=is_best,
+        is_best=is_best and metric is not None,
         finished_epoch=finished_epoch,
         keep=keep,
         need_bytes=num_tensor_bytes(content),
-    )
-    name = LAST if finished_epoch is None else f"epoch_{finished_epoch:04d}.pt"
-    return SavedCheckpoint(
-        event_path=f"checkpoints/{name}",
-        entry=entry,
-        is_best=is_best,
-        save_s=time.perf_counter() - start_s,
-        messages=tuple(messages),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from segapp.checkpoint import saver as module
 from segapp.checkpoint.saver import MAX_RETRY_S, Captured, CheckpointSaver, Position, SaveRules
-from segapp.checkpoint.training_state import SavedCheckpoint, load_checkpoint, save_checkpoint
+from segapp.checkpoint.training_state import load_checkpoint, save_checkpoint
 from segapp.errors import NonFiniteError, StorageError
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
@@ -35,7 +35,7 @@ class Disk:
         self.may_write.set()
         self.steps: list[int] = []
 
-    def save(self, folder: Path, state: dict[str, Any], facts: CheckpointFacts, **options: Any) -> SavedCheckpoint:
+    def save(self, folder: Path, state: dict[str, Any], facts: CheckpointFacts, **options: Any) -> Any:
         assert self.may_write.wait(60)
         if self.num_failures:
             self.num_failures -= 1

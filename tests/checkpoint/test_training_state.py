@@ -141,8 +141,8 @@ def test_training_state_is_read_back_bit_for_bit(tmp_path):
 
 
 def test_equal_states_have_equal_bytes_under_any_name(tmp_path):
-    one = save(tmp_path / "one", 3).entry
-    two = save(tmp_path / "another", 3, finished_epoch=7).entry
+    one, _ = save(tmp_path / "one", 3)
+    two, _ = save(tmp_path / "another", 3, finished_epoch=7)
     assert one.sha256 == two.sha256 == hashlib.sha256((tmp_path / "another" / "epoch_0007.pt").read_bytes()).hexdigest()
 
 
@@ -217,7 +217,8 @@ def test_non_finite_number_of_each_tensor_is_found(number):
 
 def test_non_finite_metric_is_never_best(tmp_path):
     save(tmp_path, 1, metric=0.5, is_best=True)
-    assert not save(tmp_path, 2, metric=float("nan"), is_best=True).is_best
+    entry, _ = save(tmp_path, 2, metric=float("nan"), is_best=True)
+    assert entry.metric is None
     assert load_checkpoint(tmp_path, "best").step == 1
 
 
@@ -412,8 +413,8 @@ def test_error_before_commit_is_storage_error_without_leftovers(tmp_path, point,
 def test_error_after_commit_is_reported_and_repaired_later(tmp_path, point):
     save(tmp_path, 10)
     failpoints.arm(f"{point}=raise:EIO")
-    saved = save(tmp_path, 20)
-    assert any("last.pt could not be pointed" in message for message in saved.messages)
+    _, messages = save(tmp_path, 20)
+    assert any("last.pt could not be pointed" in message for message in messages)
     failpoints.arm("")
     loaded = load_checkpoint(tmp_path, is_holder=True)
     assert (loaded.step, loaded.messages) == (20, ())
@@ -443,7 +444,7 @@ def test_data_is_synced_before_its_name_and_manifest(tmp_path, monkeypatch):
             real_rename(old, new),
         )[1],
     )
-    entry = save(tmp_path, 10).entry
+    entry, _ = save(tmp_path, 10)
     [data] = [item[1] for item in log if item[0] == "rename" and item[2] == f"objects/{entry.object}"]
     [manifest] = [item[1] for item in log if item[0] == "rename" and item[2] == "manifest.json"]
     order = [
