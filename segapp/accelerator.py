@@ -283,10 +283,6 @@ class DeviceGraphs:
 
     All work, also before the capture, runs on one stream that is not the default one: autograd accumulates a gradient
     on the stream that it used before, and the default stream cannot be captured.
-
-    Args:
-        gpu: the kind of the device.
-        device: the device.
     """
 
     def __init__(self, gpu: Gpu, device: torch.device) -> None:

@@ -124,7 +124,6 @@ class WeightAverage(Generic[Module]):
     A non-finite step is skipped (`is_bad`); this is decided on the device.
 
     Args:
-        model: the averaged model.
         decay: share of the average that an update keeps; after n updates at most (1 + n) / (10 + n), so that the
             initial weights fade quickly (as in tf.train.ExponentialMovingAverage with num_updates).
         fixed: parameters that never change. Those in float32 are used as their own average, without a copy.

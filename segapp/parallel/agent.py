@@ -90,9 +90,6 @@ class Agent(LocalElasticAgent):
 
     Args:
         spec: the ranks of this machine, and how they meet the others.
-        logs_specs: destination of the ranks' output.
-        policy: decision after the end of a rank.
-        endpoint: address and port of the rendezvous.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
     """
 
@@ -305,8 +302,6 @@ class SignedBackend(C10dRendezvousBackend):
     """A rendezvous whose state is signed (HMAC-SHA256), so that nobody without the secret can send it a pickle.
 
     Args:
-        store: store of the rendezvous.
-        run_id: name of the job.
         secret: known to the agents of the job only.
     """
 

@@ -34,7 +34,6 @@ class ReplicaOutputs(list[Any]):
 
     Attributes:
         sizes: samples per output, as many as there are outputs.
-        devices: the device of each output.
         main_device: device 0 of the model, where sums are computed, even if it has no samples.
         dim: the dimension of the samples.
         mode: how the replicas ran.
@@ -94,8 +93,6 @@ class DataParallelModel(nn.Module):
         timeout_s: seconds to wait for a missing replica.
 
     Attributes:
-        module: the original module.
-        devices: the resolved devices.
         last_split: samples per device in the last forward pass, with zeros.
 
     Raises:

@@ -47,9 +47,7 @@ class RankInfo:
 
     Attributes:
         rank: 0 to world_size - 1, over all machines.
-        world_size: number of ranks.
         local_rank: rank on this machine, from 0.
-        device: the device of this rank.
         backend: "nccl" or "gloo".
     """
 

@@ -60,11 +60,7 @@ def mask_by_sample(network: nn.Module) -> None:
 
 
 class SampleMasks:
-    """Makes the keys of samples for the layers of a network after `mask_by_sample`.
-
-    Args:
-        network: the network.
-        seed: seed of the run.
+    """Makes the keys of samples for the layers of a network after `mask_by_sample`, from the seed of the run.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))

@@ -193,7 +193,6 @@ class _BlockPlan:
     """Settings that a block and its copies for other devices share.
 
     Attributes:
-        name: name of the block in its network.
         devices: numbers of the devices on which it is recomputed.
         is_checked: True after a pass has been seen not to change its buffers.
     """

@@ -200,12 +200,7 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
 
 
 def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the tensors' sum on one device, added in the given order, so that every run rounds equally.
-
-    Args:
-        tensors: tensors of one shape, on any devices; at least one.
-        device: device of the sum.
-    """
+    """Return the sum on one device of tensors of one shape, added in the given order: every run rounds equally."""
     total: Tensor = to_device(tensors[0], device)
     for tensor in tensors[1:]:
         total = total + to_device(tensor, device)
