@@ -291,7 +291,7 @@ def recognise_values(mask: str, values: Collection[int]) -> PublishedSet | None:
 def published_layout(tree: Tree) -> Layout | None:
     """Return the layout of a published data set, named after its format; None for other folders."""
     for format, known in PUBLISHED.items():
-        splits = [pairs_of_format(tree.root, format, split) for split in ("train", "val")] if known.images else [[]]
+        splits = [_pairs_of(tree.root, format, split) for split in ("train", "val")] if known.images else [[]]
         if not all(splits):
             continue
         pairs = [pair for found in splits for pair in found]
@@ -302,13 +302,10 @@ def published_layout(tree: Tree) -> Layout | None:
     return None
 
 
-def pairs_of_format(root: Path, format: str, split: str, **keys: Any) -> list[Pair]:
-    """Return the pairs that a format of `DATASETS` finds, relative to the root; none if it finds no complete split.
-
-    The keyword arguments are further attributes of `DataLocation`.
-    """
+def _pairs_of(root: Path, format: str, split: str) -> list[Pair]:
+    """Return the pairs that a format of `DATASETS` finds, relative to the root; none if it finds no complete split."""
     try:
-        found = find_pairs(DataLocation(format, root, **keys, allow_outside_root=True), split)
+        found = find_pairs(DataLocation(format, root, allow_outside_root=True), split)
     except DataError:
         return []
     masked = ((pair.image, pair.mask) for pair in found if pair.mask is not None)

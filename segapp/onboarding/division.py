@@ -24,7 +24,7 @@ from itertools import chain
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.layout import Answer, OpenQuestionError, Pair, open_question
-from segapp.onboarding.tree import SPLIT_WORDS, known_words
+from segapp.onboarding.tree import known_words
 
 DEFAULT_SHARE = 0.2
 TEST_VALIDATES = (
@@ -294,18 +294,16 @@ class Division:
 
     train: Sequence[Pair]
     val: Sequence[Pair]
-    words: Mapping[str, str]  # "train" and the validation split -> their names on disk
+    val_split: str  # "val", or "test" if the data have no other
     lists: Mapping[str, Sequence[Pair]]  # name of a list -> its pairs
     is_new: bool = True  # the division was made by segapp, not by the data set
     lines: tuple[str, ...] = field(default=())  # description
 
 
-def divided(
-    pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, *, is_published: bool
-) -> Division:
+def divided(pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int) -> Division:
     """Return the pairs for training and for validation; the options are the same as in `InitRequest`.
 
-    The splits of a published data set keep their names. ConfigError is raised if the data have splits and a share or
+    ConfigError is raised if the data have splits and a share or
     groups are given, or if a side would be empty.
     """
     splits = {pair.split for pair in pairs}
@@ -319,7 +317,7 @@ def divided(
             raise ConfigError(
                 "the data are divided already (train, val): leave --val-share and --group out, or give --folds"
             )
-        return _published(pairs, "val" if "val" in splits else "test", is_published=is_published)
+        return _published(pairs, "val" if "val" in splits else "test")
     lists: dict[str, Sequence[Pair]] = {}
     named = sorted(split for split in splits if split is not None)
     known = f"only {' and '.join(named)} has images with masks" if named else "the data have none"
@@ -335,29 +333,21 @@ def divided(
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
     lists = {"train": train, "val": val, **lists}
-    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=(line, _groups_line(pairs, grouping)))
+    return Division(train, val, "val", lists, lines=(line, _groups_line(pairs, grouping)))
 
 
-def _published(pairs: Sequence[Pair], val_split: str, *, is_published: bool) -> Division:
+def _published(pairs: Sequence[Pair], val_split: str) -> Division:
     """Return the division of the data set, with a warning if a patient or a recording is in both splits."""
     own = {split: [pair for pair in pairs if pair.split == split] for split in ("train", val_split)}
     train, val = own.values()
-    words = {split: split if is_published else _split_word(found, split) for split, found in own.items()}
     lines = [f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"]
     if val_split == "test":
-        lines.append(f"val_split: {words['test']} - {TEST_VALIDATES}")
+        lines.append(f"val_split: test - {TEST_VALIDATES}")
     images = {split: [pair.image for pair in found] for split, found in own.items()}
     columns = {split: [pair.group for pair in found] for split, found in own.items()}
     if (both := find_shared_groups(images, columns)) is not None:
         lines.append(f"warning: {both}")
-    return Division(train, val, words, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
-
-
-def _split_word(pairs: Sequence[Pair], split: str) -> str:
-    """Return the name of a split on disk; the split itself if pairs have different names or none."""
-    words = {pair.split_word for pair in pairs}
-    only = words.pop() if len(words) == 1 else None
-    return only if only is not None and only.lower() in SPLIT_WORDS else split
+    return Division(train, val, val_split, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
 
 
 def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> Division:
@@ -369,9 +359,7 @@ def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -
         lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
     sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
     line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
-    words = {"train": "fold0-train", "val": "fold0-val"}
-    train, val = (lists[word] for word in words.values())
-    return Division(train, val, words, lists, lines=(line, _groups_line(pairs, grouping)))
+    return Division(lists["fold0-train"], lists["fold0-val"], "val", lists, lines=(line, _groups_line(pairs, grouping)))
 
 
 def _groups_line(pairs: Sequence[Pair], grouping: Grouping) -> str:

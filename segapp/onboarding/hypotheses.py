@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from statistics import mean
 from typing import TypeVar
 
@@ -26,18 +26,15 @@ from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.errors import DataError
 from segapp.onboarding.layout import Layout, Pair, by_image, evenly
 from segapp.onboarding.tree import (
-    SPLIT_WORDS,
     SPLITS,
     SurveyedImage,
     Tree,
     affix_pattern,
     affixes,
-    inner_role_word,
     inner_stem,
     parse_file,
     role_of,
     split_in,
-    tokens,
 )
 
 Group = TypeVar("Group")
@@ -52,9 +49,6 @@ CLOSE = 0.9  # if the second hypothesis has at least this share of the first's c
 _NUM_PROBED = 5
 _MAX_VERSIONS = 8  # maximum number of folders of annotators or versions; more are scenes
 _FEW = 0.25  # share of a better layout's pairs with the same masks below which a layout is discarded
-_PART = 0.75  # share of another layout's images below which a layout with masks only for them is less likely
-_COLOR_FOLDERS = ("color", "colour", "colors")
-"""Folders of images that have depth or masks next to them; for masks, color means images made from them."""
 _LONE_WEIGHT = 0.75  # minimum weight of the words in the names of a layout without alternatives
 _MIN_SPARSE = 3  # minimum number of masks of a video whose other frames have none
 _SPARSE_USED = 0.6  # minimum share of such masks that must have a frame
@@ -173,7 +167,6 @@ def find_families(paths: Iterable[str]) -> list[Family]:
         for groups in (
             _by(files, affix_pattern),
             _by(files, lambda file: f"*{file.suffix}"),
-            _by(files, lambda file: f"*{inner_role_word(affixes(inner_stem(file))[1])}*"),
         ):
             if len(groups) > 1:
                 families += [Family(pattern, key, tuple(own)) for key, own in groups.items() if len(own) >= least]
@@ -253,20 +246,10 @@ def find_layouts(tree: Tree) -> list[Layout]:
     for layout in sorted(found, key=lambda one: (-one.confidence, -len(one.pairs), len(one.name))):
         if not any(_repeats(layout, better) for better in ranked):
             ranked.append(layout)
-    ranked = sorted((_weighed_against(layout, ranked) for layout in ranked), key=lambda one: -one.confidence)
     if len(ranked) == 1:  # unusual words in names matter only if there is another layout to choose
         only = ranked[0]
         ranked = [replace(only, confidence=only.confidence / only.name_weight * max(_LONE_WEIGHT, only.name_weight))]
     return _named_apart(ranked)
-
-
-def _weighed_against(layout: Layout, others: list[Layout]) -> Layout:
-    """Return a layout as less likely if it has masks for only a part of another layout's images."""
-    images = {pair.image for pair in layout.pairs}
-    for other in others:
-        if len(images) < _PART * len(other.pairs) and images < {pair.image for pair in other.pairs}:
-            return replace(layout, confidence=0.8 * layout.confidence)
-    return layout
 
 
 def _repeats(layout: Layout, better: Layout) -> bool:
@@ -280,19 +263,13 @@ def _repeats(layout: Layout, better: Layout) -> bool:
 
 
 def _named_apart(ranked: list[Layout]) -> list[Layout]:
-    """Return the layouts with different names for the masks or, if those are equal, for the images."""
+    """Return the layouts with different names; of layouts that cannot be told apart, the most likely is kept."""
+    counts = Counter(one.name for one in ranked)
     apart: dict[str, Layout] = {}
     for one in ranked:
-        name = one.name
-        same = [other for other in ranked if other.name == name]
-        images, namings = ({getattr(other, key) for other in same} for key in ("image_name", "naming"))
-        if len(same) > 1 and len(images) == len(same):
-            name = f"{one.image_name} -> {name}"
-        elif len(same) > 1 and len(namings) == len(same):
-            name = one.naming or name
-        elif len(same) > 1:
-            name = f"{one.image_name} -> {name} {one.naming}".rstrip()
-        apart.setdefault(name, replace(one, name=name))  # if layouts cannot be distinguished, the most likely is kept
+        full = f"{one.image_name} -> {one.name} {one.naming}".rstrip()
+        name = one.name if counts[one.name] == 1 else full
+        apart.setdefault(name, replace(one, name=name))
     return list(apart.values())
 
 
@@ -436,7 +413,7 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
             used.add(matches[0].path)
             split_file = file if file.split else matches[0]
             scene = tuple(file.scenes[i] for i in images.varying)
-            pairs.append(Pair(file.path, matches[0].path, split_file.split, split_file.split_word, scene))
+            pairs.append(Pair(file.path, matches[0].path, split_file.split, scene))
         else:
             unpaired.append(file.path)
     unpaired = [path for path in unpaired if path not in used]
@@ -449,21 +426,7 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
         is_sparse = not any(naming.image_key(file) in paired for file in images.files if file.path in alone)
     if not pairs or (coverage < MIN_COVERAGE and not is_sparse):
         return None
-    return _weighed(root, images, masks, _split_by_name(pairs), unpaired, naming, is_sparse=is_sparse)
-
-
-def _split_by_name(pairs: list[Pair]) -> list[Pair]:
-    """Return the pairs with the split in the first or last word of their names, if no folder names a split."""
-    if any(pair.split for pair in pairs):
-        return pairs
-    divided = []
-    for pair in pairs:
-        words = [token.word for token in tokens(PurePosixPath(pair.image).stem)]
-        said = {SPLIT_WORDS[word] for word in (words[:1] + words[-1:]) if word in SPLIT_WORDS}
-        if len(said) != 1:
-            return pairs
-        divided.append(replace(pair, split=said.pop()))
-    return divided if len({pair.split for pair in divided}) > 1 else pairs
+    return _weighed(root, images, masks, pairs, unpaired, naming, is_sparse=is_sparse)
 
 
 def _weighed(
@@ -486,9 +449,6 @@ def _weighed(
     if rest > 0:
         evidence.append(f"{rest} of {len(pairs) + rest} such masks belong to no image by this rule")
     confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2) * (0.9 + 0.1 * covered_masks)
-    if naming.shape and rest > 0 and _have_other_masks(pairs, masks):
-        confidence *= 0.5  # each image has masks with several endings, which may be classes
-        evidence.append("images have masks of other endings too")
     name_weight = _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
     confidence *= name_weight
     probed = [(probe(root / pair.image), probe(root / pair.mask)) for pair in evenly(pairs, _NUM_PROBED)]
@@ -516,24 +476,10 @@ def _weighed(
         min(confidence, 0.99),
         tuple(evidence),
         unpaired=tuple(unpaired),
-        image_pattern=images.pattern,
-        mask_pattern=masks.pattern,
         name_weight=name_weight,
         image_name=images.place,
         naming=naming.shape,
     )
-
-
-def _have_other_masks(pairs: list[Pair], masks: Family) -> bool:
-    """Return True if most masks without a pair begin or end with the stem of an image that has a mask."""
-    used = {pair.mask for pair in pairs}
-    stems = {PurePosixPath(pair.image).stem for pair in pairs}
-    rest = [file.stem for file in masks.files if file.path not in used]
-    known = sum(
-        any(stem[:length] in stems or stem[-length:] in stems for length in range(len(stem) - 1, 0, -1))
-        for stem in evenly(rest, 50)
-    )
-    return known >= 0.5 * min(50, len(rest)) > 0
 
 
 def _name_weight(family: Family, *, is_mask: bool) -> float:
@@ -545,8 +491,6 @@ def _name_weight(family: Family, *, is_mask: bool) -> float:
         roles += [role_of(f"{prefix} {ending}")]
     elif family.ending == "*":
         roles.insert(0, role_of(" ".join(common_affixes(file.stem for file in family.files))))
-    if not is_mask and family.pattern and family.pattern[-1].lower() in _COLOR_FOLDERS:
-        return 1.0
     said = next((role for role in roles if role), None)
     anywhere = any(role.is_mask for role in roles)
     if is_mask:

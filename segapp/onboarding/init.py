@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,12 @@ from segapp.onboarding.annotations import (
     find_yolo,
 )
 from segapp.onboarding.arrays import find_arrays
-from segapp.onboarding.class_files import find_class_files, nearest_first, pairs_of_format, published_layout
+from segapp.onboarding.class_files import find_class_files, nearest_first, published_layout
 from segapp.onboarding.content import MaskContent, read_contents
 from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
-from segapp.onboarding.division import TEST_VALIDATES, Division, divided
+from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import IGNORED, MASK_KINDS, UNLABELLED, Classes, MaskChoices, read_classes
-from segapp.onboarding.hypotheses import CLOSE, common_beginning, find_layouts
+from segapp.onboarding.hypotheses import CLOSE, find_layouts
 from segapp.onboarding.layout import SURE, Answer, Layout, OpenQuestionError, Pair, open_question
 from segapp.onboarding.pieces import classes_of_instances, find_pieces, find_rle
 from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
@@ -50,7 +50,6 @@ from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
 
-_DEFAULT_FOLDERS = {("image_dir", "images/{split}"), ("mask_dir", "masks/{split}")}
 _PLAUSIBLE = 0.25  # confidence from which another interpretation is given as a possible use of an unused file
 
 
@@ -113,8 +112,7 @@ def propose_config(request: InitRequest) -> InitResult:
     for path in paths:
         if os.path.lexists(path) and not request.force:
             raise ConfigError(f"{shown(path)} exists: choose another --out, or add --force", path=path)
-    survey = find_candidates(tree)
-    found = survey.candidates
+    found = find_candidates(tree)
     chosen = choose(root, found, request.layout)
     if chosen.is_drawn:
         confirm(root, found, chosen, request.layout)
@@ -123,9 +121,7 @@ def propose_config(request: InitRequest) -> InitResult:
     if not used.is_drawn and request.masks not in (None, "ids"):
         used, choices = classes_of_instances(tree, used, str(request.masks)), replace(request, masks="ids")
     pairs, image_root, mask_root = _written(tree, used, out, lines)
-    division = divided(
-        pairs, request.val_share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS
-    )
+    division = divided(pairs, request.val_share, request.group, request.folds, request.seed)
     lines += division.lines
     facts = _facts(name, tree, used, out, choices, division, image_root, mask_root)
     confirm(root, found, chosen, request.layout)  # after the refusals, which are more specific
@@ -137,7 +133,7 @@ def propose_config(request: InitRequest) -> InitResult:
     if unread := facts.content.unread:
         lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
     lines += [f"note: {note}" for note in facts.classes.notes]
-    lines += _unused(tree, survey, used, pairs, division, facts.classes)
+    lines += _unused(tree, found, used, pairs, division, facts.classes)
     write_configs(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
 
@@ -191,11 +187,10 @@ def _facts(
                 raise DataError(f"{chosen.title}: no annotation draws an object: every pixel has one class")
             classes = _with_ignored_note(content, classes, "by the annotations")
     elif not chosen.is_drawn and not division.is_new:
-        known = DATASETS[chosen.name] if chosen.name in DATASETS and chosen.name != "list" else None
-        if known is None:
-            if (found := folder_keys(root, chosen, division.words)) is not None:
-                format, keys = "folder", found
-        elif set(content.values) <= (known.label_map or dict.fromkeys(range(len(known.names)))).keys() | {255}:
+        known = DATASETS.get(chosen.name)
+        if known is not None and set(content.values) <= (
+            known.label_map or dict.fromkeys(range(len(known.names)))
+        ).keys() | {255}:
             format, keys = chosen.name, {}
             label_map = {value: IGNORED if own is None else own for value, own in (known.label_map or {}).items()}
             classes = Classes(known.names, f"the {len(known.names)} of {format}", label_map)
@@ -220,19 +215,19 @@ def _with_ignored_note(content: MaskContent, classes: Classes, cause: str) -> Cl
 
 
 def _unused(
-    tree: Tree, survey: Found, chosen: Layout, pairs: Sequence[Pair], division: Division, classes: Classes
+    tree: Tree, found: Sequence[Layout], chosen: Layout, pairs: Sequence[Pair], division: Division, classes: Classes
 ) -> list[str]:
     """Return lines about the files that the config does not use, with the reason if it is known."""
     trained = [*division.train, *division.val]
     used = {pair.image for pair in trained} | {*chosen.sources, classes.source}
     if chosen.writes != "masks":
         used |= {pair.mask for pair in trained}
-    reasons = dict(survey.unused.get(chosen.name, {}))
+    reasons: dict[str, str] = {}
     for pair in pairs:
         if pair.image not in used:
             reason = f"of the {pair.split} split, which the config does not use"
             reasons |= {pair.image: reason, pair.mask: reason}
-    for other in survey.candidates:
+    for other in found:
         if not other.is_drawn and other.confidence >= _PLAUSIBLE:
             for path in (path for pair in other.pairs for path in (pair.image, pair.mask)):
                 reasons.setdefault(path, f"of another reading: --layout {shlex.quote(other.name)}")
@@ -347,78 +342,28 @@ def _check_place(root: Path, out: Path) -> None:
         )
 
 
-def folder_keys(root: Path, layout: Layout, words: Mapping[str, str]) -> dict[str, str] | None:
-    """Return `image_dir`, `mask_dir` and endings with which format `folder` finds exactly these pairs, if any.
-
-    `words` maps the splits in the config to their names on disk.
-    """
-    image_dir, mask_dir = _common_folder(layout.image_pattern), _common_folder(layout.mask_pattern)
-    if image_dir is None or mask_dir is None or "{split}" not in image_dir:
-        return None
-    ways = [{"image_dir": image_dir, "mask_dir": mask_dir}]
-    if (endings := _constant_endings(layout.pairs)) is not None:
-        ways.append({**ways[0], "image_suffix": endings[0], "mask_suffix": endings[1]})
-    wanted = {split: {(pair.image, pair.mask) for pair in layout.pairs if pair.split == split} for split in words}
-    for keys in ways:
-        found = {split: pairs_of_format(root, "folder", word, **keys) for split, word in words.items()}
-        if all({(pair.image, pair.mask) for pair in found[split]} == pairs for split, pairs in wanted.items()):
-            return {key: value for key, value in keys.items() if (key, value) not in _DEFAULT_FOLDERS}
-    return None
-
-
-def _common_folder(pattern: tuple[str, ...]) -> str | None:
-    """Return the folders before the first varying one; None if folders with a role follow."""
-    fixed = list(pattern)
-    while fixed and fixed[-1] == "*":
-        fixed.pop()
-    return None if "*" in fixed else "/".join(fixed)
-
-
-def _constant_endings(pairs: Sequence[Pair]) -> tuple[str, str] | None:
-    """Return the endings of image and mask names after their common part, if all pairs have the same ones."""
-    endings = set()
-    for pair in pairs:
-        image, mask = os.path.basename(pair.image), os.path.basename(pair.mask)
-        common = common_beginning(image, mask).rstrip(".")
-        endings.add((image[len(common) :], mask[len(common) :]))
-    return endings.pop() if len(endings) == 1 else None
-
-
 MIN_CONFIDENCE = 0.04
 _MAX_SHOWN = 6
 
 
-@dataclass(frozen=True)
-class Found:
-    """The candidates of a folder, most likely first, and for each the unused tables and the reasons."""
-
-    candidates: Sequence[Layout]
-    unused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-
-def find_candidates(tree: Tree) -> Found:
-    """Return the candidates of a folder; DataError if there are none, or if lists contradict each other."""
+def find_candidates(tree: Tree) -> list[Layout]:
+    """Return the candidates of a folder, most likely first; DataError if there are none, or if lists disagree."""
     published = published_layout(tree)
     if published is not None:
-        return Found([published])
+        return [published]
     tables = read_tables(tree)
     layouts = [layout for layout in find_layouts(tree) if layout.confidence >= MIN_CONFIDENCE]
-    listed, unused_lists = paired_lists(tree, tables)
+    listed = paired_lists(tree, tables)
     if listed is not None:
         layouts = _next_to_table(listed, layouts)
     else:
         _refuse_channels(tree)
-    unused: dict[str, Mapping[str, str]] = {}
-    divided = []
-    for layout in layouts:
-        with_splits, unused_tables = with_listed_splits(tables, layout)
-        divided.append(with_splits)
-        unused[layout.name] = unused_lists | unused_tables
+    divided = [with_listed_splits(tables, layout) for layout in layouts]
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
     found: list[Layout] = with_layouts(conversions, divided)
     if not found:
         raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
-    return Found(sorted(found, key=lambda one: -one.confidence), unused)
+    return sorted(found, key=lambda one: -one.confidence)
 
 
 def _refuse_channels(tree: Tree) -> None:
@@ -692,13 +637,8 @@ def _data_lines(facts: Facts) -> Iterator[str]:
         yield _line(f"  dtype: {values['dtype']}", "as in the image files")
         low, high = PERCENTILES
         yield _line(f"  value_range: {values['value_range']}", f"{low:g} % and {high:g} % of the values, measured")
-    words = facts.division.words
-    if facts.fold is not None:
-        words = {split: f"fold{facts.fold}-{split}" for split in words}
-    if facts.format != "list" or facts.fold is not None:
-        for (split, own), key in zip(words.items(), ("train", "val"), strict=True):
-            if own not in (key, DATASETS[facts.format].splits.get(key)):
-                yield _line(f"  {key}_split: {_quoted(own)}", "" if split == key else TEST_VALIDATES)
+    for split in ("train", "val") if facts.fold is not None else ():
+        yield f"  {split}_split: fold{facts.fold}-{split}"
     yield from _class_lines(facts)
 
 

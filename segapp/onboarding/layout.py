@@ -37,7 +37,6 @@ class Pair:
     image: str
     mask: str
     split: str | None = None  # "train", "val" or "test", if it is known
-    split_word: str | None = None  # the name of the split on disk
     scene: tuple[str, ...] = ()  # folders of its scene
     group: str | None = None  # the patient, video or scene in a table
     # how the mask or the image is made; None: both are files of the data
@@ -55,8 +54,6 @@ class Layout:
     # lists, tables, annotations and other files of the folder that were read, relative to the root
     sources: tuple[str, ...] = ()
     unpaired: tuple[str, ...] = ()  # images without a mask, which are left out
-    image_pattern: tuple[str, ...] = ()  # folders of the images, with `{split}` and `*`
-    mask_pattern: tuple[str, ...] = ()  # folders of the masks
     name_weight: float = 1.0  # factor on the confidence for the words in the names of folders and files
     image_name: str = ""  # folders and ending of the images, to distinguish layouts with the same masks
     naming: str = ""  # shape of the mask names, to distinguish layouts with the same folders

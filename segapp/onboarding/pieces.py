@@ -720,7 +720,7 @@ def classes_of_instances(tree: Tree, layout: Layout, kind: str) -> Layout:
     for pair in layout.pairs:
         content = (kind, pair.mask, os.stat(tree.root / pair.mask).st_size)
         drawing = Drawing(shown(pair.mask), content, partial(_classes_of, tree, pair.mask, kind))
-        pairs.append(replace(pair, mask=f"{mask_target(pair.mask)}.png", split_word=None, drawing=drawing))
+        pairs.append(replace(pair, mask=f"{mask_target(pair.mask)}.png", drawing=drawing))
     return replace(
         layout,
         name=f"{layout.name}-{kind}",

@@ -176,8 +176,8 @@ def _cell(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
-def paired_lists(tree: Tree, tables: Sequence[Table]) -> tuple[Layout | None, dict[str, str]]:
-    """Return the layout of tables with an image and its mask in each row, and why other such tables are not used.
+def paired_lists(tree: Tree, tables: Sequence[Table]) -> Layout | None:
+    """Return the layout of the tables of the first folder whose rows have an image and its mask.
 
     DataError is raised if an image is in two splits, or has two masks.
     """
@@ -185,17 +185,12 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> tuple[Layout | None, di
     by_folder: dict[str, list[Table]] = defaultdict(list)
     for table in tables:
         by_folder[table.folder].append(table)
-    layout: Layout | None = None
-    unused: dict[str, str] = {}
     for same_folder in by_folder.values():
         pairs: dict[str, Pair] = {}
         num_rows, used = 0, []
         for table in same_folder:
             columns = _pair_columns(table, finder)
             if columns is None:
-                continue
-            if layout is not None:
-                unused[table.path] = f"the pairs are taken from {', '.join(layout.sources)}"
                 continue
             used.append(table.path)
             num_rows += len(table.rows)
@@ -215,8 +210,8 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> tuple[Layout | None, di
             if left_out := num_rows - len(pairs):
                 evidence.append(f"{left_out} rows name no pair of files, or one named before")
             confidence = 0.99 * min(1.0, len(pairs) / num_rows)
-            layout = Layout("lists", by_image([*pairs.values()]), confidence, tuple(evidence), tuple(used))
-    return layout, unused
+            return Layout("lists", by_image([*pairs.values()]), confidence, tuple(evidence), tuple(used))
+    return None
 
 
 def _pair_columns(table: Table, finder: _Files) -> tuple[int, int] | None:
@@ -271,30 +266,21 @@ def _row_groups(table: Table) -> list[str] | None:
     return None
 
 
-def with_listed_splits(tables: Sequence[Table], layout: Layout) -> tuple[Layout, dict[str, str]]:
-    """Return the layout with the splits in tables, if no folder names them; and why others are not used.
+def with_listed_splits(tables: Sequence[Table], layout: Layout) -> Layout:
+    """Return the layout with the splits in the tables of one folder, if no folder or name of the images says them.
 
     DataError is raised if an image is in the lists of two splits.
     """
+    splits = {pair.split for pair in layout.pairs}
+    if "train" in splits and not splits.isdisjoint(("val", "test")):
+        return layout
     names = _NamedPairs(layout.pairs)
     by_folder: dict[str, dict[str, _Said]] = defaultdict(dict)
     for table in tables:
         if said := _said_by(table, names):
             by_folder[table.folder][table.path] = said
-    splits = {pair.split for pair in layout.pairs}
-    is_divided = "train" in splits and not splits.isdisjoint(("val", "test"))
-    result, unused = layout, dict[str, str]()
-    for lists in by_folder.values():
-        if not is_divided and result is layout:
-            result = _divided(layout, lists) or layout
-        if result is not layout or (is_divided and layout.name == "lists"):
-            reason = f"the splits come from {', '.join(result.sources)}"
-        elif is_divided:
-            reason = "the folders and names of the images say the splits"
-        else:
-            reason = "it names images, but no list of the folder says which train and which validate"
-        unused |= {path: reason for path in lists if path not in result.sources}
-    return result, unused
+    found = (_divided(layout, lists) for lists in by_folder.values())
+    return next((divided for divided in found if divided is not None), layout)
 
 
 _Said = Sequence[tuple[str | None, Pair]]
@@ -329,7 +315,7 @@ def _divided(layout: Layout, lists: Mapping[str, _Said]) -> Layout | None:
     if both := sorted(said["train"] & evaluated):
         raise DataError(_overlap(both))
     splits = {image: split for split in ("test", "val", "train") for image in said.get(split, ())}
-    divided = tuple(replace(p, split=splits[p.image], split_word=None) for p in layout.pairs if p.image in splits)
+    divided = tuple(replace(p, split=splits[p.image]) for p in layout.pairs if p.image in splits)
     evidence = [f"the splits come from {', '.join(used)}"]
     if left_out := len(layout.pairs) - len(divided):
         evidence.append(f"{left_out} pairs are in no list and are left out")

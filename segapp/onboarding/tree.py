@@ -97,16 +97,6 @@ def is_trainval(name: str) -> bool:
     return "trainval" in words or ("train", "val") in itertools.pairwise(words)
 
 
-def inner_role_word(stem: str) -> str:
-    """Return the first role word inside a name, between other words; empty if there is none.
-
-    >>> inner_role_word("case_001_seg_60"), inner_role_word("0001_mask"), inner_role_word("img_0001")
-    ('seg', '', '')
-    """
-    found = tokens(stem)
-    return next((token.word for token in found[1:-1] if token.word in ROLE_WORDS and len(token.word) > 1), "")
-
-
 def without_zeros(text: str) -> str:
     """Return a number without leading zeros; empty for other texts."""
     return str(int(text)) if text.isascii() and text.isdigit() else ""

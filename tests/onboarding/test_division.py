@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.division import Grouping, divide, divide_into_folds, divided
+from segapp.onboarding.division import Grouping, divide, divide_into_folds
 from segapp.onboarding.layout import Pair
 
 
@@ -66,23 +66,6 @@ def test_groups_are_taken_in_the_order_of_a_hash() -> None:
         found = divide(pairs, grouping, 0.05, seed)  # the smallest rather than none
         val = {group for group, side in zip(grouping.groups, found, strict=True) if side == "val"}
         assert val == {ranked("ab", seed)[0]}
-
-
-@pytest.mark.parametrize(
-    ("words", "word"),
-    [
-        (["valid", "valid"], "valid"),
-        (["Dev", "Dev"], "Dev"),
-        (["valid", "dev"], "val"),
-        ([None], "val"),
-        (["x"], "val"),
-    ],
-)
-def test_split_on_disk_is_named_by_its_only_word(words: list[str | None], word: str) -> None:
-    pairs = [Pair("i.png", "m.png", "val", each) for each in words]
-    train = [Pair("j.png", "n.png", "train", "training")]
-    found = divided([*pairs, *train], None, None, None, 0, is_published=False)
-    assert found.words == {"train": "training", "val": word}
 
 
 def test_added_groups_hardly_change_a_division() -> None:

@@ -48,7 +48,7 @@ def both(root: Path, images: str, masks: str, values: np.ndarray, splits: tuple[
 def test_init_of_ids_from_0_with_ignored_pixels(tmp_path: Path) -> None:
     both(tmp_path / "d", "images", "masks", np.array([0, 1, 2, 255], np.uint8))
     config = proposed(tmp_path / "d", tmp_path)
-    assert config.data.format == "folder"
+    assert config.data.format == "list"
     assert config.data.classes == ["class_0", "class_1", "class_2"]
     assert config.data.crop_px == (64, 96)
     assert (
@@ -60,7 +60,6 @@ def test_init_of_ids_from_0_with_ignored_pixels(tmp_path: Path) -> None:
 def test_init_of_black_and_white_masks(tmp_path: Path) -> None:
     both(tmp_path / "d", "imgs", "labels", np.array([0, 255], np.uint8))
     config = proposed(tmp_path / "d", tmp_path)
-    assert (config.data.image_dir, config.data.mask_dir) == ("imgs/{split}", "labels/{split}")
     assert config.data.label_map == {255: 1}
     assert config.data.classes == ["background", "object"]
 
@@ -77,7 +76,7 @@ def test_init_of_coloured_masks_and_split_named_valid(tmp_path: Path) -> None:
     config = proposed(tmp_path / "d", tmp_path)
     assert config.data.rgb_masks
     assert set(config.data.palette or []) == {(0, 0, 0), (255, 0, 0), (0, 128, 255)}
-    assert config.data.val_split == "valid"
+    assert len((tmp_path / "made-lists" / "val.txt").read_text().splitlines()) == 2
 
 
 def test_init_without_splits_divides_by_file_name(tmp_path: Path) -> None:

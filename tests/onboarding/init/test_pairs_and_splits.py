@@ -303,24 +303,22 @@ def test_rows_give_exactly_the_pairs_and_splits_that_they_name(
     front = "C:\\sets\\d\\" if absolute else ""
     rows = tuple((front + images[i], front + masks[order[i]], splits[i]) for i in range(6))
     tree = Tree(Path("d"), (*images, *masks), (), leads_outside=False)
-    layout, _ = paired_lists(tree, [Table("all.csv", ("image", "label", "split"), rows)])
+    layout = paired_lists(tree, [Table("all.csv", ("image", "label", "split"), rows)])
     assert layout is not None
     assert {(pair.image, pair.mask, pair.split) for pair in layout.pairs} == {
         (images[i], masks[order[i]], splits[i]) for i in range(6)
     }
 
 
-def test_a_table_that_is_not_used_is_named_with_the_reason() -> None:
+def test_a_list_does_not_change_the_splits_of_folders() -> None:
     images = [f"images/{split}/{i}.jpg" for split in ("train", "val") for i in range(3)]
     tree = Tree(Path("d"), (*images, *(path.replace("images", "masks") for path in images)), (), leads_outside=False)
-    assert paired_lists(tree, []) == (None, {})
+    assert paired_lists(tree, []) is None
     from segapp.onboarding.layout import Layout, Pair
 
     pairs = tuple(Pair(path, path.replace("images", "masks"), path.split("/")[1]) for path in images)
     table = Table("images.txt", (), tuple((path,) for path in images))
-    layout, unused = with_listed_splits([table], Layout("masks", pairs, 0.99))
-    assert layout.pairs == pairs
-    assert unused == {"images.txt": "the folders and names of the images say the splits"}
+    assert with_listed_splits([table], Layout("masks", pairs, 0.99)).pairs == pairs
 
 
 def test_words_of_splits() -> None:
