@@ -49,14 +49,7 @@ def build_criterion(
         "align_corners": section.align_corners,
         "aux_weight": section.aux_weight,
     }
-    criteria = [(term.weight, _build_term(term, given, weights_of)) for term in [section, *section.plus]]
-    return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
-
-
-def _build_term(
-    term: LossTerm, given: Mapping[str, Any], weights_of: Callable[[str], list[float]]
-) -> AdditiveCriterion:
-    num_classes, weights = given["num_classes"], term.class_weights
+    weights = section.class_weights
     if isinstance(weights, str):
         weights = weights_of(weights)
     if weights is not None and len(weights) != num_classes:
@@ -65,22 +58,24 @@ def _build_term(
             key="loss.class_weights",
         )
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
+    first = {**given, "weight": weight, "label_smoothing": section.label_smoothing}
+    criteria = [(section.weight, _build_term(section, first))]
+    criteria += [(term.weight, _build_term(term, given)) for term in section.plus]
+    return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
+
+
+def _build_term(term: LossTerm, given: Mapping[str, Any]) -> AdditiveCriterion:
     if is_part(term.name):
         return own_criterion(
             term,
-            num_classes,
+            given["num_classes"],
             given["ignore_index"],
-            weight,
+            given.get("weight"),
             align_corners=given["align_corners"],
             aux_weight=given["aux_weight"],
         )
-    offered = {
-        **given,
-        "weight": weight,
-        "label_smoothing": term.label_smoothing,
-    }
     made: AdditiveCriterion = build_part(
-        LOSSES[term.name].factory, "loss.name", term.options, offered=offered, is_built_in=True
+        LOSSES[term.name].factory, "loss.name", term.options, offered=given, is_built_in=True
     )
     return made
 

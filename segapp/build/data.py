@@ -12,7 +12,7 @@ import torch
 
 from segapp.accelerator import accelerator_of
 from segapp.build.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
-from segapp.config import DataConfig
+from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_part
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
 from segapp.datasets.augment.mix import PairMix
@@ -27,7 +27,7 @@ from segapp.datasets.resources import cores_of_rank, remote_file_system, shared_
 from segapp.datasets.sampling import Order, aimed_order
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
-from segapp.errors import ConfigError, accepted_words
+from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from segapp.run.files import machine_id
 
@@ -188,35 +188,35 @@ def _cache_files(
     return files
 
 
+def data_timeout_s(section: TrainConfig) -> float:
+    """Return the longest wait for a data worker; 0: no limit.
+
+    It is shorter than `train.hang_timeout_s`, so that the error names the worker and its file.
+    """
+    return section.hang_timeout_s / 5
+
+
 def build_load_options(
-    data: DataConfig, dataset: SegmentationDataset, device: torch.device, batch_size: int, *, further_px: int = 0
+    config: RunConfig, dataset: SegmentationDataset, device: torch.device, batch_size: int, *, further_px: int = 0
 ) -> LoadOptions:
     """Return the load options of a rank's batches for a device; `data.workers: auto` is resolved by timing samples.
 
     `further_px` are the pixels of a batch of another loader, which has as many workers and loads ahead, too.
     """
+    data = config.data
     workers = data.workers
     if workers == "auto":
         px_bytes = dataset.pixels.num_bands * dataset.pixels.numpy_dtype.itemsize + dataset.scheme.dtype.itemsize
         batch_bytes = (batch_size * data.crop_px[0] * data.crop_px[1] + further_px) * px_bytes
         most = most_workers(cores_of_rank(), batch_bytes, shared_bytes_of_rank())
         workers = plan_workers(sample_seconds(dataset), data.crop_px, most, device.type)
-    return LoadOptions(workers, data.timeout_s, pin_memory=accelerator_of(device).can_pin)
+    return LoadOptions(workers, data_timeout_s(config.train), pin_memory=accelerator_of(device).can_pin)
 
 
 def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: ClassFrequencies, seed: int) -> Order:
     """Return the order of `data.sampling: class-balanced` or `foreground`; ConfigError without a class to sample."""
     names = dataset.scheme.names
-    wanted = set(range(len(names)))
-    if data.sampling == "foreground":
-        unknown = [name for name in data.foreground_classes or () if name not in names]
-        if unknown:
-            raise ConfigError(
-                f"data.foreground_classes: {unknown[0]!r} is not a class: {accepted_words(unknown[0], names)}",
-                key="data.foreground_classes",
-            )
-        chosen = data.foreground_classes
-        wanted = wanted - {0} if chosen is None else {names.index(name) for name in chosen}
+    wanted = set(range(data.sampling == "foreground", len(names)))
     masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
     images_with: dict[int, list[int]] = {}
     for index, classes in zip(masked, frequencies.classes_of_masks, strict=True):
@@ -225,7 +225,7 @@ def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: Cla
     if not images_with:
         raise ConfigError(
             f"data.sampling = {data.sampling}: no training mask contains {', '.join(names[each] for each in wanted)}: "
-            "set data.foreground_classes, or data.sampling to uniform",
+            "set data.sampling to uniform",
             key="data.sampling",
             value=data.sampling,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from segapp.config import DataConfig
 from segapp.custom.contracts import DataSource
@@ -15,7 +15,7 @@ from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pai
 from segapp.datasets.layouts.published_classes import PUBLISHED
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.own_data import OwnData
-from segapp.errors import ConfigError, DataError, accepted_words
+from segapp.errors import ConfigError, DataError
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
@@ -83,20 +83,12 @@ def count_images(data: DataConfig, split: str) -> int:
 
 
 def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:
-    """Return name -> class ids of the groups to score: the groups of the config, or else of the format."""
-    groups: Mapping[str, Sequence[str]] = data.groups or {}
+    """Return name -> class ids of the groups of the format; none if its classes are not the format's own."""
     known = PUBLISHED.get(data.format)
-    if data.groups is None and known is not None and scheme.names == known.names:
-        groups = known.groups
+    if known is None or scheme.names != known.names:
+        return {}
     ids = {name: number for number, name in enumerate(scheme.names)}
-    for group, names in groups.items():
-        unknown = [name for name in names if name not in ids]
-        if unknown:
-            raise ConfigError(
-                f"data.groups: {group} names {unknown[0]!r}, which is not a class: {accepted_words(unknown[0], ids)}",
-                key="data.groups",
-            )
-    return {group: tuple(ids[name] for name in names) for group, names in groups.items()}
+    return {group: tuple(ids[name] for name in names) for group, names in known.groups.items()}
 
 
 def split_names(data: DataConfig) -> tuple[str, str]:
@@ -117,10 +109,10 @@ def split_note(data: DataConfig) -> str | None:
 
 
 def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> None:
-    """Raise DataError if an image is used for training and for validation, unless `data.allow_overlap`."""
-    problem = None if data.allow_overlap else overlap_problem(data, train, val)
+    """Raise DataError if an image is used for training and for validation."""
+    problem = overlap_problem(data, train, val)
     if problem is not None:
-        raise DataError(problem, key="data.allow_overlap", value=False)
+        raise DataError(problem, key="data.val_split")
 
 
 def overlap_problem(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> str | None:
@@ -132,6 +124,5 @@ def overlap_problem(data: DataConfig, train: Sequence[ImagePair], val: Sequence[
     train_split, val_split = split_names(data)
     return (
         f"{len(both)} of the {len(val)} validation images are training images too ({names}), so scores say nothing "
-        f"about new images: give {train_split} and {val_split} (data.train_split, data.val_split) images of their own, "
-        "or set data.allow_overlap: true to overfit on purpose"
+        f"about new images: give {train_split} and {val_split} (data.train_split, data.val_split) images of their own"
     )

@@ -135,26 +135,25 @@ class DeviceBackend(Protocol):
 
 
 class RealDevices:
-    """The devices of this machine; in mode model, `stages` None means stages balanced by memory."""
+    """The devices of this machine."""
 
     has_values = True
 
     def __init__(
         self,
-        stages: Mapping[str, Any] | None = None,
         *,
         gradient_as_bucket_view: bool = True,
         tag: Callable[[Iterable[Tensor], str], None] = lambda tensors, kind: None,
     ) -> None:
-        self._stages, self._as_views, self.tag = stages, gradient_as_bucket_view, tag
+        self._as_views, self.tag = gradient_as_bucket_view, tag
 
     def copy_to(self, module: nn.Module, device: torch.device) -> Any:
         """Return a deep copy on a device."""
         return copy.deepcopy(module).to(device)
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
-        """Return `parallel.stages`, or stages balanced by the memory that a training step needs."""
-        return self._stages or balance_stages(model, layout.devices, example)
+        """Return stages balanced by the memory that a training step needs."""
+        return balance_stages(model, layout.devices, example)
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
         """Return "threads"; logical devices share a generator, so there one replica at a time draws from it."""
@@ -322,11 +321,11 @@ class StepAssembler:
         """
         config, device, model = self.config, layout.devices[0], parts.model
         is_one_device = layout.mode == "dp" and len(layout.devices) == 1
-        check_mode(config, "single" if is_one_device else layout.mode, is_step=True)
+        check_mode(config, "single" if is_one_device else layout.mode)
         ranks = ranks or Ranks()
         if backend is None:
             views = config.parallel.gradient_as_bucket_view
-            backend = RealDevices(config.parallel.stages, gradient_as_bucket_view=views)
+            backend = RealDevices(gradient_as_bucket_view=views)
         precision = Precision(config.train.precision, device)
         normalizer = build_normalizer(config.data, precision.input_dtype).to(device)
         bare = NormalizedInput(model, normalizer)

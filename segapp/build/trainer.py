@@ -318,7 +318,7 @@ def _build_loaders(
     rank, world_size = ranks.rank, ranks.world_size
     val_px = config.eval.batch_size * math.prod(val_set.largest_px or config.data.crop_px)
     batch_size = -(-config.train.batch_size // world_size)
-    options = build_load_options(config.data, train_set, engine.device, batch_size, further_px=val_px)
+    options = build_load_options(config, train_set, engine.device, batch_size, further_px=val_px)
     order: Order | None = None
     if config.data.sampling != "uniform" and limit is None:  # a few images may lack the classes to sample for
         order = build_order(config.data, train_set, _frequencies(train_set, train_set.scheme), config.seed)

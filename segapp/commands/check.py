@@ -83,7 +83,6 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> i
             resize_px=data.resize_px,
             pixels=measured or RGB8,
             threads=max(1, round(usable_cores())),
-            allow_overlap=data.allow_overlap,
             progress=lambda: bar.advance(task),
         )
     samples: list[tuple[str, list[str]]] = []
@@ -134,7 +133,7 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
     if both is not None:
         findings.append(DataProblem("warning", "group", val, str(both)))
     problem = overlap_problem(data, splits[train], splits[val]) if train == val else None  # else pixels are compared
-    if problem is not None and not data.allow_overlap:
+    if problem is not None:
         findings.append(DataProblem("error", "leak", val, problem))
     return splits, findings
 

@@ -112,7 +112,7 @@ def _data_checks(name: str, options: Mapping[str, Any], config: RunConfig | None
 
     yield "it repeats its result: no random numbers are drawn", repeats(data.source)
     yield "it can be pickled for data workers", repeats(ForkingPickler.loads(ForkingPickler.dumps(data.source)))
-    if train != val and not section.allow_overlap:
+    if train != val:
         is_other = len(other) != len(data) or not repeats(other.source)
         yield f"the argument `split` chooses the images: {val} has others than {train}", is_other
 

@@ -126,7 +126,7 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
     evaluators = _build_evaluators(networks, ensemble, options)
     loader = EvalLoader(
         dataset,
-        options=build_load_options(data, dataset, evaluators[0].settings.device, config.eval.batch_size),
+        options=build_load_options(config, dataset, evaluators[0].settings.device, config.eval.batch_size),
         batch_size=config.eval.batch_size,
     )
     reads_windows = ensemble is None and evaluators[0].settings.reads_windows

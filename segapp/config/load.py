@@ -252,7 +252,7 @@ def explain_config(config: RunConfig) -> str:
     if config.data.augment is not None:
         return text
     lines = [
-        "# data.augment: null means this list, made of data.scale, hflip, cat_max_ratio and photometric:",
+        "# data.augment: null means this list, made of data.scale, hflip and photometric:",
         "#   augment:",
     ]
     for entry in config.data.transforms:

@@ -21,8 +21,6 @@ class Feature:
     """Advice for another mode."""
     value: str = ""
     """Value of the key, for messages."""
-    is_of_mode: bool = False
-    """True if it only describes its modes, and a step in another mode works without it."""
 
     def problem(self, mode: str) -> str:
         """Return the rest of a message that begins with the key, for a mode in which the feature does not work."""
@@ -41,7 +39,6 @@ FEATURES = (
         "use a model of another library",
         "segapp",
     ),
-    Feature("parallel.stages", ("model",), lambda config: config.parallel.stages is not None, is_of_mode=True),
 )
 
 
@@ -50,19 +47,15 @@ def unsupported(config: RunConfig, mode: str) -> Iterator[Feature]:
     return (feature for feature in FEATURES if feature.is_on(config) and mode not in feature.modes)
 
 
-def check_mode(config: RunConfig, mode: Mode, *, is_step: bool = False) -> None:
-    """Raise ConfigError if a feature that the config uses does not work in a mode.
-
-    `is_step`: only a step is assembled; the memory plan also simulates steps in other modes than the training's.
-    """
+def check_mode(config: RunConfig, mode: Mode) -> None:
+    """Raise ConfigError if a feature that the config uses does not work in a mode."""
     for feature in unsupported(config, mode):
-        if not (is_step and feature.is_of_mode):
-            raise ConfigError(f"{feature.key} {feature.problem(mode)}", key=feature.key)
+        raise ConfigError(f"{feature.key} {feature.problem(mode)}", key=feature.key)
 
 
 def has_step(config: RunConfig, mode: Mode) -> bool:
     """Return True if a step of the config can be assembled in a mode."""
-    return all(feature.is_of_mode for feature in unsupported(config, mode))
+    return not any(unsupported(config, mode))
 
 
 def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = None) -> tuple[Mode, str]:
@@ -77,8 +70,6 @@ def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = Non
         return "single", ""
     if config.train.cuda_graph:
         return "single", "train.cuda_graph works with single only"
-    if config.parallel.stages is not None:
-        return "model", "parallel.stages works with model only"
     if config.parallel.has_split:
         return "dp", "gpu0_bsz or shares is set"
     if against_ddp is None and 0 < config.train.batch_size < num_devices:

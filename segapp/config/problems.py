@@ -202,19 +202,23 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     distill = config.distill
     if distill is not None and not (distill.pixel_wise or distill.pair_wise or distill.holistic):
         yield "distill", "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"
-    num_classes = len(data.classes) if data.classes is not None else None
-    for path, term in config.loss.by_key().items():
-        if isinstance(term.class_weights, list) and not any(term.class_weights):
-            yield f"{path}.class_weights", f"{term.class_weights} has no weight above 0: nothing would be trained"
-        if isinstance(term.class_weights, list) and num_classes is not None and len(term.class_weights) != num_classes:
-            yield (
-                f"{path}.class_weights",
-                f"has {len(term.class_weights)} values, but data.classes has {num_classes} names: give one per class",
-            )
-        if path != "loss" and term.name == "mask_classification":
-            yield f"{path}.name", "mask_classification cannot be added to another loss: make it loss.name"
-        if term.label_smoothing and term.name not in {"ce", "bce"}:
-            yield f"{path}.label_smoothing", f"is for name: ce or bce, not {term.name}: set it to 0"
+    yield from _loss_problems(config.loss, data.classes)
+
+
+def _loss_problems(loss: LossConfig, classes: list[str] | None) -> Iterator[tuple[str, str]]:
+    weights = loss.class_weights
+    if isinstance(weights, list) and not any(weights):
+        yield "loss.class_weights", f"{weights} has no weight above 0: nothing would be trained"
+    if isinstance(weights, list) and classes is not None and len(weights) != len(classes):
+        yield (
+            "loss.class_weights",
+            f"has {len(weights)} values, but data.classes has {len(classes)} names: give one per class",
+        )
+    if loss.label_smoothing and loss.name not in {"ce", "bce"}:
+        yield "loss.label_smoothing", f"is for name: ce or bce, not {loss.name}: set it to 0"
+    for i, term in enumerate(loss.plus):
+        if term.name == "mask_classification":
+            yield f"loss.plus.{i}.name", "mask_classification cannot be added to another loss: make it loss.name"
 
 
 def _graph_problems(config: RunConfig) -> Iterator[str]:
@@ -300,9 +304,8 @@ def _multilabel_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.multilabel", "files needs {class} in data.mask_dir or data.mask_suffix, e.g. masks/{class}"
     if data.classes is not None and len(data.classes) > MAX_LABELS:
         yield "data.classes", f"has {len(data.classes)} names: at most {MAX_LABELS} with data.multilabel"
-    for key in ("groups", "label_map", "foreground_classes"):
-        if getattr(data, key) is not None:
-            yield f"data.{key}", "cannot be combined with data.multilabel: leave it out"
+    if data.label_map is not None:
+        yield "data.label_map", "cannot be combined with data.multilabel: leave it out"
     if data.rgb_masks:
         yield "data.rgb_masks", "cannot be combined with data.multilabel: set it to false"
     if data.sampling != "uniform":
@@ -313,8 +316,8 @@ def _multilabel_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
                 f"{path}.name",
                 f"{term.name} is for one class per pixel: with data.multilabel use {', '.join(MULTILABEL_LOSSES)}",
             )
-        if isinstance(term.class_weights, str):
-            yield f"{path}.class_weights", f"{term.class_weights} is for one class per pixel: give a list, or null"
+    if isinstance(weights := config.loss.class_weights, str):
+        yield "loss.class_weights", f"{weights} is for one class per pixel: give a list, or null"
     if config.distill is not None:
         yield "distill", "needs one class per pixel: leave it out with data.multilabel"
 
@@ -354,7 +357,7 @@ def _pixel_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 def _data_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
     yield from _pixel_problems(data)
-    for key in ("scale", "hflip", "cat_max_ratio", "photometric"):
+    for key in ("scale", "hflip", "photometric"):
         if data.augment is not None and getattr(data, key) != DataConfig.model_fields[key].default:
             yield f"data.{key}", "is for the built-in transforms, not for data.augment: write it into the list there"
     if data.sampling != "uniform" and not any("ScaledCrop" in entry for entry in data.transforms):

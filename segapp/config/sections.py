@@ -78,9 +78,6 @@ class DataConfig(Section):
     same distance; [1.0, 1.0] turns it off."""
     hflip: Fraction = 0.5
     """Probability of a horizontal flip. Change it to 0 if left and right differ, e.g. for text or organs."""
-    cat_max_ratio: PositiveFraction = 0.75
-    """Largest share of one class in a crop. A crop that exceeds it is redrawn, at most ten times. Change it to 1.0 if
-    the background covers nearly everything."""
     photometric: bool | NonNegativeFloat = True
     """Random changes of brightness, contrast, saturation and hue: true, false, or a strength (1.0 equals true). Change
     it to false if colors carry the class."""
@@ -95,14 +92,11 @@ class DataConfig(Section):
     CutMix. Change it if rare classes need more contexts."""
     sampling: Literal["uniform", "class-balanced", "foreground"] = "uniform"
     """uniform: each image once per epoch. class-balanced: each crop contains a chosen class, all classes equally often.
-    foreground: the same for foreground_share of the crops and foreground_classes. Change it if rare classes have a low
-    IoU."""
-    foreground_classes: list[str] | None = None
-    """Classes that the chosen crops contain, equally often (sampling: foreground); null: every class except the first,
-    the background. Change it to name the classes that matter."""
+    foreground: the same for foreground_share of the crops, without the first class, the background. Change it if rare
+    classes have a low IoU."""
     foreground_share: PositiveFraction = 0.33
-    """Share of the crops that are chosen to contain one of foreground_classes (sampling: foreground). Change it to 0.5
-    or more if the foreground is tiny."""
+    """Share of the crops that are chosen to contain a class other than the first (sampling: foreground). Change it to
+    0.5 or more if the foreground is tiny."""
     bands: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     """Bands of the image files that the model gets, in this order, e.g. [1, 2, 3, 4]. Reports show the first three as
     RGB; null: any 8-bit image, as RGB. Change it for multispectral, depth or 16-bit data."""
@@ -130,9 +124,6 @@ class DataConfig(Section):
     """A pixel may have several classes, or none. files: one mask file per class ({class} in mask_dir or mask_suffix, or
     one column of a list). channels: one channel or TIFF page per class. bits: one bit per class. One class: binary
     segmentation with one logit. Change it if classes overlap."""
-    groups: dict[str, list[str]] | None = None
-    """Group name -> classes. Evaluation also reports the IoU of each group; null: the groups of the format. Change it
-    if confusing two classes of a group is not an error."""
     label_map: dict[int, int] | None = None
     """Value in the mask file -> class id. Other values must be class ids or ignore_index. Change it if mask values are
     not 0, 1, 2, ..., e.g. {255: 1}."""
@@ -154,9 +145,6 @@ class DataConfig(Section):
     mask_root: Annotated[str | None, OnResume] = None
     """Folder to which mask paths in a list are relative (format: list), relative to the current folder; null: root.
     Change it if masks are not below root."""
-    allow_overlap: Annotated[bool, OnResume] = False
-    """Accept images that are in the training and the validation split. Change it to true to overfit on purpose, as a
-    test."""
     allow_outside_root: Annotated[bool, OnResume] = False
     """Accept files outside root that a link or a list names. root itself may always be a link. Change it to true if
     your data set links to other folders."""
@@ -166,15 +154,13 @@ class DataConfig(Section):
     cache: Annotated[Literal["none", "ram", "disk"], OnResume] = "none"
     """Keep decoded images and masks after the first read: ram, disk (below $XDG_CACHE_HOME), or none. All workers
     and ranks share the cache. Change it if loading is slower than training."""
-    timeout_s: Annotated[NonNegativeFloat, OnResume] = 120.0
-    """Maximum wait for a data worker before the run fails; 0: no limit. Change it if your storage is sometimes slow."""
 
     @property
     def transforms(self) -> list[dict[str, dict[str, Any]]]:
-        """`augment`, or the built-in transforms with the numbers of scale, hflip, cat_max_ratio and photometric."""
+        """`augment`, or the built-in transforms with the numbers of scale, hflip and photometric."""
         if self.augment is not None:
             return self.augment
-        crop = {"ScaledCrop": {"scale": list(self.scale), "cat_max_ratio": self.cat_max_ratio}}
+        crop = {"ScaledCrop": {"scale": list(self.scale)}}
         colors = [{"PhotometricChange": {"strength": float(self.photometric)}}] if self.photometric else []
         return [crop, {"HorizontalFlip": {"p": self.hflip}}, *colors]
 
@@ -229,14 +215,6 @@ class LossTerm(Section):
     """Options of this loss, or keyword arguments of a custom component. Change it to tune the loss."""
     weight: NonNegativeFloat = 1.0
     """Weight of this term in the sum. Change it to balance several terms."""
-    label_smoothing: Decay = 0.0
-    """Share of the target probability that is spread evenly over all classes (ce), or over yes and no (bce). Change it
-    to 0.1 if the model is overconfident or the masks have errors."""
-    class_weights: list[NonNegativeFloat] | Literal["inverse", "enet", "median-frequency"] | None = None
-    """Weight of each class, or a rule that computes the weights from the training masks (ce, ohem, bce, focal).
-    inverse: 1 / pixel share, the strongest rule. enet: 1 / ln(1.02 + share), a bounded one. median-frequency: by pixels
-    per image with the class. Change it if rare classes have a low IoU; begin with enet."""
-
     _checked = checked_options(LOSSES)
 
 
@@ -249,6 +227,13 @@ class LossConfig(LossTerm):
     SegFormer and eomt. Change it to false if your initial weights were trained with false."""
     aux_weight: NonNegativeFloat = 0.4
     """Weight of the loss of the auxiliary head. Change it if you reproduce a recipe."""
+    label_smoothing: Decay = 0.0
+    """Share of the target probability that is spread evenly over all classes (ce), or over yes and no (bce). Change it
+    to 0.1 if the model is overconfident or the masks have errors."""
+    class_weights: list[NonNegativeFloat] | Literal["inverse", "enet", "median-frequency"] | None = None
+    """Weight of each class, or a rule that computes the weights from the training masks (ce, ohem, bce, focal).
+    inverse: 1 / pixel share, the strongest rule. enet: 1 / ln(1.02 + share), a bounded one. median-frequency: by pixels
+    per image with the class. Change it if rare classes have a low IoU; begin with enet."""
     plus: list[LossTerm] = []
     """More terms; the loss is the weighted sum of all terms. Change it to combine losses, e.g. ce with dice."""
 
@@ -358,8 +343,9 @@ class TrainConfig(Section):
     """Momentum of all BatchNorm layers; null: the model's own, usually 0.1. Change it if the model's is 0.01, as in
     MobileNetV3, and the run has only hundreds of steps."""
     hang_timeout_s: Annotated[NonNegativeFloat, OnResume] = 600.0
-    """Time without progress after which the run fails and writes all stacks to RUN/stacks.log; 0: never. Change it if a
-    step or an evaluation batch takes minutes."""
+    """Time without progress after which the run fails and writes all stacks to RUN/stacks.log; a data worker that does
+    not answer for a fifth of it fails the run, too; 0: never. Change it if a step or an evaluation batch takes minutes,
+    or if your storage is sometimes slow."""
     early_stop: Annotated[PositiveInt | None, OnResume] = None
     """Stop after this number of evaluations without a better checkpoint.monitor; null: never. Change it to 10 or 20 to
     end runs that no longer improve."""
@@ -382,8 +368,8 @@ class ParallelConfig(Section):
 
     mode: Literal["auto", "single", "dp", "ddp", "model"] = "auto"
     """single: one device. dp: one process for several devices. ddp: one process per GPU. model: layers on several
-    devices. auto: single on one device, ddp on several, dp if gpu0_bsz or shares is set, model if stages is set,
-    single with train.cuda_graph. Change it to force a mode."""
+    devices. auto: single on one device, ddp on several, dp if gpu0_bsz or shares is set, single with
+    train.cuda_graph. Change it to force a mode."""
     devices: str | list[int | str] = "auto"
     """auto (all visible GPUs, the one with the most free memory first), one device ("cuda:1", "mps"), or a list
     ([0, 1], [cpu, cpu]). The first is "GPU 0" of this documentation. Change it to use only some GPUs."""
@@ -394,9 +380,6 @@ class ParallelConfig(Section):
     shares: list[Count] | None = None
     """Images of a full batch on each device (dp, ddp); null: gpu0_bsz applies. Change it if your GPUs have different
     sizes or speeds."""
-    stages: dict[str, int | str] | None = None
-    """Module -> device (mode: model), e.g. {backbone: cuda:0, classifier: cuda:1}; null: balanced by memory. Change it
-    to place modules by hand."""
     memory_budget_mib: list[PositiveFloat] | None = None
     """Limit of tensor memory for each GPU, or for each rank in ddp; null: no limit. Change it to leave memory for other
     programs, or to rehearse a smaller GPU."""

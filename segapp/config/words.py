@@ -56,15 +56,13 @@ _WORDS_ELSEWHERE = {
     "name": "run_name exp_name experiment experiment_name project",
 }
 REMOVED: Mapping[str, str] = {
-    "parallel.shard_optimizer": "parallel.mode=dp parallel.gpu0_bsz=1 keeps the optimizer state on the first GPU only",
+    "parallel.shard_optimizer": "`parallel.mode=dp parallel.gpu0_bsz=1` keeps the optimizer state on the first GPU",
     "segapp calibrate": "fit a temperature with netcal to `segapp predict RUN PATH --save labels,confidence`",
     "segapp completion": "`segapp --install-completion`, or `segapp --show-completion`",
     "segapp profile": "`segapp train --config FILE --smoke` measures the time, and torch.profiler shows each operator",
-    "train.precise_bn": (
-        "train.bn_momentum=0.1 follows the activations faster, or run torch.optim.swa_utils.update_bn on the checkpoint"
-    ),
+    "train.precise_bn": "`train.bn_momentum=0.1` follows the activations faster",
     "segapp requeue-code": "`segapp status RUN --requeue-code CODE`, with the same exit codes",
-    "train.offload": "recompute activations with train.recompute=all, or use a smaller train.batch_size",
+    "train.offload": "recompute activations with `train.recompute=all`, or use a smaller `train.batch_size`",
     "loss.name=boundary": (
         "for thin classes, use `loss.name=dice` or `loss.name=tversky`, or a loss of your own, "
         "`loss.name=package.module:factory`"
@@ -89,6 +87,15 @@ REMOVED: Mapping[str, str] = {
     "eval.slide_weighting": "windows have equal weights; if their borders show, write `eval.slide_overlap=0.5`",
     "eval.scales": "`--tta` averages over the scales 0.75, 1 and 1.25",
     "checkpoint.full": "keep the weights file too, or write one file with `segapp export RUN --format pt2 --out FILE`",
+    "data.cat_max_ratio": "write it in the list, `data.augment=[{ScaledCrop: {cat_max_ratio: 1.0}}, ...]`",
+    "data.foreground_classes": "all classes but the first; for rare ones, `data.sampling=class-balanced`",
+    "data.groups": "the groups of cityscapes stay; to train on groups, map values with `data.label_map`",
+    "data.allow_overlap": "to overfit on purpose, give the validation a copy of the images",
+    "data.timeout_s": "the wait for a data worker is a fifth of `train.hang_timeout_s`: raise that",
+    **dict.fromkeys(
+        ("loss.plus.label_smoothing", "loss.plus.class_weights"), "they apply to the first term: make it `loss.name`"
+    ),
+    "parallel.stages": "the layers are balanced by memory: `parallel.mode=model`",
     "distill.pair_grid": "the grid has 8 x 8 regions",
     "distill.critic": "write `distill.critic_penalty` or `distill.critic_width`",
 }

@@ -175,7 +175,6 @@ def examine(
     resize_px: tuple[int, int] | None = None,
     pixels: PixelFormat = RGB8,
     threads: int = 2,
-    allow_overlap: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> list[SplitReport]:
     """Read every image and mask of some splits, and return a report for each.
@@ -187,7 +186,6 @@ def examine(
         resize_px: height and width to which images are resized first; None: not resized.
         pixels: bands and type of the images.
         threads: number of files decoded at a time.
-        allow_overlap: images in two splits are a warning, not an error.
         progress: called once per pair.
     """
 
@@ -202,7 +200,7 @@ def examine(
         except BaseException:
             pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for all files
             raise
-    twice = _seen_twice(examined, allow_overlap=allow_overlap)
+    twice = _seen_twice(examined)
     reports = []
     first_split = next(iter(examined), "")
     for name, pairs in examined.items():
@@ -304,7 +302,7 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[DataProblem]:
     return findings
 
 
-def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: bool) -> dict[str, list[DataProblem]]:
+def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[DataProblem]]:
     """Return leaks (images in two splits) and duplicates (images twice in a split) by split."""
     findings: dict[str, list[DataProblem]] = {name: [] for name in examined}
     everything = [(name, each) for name, pairs in examined.items() for each in pairs if each.digest is not None]
@@ -312,7 +310,7 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: b
     for split, each in everything:
         first_split, first = first_of.setdefault(each.digest, (split, each))
         if first is not each:
-            found = _twice(split, each, first_split, first, "the same pixels as", is_error=not allow_overlap)
+            found = _twice(split, each, first_split, first, "the same pixels as", is_error=True)
             findings[split].append(found)
     distinct = list(first_of.values())
     for one, other in find_copies([each.hash for _, each in distinct]):

@@ -341,8 +341,8 @@ class BatchPool:
         names = list(being_read) or [shown(self._dataset.pairs[key.image].image) for key in batch[:1]]
         return WorkerError(
             f"no batch arrived from the data workers for {self.options.timeout_s:g} s, at {', '.join(names)}: "
-            "check that the storage answers, or raise data.timeout_s",
-            key="data.timeout_s",
+            "check that the storage answers, or raise train.hang_timeout_s, of which this is a fifth",
+            key="train.hang_timeout_s",
             value=self.options.timeout_s,
         )
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from segapp import __version__
 from segapp.accelerator import GPUS, gpu_of
+from segapp.build.data import data_timeout_s
 from segapp.build.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.build.pairs import build_scheme, count_images, split_names
@@ -512,7 +513,7 @@ def _watched(
         context.event_log,
         context.device_memory,
         timeout_s=config.train.hang_timeout_s,
-        data_timeout_s=config.data.timeout_s,
+        data_timeout_s=data_timeout_s(config.train),
         num_workers=1 if config.data.workers == "auto" else config.data.workers,  # auto is at least 1
         step=stage.step,
         has_stepped=stage.has_stepped,

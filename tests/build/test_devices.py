@@ -11,7 +11,7 @@ import torch
 from segapp.build import devices as module
 from segapp.build.devices import choose_devices, plan_devices
 from segapp.config import RunConfig, modes, validate_config
-from segapp.config.modes import FEATURES, Feature, check_mode
+from segapp.config.modes import FEATURES, Feature
 from segapp.errors import ConfigError
 from segapp.memory.peaks import SimulationJob
 from segapp.training.planning.plan import _advice_jobs, choose_mode
@@ -101,7 +101,6 @@ EOMT = {
         ({}, COMPILED, "ddp", "the fastest"),
         ({}, DISTILLED, "ddp", "the fastest"),
         ({"devices": ["cpu", "cpu"]}, EOMT, "dp", "logical devices"),
-        ({"stages": {"backbone": 0, "classifier": 1}}, {}, "model", "parallel.stages works with model only"),
     ],
 )
 def test_auto_takes_a_mode_that_does_what_the_config_asks(
@@ -127,21 +126,17 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
         "train.cuda_graph": {"train": {"cuda_graph": True}},
         "distill": DISTILLED,
         "model.library": EOMT,
-        "parallel.stages": {},
     }
-    own = {"stages": {"backbone": 0}}
-    section, _, key = feature.key.partition(".")
-    parallel = {key: own[key]} if section == "parallel" else {}
     for mode in ("single", "dp", "ddp", "model"):
-        config = config_of(parallel, **asked[feature.key])  # `auto`, so that no check has been made yet
+        config = config_of({}, **asked[feature.key])  # `auto`, so that no check has been made yet
         forced = config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": mode})})
         num_gpus = 1 if mode == "single" else 3
         if mode in feature.modes:
-            config_of({**parallel, "mode": mode}, **asked[feature.key])
+            config_of({"mode": mode}, **asked[feature.key])
             assert plan_devices(forced).mode == choose_mode(forced, num_gpus) == mode
             continue
         for act in (
-            lambda mode=mode: config_of({**parallel, "mode": mode}, **asked[feature.key]),
+            lambda mode=mode: config_of({"mode": mode}, **asked[feature.key]),
             lambda forced=forced: plan_devices(forced),
             lambda forced=forced, num_gpus=num_gpus: choose_mode(forced, num_gpus),
         ):
@@ -160,11 +155,9 @@ def test_device_of_an_unknown_kind_is_refused_by_its_key(device: str) -> None:
 
 
 def test_plan_simulates_no_mode_in_which_a_feature_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = config_of({"mode": "model", "stages": {"backbone": 0, "classifier": 1}})
+    staged = config_of({"mode": "model"})
     job = SimulationJob("model", (3, 5), 2, 4, eval_px=(64, 96), blas_mib=32.0)
     assert [job.mode for job in _advice_jobs(staged, job, 2, [], []).values()] == ["single", "single", "ddp"]
-    with pytest.raises(ConfigError, match=r"parallel\.stages does not support parallel\.mode: dp: use model"):
-        check_mode(staged, "dp")
     alone = Feature("train.tf32", ("single",), lambda config: config.train.tf32)
     monkeypatch.setattr(modes, "FEATURES", (*FEATURES, alone))
     assert [job.mode for job in _advice_jobs(config_of(), job, 2, [], []).values()] == ["single", "single"]

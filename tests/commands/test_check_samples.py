@@ -63,5 +63,3 @@ def test_unusable_lists_are_errors_of_check(config: dict[str, Any]) -> None:
     wrong = with_data(config, augment=["ScaledCrop", {"Transpose": {"p": 0.1}}])
     with pytest.raises(ConfigError, match=r"data.augment\[1\]: Transpose can give images of 40 x 32 px"):
         check_data(wrong, as_json=False, html_file=None)
-    with pytest.raises(ConfigError, match="'bxo' is not a class"):
-        check_data(with_data(config, sampling="foreground", foreground_classes=["bxo"]), as_json=False, html_file=None)

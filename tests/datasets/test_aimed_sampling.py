@@ -96,13 +96,6 @@ def test_order_of_a_config_by_hand(dataset: SegmentationDataset) -> None:
     assert 12 not in {key.image for key in balanced}  # it has no mask
     foreground = loader(dataset, sampling="foreground", foreground_share=0.5)._order(1)
     assert Counter(key.aim for key in foreground) == {None: 7, 1: 3, 2: 3}
-    rare = loader(dataset, sampling="foreground", foreground_share=1, foreground_classes=["rare"])._order(1)
-    assert {(key.image, key.aim) for key in rare} == {(5, 2)}
-    assert len(rare) == 13
-    with pytest.raises(ConfigError, match=r"'raer' is not a class: did you mean rare.* ground, road, rare, absent"):
-        loader(dataset, sampling="foreground", foreground_classes=["raer"])
-    with pytest.raises(ConfigError, match="no training mask contains absent"):
-        loader(dataset, sampling="foreground", foreground_classes=["absent"])
 
 
 # --- crops

@@ -32,8 +32,9 @@ def standard(
     **options: Any,
 ) -> TrainTransform:
     """Return the built-in recipe of a config with these keys."""
-    keys = {"scale": scale, "hflip": hflip, "photometric": photometric, "cat_max_ratio": cat_max_ratio}
+    keys = {"scale": scale, "hflip": hflip, "photometric": photometric}
     entries = DataConfig(format="camvid", root="data", **keys).transforms
+    entries[0]["ScaledCrop"]["cat_max_ratio"] = cat_max_ratio
     return TrainTransform(crop_px, entries, **options)
 
 

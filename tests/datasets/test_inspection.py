@@ -208,13 +208,13 @@ def test_classes_below_a_ten_thousandth_are_rare() -> None:
     assert len(_of_targets(targets, scheme, is_training=False)) == 1
 
 
-@pytest.mark.parametrize("plant", [leak, leak_as_jpeg])
-def test_allowed_overlap_is_only_a_warning(root: Path, plant: Any) -> None:
+@pytest.mark.parametrize(("plant", "severity"), [(leak, "error"), (leak_as_jpeg, "warning")])
+def test_overlap_names_both_files_and_the_split(root: Path, plant: Any, severity: str) -> None:
     plant(root)
     splits = {name: find_pairs(DataLocation("folder", str(root)), name) for name in ("train", "val")}
-    reports = examine(splits, SCHEME, crop_px=(32, 32), allow_overlap=True)
+    reports = examine(splits, SCHEME, crop_px=(32, 32))
     found = [finding for report in reports for finding in report.findings]
-    assert [(each.severity, each.kind, each.split) for each in found] == [("warning", "leak", "val")]
+    assert [(each.severity, each.kind, each.split) for each in found] == [(severity, "leak", "val")]
     assert (found[0].pair, found[0].other) != (None, None)
     assert "of split train: scores on val would be too good" in found[0].message
 

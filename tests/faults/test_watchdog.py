@@ -56,7 +56,7 @@ def test_hanging_read_in_the_trainer_exits_7_with_stacks(new_run: NewRun, invari
 def test_continued_trainer_raises_no_false_alarm(
     new_run: NewRun, invariants: Invariants, point: str, visit: int
 ) -> None:
-    run = new_run(train={"hang_timeout_s": 5.0}, data={"workers": 1, "timeout_s": 5.0})
+    run = new_run(train={"hang_timeout_s": 5.0 if point == "train.step" else 25.0}, data={"workers": 1})
     program = run.start(failpoints=f"{point}={visit}:sleep:9")
     run.wait_for_act(program, point)
     time.sleep(0.5)  # a worker reads ahead: by now the trainer waits for it
@@ -80,12 +80,12 @@ def test_killed_data_worker_exits_7_and_is_named(new_run: NewRun, invariants: In
     invariants.check(run)
 
 
-@case("F34", how="SIGSTOP to every data worker", passes="data.timeout_s, exit 7, nothing left")
-@case("F41", how="an item that hangs in a worker", passes="exit 7 within data.timeout_s + 5 s, the file named")
+@case("F34", how="SIGSTOP to every data worker", passes="train.hang_timeout_s / 5, exit 7, nothing left")
+@case("F41", how="an item that hangs in a worker", passes="exit 7 within a fifth of the timeout + 5 s, the file named")
 @pytest.mark.faults_long
 @pytest.mark.parametrize("how", ["stopped", "hangs"])
 def test_unresponsive_data_worker_exits_7(new_run: NewRun, invariants: Invariants, how: str) -> None:
-    run = new_run(data={"workers": 2, "timeout_s": 2.0})
+    run = new_run(data={"workers": 2}, train={"hang_timeout_s": 10.0})
     program = run.start(failpoints="data.item=4:hang" if how == "hangs" else "train.step=sleep:0.2")
     if how == "stopped":
         run.wait_for_step(2, program)
@@ -95,7 +95,7 @@ def test_unresponsive_data_worker_exits_7(new_run: NewRun, invariants: Invariant
             os.kill(pid, signal.SIGSTOP)
     done = run.ended(program, 60)
     # A stopped worker may hold the trainer in the middle of a hand-over, where only the watchdog sees it.
-    invariants.assert_clear(done, 7, *(() if how == "stopped" else ("no batch arrived", "data.timeout_s")))
+    invariants.assert_clear(done, 7, *(() if how == "stopped" else ("no batch arrived", "train.hang_timeout_s")))
     invariants.check(run)
 
 

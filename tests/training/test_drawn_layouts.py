@@ -35,7 +35,6 @@ def two_steps(config: RunConfig, size_px: tuple[int, int], num_train: int) -> Ru
         "crop_px": size_px,
         "scale": (1.0, 1.0),
         "hflip": 0.0,
-        "cat_max_ratio": 1.0,
         "photometric": False,
     }
     values["data"] |= {"workers": 0, "cache": "none"}

@@ -132,9 +132,6 @@ def test_model_parallel_equals_one_device(single: tuple[dict[str, Any], Path], t
     tiny, reference = single
     assert train(ten_steps(tiny, mode="model", devices=["cpu", "cpu"]), tmp_path / "run") == 0
     assert_same_course(tmp_path / "run", reference)
-    stages = {"encoder": "cpu", "decoder": "cpu"}
-    assert train(ten_steps(tiny, mode="model", devices=["cpu", "cpu"], stages=stages), tmp_path / "named") == 0
-    assert losses(tmp_path / "named") == losses(tmp_path / "run")
 
 
 def test_dp_resumes_bitwise_with_dropout_on_logical_devices(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -158,7 +155,6 @@ def test_dp_resumes_bitwise_with_dropout_on_logical_devices(tiny: dict[str, Any]
     [
         ({"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1, "sync_bn": False}, "sync_bn"),
         ({"mode": "model"}, "two devices"),
-        ({"mode": "model", "devices": ["cpu", "cpu"], "stages": {"bakbone": "cpu"}}, "backbone"),
         ({"devices": ["cpu", "cuda:9"]}, "cuda:9"),
         ({"devices": ["cpu", "tpu"]}, "tpu"),
         ({"mode": "dp", "devices": ["cpu"], "gpu0_bsz": 0}, "gpu0_bsz"),

@@ -35,7 +35,7 @@ from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, t
 from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_part
 from segapp.datasets.pool import Batch
-from segapp.errors import ConfigError, RunError, SegappError
+from segapp.errors import RunError, SegappError
 from segapp.inference.normalize import NormalizedInput
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
 from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult, StepTime
@@ -279,16 +279,7 @@ class Simulator:
         return [1.0] * self.assembler.scheme.num_classes
 
     def _stages(self, source: nn.Module, devices: Sequence[str]) -> dict[str, str]:
-        """Return `parallel.stages` on simulated devices, or stages balanced by memory as in the trainer."""
-        wanted = self.assembler.config.parallel.stages
-        if wanted:
-            order = list(dict.fromkeys(map(str, wanted.values())))
-            if len(order) > len(devices):
-                raise ConfigError(
-                    f"parallel.stages names {len(order)} devices but --gpus {len(devices)}: make them equal",
-                    key="parallel.stages",
-                )
-            return {name: devices[order.index(str(device))] for name, device in wanted.items()}
+        """Return the stages balanced by memory, as in the trainer."""
         dtype = Precision(self.assembler.config.train.precision, torch.device("cpu")).input_dtype
         example = torch.empty(2, self.assembler.pixels.num_bands, *self._crop_px, dtype=dtype, device="meta")
         balanced = balance_stages(source, devices, example)
