@@ -51,44 +51,17 @@ def top_confusions(
     ]
 
 
-class _Cell(NamedTuple):
-    row: int
-    column: int
-    share: float
-    opacity: float
-    text: str
-    """The percentage; empty below half a percent or if cells are small."""
-
-    @property
-    def is_hit(self) -> bool:
-        return self.row == self.column
-
-    @property
-    def is_dark(self) -> bool:
-        return self.opacity > 0.55
-
-
 class _Grid:
     """Cells and sizes of a figure, px."""
 
     def __init__(self, matrix: NDArray[np.int64], classes: Sequence[str]) -> None:
-        self._matrix = matrix
+        self.matrix = matrix
         self.names = [printable(name) for name in classes]
         labels = [clip(name, _MAX_LABEL_CHARS) for name in self.names]
         self.cell_px = 30 if len(classes) <= 24 else max(6, 720 // len(classes))
         self.margin_px = round(8 + 6.6 * max(map(len, labels)))
         self.side_px = self.margin_px + self.cell_px * len(classes) + 4
         self.labels = labels if self.cell_px >= 11 else []
-
-    def cells(self) -> Iterator[_Cell]:
-        """Yield the cells that are drawn: the diagonal, and shares of at least 0.05 %."""
-        totals = self._matrix.sum(1)
-        for row in np.flatnonzero(totals).tolist():
-            for column, share in enumerate((self._matrix[row] / totals[row]).tolist()):
-                if share >= 0.0005 or row == column:
-                    opacity = 0.06 + 0.94 * math.sqrt(share)  # the root makes confusions of a few percent visible
-                    text = f"{100 * share:.0f}" if self.cell_px >= 24 and share >= 0.005 else ""
-                    yield _Cell(row, column, share, opacity, text)
 
     def corner(self, number: int) -> int:
         return self.margin_px + number * self.cell_px
@@ -131,17 +104,26 @@ def _svg_parts(grid: _Grid) -> Markup:
         at = grid.center(number) + 4
         parts.append(f'<text x="{near}" y="{at}" class="end">{escape(label)}</text>')
         parts.append(f'<text transform="translate({at} {near}) rotate(-90)">{escape(label)}</text>')
-    for cell in grid.cells():
-        target, prediction = escape(grid.names[cell.row]), escape(grid.names[cell.column])
+    for row, column, share in _shares(grid.matrix):
+        opacity = 0.06 + 0.94 * math.sqrt(share)  # the root makes confusions of a few percent visible
+        target, prediction = escape(grid.names[row]), escape(grid.names[column])
         parts.append(
-            f'<g class="{"hit" if cell.is_hit else "miss"}"><rect x="{grid.corner(cell.column)}" '
-            f'y="{grid.corner(cell.row)}" width="{grid.cell_px - 1}" height="{grid.cell_px - 1}" '
-            f'fill-opacity="{cell.opacity:.2f}"/><title>{target} read as {prediction}, {cell.share:.1%} of its '
-            "pixels</title></g>"
+            f'<g class="{"hit" if row == column else "miss"}"><rect x="{grid.corner(column)}" y="{grid.corner(row)}" '
+            f'width="{grid.cell_px - 1}" height="{grid.cell_px - 1}" fill-opacity="{opacity:.2f}"/><title>{target} '
+            f"read as {prediction}, {share:.1%} of its pixels</title></g>"
         )
-        if cell.text:
+        if grid.cell_px >= 24 and share >= 0.005:
             parts.append(
-                f'<text x="{grid.center(cell.column) - 0.5}" y="{grid.center(cell.row) + 3.5}" '
-                f'class="mid value{" on" if cell.is_dark else ""}">{cell.text}</text>'
+                f'<text x="{grid.center(column) - 0.5}" y="{grid.center(row) + 3.5}" '
+                f'class="mid value{" on" if opacity > 0.55 else ""}">{100 * share:.0f}</text>'
             )
     return Markup("".join(parts))
+
+
+def _shares(matrix: NDArray[np.int64]) -> Iterator[tuple[int, int, float]]:
+    """Yield row, column and share of the cells that are drawn: the diagonal, and shares of at least 0.05 %."""
+    totals = matrix.sum(1)
+    for row in np.flatnonzero(totals).tolist():
+        for column, share in enumerate((matrix[row] / totals[row]).tolist()):
+            if share >= 0.0005 or row == column:
+                yield row, column, share

@@ -8,7 +8,7 @@ pixels of a class in both target and prediction, in the target, and in the predi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cv2
@@ -123,8 +123,6 @@ class EvaluatedImage:
     """Pictures in the page."""
     files: tuple[str, ...] = ()
     """The image and its masks."""
-    gain: float = 0.0
-    """Rise of the split's mIoU if each pixel of this image were predicted correctly."""
     confusions: Sequence[Confusion] = ()
     """The confusions with the most pixels; empty with several classes per pixel."""
     legend: Sequence[tuple[str, Color]] = ()
@@ -145,8 +143,6 @@ class SplitEvaluation:
     num_images: int
     images: ImageCounts
     """Counts of every image."""
-    costly: Sequence[EvaluatedImage] = ()
-    """The images whose correction would raise mIoU most."""
 
 
 def evaluate_split(
@@ -156,33 +152,16 @@ def evaluate_split(
     num_worst: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SplitEvaluation:
-    """Return the scores of a data set, and pictures of the images with the lowest mIoU and with the largest gain."""
+    """Return the scores of a data set, and pictures of the images with the lowest mIoU."""
     scheme = trained.scheme
     multilabel = scheme.multilabel is not None
     images = count_split(trained, dataset, split, progress)
     total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
     total.matrix.copy_(torch.from_numpy(images.total))
     miou = mean_of_known(iou_of(images.counts))
-    gains, host = gains_of(images.counts), HostLimit()
     order = [index for index in np.argsort(miou, kind="stable").tolist() if np.isfinite(miou[index])][:num_worst]
-    costly = [index for index in np.argsort(-gains, kind="stable").tolist() if gains[index] > 0][:num_worst]
-    pictured = {
-        index: replace(evaluate_image(trained, dataset, index, host), gain=float(gains[index]))
-        for index in dict.fromkeys([*costly, *order])
-    }
-    worst, most = ([pictured[index] for index in indices] for indices in (order, costly))
-    matrix = None if multilabel else images.total
-    return SplitEvaluation(split, total.scores(), matrix, worst, len(dataset), images, most)
-
-
-def gains_of(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the rise of mIoU if each pixel of one image were correct and other images did not change, (N,).
-
-    `counts` is (N, C, 3), as in `ImageCounts`. A class that only wrong pixels of the image have leaves the mean.
-    """
-    total = counts.sum(0)
-    right = counts[..., [1, 1, 1]]  # intersection and prediction are the target
-    return mean_of_known(iou_of(total - counts + right)) - mean_of_known(iou_of(total))
+    worst = [evaluate_image(trained, dataset, index, HostLimit()) for index in order]
+    return SplitEvaluation(split, total.scores(), None if multilabel else images.total, worst, len(dataset), images)
 
 
 def evaluate_image(

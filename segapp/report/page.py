@@ -188,7 +188,7 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
 
 
 def _of_class(val: object, field: str, number: int) -> float | None:
-    """Return a class's score in a `val` event; None if an older trainer has not written it."""
+    """Return a class's score in a `val` event; None if it has none."""
     values: Sequence[float | None] = getattr(val, field, None) or ()
     return values[number] if number < len(values) else None
 

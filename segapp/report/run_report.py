@@ -94,7 +94,7 @@ class RunRow:
     """Number of classes that `best_miou` averages over: the classes that have an IoU in `iou`."""
     best_epoch: int | None = None
     scores: dict[str, float | None] = field(default_factory=dict)
-    """Scores of the best evaluation, by name; None if an older trainer did not write one."""
+    """Scores of the best evaluation, by name."""
     last_loss: float | None = None
     last_val_loss: float | None = None
     """Loss of the last evaluation; None if it was not finite."""

@@ -5,7 +5,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
 from typing import Any, NamedTuple
 
 from segapp.memory.judge import SplitJudge, usable_mib
@@ -102,8 +101,6 @@ class View:
     """The recomputed blocks; None: none since the start."""
     topologies: list[events.Topology] = field(default_factory=list)
     """The resumes with other ranks or devices."""
-    cost_before: tuple[float | None, float | None] = None, None
-    """`cost` of the steps with the previous blocks."""
     devices: list[events.DeviceMemory] = field(default_factory=list)
     memory: deque[tuple[tuple[float, float], ...]] = field(default_factory=lambda: deque(maxlen=600))
     """The last samples per device: used memory and highest allocation since the previous one, MiB; nan: unknown."""
@@ -185,26 +182,13 @@ class View:
         gaps = sorted(b - a for a, b in pairwise(self.step_times_s))
         return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
 
-    @property
-    def cost(self) -> tuple[float | None, float | None]:
-        """Highest peak, MiB, and median time, s, of the steps with the present blocks; None if unknown."""
-        peaks = [mib for mib in self.peaks_mib.get(self.split or (), ()) if mib is not None]
-        times_s = self.recent["step_s"]
-        return max(peaks, default=None), median(times_s) if times_s else None
-
     def cost_changes(self) -> list[str]:
-        """Return the plan's savings and costs of recomputation; else peak and time of a step before and after it."""
+        """Return the plan's savings and costs of recomputation; empty if the plan did not choose the blocks."""
         planned = self.recompute
-        if planned is not None and planned.slower is not None:
-            saved = " / ".join(memory_text(mib) for mib in planned.saved_mib or ())
-            return [f"saves {saved}", f"step time x {planned.slower:.2f} by the plan"]
-        (old_mib, old_s), (mib, step_s) = self.cost_before, self.cost
-        found = []
-        if old_mib is not None and mib is not None:
-            found.append(f"peak {memory_text(mib)} (before: {memory_text(old_mib)})")
-        if old_s is not None and step_s is not None:
-            found.append(f"step {step_s:.2g} s (before: {old_s:.2g} s)")
-        return found
+        if planned is None or planned.slower is None:
+            return []
+        saved = " / ".join(memory_text(mib) for mib in planned.saved_mib or ())
+        return [f"saves {saved}", f"step time x {planned.slower:.2f} by the plan"]
 
     @property
     def judge(self) -> SplitJudge:
@@ -431,7 +415,7 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
     elif isinstance(event, events.Recompute):
         view.recompute = event
         if event.blocks != view._blocks:
-            view._blocks, view.cost_before = event.blocks, view.cost
+            view._blocks = event.blocks
             view.recent["step_s"].clear()
             view.peaks_mib, view._is_memory_stale = {}, True
     elif isinstance(event, events.Topology):

@@ -105,19 +105,10 @@ def test_changed_ranks_have_a_line_above_the_devices(view: View) -> None:
 
 
 def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
-    """Before: a peak of 9.2 GiB and steps of 0.3 s; since: 8.0 GiB and 0.4 s."""
-    view.recent["step_s"].extend([0.2, 0.3, 0.9])
     change = Recompute(step=9, choice="all", blocks=[["a", "b"], ["a", "b"]], num_blocks=2, reason="out of memory")
     fold_events(view, [{**change.model_dump(), "t": 60.0}])
     assert gpu_content(view, (), Size(60, 3), ASCII).plain.splitlines()[0] == "2 of 2 blocks recomputed"
-    view.recent["step_s"].extend([0.4, 0.5, 0.4])
-    view.peaks_mib = {(3, 5): [6144.0, 8192.0]}
-    lines = gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()
-    assert lines[0] == "2 of 2 blocks recomputed  peak 8.0 (before: 9.2)  step 0.4 s (before: 0.3 s)"
-    assert len(lines) == 3
-    assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith(
-        "2 of 2 blocks recomputed  peak 8.0 (before: 9.2)\n"
-    )
+    assert len(gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()) == 3
     fold_events(view, [{**change.model_copy(update={"blocks": [["a"], []]}).model_dump(), "t": 61.0}])
     assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith("1·0 of 2 blocks recomputed\n")
     by_plan = change.model_copy(update={"saved_mib": [3174.4, 512.0], "slower": 1.25})
