@@ -47,7 +47,7 @@ from segapp.models.normalizer import Normalizer
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel, SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute
-from segapp.parallel.batchnorm_guard import check_batchnorm, no_samples_problem, smallest_chunk, unused_parameters
+from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk, unused_parameters
 from segapp.parallel.distributed import Ranks, wrap_ddp
 from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.precision import Precision
@@ -336,9 +336,16 @@ class StepAssembler:
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)
         smallest, needs_samples = 1, None
-        is_split = rank_split is not None or isinstance(network, DataParallelModel)
-        if backend.has_values and is_split and not config.parallel.sync_bn:
+        divider = network if isinstance(network, DataParallelModel) else rank_split
+        if backend.has_values and divider is not None and not config.parallel.sync_bn:
             smallest = smallest_chunk(bare, self._example())
+            split = divider.plan(config.train.batch_size)
+            if any(0 < size < smallest for size in split):
+                raise ConfigError(
+                    f"parallel: split {list(split)} leaves a BatchNorm layer a single value per channel: set "
+                    "parallel.sync_bn to true, or give 2 samples or more to every device that has any",
+                    key="parallel",
+                )
         if backend.has_values and rank_split is not None:
             needs_samples = self._needs_samples(inner, criterion, precision, rank_split)
 
@@ -492,8 +499,6 @@ class StepAssembler:
         """Return `inner` on its devices, wrapped as the mode requires."""
         try:
             if rank_split is not None:
-                if backend.has_values:
-                    check_batchnorm(bare, rank_split.plan(self.config.train.batch_size), self._example())
                 return backend.wrap_ddp(inner, layout.devices[0], self._example())
             if layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.
@@ -504,10 +509,7 @@ class StepAssembler:
             full_batch = self.config.train.batch_size if layout.shares is None else None
             options: Any = {"shares": layout.shares, "full_batch": full_batch}
             options["mode"] = backend.replica_mode(layout.devices)
-            network = DataParallelModel(inner, layout.devices, layout.gpu0_bsz, **options)
-            if backend.has_values:
-                check_batchnorm(bare, network.plan(self.config.train.batch_size), self._example())
-            return network
+            return DataParallelModel(inner, layout.devices, layout.gpu0_bsz, **options)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"parallel: {error}", key="parallel") from None
 

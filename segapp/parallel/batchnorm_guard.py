@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,32 +29,7 @@ def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
         *inputs: example inputs with any number of samples; only shapes and dtypes are used, nothing is computed and no
         memory is allocated.
     """
-    return 2 if _starved_layers(module, inputs) else 1
-
-
-def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> None:
-    """Check that no BatchNorm layer gets a single value per channel with a split.
-
-    Args:
-        module: the model in the mode in which it will be trained.
-        split: samples per device.
-        *inputs: as for `smallest_chunk`.
-
-    Raises:
-        ValueError: a BatchNorm layer would get a single value per channel.
-
-    Example:
-        >>> pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
-        >>> check_batchnorm(pooled, (1, 2), torch.zeros(3, 3, 8, 8))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: split [1, 2] leaves BatchNorm layer '1' a single value per channel: use ...
-    """
-    layers = _starved_layers(module, inputs) if 1 in split else []
-    if layers:
-        raise ValueError(
-            f"split {list(split)} leaves BatchNorm layer {layers[0]!r} a single value per channel: use"
-            " convert_sync_batchnorm(model) (sync_bn: true), or 2 samples or more on every device that has any"
-        )
+    return 2 if _has_starved_layer(module, inputs) else 1
 
 
 def _sum_of_outputs(outputs: Any) -> Tensor:
@@ -162,32 +136,31 @@ def _plain_batchnorms(module: nn.Module) -> dict[str, BatchNorm]:
     return {name: m for name, m in layers if isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm)}
 
 
-def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:
-    """Return the names of the plain BatchNorm layers that get one value per channel and sample.
+def _has_starved_layer(module: nn.Module, inputs: Sequence[Any]) -> bool:
+    """Return True if a plain BatchNorm layer gets one value per channel and sample.
 
-    If the module cannot run on the meta device, return all of them: refusing a split is better than a crash.
+    Also return True if the module has such layers and cannot run on the meta device: refusing a split is better than a
+    crash.
     """
-    layers = _plain_batchnorms(module).items()
-    plain = {name: layer for name, layer in layers if layer.training or layer.running_mean is None}
+    plain = [each for each in _plain_batchnorms(module).values() if each.training or each.running_mean is None]
     if not plain:
-        return []
-    seen: dict[str, int] = {}
+        return False
+    num_values: list[int] = []
 
-    def note(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
-        seen[name] = min(seen.get(name, x.numel()), x.numel() // (x.size(0) * x.size(1)))
+    def note(_layer: nn.Module, args: tuple[Any, ...]) -> None:
+        num_values.append(args[0].numel() // (args[0].size(0) * args[0].size(1)))
 
-    hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in plain.items()]
+    hooks = [layer.register_forward_pre_hook(note) for layer in plain]
     try:
         state = {name: tensor.to("meta") for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         with torch.no_grad():
             functional_call(module, state, tuple(map_tensors(_as_two_samples, item) for item in inputs))
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
-        return list(plain)
+        return True
     finally:
         for hook in hooks:
             hook.remove()
-    return [name for name, values in seen.items() if values == 1]
+    return 1 in num_values
 
 
 def _as_two_samples(tensor: Tensor) -> Tensor:
