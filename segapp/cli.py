@@ -538,15 +538,12 @@ def init(
         str | None,
         option(
             "--masks",
-            "Meaning of mask values: ids, instances (class = value // 1000), panoptic, object.",
+            "ids: each value of the masks is a class, although the values look like instances.",
             "KIND",
         ),
     ] = None,
     unlabelled: Annotated[
         str | None, option("--unlabelled", "Pixels without a class name: ignore, or class.", "HOW")
-    ] = None,
-    palette: Annotated[
-        str | None, option("--palette", "Public data set with the same mask colors, or none.", "NAME")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the config and its file lists.")] = False,
 ) -> None:
@@ -557,7 +554,7 @@ def init(
     """
     from segapp.onboarding.init import InitRequest, init_folder
 
-    chosen = {"masks": masks, "unlabelled": unlabelled, "palette": palette}
+    chosen = {"masks": masks, "unlabelled": unlabelled}
     init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, **chosen))
 
 

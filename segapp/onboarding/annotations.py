@@ -263,8 +263,7 @@ def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Values) ->
     value = values[_labels(region)[0]]
     content = region["value"]
     if region["type"] == "brushlabels":
-        mask[decode_brush(content["rle"], height, width)] = value
-        return
+        raise ValueError("brush strokes are not read: export them with the format Brush labels to PNG")
     corners = content.get("points")
     if region["type"] == "rectanglelabels":
         if content.get("rotation"):
@@ -272,43 +271,6 @@ def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Values) ->
         x, y, w, h = (float(content[key]) for key in ("x", "y", "width", "height"))
         corners = [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
     fill_area(mask, [[(x / 100 * width, y / 100 * height) for x, y in corners]], value)  # percent of the sides
-
-
-def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[np.bool_]:
-    """Return the opaque pixels of a brush stroke, from Label Studio's bitwise run lengths of RGBA values.
-
-    The format comes from label-studio-converter (brush.py): 32 bits of length, the number of bits of a value, four bit
-    counts of run lengths, then runs: a flag (repeated or not), the index of the bit count, the length, the values.
-
-    Raises:
-        ValueError: the data end early, or have another size.
-    """
-    bits = bytes(np.unpackbits(np.asarray(data, np.uint8)) + ord("0"))
-    position = 0
-
-    def read(count: int) -> int:
-        nonlocal position
-        if position + count > len(bits):
-            raise ValueError("the run lengths end early")
-        position += count
-        return int(bits[position - count : position], 2)
-
-    num_values = read(32)
-    if num_values != height_px * width_px * 4:
-        raise ValueError(f"run lengths of {num_values // 4} pixels for {width_px} x {height_px}")
-    value_bits = read(5) + 1
-    length_bits = [read(4) + 1 for _ in range(4)]
-    values = np.zeros(num_values, np.uint8)
-    at = 0
-    while at < num_values:
-        is_repeated = read(1)
-        end = at + 1 + read(length_bits[read(2)])
-        if is_repeated:
-            values[at:end] = read(value_bits)
-        else:
-            values[at:end] = [read(value_bits) for _ in range(end - at)][: num_values - at]
-        at = end
-    return np.asarray(values.reshape(height_px, width_px, 4)[..., 3] > 0)
 
 
 def find_labelme(tree: Tree) -> Layout | None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from segapp.datasets.files import shown
-from segapp.datasets.layouts.published_classes import Color, PublishedSet
-from segapp.errors import ConfigError, DataError
+from segapp.datasets.layouts.published_classes import Color
+from segapp.errors import DataError
 from segapp.onboarding.class_files import (
     ClassFile,
     described,
@@ -26,15 +26,11 @@ from segapp.onboarding.content import MAX_COLORS, MaskContent, Value, reason_unr
 from segapp.onboarding.layout import Answer, open_question
 
 IGNORED = 255
-INSTANCE_STEP = 1000  # in most instance masks, a pixel's value is class x this + number of the instance
-MASK_KINDS = {
-    "ids": "each value is a class",
-    "instances": f"value // {INSTANCE_STEP} is the class",
-    "panoptic": f"values from {INSTANCE_STEP} on are class x {INSTANCE_STEP} + instance, smaller ones are classes",
-    "object": "each value above 0 is an object of one class; 0 is the background",
-}
-"""Values of `--masks`."""
-NO_PALETTE = "none"  # value of `--palette`: the colors match no published data set
+_INSTANCE_STEP = 1000  # in most instance masks, a pixel's value is class x this + number of the instance
+_INSTANCES = (
+    "save masks of classes instead, such as np.where(ids < 1000, ids, ids // 1000).astype(np.uint8) of class x 1000 + "
+    "instance, or (ids > 0).astype(np.uint8) of objects of one class"
+)
 UNLABELLED = ("ignore", "class")  # values of `--unlabelled`
 MAX_UNSAID = 0.01  # largest share of the pixels that is ignored without a question or an option
 CLEANING = (
@@ -54,9 +50,8 @@ _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
 class MaskChoices:
     """The user's answers about masks, as options of `segapp init`; None: determined from the masks, or asked."""
 
-    masks: str | None = None  # a key of MASK_KINDS
+    masks: str | None = None  # "ids": each value is a class, although the values look like instances
     unlabelled: str | None = None  # one of UNLABELLED
-    palette: str | None = None  # title of a published data set, or NO_PALETTE
 
 
 @dataclass(frozen=True)
@@ -172,41 +167,25 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(unique)
 
 
-def _ask_for_instances(content: MaskContent, stored: Sequence[Value], choices: MaskChoices) -> None:
-    """Ask about values or colors that may be instances instead of classes, or were smoothed."""
+def _refuse_instances(content: MaskContent, stored: Sequence[Value], choices: MaskChoices) -> None:
+    """Raise DataError for values or colors that are numbers of instances; ask if they were probably smoothed."""
     if choices.masks is not None:
         return
     values = [value for value in stored if isinstance(value, int)]
-    high = [value for value in values if value >= INSTANCE_STEP]
+    high = [value for value in values if value >= _INSTANCE_STEP]
     lone = sum(content.masks_with[value] == 1 for value in stored)
-    ids = Answer("ids", f"{len(stored)} classes: {MASK_KINDS['ids']}")
-    one = Answer("object", f"2 classes: {MASK_KINDS['object'].replace('0 is', '0 is' if values else 'black is')}")
-    if len({value // INSTANCE_STEP for value in high}) < len(high):
-        classes = {value // INSTANCE_STEP for value in values}
-        answers = [Answer("instances", f"{len(classes)} classes: {MASK_KINDS['instances']}"), ids]
-        if any(0 < value < INSTANCE_STEP for value in values):
-            answers.insert(0, Answer("panoptic", MASK_KINDS["panoptic"]))
-        raise open_question(
-            f"the masks hold {len(values)} values up to {values[-1]}, which look like class x {INSTANCE_STEP} + "
-            "instance",
-            "--masks",
-            answers,
-        )
     counting = content.counts_up_to
-    if counting.total() >= 0.9 * content.num_masks and len(counting) > 3 and values[-1:] > [7]:
-        raise open_question(
-            f"each mask holds the values 1 to n, n from {min(counting)} to {max(counting)}, as masks of instances do, "
-            "which name no class",
-            "--masks",
-            (one, ids),
-        )
-    if len(stored) > max(8, content.num_masks) and lone > len(stored) / 2:
-        raise open_question(
-            f"{content.num_masks} masks hold {len(stored)} {'values' if values else 'colors'}, {lone} of which occur "
-            "in one mask each, as numbers of instances do",
-            "--masks",
-            (one, ids) if values or (0, 0, 0) in stored else (ids,),
-        )
+    look = ""
+    if len({value // _INSTANCE_STEP for value in high}) < len(high):
+        look = f"hold {len(values)} values up to {values[-1]}, which look like class x {_INSTANCE_STEP} + instance"
+    elif counting.total() >= 0.9 * content.num_masks and len(counting) > 3 and values[-1:] > [7]:
+        look = f"hold the values 1 to n, n from {min(counting)} to {max(counting)}, as masks of instances do"
+    elif len(stored) > max(8, content.num_masks) and lone > len(stored) / 2:
+        kind = "values" if values else "colors"
+        look = f"hold {len(stored)} {kind}, {lone} of which occur in one mask each, as numbers of instances do"
+    if look:
+        raise DataError(f"the {content.num_masks} masks {look}: {_INSTANCES}; if each is a class, add --masks ids")
+    ids = Answer("ids", f"{len(stored)} classes: each value is a class")
     levels: list[int] = []
     for value, _ in content.values.most_common() if len(values) >= 32 else ():
         if content.share([value]) >= _LEVEL_SHARE and all(abs(value - level) > _LEVEL_GAP for level in levels):
@@ -238,16 +217,20 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
     for file in files:
         if file.colors and content.share([color for color in colors if color not in file.colors]) <= 0.05:
             return _from_named_colors(content, file, colors, strays, choices, notes)
-    known = _chosen_palettes(recognise(colors), colors, mask, choices)
+    possible = recognise(colors)
+    known = [one for one in possible if is_certain(one, colors, mask)]
+    if possible and not known:
+        titles = " or ".join(one.title for one in possible[:_MAX_PALETTES])
+        notes = (*notes, f"the colors are also in {titles}: a file such as class_dict.csv names the classes")
     if known:
-        first, others = known[0], ", ".join(palette.title for palette in known[1:])
+        first = known[0]
         ignored = list(dict.fromkeys([*first.ignored_colors, *strays]))
         seen = [color for color in first.ignored_colors if color in content.colors]
         if seen:
             notes = (*notes, f"{listed(seen)} is ignored as in {first.title}: {content.percent(seen)}")
         return Classes(
             tuple(first.palette.values()),
-            f"the colors match {first.title}" + (f" (also possible: {others})" if others else ""),
+            f"the colors match {first.title}",
             palette=(*first.palette, *ignored),
             palette_reason="as published" + ("; the last are ignored" if ignored else ""),
             notes=notes,
@@ -258,7 +241,7 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
     elif colors == [(0, 0, 0), (255, 255, 255)]:
         names, reason = ("background", "object"), "black and white; replace with their names"
     else:
-        _ask_for_instances(content, colors, choices)
+        _refuse_instances(content, colors, choices)
         names = tuple(f"class_{i}" for i in range(len(colors)))
         reason = "replace with their names, in the palette's order"
     return Classes(
@@ -268,36 +251,6 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
         palette_reason=f"the masks are images with {len(colors)} colors" + ("; the last are ignored" if strays else ""),
         notes=notes,
         source="" if ordered is None else ordered.source,
-    )
-
-
-def _chosen_palettes(
-    known: list[PublishedSet], colors: Sequence[Color], mask: str, choices: MaskChoices
-) -> list[PublishedSet]:
-    """Return the known palettes that the masks may use, the chosen or most likely one first.
-
-    A question is asked if few colors occur and nothing else identifies the data set.
-    """
-    if not known or choices.palette == NO_PALETTE:
-        return []
-    if choices.palette is not None:
-        first = [one for one in known if one.title == choices.palette]
-        if not first:
-            raise ConfigError(
-                f"--palette {choices.palette}: the colors of the masks match "
-                f"{', '.join(one.title for one in known)}: name one of them, or {NO_PALETTE}"
-            )
-    else:
-        first = [one for one in known if is_certain(one, colors, mask)]
-    if first:
-        return [*first, *(one for one in known if one not in first)]
-    answers = [Answer(one.title, f"classes {', '.join(one.names[:4])} ...") for one in known[:_MAX_PALETTES]]
-    answers.append(Answer(NO_PALETTE, f"{len(colors)} classes without names, one for each color"))
-    raise open_question(
-        f"the {len(colors)} colors of the masks are also colors of {known[0].title}, but too few to be sure",
-        "--palette",
-        answers,
-        "a file with names and colors next to the data, such as class_dict.csv, answers it too",
     )
 
 
@@ -425,7 +378,7 @@ def _classes_of_ids(
             f"the values of {published.title}",
             [*notes, *published.notes],
         )
-    _ask_for_instances(content, ids, choices)
+    _refuse_instances(content, ids, choices)
     unfit = [f"{described(file)} does not fit the values {_few(ids)}" for file in files if file.ids or not file.colors]
     is_dense = ids[-1] + 1 <= max(2 * len(ids), len(ids) + 3)
     is_dense &= ids[0] == 0 or len(ids) < ids[-1] or content.num_masks < content.num_all

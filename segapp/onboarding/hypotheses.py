@@ -267,8 +267,11 @@ def _named_apart(ranked: list[Layout]) -> list[Layout]:
     counts = Counter(one.name for one in ranked)
     apart: dict[str, Layout] = {}
     for one in ranked:
-        full = f"{one.image_name} -> {one.name} {one.naming}".rstrip()
-        name = one.name if counts[one.name] == 1 else full
+        name = one.name
+        if counts[name] > 1:
+            namings = {other.naming for other in ranked if other.name == name}
+            is_enough = len(namings) == counts[name]
+            name = one.naming or name if is_enough else f"{one.image_name} -> {name} {one.naming}".rstrip()
         apart.setdefault(name, replace(one, name=name))
     return list(apart.values())
 

@@ -41,10 +41,10 @@ from segapp.onboarding.class_files import find_class_files, nearest_first, publi
 from segapp.onboarding.content import MaskContent, read_contents
 from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
 from segapp.onboarding.division import Division, divided
-from segapp.onboarding.encoding import IGNORED, MASK_KINDS, UNLABELLED, Classes, MaskChoices, read_classes
+from segapp.onboarding.encoding import IGNORED, UNLABELLED, Classes, MaskChoices, read_classes
 from segapp.onboarding.hypotheses import CLOSE, find_layouts
 from segapp.onboarding.layout import SURE, Answer, Layout, OpenQuestionError, Pair, open_question
-from segapp.onboarding.pieces import classes_of_instances, find_pieces, find_rle
+from segapp.onboarding.pieces import find_pieces, find_rle
 from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import remove_dead_temporaries, write_atomic
@@ -77,11 +77,11 @@ class InitRequest(MaskChoices):
         if self.folds is not None and self.folds < 2:
             raise ConfigError(f"--folds {self.folds}: write 2 or more")
         for option, word, known in (
-            ("--masks", self.masks, [*MASK_KINDS]),
+            ("--masks", self.masks, ("ids",)),
             ("--unlabelled", self.unlabelled, UNLABELLED),
         ):
             if word is not None and word not in known:
-                raise ConfigError(f"{option} {word}: choose {', '.join(known[:-1])} or {known[-1]}")
+                raise ConfigError(f"{option} {word}: choose {' or '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,10 @@ def propose_config(request: InitRequest) -> InitResult:
     if chosen.is_drawn:
         confirm(root, found, chosen, request.layout)
     lines = found_lines(found, chosen)
-    used, choices = chosen, request
-    if not used.is_drawn and request.masks not in (None, "ids"):
-        used, choices = classes_of_instances(tree, used, str(request.masks)), replace(request, masks="ids")
-    pairs, image_root, mask_root = _written(tree, used, out, lines)
+    pairs, image_root, mask_root = _written(tree, chosen, out, lines)
     division = divided(pairs, request.val_share, request.group, request.folds, request.seed)
     lines += division.lines
-    facts = _facts(name, tree, used, out, choices, division, image_root, mask_root)
+    facts = _facts(name, tree, chosen, out, request, division, image_root, mask_root)
     confirm(root, found, chosen, request.layout)  # after the refusals, which are more specific
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
@@ -133,7 +130,7 @@ def propose_config(request: InitRequest) -> InitResult:
     if unread := facts.content.unread:
         lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
     lines += [f"note: {note}" for note in facts.classes.notes]
-    lines += _unused(tree, found, used, pairs, division, facts.classes)
+    lines += _unused(tree, found, chosen, pairs, division, facts.classes)
     write_configs(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
 
@@ -177,15 +174,12 @@ def _facts(
     format, keys = "list", {"list_dir": str(out.with_name(f"{out.stem}-lists"))}
     if mask_root != root:
         keys["mask_root"] = str(mask_root)
-    if chosen.is_multilabel:
-        keys["multilabel"] = "bits"
     classes: Classes | None = None
     if chosen.is_drawn and chosen.classes:
         classes = Classes(chosen.classes, chosen.classes_reason or f"from {chosen.title}", notes=chosen.notes)
-        if not chosen.is_multilabel:
-            if len(set(content.values) - {IGNORED}) == 1:
-                raise DataError(f"{chosen.title}: no annotation draws an object: every pixel has one class")
-            classes = _with_ignored_note(content, classes, "by the annotations")
+        if len(set(content.values) - {IGNORED}) == 1:
+            raise DataError(f"{chosen.title}: no annotation draws an object: every pixel has one class")
+        classes = _with_ignored_note(content, classes, "by the annotations")
     elif not chosen.is_drawn and not division.is_new:
         known = DATASETS.get(chosen.name)
         if known is not None and set(content.values) <= (
@@ -555,9 +549,6 @@ _GPU_MODEL = """\
   name: deeplabv3_resnet50  # accurate; deeplabv3_mobilenet_v3_large is five times faster
   weights_backbone: IMAGENET1K_V1  # downloaded once; null trains from scratch"""
 _CPU_MODEL = "  name: lraspp_mobilenet_v3_large  # no GPU here: the fastest model, from scratch"
-_MULTILABEL_LOSS = """\
-  name: bce  # a pixel may have several classes, or none
-  plus: [{name: dice}]  # counts small classes as much as large ones"""
 
 
 def _lines(facts: Facts) -> Iterator[str]:
@@ -577,14 +568,11 @@ def _lines(facts: Facts) -> Iterator[str]:
     yield "model:\n  library: torchvision"
     yield _GPU_MODEL if num_gpus else _CPU_MODEL
     yield "loss:"
-    if "multilabel" in facts.keys:
-        yield _MULTILABEL_LOSS
-    else:
-        yield "  name: ce"
-        counts = [count for value, count in content.pixels.items() if facts.classes.class_of(value) is not None]
-        rarest = min(counts, default=0) / max(1, sum(counts))
-        if len(counts) > 1 and rarest < RARE_SHARE:
-            yield f"  class_weights: enet  # the rarest class has {rarest:.2%} of the pixels"
+    yield "  name: ce"
+    counts = [count for value, count in content.pixels.items() if facts.classes.class_of(value) is not None]
+    rarest = min(counts, default=0) / max(1, sum(counts))
+    if len(counts) > 1 and rarest < RARE_SHARE:
+        yield f"  class_weights: enet  # the rarest class has {rarest:.2%} of the pixels"
     yield f"""\
 optim:
   name: adamw

@@ -61,7 +61,6 @@ class Layout:
     classes: tuple[str, ...] = ()  # names by id in the written masks; empty: determined from the masks
     classes_reason: str = ""  # source of the names
     notes: tuple[str, ...] = ()  # sentences about omissions in the written masks
-    is_multilabel: bool = False  # a value in its masks is a set of classes: bit c represents class c
 
     @property
     def is_drawn(self) -> bool:

@@ -10,7 +10,6 @@ decided by the share of the labeled pixels that belong to several classes.
 
 import csv
 import io
-import os
 import re
 import sys
 from collections import Counter, defaultdict
@@ -26,21 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import open_regular, shown
-from segapp.errors import DataError
+from segapp.errors import ConfigError, DataError
 from segapp.onboarding.content import UNREADABLE, stored_pixels
 from segapp.onboarding.conversion import (
-    MAX_CLASSES,
     UNUSABLE,
     Images,
     check_classes,
     drawn_pair,
     file_state,
-    mask_target,
     split_said,
 )
-from segapp.onboarding.encoding import INSTANCE_STEP, MASK_KINDS
 from segapp.onboarding.hypotheses import probe
-from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask, evenly
+from segapp.onboarding.layout import Layout, Mask, Pair, evenly
 from segapp.onboarding.tree import (
     GLUE_WORDS,
     MASK_WORDS,
@@ -56,11 +52,8 @@ from segapp.onboarding.tree import (
 
 Plane = NDArray[np.bool_]
 
-FEW, MANY = 0.005, 0.05
-"""Shares of the labeled pixels with several classes. Below the first, classes exclude each other (borders touch);
-above the second, they do not; in between, the user decides."""
-MAX_SETS = 16  # maximum number of classes of masks of sets: the bits of a PNG's value
-_UNLIKELY = 0.5
+_MOST_SHARED = 0.03
+"""Share of the labeled pixels with several classes above which classes do not exclude each other; borders touch."""
 _OPEN = 0.9  # confidence of interpretations of which the user must choose one, if there are two
 _ALIKE = 0.5
 """Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
@@ -71,22 +64,17 @@ Files = dict[str, dict[str, str]]
 """Image -> name of a class or an object -> mask."""
 
 
-def combine(planes: Mapping[int, Plane], shape: tuple[int, int], num_classes: int, *, is_multilabel: bool) -> WideMask:
+def combine(planes: Mapping[int, Plane], shape: tuple[int, int]) -> Mask:
     """Return the mask (H, W) of class planes (H, W), which are counted from 0 without the background.
 
-    With `is_multilabel`, a value is a set of classes, bit c for class c. Otherwise class c is c + 1, 0 is the
-    background, and smaller areas are on top of larger ones. ValueError is raised if a plane has another shape.
+    Class c is c + 1, 0 is the background, and smaller areas are on top of larger ones. ValueError is raised if a plane
+    has another shape.
     """
     for plane in planes.values():
         if plane.shape != shape:
             raise ValueError(
                 f"a mask of {plane.shape[1]} x {plane.shape[0]} pixels for an image of {shape[1]} x {shape[0]}"
             )
-    if is_multilabel:
-        sets = np.zeros(shape, np.uint16)
-        for number, plane in planes.items():
-            sets |= plane.astype(np.uint16) << number
-        return sets if num_classes > 8 else sets.astype(np.uint8)
     mask = np.zeros(shape, np.uint8)
     for number in sorted(planes, key=lambda number: (-int(planes[number].sum()), number)):
         mask[planes[number]] = number + 1
@@ -110,8 +98,6 @@ def pairs_of_planes(
     images: Images,
     entries: Mapping[str, tuple[str, Any, str]],
     planes_of: Callable[[str, tuple[int, int]], Mapping[int, Plane]],
-    num_classes: int,
-    is_multilabel: bool,
 ) -> list[Pair]:
     """Return a pair per image, whose mask is combined from the planes of its classes, see `combine`.
 
@@ -119,43 +105,28 @@ def pairs_of_planes(
     may contain its split; `planes_of` gets its path, its height and its width.
     """
 
-    def paint(image: str) -> WideMask:
+    def paint(image: str) -> Mask:
         size = images.size_of(image)
-        return combine(planes_of(image, size), size, num_classes, is_multilabel=is_multilabel)
+        return combine(planes_of(image, size), size)
 
     return [
-        drawn_pair(image, origin, (content, is_multilabel), partial(paint, image), near)
+        drawn_pair(image, origin, content, partial(paint, image), near)
         for image, (origin, content, near) in sorted(entries.items())
     ]
 
 
-def both_readings(
-    share: float, names: Sequence[str], base: Layout, pairs_of: Callable[[bool], list[Pair]]
-) -> list[Layout]:
-    """Return the conversions to exclusive classes and to sets of classes, the more likely one first.
+def reading_of_classes(share: float, names: Sequence[str], base: Layout, pairs: Sequence[Pair]) -> Layout:
+    """Return the conversion to classes that exclude each other; ConfigError if they overlap.
 
-    `share` is the share of the labeled pixels with several classes; the names exclude the background; `pairs_of`
-    returns the pairs, with sets if its argument is True. DataError is raised if overlapping classes are too many for
-    sets.
+    `share` is the share of the labeled pixels with several classes; the names exclude the background.
     """
     said = f"{share:.1%} of the labeled pixels belong to several classes"
-    exclusive = replace(base, classes=("background", *names), pairs=pairs_of(False))
-    if len(names) == 1:
-        return [exclusive]
-    if len(names) > MAX_SETS:
-        if share > MANY:
-            raise DataError(
-                f"{said}, and masks with several classes per pixel hold {MAX_SETS} classes, not {len(names)}: "
-                "list a mask for each class with data.multilabel: files (segapp docs multilabel)"
-            )
-        return [replace(exclusive, evidence=(*base.evidence, said))]
-    name = f"{base.name}-multilabel"
-    sets = replace(base, name=name, classes=tuple(names), pairs=pairs_of(True), is_multilabel=True)
-    exclusive = replace(exclusive, evidence=(*base.evidence, f"{said}: one class per pixel"))
-    sets = replace(sets, evidence=(*base.evidence, f"{said}: several classes per pixel"))
-    likely, unlikely = (exclusive, sets) if share < (FEW + MANY) / 2 else (sets, exclusive)
-    factor = 1 if FEW < share < MANY else _UNLIKELY
-    return [likely, replace(unlikely, confidence=factor * base.confidence)]
+    if share > _MOST_SHARED:
+        raise ConfigError(
+            f"{base.title}: {said}: list a mask for each class with data.multilabel: files (segapp docs multilabel)"
+        )
+    evidence = base.evidence if len(names) == 1 else (*base.evidence, said)
+    return replace(base, classes=("background", *names), pairs=pairs, evidence=evidence)
 
 
 def find_pieces(tree: Tree) -> list[Layout]:
@@ -173,10 +144,10 @@ def find_pieces(tree: Tree) -> list[Layout]:
             continue
         if kind != "classes" and _are_binary(tree, by_image):
             named = {name: name for own in by_image.values() for name in own}
-            classes = _classes(tree, by_image, named, images) if kind == "either" else []
-            return [replace(one, confidence=_OPEN) for one in (_objects(tree, by_image), *classes[:1])]
-        if kind == "classes" and (readings := _named_classes(tree, by_image, images)):
-            return readings
+            classes = [_classes(tree, by_image, named, images)] if kind == "either" else []
+            return [replace(one, confidence=_OPEN) for one in (_objects(tree, by_image), *classes)]
+        if kind == "classes" and (reading := _named_classes(tree, by_image, images)) is not None:
+            return [reading]
     return []
 
 
@@ -362,18 +333,18 @@ def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
             continue
 
 
-def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Layout]:
-    """Return the interpretations of masks whose folders or names are classes; none if they are not."""
+def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout | None:
+    """Return the interpretations of masks whose folders or names are classes; None if they are not."""
     named = list(dict.fromkeys(name for own in by_image.values() for name in own))
     scenes = {part for path in images for part in path.split("/")[:-1]}
     if len(named) < 2 or scenes & set(named):
-        return []
+        return None
     classes = {name: _class_name(name) for name in named}
     if not all(classes.values()) or len(set(classes.values())) < len(classes) or len(named) > max(2, len(by_image) * 2):
-        return []
+        return None
     alike = [_intersection_over_union(planes) for planes in _planes_of(tree, by_image)]
     if not _are_binary(tree, by_image) or (alike and mean(alike) > _ALIKE):
-        return []  # several opinions about one image, of which a layout reads one
+        return None  # several opinions about one image, of which a layout reads one
     return _classes(tree, by_image, classes, images)
 
 
@@ -401,7 +372,7 @@ def _intersection_over_union(planes: Sequence[Plane]) -> float:
     return mean(shares) if shares else 0.0
 
 
-def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Sequence[str]) -> list[Layout]:
+def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Sequence[str]) -> Layout:
     share = overlap_share(_planes_of(tree, by_image))
     counts = Counter(name for own in by_image.values() for name in own)
     absent = {name: len(by_image) - count for name, count in counts.items() if count < len(by_image)}
@@ -429,9 +400,7 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Se
     )
     ordered = sorted(classes, key=lambda name: classes[name].casefold())
     number_of = {name: number for number, name in enumerate(ordered)}
-    return both_readings(
-        share, [classes[name] for name in ordered], base, partial(_pairs_of, tree, by_image, number_of)
-    )
+    return reading_of_classes(share, [classes[name] for name in ordered], base, _pairs_of(tree, by_image, number_of))
 
 
 def _objects(tree: Tree, by_image: Files) -> Layout:
@@ -449,7 +418,7 @@ def _objects(tree: Tree, by_image: Files) -> Layout:
     )
 
 
-def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int], is_multilabel: bool = False) -> list[Pair]:
+def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int]) -> list[Pair]:
     """Return a pair per image; `number_of` maps names to classes, without the background."""
 
     def planes(image: str, size: tuple[int, int]) -> dict[int, Plane]:
@@ -467,7 +436,7 @@ def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int], is_mult
         )
         for image, own in by_image.items()
     }
-    return pairs_of_planes(Images(tree), entries, planes, len(set(number_of.values())), is_multilabel)
+    return pairs_of_planes(Images(tree), entries, planes)
 
 
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
@@ -631,8 +600,7 @@ def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[L
             path = tables_of[image].path if image in tables_of else ""
             origin = f"{shown(path)}: image {shown(image)}" if path else f"{shown(image)} without a row"
             entries[image] = (origin, (order, first, rows), path)
-        pairs_of = partial(pairs_of_planes, images, entries, partial(planes, order), len(labels))
-        found += both_readings(share, names, base, pairs_of)
+        found.append(reading_of_classes(share, names, base, pairs_of_planes(images, entries, partial(planes, order))))
     return found
 
 
@@ -712,37 +680,3 @@ def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, orde
     np.add.at(changes, starts + lengths, -1)
     covered = np.cumsum(changes[:-1]) > 0
     return covered.reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]
-
-
-def classes_of_instances(tree: Tree, layout: Layout, kind: str) -> Layout:
-    """Return the conversion of a layout's instance masks of a kind of `MASK_KINDS` to masks of classes."""
-    pairs = []
-    for pair in layout.pairs:
-        content = (kind, pair.mask, os.stat(tree.root / pair.mask).st_size)
-        drawing = Drawing(shown(pair.mask), content, partial(_classes_of, tree, pair.mask, kind))
-        pairs.append(replace(pair, mask=f"{mask_target(pair.mask)}.png", drawing=drawing))
-    return replace(
-        layout,
-        name=f"{layout.name}-{kind}",
-        pairs=pairs,
-        sources=tuple(dict.fromkeys([*layout.sources, *(pair.mask for pair in layout.pairs)])),
-        title=f"{layout.name}, {kind}",
-        notes=(f"--masks {kind}: {MASK_KINDS[kind]}",),
-    )
-
-
-def _classes_of(tree: Tree, mask: str, kind: str) -> Mask:
-    """Return the classes of an instance mask; raise DataError if a class does not fit into 8 bits."""
-    stored, _ = stored_pixels(tree.root / mask, as_rgb=False)
-    classes: NDArray[Any]
-    if kind == "object":
-        classes = np.asarray(stored.any(axis=2) if stored.ndim == 3 else stored > 0)
-    else:
-        classes = stored // INSTANCE_STEP
-    if kind == "panoptic":
-        classes = np.where(stored < INSTANCE_STEP, stored, classes)
-    if int(classes.max()) > MAX_CLASSES:
-        raise DataError(
-            f"{shown(mask)}: class {int(classes.max())}, but 8-bit masks hold at most {MAX_CLASSES} classes", path=mask
-        )
-    return classes.astype(np.uint8)

@@ -173,7 +173,7 @@ def test_annotations_that_are_all_bad_are_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "made.yaml").exists()
 
 
-def test_label_studio_polygons_and_brushes_become_masks(tmp_path: Path) -> None:
+def test_label_studio_polygons_become_masks(tmp_path: Path) -> None:
     label_studio(tmp_path / "d")
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["background", "car", "road"]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from segapp.errors import DataError
+from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import OpenQuestionError
 from segapp.onboarding.pieces import decode_starts
@@ -188,22 +188,10 @@ def clouds(root: Path) -> None:
     table(root / "train.csv", ("Image_Label", "EncodedPixels"), rows)
 
 
-def test_overlapping_classes_become_sets_of_classes(tmp_path: Path) -> None:
+def test_overlapping_classes_are_refused(tmp_path: Path) -> None:
     clouds(tmp_path / "d")
-    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert (config.data.multilabel, config.data.classes) == ("bits", ["Fish", "Gravel", "Sugar"])
-    assert config.loss.name == "bce"
-    for name, target in targets_read(config).items():
-        assert (target == disk(name) + 4 * np.roll(disk(name), 3, 1)).all()
-    assert "of the labeled pixels belong to several classes: several classes per pixel" in "\n".join(result.lines)
-
-
-def test_overlapping_classes_exclude_each_other_on_request(tmp_path: Path) -> None:
-    clouds(tmp_path / "d")
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", layout="rle")
-    assert (config.data.multilabel, config.data.classes) == (None, ["background", "Fish", "Gravel", "Sugar"])
-    for target in targets_read(config).values():
-        assert set(np.unique(target)) == {0, 1, 3}
+    with pytest.raises(ConfigError, match="of the labeled pixels belong to several classes: list a mask for each"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
 def test_row_that_leaves_its_image_is_named(tmp_path: Path) -> None:

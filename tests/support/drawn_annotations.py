@@ -87,36 +87,18 @@ def labelme(root: Path) -> None:
         )
 
 
-def brush(mask: np.ndarray) -> list[int]:
-    """Label Studio's run lengths of a mask as alpha: each pixel's four values as one run, by an independent writer."""
-    bits = f"{mask.size * 4:032b}{7:05b}" + "".join(f"{length - 1:04b}" for length in (1, 2, 3, 8))
-    for pixel in mask.ravel():
-        if pixel:  # a repeated run of four, 2 bits of length
-            bits += f"1{1:02b}{3:02b}{255:08b}"
-        else:  # four values one by one
-            bits += f"0{1:02b}{3:02b}" + f"{0:08b}" * 4
-    bits += "0" * (-len(bits) % 8)
-    return [int(bits[at : at + 8], 2) for at in range(0, len(bits), 8)]
-
-
 def percent(ring: list[tuple[int, int]]) -> list[list[float]]:
     return [[x / WIDTH * 100, y / HEIGHT * 100] for x, y in sides(ring)]
 
 
-def small_piece() -> np.ndarray:
-    mask = np.zeros((HEIGHT, WIDTH), bool)
-    mask[12:18, 14:20] = True
-    return mask
-
-
 def label_studio(root: Path) -> None:
-    """Label Studio: a polygon and a brush stroke."""
+    """Label Studio: two polygons."""
     tasks = []
     for name in NAMES:
         draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
         result = [
             {"type": "polygonlabels", "value": {"points": percent(BOX), "polygonlabels": ["road"]}},
-            {"type": "brushlabels", "value": {"format": "rle", "rle": brush(small_piece()), "brushlabels": ["car"]}},
+            {"type": "polygonlabels", "value": {"points": percent(SMALL), "polygonlabels": ["car"]}},
         ]
         annotations = [
             {"was_cancelled": True, "result": []},

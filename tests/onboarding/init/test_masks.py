@@ -142,46 +142,30 @@ def test_frequent_values_without_a_name_are_asked(tmp_path: Path) -> None:
     assert (config.data.classes, config.data.label_map) == (["ground", "road", "class_40"], {0: 0, 1: 1, 40: 2})
 
 
-def test_classes_of_instances_are_asked_and_read(tmp_path: Path) -> None:
-    def mask(number: int) -> np.ndarray:
-        return striped([0, 1001 + number, 1500 - number, 3002 + number], [20, 10, 12], np.uint16)
-
-    drawn(tmp_path / "d", mask)
-    with pytest.raises(OpenQuestionError, match=r"--masks instances \(3 classes: value // 1000 is the class\)"):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    (tmp_path / "d" / "classes.csv").write_text("id,name\n0,ground\n1,car\n2,van\n3,person\n")
-    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", masks="instances")
-    assert config.data.classes == ["ground", "car", "van", "person"]
-    assert "masks: 10 in" in " ".join(result.lines)
-    for read in trained_masks(config).values():
-        np.testing.assert_array_equal(read, striped([0, 1, 1, 3], [20, 10, 12]))
-
-
-def test_panoptic_masks_keep_classes_without_instances(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([0, 1001, 1500, 3002], "4 values up to 3002, which look like class x 1000"),
+        ([7, 26001, 26500, 8], "4 values up to 26500, which look like class x 1000"),
+    ],
+)
+def test_instances_of_classes_are_refused_with_a_command(values: list[int], said: str, tmp_path: Path) -> None:
     """As Cityscapes' instanceIds: 7 is road, 26001 a car."""
-    drawn(tmp_path / "d", lambda number: striped([7, 26001 + number, 26500, 8], [20, 10, 12], np.uint16))
-    with pytest.raises(OpenQuestionError, match=r"--masks panoptic"):
+    drawn(tmp_path / "d", lambda number: striped(values, [20, 10, 12], np.uint16))
+    with pytest.raises(DataError, match=rf"{said}.*np\.where\(ids < 1000, ids, ids // 1000\)"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", masks="panoptic")
-    assert config.data.classes == ["class_7", "class_8", "class_26"]
-    for read in trained_masks(config).values():
-        np.testing.assert_array_equal(read, striped([0, 2, 2, 1], [20, 10, 12]))
 
 
-def test_numbered_instances_are_asked_and_become_the_object(tmp_path: Path) -> None:
+def test_numbered_instances_are_refused_unless_they_are_ids(tmp_path: Path) -> None:
     def mask(number: int) -> np.ndarray:
         count = 4 + number
         return striped([0, *range(1, count + 1)], [3] * count)
 
     drawn(tmp_path / "d", mask)
-    with pytest.raises(OpenQuestionError, match=r"values 1 to n, n from 4 to 13.*--masks object .*--masks ids"):
+    with pytest.raises(DataError, match=r"values 1 to n, n from 4 to 13.*\(ids > 0\).*add --masks ids"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", masks="object")
-    assert config.data.classes == ["background", "object"]
-    for name, read in trained_masks(config).items():
-        np.testing.assert_array_equal(read, mask(int(name)) > 0)
-    assert len(proposed(tmp_path / "d", tmp_path / "made.yaml", masks="ids", force=True)[0].data.classes or []) == 14
-    with pytest.raises(ConfigError, match="--masks things: choose ids, instances, panoptic or object"):
+    assert len(proposed(tmp_path / "d", tmp_path / "made.yaml", masks="ids")[0].data.classes or []) == 14
+    with pytest.raises(ConfigError, match="--masks things: choose ids"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", masks="things"))
 
 
@@ -332,19 +316,12 @@ def few_colors(root: Path) -> None:
     draw(root, [f"{number:04}" for number in range(12)], "images/{}.jpg", "masks/{}.png", FEW_COLORS)
 
 
-def test_few_colours_of_a_known_palette_are_asked(tmp_path: Path) -> None:
+def test_few_colours_of_a_known_palette_are_named_in_a_note(tmp_path: Path) -> None:
     """Black, blue, green and red occur in most palettes: whose they are is not known."""
     few_colors(tmp_path / "d")
-    with pytest.raises(OpenQuestionError, match=r"too few to be sure.*--palette") as raised:
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "a.yaml"))
-    titles = [answer.value for answer in raised.value.answers]
-    assert "SUIM" in titles
-    assert titles[-1] == "none"
-    for choice, names in (("SUIM", "background, human diver, plants"), ("none", "class_0, class_1, class_2")):
-        made = propose_config(InitRequest(tmp_path / "d", tmp_path / f"{choice}.yaml", palette=choice))
-        assert load_config(made.configs[0]).data.classes[:3] == names.split(", ")
-    with pytest.raises(ConfigError, match=r"--palette UAVid: the colors of the masks match .*SUIM"):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", palette="UAVid"))
+    made = propose_config(InitRequest(tmp_path / "d", tmp_path / "a.yaml"))
+    assert load_config(made.configs[0]).data.classes[:3] == ["class_0", "class_1", "class_2"]
+    assert any(line.startswith("note: the colors are also in ") and "SUIM" in line for line in made.lines)
 
 
 def test_a_folder_named_after_the_data_set_decides(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from segapp.onboarding.init import InitRequest, InitResult, propose_config
 from segapp.onboarding.layout import OpenQuestionError
 from segapp.onboarding.tables import Table, paired_lists, read_table, split_of_words, with_listed_splits
 from segapp.onboarding.tree import Tree
-from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, proposed
+from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask
 
 NAMES = [f"{number:04}" for number in range(12)]
 COLORS = np.array([[0, 0, 0], [10, 0, 200], [0, 200, 0], [200, 10, 0]], np.uint8)
@@ -379,11 +379,11 @@ def test_numbered_folders_with_the_word_of_a_split_are_scenes(tmp_path: Path) ->
     for number in range(1, 7):
         for name in ("0", "1"):
             case = f"Set_Training_{number:03}"
-            draw_image(root / case / f"{case}_flair_{name}.png")
-            draw_mask(root / case / f"{case}_seg_{name}.png")
+            draw_image(root / case / f"{case}_{name}.png")
+            draw_mask(root / case / f"{case}_{name}_seg.png")
     _, found = init(root)
     pairs = found["train"] | found["val"]
-    assert pairs == {image: image.replace("_flair_", "_seg_") for image in pairs}
+    assert pairs == {image: image.replace(".png", "_seg.png") for image in pairs}
     assert len(pairs) == 12
     assert {path.partition("/")[0] for path in found["train"]}.isdisjoint(
         path.partition("/")[0] for path in found["val"]
@@ -399,21 +399,3 @@ def test_masks_for_a_part_of_the_images_are_less_likely(tmp_path: Path) -> None:
         draw_image(root / f"depth/{name}.jpg")
     _, found = init(root)
     assert found["train"] | found["val"] == {f"images/{name}.jpg": f"masks/{name}.png" for name in NAMES}
-
-
-def test_patients_of_a_table_stay_together_in_copies(tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    names = [f"i{i:03}" for i in range(24)]
-    for name in names:
-        draw_image(root / f"images/{name}.png", (64, 128))
-        draw_mask(root / f"masks/{name}.png", BINARY, (64, 128))
-    patient_of = {name: f"p{i % 6}" for i, name in enumerate(names)}
-    rows = [(f"images/{name}.png", f"masks/{name}.png", patient) for name, patient in patient_of.items()]
-    write_table(root / "pairs.csv", ["image", "mask", "patient"], rows)
-    config, _, _ = proposed(root, root.with_suffix(".yaml"), masks="object")
-    train, val = (
-        {patient_of[name] for pair in build_pairs(config.data, split) for name in names if name in str(pair.image)}
-        for split in split_names(config.data)
-    )
-    assert train | val == set(patient_of.values())
-    assert train.isdisjoint(val)

@@ -485,7 +485,7 @@ KNOWN = layouts(
         "j_supervisely": (supervisely_empty, Refuse(("no object",))),
         "l_idgaps": unsplit("images/{}.jpg", "masks/{}.png", {0: "class_0", 7: "class_7", 26: "class_26"}),
         "l_onebased": unsplit("images/{}.jpg", "masks/{}.png", {1: "class_1", 2: "class_2", 3: "class_3"}),
-        "l_instance": (instances, Ask("--")),
+        "l_instance": (instances, Refuse(("np.uint8", "--masks ids"))),
         "e_corrupt": (planted("corrupt"), Read(check_names=("0003.png",))),
         "e_htmljpg": (planted("html"), Read(check_names=("0003.png",))),
         "e_zero": (planted("zero"), Read(check_names=("0003.png",))),
