@@ -48,7 +48,6 @@ from segapp.tui.settings import (
     load_settings,
     next_choice,
     save_settings,
-    seen_path,
     set_up_themes,
     settings_path,
 )
@@ -77,7 +76,7 @@ LEAVE_S = 5.0
 class MonitorApp(App[None]):
     """The TUI of a run, with keys that change the display and keys that send commands to the run.
 
-    Its arguments are `run_ui`'s. Without a file, settings and seen alerts are not saved.
+    Its arguments are `run_ui`'s. Without a file, settings are not saved.
     """
 
     TITLE = "segapp"
@@ -92,7 +91,6 @@ class MonitorApp(App[None]):
         starts_with_list: bool = False,
         settings: UiSettings | None = None,
         settings_file: Path | None = None,
-        seen_file: Path | None = None,
         ascii_only: bool = False,
         has_trainer_ended: Callable[[], bool] | None = None,
     ) -> None:
@@ -106,10 +104,10 @@ class MonitorApp(App[None]):
         self.chart = self.columns.chart
         self.failure: Exception | None = None
         """The error that ended the TUI; None if the user left."""
-        self._settings_file, self._seen_file = settings_file, seen_file
+        self._settings_file = settings_file
         self.marked: set[Path] = set()
         """Paths of the runs whose curves the chart also draws."""
-        self.shown = ShownRun(source, seen_file, has_trainer_ended)
+        self.shown = ShownRun(source, has_trainer_ended)
         self.pane = "loss"
         self.is_zoomed = False
         self.draft: Draft | None = None
@@ -143,7 +141,6 @@ class MonitorApp(App[None]):
         yield LiteralText(id="notice")
 
     def on_mount(self) -> None:
-        """Start the timers."""
         self.set_class(self.is_ascii, "-ascii")
         if self.settings.keymap:
             self.set_keymap(self.settings.keymap)
@@ -212,7 +209,6 @@ class MonitorApp(App[None]):
             self._driver.write(codes)
 
     def action_runs(self) -> None:
-        """Show the list of the runs; open the run that the user chooses."""
         beside = self.shown.source.folder.path.parent
         runs = RunList(beside.parent if is_sweep(beside) else beside)
         self.push_screen(RunsScreen(runs, self.marked, self.glyphs), self._open)
@@ -221,7 +217,7 @@ class MonitorApp(App[None]):
         if folder is None or folder.path == self.shown.source.folder.path:
             return
         source = LiveSource(folder)
-        self.shown = ShownRun(source, self._seen_file)
+        self.shown = ShownRun(source)
         self.draft, self._is_starting = None, None
         self._announcer.restart()
         self.chart.options = self._chart_options(metric="loss", part=Viewport(), cursor=None)
@@ -317,7 +313,6 @@ class MonitorApp(App[None]):
         self.notify(printable(text), severity=severity, markup=False, timeout=8)
 
     def action_pane(self, name: str) -> None:
-        """Select a pane."""
         self.pane = name
         self.apply_layout()
         self.query_one(f"#{layout.FOCUS_OF.get(name, name)}").focus()
@@ -331,16 +326,13 @@ class MonitorApp(App[None]):
             self.apply_layout()
 
     def action_pictures(self) -> None:
-        """Show the sample images instead of the chart, or the chart again."""
         self.action_pane("loss" if self.pane == "pictures" else "pictures")
 
     def action_zoom(self) -> None:
-        """Show only the selected pane, or all panes again."""
         self.is_zoomed = not self.is_zoomed
         self.apply_layout()
 
     def action_redraw(self) -> None:
-        """Redraw the screen."""
         self.refresh(layout=True)
 
     def action_metric(self, by: int) -> None:
@@ -351,7 +343,6 @@ class MonitorApp(App[None]):
         self.action_show_metric(names[(at + by) % len(names)])
 
     def action_show_metric(self, name: str) -> None:
-        """Show a metric in the chart."""
         self.chart.options = self._chart_options(metric=name, cursor=None)
         if self.pane == "pictures" or (self.is_zoomed and self.pane != "loss"):
             self.action_pane("loss")
@@ -364,15 +355,12 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def action_toggle_log(self) -> None:
-        """Switch the vertical axis between linear and logarithmic."""
         self._next_setting("is_log")
 
     def action_smooth(self) -> None:
-        """Select the next smoothing."""
         self._next_setting("smoothing")
 
     def action_x_axis(self) -> None:
-        """Select the next horizontal axis."""
         self._next_setting("x_axis")
 
     def action_window(self, by: int) -> None:
@@ -395,11 +383,9 @@ class MonitorApp(App[None]):
             self.chart.move_cursor(by)
 
     def action_sort(self) -> None:
-        """Select the next order of the classes."""
         self._next_setting("sort")
 
     def action_kind(self) -> None:
-        """Select the next kind of events to show."""
         self.columns.events.group = next_choice(tuple(GROUPS), self.columns.events.group)
         self.action_pane("events")
         self.show_view()
@@ -413,11 +399,9 @@ class MonitorApp(App[None]):
             self.columns.table.search.open()
 
     def on_input_changed(self) -> None:
-        """Apply the text of a search on each keystroke."""
         self.show_view()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Show the selected event in full."""
         line = self.columns.events.selected
         if event.option_list.id == "event-lines" and line is not None:
             self._show_line(line)
@@ -441,7 +425,6 @@ class MonitorApp(App[None]):
             self.show_view()
 
     def action_trainer_log(self) -> None:
-        """Show the end of trainer.log."""
         self.push_screen(TrainerLogScreen(self.shown.source.folder.log))
 
     def action_copy(self) -> None:
@@ -470,21 +453,17 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def action_theme(self) -> None:
-        """Select the next theme."""
         self.action_set_theme(next_choice(THEMES, self.theme))
 
     def action_set_theme(self, name: str) -> None:
-        """Set and save the theme."""
         self.theme = self.settings.theme = name
         self.say(f"theme {name}")
 
     def action_help(self) -> None:
-        """Show the help page."""
         found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, glyphs=self.glyphs)
         self.push_screen(ScrolledDialog("Keys", found))
 
     def action_manual(self) -> None:
-        """Show the page of the documentation about the selected pane, or about the list of runs."""
         from segapp.tui.manual import DocsScreen  # Textual's Markdown takes a while
 
         topic = layout.TOPIC_OF["runs" if isinstance(self.screen, RunsScreen) else self.pane]
@@ -514,7 +493,6 @@ class MonitorApp(App[None]):
             self.say(*self.shown.send(command, is_readonly=self.readonly))
 
     def action_detach(self) -> None:
-        """Exit; the training continues."""
         self.exit()
 
     def action_help_quit(self) -> None:
@@ -525,15 +503,12 @@ class MonitorApp(App[None]):
             self.action_stop()
 
     def action_toggle_pause(self) -> None:
-        """Pause, or resume."""
         self.send(ResumeCommand() if self.view.is_paused else PauseCommand())
 
     def action_checkpoint(self) -> None:
-        """Request a checkpoint."""
         self.send(CheckpointCommand())
 
     def action_stop(self) -> None:
-        """Ask how to stop."""
         status = self.status()
         if status.is_over:
             self.say(f"stop: the run is {header.state_label(status)} already", "warning")
@@ -542,7 +517,6 @@ class MonitorApp(App[None]):
         self.push_screen(dialog, lambda choice: self.send(StopCommand(when=choice) if choice else None))
 
     def action_edit_gpu0(self) -> None:
-        """Open the editor of gpu0_bsz."""
         if self._can_split("gpu0_bsz"):
             self.draft = begin_draft(self.view)
             self.apply_layout()
@@ -556,23 +530,19 @@ class MonitorApp(App[None]):
         return why is None
 
     def action_edit_lr_factor(self) -> None:
-        """Ask for the factor on the learning rate."""
         self.push_screen(lr_factor_screen(self.view), self.send)
 
     def action_edit_shares(self) -> None:
-        """Ask for the images of a batch on each device."""
         if self._can_split("shares"):
             self.push_screen(shares_screen(self.view), self.send)
 
     def action_undo_gpu0(self) -> None:
-        """Cancel a pending change, or request the previous value."""
         command = undo_gpu0(self.view.gpu0)
         if command is None:
             self.say("gpu0_bsz has not been changed: there is nothing to undo")
         self.send(command)
 
     def on_key(self, event: events.Key) -> None:
-        """Pass keys to the editor while it is open."""
         if self.draft is None or isinstance(self.focused, Input) or len(self.screen_stack) > 1:
             return
         if event.key in ("q", "question_mark", "f1", "ctrl+p", "ctrl+q", "ctrl+c"):
@@ -628,7 +598,6 @@ def run_ui(
         starts_with_list=starts_with_list,
         settings=settings,
         settings_file=file,
-        seen_file=seen_path(),
         ascii_only=ascii_only or is_ascii_only(),
         has_trainer_ended=has_trainer_ended,
     )

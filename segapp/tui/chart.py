@@ -256,22 +256,18 @@ class LossChart(StripWidget):
         return first, max(last, first + 1)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Zoom in around the pointer."""
         self.zoom(0.7, self._fraction(event.x))
         event.stop()
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Zoom out around the pointer."""
         self.zoom(1 / 0.7, self._fraction(event.x))
         event.stop()
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
-        """Begin to drag."""
         self._dragged_from = (event.x, self.options.part)
         self.capture_mouse()
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        """Move the visible part along with the pointer."""
         if self._dragged_from is not None:
             at, part = self._dragged_from
             self.change(part=part.panned((at - event.x) / max(1, self._plot_size()[0]), *self._ends()))

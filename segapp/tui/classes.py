@@ -198,7 +198,6 @@ class ClassesPane(Vertical):
         self.names = [row.name for row in class_rows(view, sort, options.wanted)]
 
     def action_move(self, by: int) -> None:
-        """Move the cursor by rows, and keep it visible."""
         if not self.names or self._arguments is None:
             return
         self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self.names) - 1)
@@ -210,6 +209,5 @@ class ClassesPane(Vertical):
             self._box.scroll_to(y=min(max(top, at - height + 1), at), animate=False)
 
     async def action_choose(self) -> None:
-        """Show the IoU of the selected class in the chart."""
         if self.cursor is not None and self.cursor < len(self.names):
             await self.app.run_action(f"show_metric({CLASS + self.names[self.cursor]!r})")

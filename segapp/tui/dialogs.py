@@ -42,14 +42,12 @@ class ScrolledDialog(ModalScreen[None]):
         self._title, self._content, self._subtitle, self._is_wide = title, content, subtitle, is_wide
 
     def compose(self) -> ComposeResult:
-        """Yield the box; in a wide one, long lines are wrapped."""
         with VerticalScroll(classes="dialog -wide" if self._is_wide else "dialog") as box:
             box.border_title, box.border_subtitle = Content(self._title), Content(self._subtitle)
             text = drawable(self, self._content)
             yield Static(text, classes="wrapped" if self._is_wide else "lines", markup=False)
 
     def action_scroll(self, by: int) -> None:
-        """Scroll the text."""
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
 
@@ -67,7 +65,6 @@ class StopScreen(ModalScreen[StopChoice | None]):
         self._pid, self._host = pid, host
 
     def compose(self) -> ComposeResult:
-        """Yield a box with the choices."""
         choices = {
             "e": "stop after this epoch, with a checkpoint",
             "n, ctrl+c": "stop now: save a checkpoint and end",
@@ -99,7 +96,6 @@ class EventScreen(ScrolledDialog):
         self._details = list(details)
 
     def action_copy(self) -> None:
-        """Copy the event to the clipboard."""
         copy(self.app, details_text(self._details))
 
 
@@ -114,14 +110,12 @@ class TrainerLogScreen(ModalScreen[None]):
         self._tail = LogTail(path)
 
     def compose(self) -> ComposeResult:
-        """Yield the lines."""
         log = Log(max_lines=5000, classes="dialog -full")
         log.border_title = Content(printable(self._path.name))
         log.border_subtitle = Content("end to follow  Y to copy  esc to close")
         yield log
 
     def on_mount(self) -> None:
-        """Read the end of the file, and lines that are added to it."""
         self._read()
         self.set_interval(0.5, self._read)
 
@@ -131,7 +125,6 @@ class TrainerLogScreen(ModalScreen[None]):
             self.query_one(Log).write_lines(drawable(self, Content(line)).plain for line in lines)
 
     def action_copy(self) -> None:
-        """Copy the lines to the clipboard."""
         copy(self.app, "\n".join(self.query_one(Log).lines))
 
 
@@ -149,7 +142,6 @@ class SettingScreen(ModalScreen[SetCommand | None]):
         self._title, self._hint, self._check = title, hint, check
 
     def compose(self) -> ComposeResult:
-        """Yield a box with an input line and the verdict."""
         with VerticalScroll(classes="dialog -setting") as box:
             box.border_title = Content(self._title)
             box.border_subtitle = Content("enter to send  esc to close")
@@ -157,7 +149,6 @@ class SettingScreen(ModalScreen[SetCommand | None]):
             yield Static(self._hint, classes="wrapped", id="verdict", markup=False)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Show the problem or the effect of the text."""
         event.stop()
         command, text = self._check(event.value) if event.value else (None, self._hint)
         style = "$text-muted" if not event.value else "$text-error" if command is None else "$text-success"

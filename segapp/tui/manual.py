@@ -63,14 +63,12 @@ class DocsScreen(ModalScreen[None]):
         self._viewer = PageViewer(show_table_of_contents=False, open_links=False)
 
     def compose(self) -> ComposeResult:
-        """Yield the viewer."""
         with Vertical() as box:
             box.border_title = Content("segapp docs")
             box.border_subtitle = Content("esc to close  backspace to go back  t for headings")
             yield self._viewer
 
     async def on_mount(self) -> None:
-        """Load the page."""
         self._viewer.document.focus()
         await self._viewer.go(self._page.path)
         if self._anchor:
@@ -81,7 +79,6 @@ class DocsScreen(ModalScreen[None]):
         self._viewer.show_table_of_contents = event.size.width >= 110
 
     async def action_back(self) -> None:
-        """Show the previous page."""
         await self._viewer.back()
 
     async def action_forward(self) -> None:
@@ -89,7 +86,6 @@ class DocsScreen(ModalScreen[None]):
         await self._viewer.forward()
 
     def action_contents(self) -> None:
-        """Show or hide the list of headings."""
         self._viewer.show_table_of_contents = not self._viewer.show_table_of_contents
 
 
@@ -105,5 +101,4 @@ class DocsApp(App[None]):
         set_up_themes(self, load_settings(settings_path()).theme)
 
     def on_mount(self) -> None:
-        """Show the page; the app ends with it."""
         self.push_screen(DocsScreen(self._page, self._anchor), lambda _: self.exit())

@@ -119,7 +119,6 @@ class PictureView(StripWidget):
             self._announce()
 
     def action_image(self, by: int) -> None:
-        """Show another image of the same evaluation."""
         if self._shown is not None:
             epoch = self._shown.epoch
             self._shown = PictureKey(epoch, _next(self._images(epoch), self._shown.image, by))
@@ -146,7 +145,6 @@ class PictureView(StripWidget):
             self.refresh()
 
     def key(self) -> tuple[object, ...]:
-        """Return the values that the pictures depend on."""
         return (self._shown and self._paths.get(self._shown), self.content_size, len(self._names))
 
     def build(self) -> list[Strip]:

@@ -53,7 +53,6 @@ class RunsScreen(Screen[RunFolder | None]):
         self._sort = SORTS[0]
 
     def compose(self) -> ComposeResult:
-        """Yield the title, the search line, the list, and the keys."""
         yield LiteralText(id="runs-title", classes="lines")
         yield SearchLine("part of the name of a run or sweep", id="run-filter", lines="run-lines")
         yield LiteralText(id="runs-header", classes="lines")
@@ -61,12 +60,10 @@ class RunsScreen(Screen[RunFolder | None]):
         yield LiteralText(id="runs-keys", classes="lines")
 
     def on_mount(self) -> None:
-        """Read the runs, and again twice per second."""
         self._tick()
         self.set_interval(0.5, self._tick)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Draw the rows for the new width."""
         self.call_after_refresh(self._show)
 
     def _tick(self) -> None:
@@ -116,7 +113,6 @@ class RunsScreen(Screen[RunFolder | None]):
         return self._shown[at] if at is not None and at < len(self._shown) else None
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open the run under the cursor."""
         event.stop()
         if self._selected is not None:
             self.dismiss(self._selected.folder)
@@ -127,27 +123,22 @@ class RunsScreen(Screen[RunFolder | None]):
             self.dismiss(None)
 
     def action_mark(self) -> None:
-        """Mark the run under the cursor, or unmark it."""
         if self._selected is not None:
             self.marked ^= {self._selected.folder.path}
             self._show()
 
     def action_sort(self) -> None:
-        """Select the next order."""
         self._sort = next_choice(SORTS, self._sort)
         self._show()
 
     def action_find(self) -> None:
-        """Open the search line."""
         self.query_one(SearchLine).open()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Apply the text on each keystroke."""
         event.stop()
         self._show()
 
     def action_differences(self) -> None:
-        """Show the config keys in which the two marked runs differ."""
         marked = [run.folder for run in self.runs.runs if run.folder.path in self.marked]
         if len(marked) != 2:
             self.notify(f"{len(marked)} runs are marked: mark two with space", markup=False)

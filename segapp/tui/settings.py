@@ -1,4 +1,4 @@
-"""The color themes, and what the TUI keeps between sessions: settings, which users may edit, and the seen alerts."""
+"""The color themes, and the settings that the TUI keeps between sessions, which users may edit."""
 
 import contextlib
 import json
@@ -100,7 +100,7 @@ Choice = TypeVar("Choice")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "smoothing": (AUTO, *reversed(SMOOTHINGS), 0.0),
     "is_log": (False, True),
-    "notify": ("off", "bell", "osc9", "osc777"),
+    "notify": ("off", "bell"),
     "x_axis": X_AXES,
     "sort": SORTS,
 }
@@ -122,7 +122,7 @@ class UiSettings:
     x_axis: str = "step"
     sort: str = "worst"
     notify: str = "bell"
-    """How the end of a run and an alert are announced: `off`, `bell`, or a desktop notification by OSC 9 or 777."""
+    """How the end of a run and an alert are announced: `off` or `bell`."""
     keymap: dict[str, str] = field(default_factory=dict)
     """Keys that replace the defaults: `toggle_pause = "p"`."""
 
@@ -157,48 +157,11 @@ def save_settings(path: Path, settings: UiSettings) -> None:
     lines = [f"{name} = {_toml(value)}" for name, value in vars(settings).items() if name != "keymap"]
     if settings.keymap:
         lines += ["", "[keymap]", *(f"{_toml(k)} = {_toml(v)}" for k, v in settings.keymap.items())]
-    _write(path, "\n".join(lines) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text)
+        write_atomic(path, "\n".join(lines) + "\n")
 
 
 def _toml(value: Any) -> str:
     """Return a string, number or boolean as TOML: JSON, but without escaped surrogate pairs."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def seen_path() -> Path:
-    """Return the path of the file."""
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "segapp" / "seen.json"
-
-
-def load_seen(path: Path | None, run_id: str) -> dict[str, float]:
-    """Return, for each kind of alert, the time of the last seen one; empty if nothing can be read."""
-    found = _read(path).get(run_id)
-    if not isinstance(found, dict):
-        return {}
-    return {kind: float(seen_s) for kind, seen_s in found.items() if isinstance(seen_s, int | float)}
-
-
-def save_seen(path: Path | None, run_id: str, seen_s: dict[str, float]) -> None:
-    """Save the seen alerts of a run, and keep the alerts of earlier runs; ignore errors."""
-    if path is None:
-        return
-    kept = _read(path)
-    kept.pop(run_id, None)
-    kept[run_id] = seen_s
-    kept = dict(list(kept.items())[-300:])
-    _write(path, json.dumps(kept) + "\n")
-
-
-def _read(path: Path | None) -> dict[str, object]:
-    try:
-        raw = json.loads(path.read_text()) if path is not None else {}
-    except (OSError, ValueError):
-        return {}
-    return raw if isinstance(raw, dict) else {}

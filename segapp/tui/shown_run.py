@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 from segapp.errors import CommandError
@@ -12,7 +11,6 @@ from segapp.run.commands import Command, format_command, send_command
 from segapp.run.events import CommandAnswer, Event, Oom
 from segapp.run.words import printable
 from segapp.tui.header import state_label, unseen_alerts
-from segapp.tui.settings import load_seen, save_seen
 from segapp.view.source import LiveSource, LogTail, Status
 from segapp.view.view import Raised, View
 
@@ -22,17 +20,13 @@ Message = tuple[str, Severity]
 
 
 class ShownRun:
-    """The shown run. Without a file, seen alerts are not saved; for the trainer see `run_ui`."""
+    """The shown run; for `has_trainer_ended` see `run_ui`."""
 
-    def __init__(
-        self, source: LiveSource, seen_file: Path | None = None, has_trainer_ended: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, source: LiveSource, has_trainer_ended: Callable[[], bool] | None = None) -> None:
         self.source = source
         self.name = printable(source.folder.name)
-        info = source.folder.read_info()
-        self._id = info.id if info is not None else str(source.folder.path)
-        self._seen_file = seen_file
-        self._seen_s = load_seen(seen_file, self._id)
+        self._seen_s: dict[str, float] = {}
+        """Kind of alert -> time of the last one that the user has acknowledged."""
         self._trainer_ended = has_trainer_ended
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
         self._unanswered: dict[str, str] = {}
@@ -80,7 +74,6 @@ class ShownRun:
         if unseen:
             last = unseen[-1].last
             self._seen_s[last.kind] = last.t
-            save_seen(self._seen_file, self._id, self._seen_s)
         return bool(unseen)
 
     def notable_event(self) -> Event | None:

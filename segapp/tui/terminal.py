@@ -79,11 +79,11 @@ _ENDS = ("finished", "stopped", "failed", "crashed")
 
 
 class Announcer:
-    """Writes the title and the notifications of one run to the terminal: `off`, `bell`, `osc9` or `osc777`."""
+    """Writes the title of one run to the terminal, and rings the bell at an alert and at its end."""
 
     def __init__(self, write: Callable[[str], None], how: str) -> None:
         is_silent = "NO_COLOR" in os.environ or os.environ.get("TERM", "") in ("", "dumb")
-        self._write, self._how = write, "off" if is_silent else how
+        self._write, self._rings = write, how == "bell" and not is_silent
         self._title = ""
         self._alerts: dict[str, float] | None = None
         self._is_over: bool | None = None
@@ -98,26 +98,15 @@ class Announcer:
             self._write(f"\x1b]2;{title}\x07")
         alerts = {kind: raised.last.t for kind, raised in view.alerts.items()}
         is_over = state_label(status) in _ENDS
-        if self._alerts is not None and self._is_over is not None:  # the first call only records the present state
-            new = [kind for kind, t in alerts.items() if t > self._alerts.get(kind, 0.0)]
-            if new:
-                self._notify(f"{name}: {view.alerts[new[-1]].last.message}")
-            if is_over and not self._is_over:
-                self._notify(f"{name} {state_label(status)}")
+        if self._alerts is not None and self._rings:  # the first call only records the present state
+            is_alert = any(t > self._alerts.get(kind, 0.0) for kind, t in alerts.items())
+            if is_alert or (is_over and not self._is_over):
+                self._write("\x07")
         self._alerts, self._is_over = alerts, is_over
 
     def restart(self) -> None:
         """Begin with another run."""
         self._alerts = self._is_over = None
-
-    def _notify(self, text: str) -> None:
-        plain = printable(text)[:200].replace(";", ",")
-        if self._how == "osc9":
-            self._write(f"\x1b]9;{plain}\x07")
-        elif self._how == "osc777":
-            self._write(f"\x1b]777;notify;segapp;{plain}\x07")
-        elif self._how == "bell":
-            self._write("\x07")
 
 
 def terminal_title(view: View, status: Status, name: str) -> str:

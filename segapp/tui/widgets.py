@@ -107,7 +107,6 @@ class LiteralText(Widget):
         self._lines: list[tuple[object, ...]] = []
 
     def render(self) -> Content:
-        """Return the text."""
         return self._content
 
     def show(self, content: Content) -> None:
@@ -155,7 +154,6 @@ class StripWidget(Widget, can_focus=True):
         self._made_of = self.key()
 
     def render_line(self, y: int) -> Strip:
-        """Return one line."""
         if not self.is_current:
             self.make()
         width = self.content_size.width
@@ -197,7 +195,6 @@ class SearchLine(Input):
         return True
 
     async def action_submit(self) -> None:
-        """Keep the text and focus the lines."""
         self._hide()
 
     def _hide(self) -> None:

@@ -144,7 +144,7 @@ def test_key_bar_always_shows_help(width: int) -> None:
         theme=st.sampled_from(["segapp-dark", "ansi-light"]),
         smoothing=st.sampled_from([-1.0, 0.0, 0.6, 0.98]),
         is_log=st.booleans(),
-        notify=st.sampled_from(["off", "bell", "osc777"]),
+        notify=st.sampled_from(["off", "bell"]),
         sort=st.sampled_from(["worst", "name"]),
         keymap=st.dictionaries(st.text(max_size=5), st.text(min_size=1, max_size=5), max_size=3),
     )
