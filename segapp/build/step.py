@@ -299,7 +299,6 @@ class StepAssembler:
         layout: StepLayout,
         backend: DeviceBackend | None = None,
         *,
-        participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
         mark: Callable[[str], None] = lambda phase: None,
         has_graph: bool = False,
@@ -310,7 +309,6 @@ class StepAssembler:
             parts: the modules, on their devices.
             layout: how a step is divided.
             backend: backend of the devices; None: the real devices of this machine.
-            participants: participants of every step, in addition to those that config and model add.
             ranks: the processes that share every step.
             mark: called with the name of each phase of a step as it begins.
             has_graph: capture the steps as a graph if the config asks for it; False for a profile, which times the
@@ -332,7 +330,8 @@ class StepAssembler:
         inner = self._inner(parts, layout, backend, normalizer)
         rank_split = self._rank_split(layout, ranks) if layout.mode == "ddp" else None
         network = self._wrapped(inner, bare, layout, backend, rank_split)
-        self._compile(inner, layout, backend)
+        if self.config.train.compile and backend.has_values:  # after the checks, which use the network otherwise
+            inner.compile_training()
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)
         smallest, needs_samples = 1, None
@@ -365,7 +364,7 @@ class StepAssembler:
             rank_split=rank_split,
             needs_samples=needs_samples,
             thawed=thawed if model.frozen_parameters else None,
-            participants=[*participants, *self._participants(model, network, inner, device, ranks)],
+            participants=self._participants(model, network, inner, device, ranks),
             ranks=ranks,
             graph=self._graph(model, criterion, device) if has_graph else None,
             masks=SampleMasks(model, config.seed) if backend.has_values else None,
@@ -373,19 +372,6 @@ class StepAssembler:
         )
         _tag_state(engine, backend)
         return engine
-
-    def _compile(self, inner: NormalizedInput, layout: StepLayout, backend: DeviceBackend) -> None:
-        """Compile the network if the config asks for it; call it after the checks, which use the network otherwise."""
-        if not self.config.train.compile:
-            return
-        if layout.mode == "dp" and len(layout.devices) > 1:
-            raise ConfigError(
-                "train.compile does not support dp over several devices: use parallel.mode=ddp",
-                key="train.compile",
-                value=True,
-            )
-        if backend.has_values:
-            inner.compile_training()
 
     def _graph(self, model: SegmentationModel, criterion: AdditiveCriterion, device: torch.device) -> StepGraph | None:
         """Return the graph of the steps, if the config asks for one.

@@ -83,7 +83,7 @@ class SimulationResult:
         return tuple(max((peak.mib for peak in phases.values()), default=0.0) for phases in self.devices)
 
     def step_s(self, accumulate: int) -> float:
-        """Return the estimated seconds of a step with this number of micro-batches: those of the slowest device."""
+        """Return the estimated seconds of a step with this number of micro-batches on the slowest device."""
         return max(time.step_s(accumulate) for time in self.times)
 
 
@@ -193,7 +193,7 @@ class PlannedPeaks:
         return tuple(max(found.values(), default=0.0) for found in self.phases(split))
 
     def step_s(self, split: Sequence[int], accumulate: int) -> float:
-        """Return the estimated seconds of a step with this number of micro-batches: those of the slowest device."""
+        """Return the estimated seconds of a step with this number of micro-batches on the slowest device."""
         return max(_time(self._regimes[key], samples).step_s(accumulate) for key, samples in self._places(split))
 
     def _places(self, split: Sequence[int]) -> Iterator[tuple[int | str, int]]:

@@ -166,21 +166,13 @@ class WandbTracker:
 class MlflowTracker:
     """Logs to MLflow: a server, a database, or a folder, such as `sqlite:///mlflow.db` or `http://box:5000`.
 
-    A resumed run continues with the `run_id` of the segapp run. `artifacts` is the folder for the images of a new
-    experiment; None: the default of the tracking URI.
+    A resumed run continues with the `run_id` of the segapp run. The images of a database are in `mlruns` of the working
+    directory, MLflow's default.
     """
 
     _ENDS = {"finished": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012 -- a constant
 
-    def __init__(
-        self,
-        uri: str,
-        experiment: str,
-        settings: Mapping[str, Any],
-        run_id: str,
-        name: str,
-        artifacts: Path | None = None,
-    ) -> None:
+    def __init__(self, uri: str, experiment: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it sends statistics to its makers
         from mlflow.entities import Metric, Param, RunStatus
         from mlflow.tracking import MlflowClient
@@ -188,11 +180,7 @@ class MlflowTracker:
         self._metric: Any = Metric
         self._client: Any = MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name(experiment)
-        if found is None:
-            place = None if artifacts is None else artifacts.as_uri()
-            experiment_id = self._client.create_experiment(experiment, artifact_location=place)
-        else:
-            experiment_id = found.experiment_id
+        experiment_id = self._client.create_experiment(experiment) if found is None else found.experiment_id
         earlier = self._client.search_runs([experiment_id], f"tags.segapp_run_id = '{run_id}'", max_results=1)
         if earlier:
             self._id = earlier[0].info.run_id
@@ -220,20 +208,6 @@ class MlflowTracker:
         for key, value in best.items():
             self._client.set_tag(self._id, key, f"{value:.6f}")
         self._client.set_terminated(self._id, self._ENDS.get(status, "FAILED"))
-
-
-def artifact_folder(uri: str, runs: Path) -> Path | None:
-    """Return the folder for the artifacts of a new MLflow experiment.
-
-    MLflow's default for a database is `mlruns` in the working directory. Here it is `mlartifacts`, next to the file of
-    an SQLite database, or next to the run folders for any other database. It is None for a server or a folder, which
-    store the artifacts themselves.
-    """
-    scheme, _, rest = uri.partition("://")
-    kind, database = scheme.split("+")[0], rest.partition("?")[0].removeprefix("/")
-    if kind == "sqlite" and database:
-        return Path(database).resolve().parent / "mlartifacts"
-    return runs.resolve() / "mlartifacts" if kind in ("sqlite", "postgresql", "mysql", "mssql") else None
 
 
 def _allowed(tag: str) -> str:
@@ -282,10 +256,7 @@ def make_trackers(
     if log.mlflow is not None:
         whole = os.environ.get("MLFLOW_TRACKING_URI", "")  # may hold the password of the same address
         uri = whole if without_secrets(whole) == log.mlflow else log.mlflow
-        artifacts = artifact_folder(log.mlflow, folder.path.parent)
-        add(
-            "mlflow", "mlflow-skinny", lambda: MlflowTracker(uri, config.name, settings, run_id, folder.name, artifacts)
-        )
+        add("mlflow", "mlflow-skinny", lambda: MlflowTracker(uri, config.name, settings, run_id, folder.name))
     return made
 
 

@@ -19,7 +19,7 @@ from segapp.errors import ConfigError
 from segapp.run.events import DeviceMemory, EpochStart, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.training import trackers
-from segapp.training.trackers import TrackerListener, WandbTracker, artifact_folder, make_trackers
+from segapp.training.trackers import TrackerListener, WandbTracker, make_trackers
 from tests.support import ROOT
 from tests.support.network import network
 from tests.support.runs import events, merged, train
@@ -212,31 +212,9 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     made = make_trackers(config, RunFolder(run), ["a"], 5)
     made[0].close()
     assert len(client.search_runs([experiment.experiment_id])) == 1
-    pictures = list((tmp_path / "mlartifacts" / found.info.run_id).rglob("*.png"))
+    pictures = list((working_directory / "mlruns").rglob("*.png"))
     assert {path.name for path in pictures} == {path.name for path in (run / "samples").glob("*.png")}
     assert pictures
-    assert list(working_directory.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("uri", "folder"),
-    [
-        ("sqlite:////data/mlflow.db", "/data/mlartifacts"),
-        ("sqlite+pysqlite:////data/mlflow.db?timeout=5", "/data/mlartifacts"),
-        ("sqlite://", "/runs/mlartifacts"),
-        ("postgresql+psycopg2://box/mlflow", "/runs/mlartifacts"),
-        ("http://box:5000", None),
-        ("file:./mlruns", None),
-        ("mlruns", None),
-    ],
-)
-def test_mlflow_artifacts_lie_beside_the_database(uri: str, folder: str | None) -> None:
-    assert artifact_folder(uri, Path("/runs")) == (None if folder is None else Path(folder))
-
-
-def test_mlflow_artifacts_of_a_relative_database_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert artifact_folder("sqlite:///logs/mlflow.db", Path("/runs")) == tmp_path / "logs" / "mlartifacts"
 
 
 def test_missing_tracker_package_is_one_clear_error(
