@@ -11,7 +11,7 @@ from torch import nn
 
 from segapp.chunks import RankSplit
 from segapp.config import LiveSettings
-from segapp.memory.judge import SplitJudge, SplitMove, allocator_room, format_split
+from segapp.memory.judge import SplitJudge, allocator_room
 from segapp.memory.peaks import PeakModel
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import DataParallelModel
@@ -64,23 +64,6 @@ class BatchSplitController:
         """Return the judge after it has been given the memory of each device for this run."""
         self.judge = replace(self.judge, usable_mib=tuple(usable_mib))
         return self.judge
-
-    def thaw_move(self) -> SplitMove | None:
-        """Return the change by `auto` at an unfreezing: back to the planned split; None if it is used or unknown.
-
-        The measured peaks are discarded, because they lack the gradients and the optimizer state of the frozen
-        parameters, most of which are on device 0. The plan includes them.
-        """
-        self.clear_peaks()
-        plan = self.saved_plan
-        if plan is None or plan.gpu0_bsz is None or self.current is None:
-            return None
-        split = self.judge.verdict(plan.gpu0_bsz).split
-        if split is None or split == self.current or split in self.judge.failed:
-            return None
-        predicted = tuple(mib for mib in plan.predicted_mib(split) if mib is not None)
-        reason = f"auto: frozen parameters thaw; {format_split(split)} was planned for their training"
-        return SplitMove(plan.gpu0_bsz, split, predicted, reason)
 
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the predicted peaks under the present split, from measurements or the plan; empty if unknown."""

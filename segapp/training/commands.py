@@ -410,12 +410,11 @@ class CommandController:
         self._apply_recompute(restored.recompute)
         self.settings = restored
 
-    def settings_for_step(self, step: int, *, is_thawing: bool = False) -> LiveSettings:
+    def settings_for_step(self, step: int, *, is_frozen: bool = False) -> LiveSettings:
         """Return the settings for the epoch that begins after `step` updates.
 
-        `is_thawing`: frozen parameters are trained from this epoch on, which needs more memory than was measured.
+        `is_frozen`: parameters are frozen that will be trained later, which needs more memory; `auto` changes nothing.
         """
-        thaw_move = self.batch_split.thaw_move() if is_thawing else None
         replayed = [changes for at, changes in self._replay if at <= step]
         if replayed:
             self._replay = [(at, changes) for at, changes in self._replay if at > step]
@@ -424,8 +423,8 @@ class CommandController:
                 settings = with_changes(settings, changes)
             return self._with_pending(settings)
         settings = self.requests.settings or self.settings
-        if settings.gpu0_bsz_auto and not any(pending.is_split for pending in self._sets):
-            move = thaw_move or self.judge().best_move()
+        if settings.gpu0_bsz_auto and not is_frozen and not any(pending.is_split for pending in self._sets):
+            move = self.judge().best_move()
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
                 self._sets.append(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))

@@ -365,8 +365,9 @@ class Trainer:
         """Apply the requested settings; they change only here."""
         self.safe_point.check(is_boundary=True)
         last_frozen = self.settings.freeze_epochs
-        is_thawing = last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen
-        requested = self.controller.settings_for_step(self.position.step, is_thawing=is_thawing)
+        is_frozen = last_frozen is not None and self.engine.is_frozen
+        is_thawing = last_frozen is not None and is_frozen and self.position.epoch > last_frozen
+        requested = self.controller.settings_for_step(self.position.step, is_frozen=is_frozen)
         requested = self.ranks.from_main(requested)
         if requested.recompute != self.live.recompute:
             self.oom_policy.forget_recompute()
@@ -378,6 +379,7 @@ class Trainer:
         self.controller.apply(requested, self.progress.command_position())
         self.device_memory.reset_observed()
         if is_thawing:
+            self.controller.batch_split.clear_peaks()  # they lack gradients and optimizer state of frozen parameters
             self.engine.thaw()
         self.progress.begin_epoch()
         self.reporter.epoch_start(self._lr(self.position.step + 1))
