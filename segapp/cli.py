@@ -523,7 +523,7 @@ def init(
     out: Annotated[
         Path | None, option("--out", "Config file to write. Default: FOLDER.yaml in the current folder.")
     ] = None,
-    layout: Annotated[str | None, option("--layout", "Name or number of the layout, if several fit.", "NAME")] = None,
+    layout: Annotated[str | None, option("--layout", "Name of the layout, if several fit.", "NAME")] = None,
     val_share: Annotated[
         float | None,
         option("--val-share", "Share of images for validation if there are no splits. Default: 0.2.", "SHARE"),

@@ -196,7 +196,7 @@ def _pixel_lines(measured: PixelFormat | None) -> list[str]:
     ]
 
 
-def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple[Tree, list[tuple[list[str], str]]]:
+def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple[Tree, list[list[str]]]:
     """Return the files below `data.root`, and those of them that the config does not use, in groups."""
     root, location = Path(data.root), build_location(data)
     lists = [path for name in split_names(data) if (path := split_list(location, name)) is not None]
@@ -235,7 +235,7 @@ def as_dict(
     groups: Sequence[FindingGroup],
     scheme: ClassScheme,
     measured: PixelFormat | None = None,
-    files: tuple[Tree, list[tuple[list[str], str]]] | None = None,
+    files: tuple[Tree, list[list[str]]] | None = None,
 ) -> dict[str, Any]:
     """Return the findings as plain values for `--json`."""
     findings = [finding for group in groups for finding in group.findings]
@@ -245,7 +245,7 @@ def as_dict(
         "classes": list(scheme.names),
         "class_weights": suggested_weights(reports[0], scheme),
         "pixels": None if measured is None else asdict(measured),
-        "files": None if files is None else {"not_used": [[*map(shown, paths)] for paths, _ in files[1]]},
+        "files": None if files is None else {"not_used": [[*map(shown, paths)] for paths in files[1]]},
         "splits": {report.split: _split_as_dict(report) for report in reports},
         "findings": [
             {

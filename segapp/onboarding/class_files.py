@@ -154,17 +154,6 @@ def read_name_list(text: str, source: str) -> ClassFile | None:
     return ClassFile(source, names)
 
 
-def read_object_info(text: str, source: str) -> ClassFile | None:
-    r"""Return the classes of ADE20K's list: number, frequencies and name in columns; 0 is any unnamed class.
-
-    >>> read_object_info("Idx\tRatio\tName\n1\t0.16\twall\n2\t0.1\thouse, villa", "").ids
-    {0: 'unlabeled', 1: 'wall', 2: 'house'}
-    """
-    rows = [line.split("\t") for line in _meant_lines(text)[1:]]
-    ids = {0: "unlabeled"} | {int(row[0]): row[-1].partition(",")[0].strip() for row in rows}
-    return ClassFile(source, tuple(ids.values()), ids)
-
-
 def _meant_lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
 
@@ -226,7 +215,6 @@ def described(found: ClassFile) -> str:
 
 
 _READERS: Sequence[tuple[str, Callable[[str, str], ClassFile | None]]] = (
-    (r"objectinfo150\.txt", read_object_info),
     (r".*(class|label|categor|colou?r|palette).*\.csv", read_table),
     (r"(.*[_-])?(label_?map|label_?colou?rs|colou?r_?map|class_?dict|palette|class_?colou?rs)\.txt", read_color_list),
     (

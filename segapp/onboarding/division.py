@@ -180,18 +180,13 @@ def _are_groups(groups: Sequence[str]) -> bool:
     return _FEW_GROUPS <= len(sizes) <= len(groups) / 2 and max(sizes.values()) <= _MOST_IN_ONE * len(groups)
 
 
-def find_shared_groups(
-    images: Mapping[str, Sequence[str]], columns: Mapping[str, Sequence[str | None]] | None = None
-) -> str | None:
+def find_shared_groups(images: Mapping[str, Sequence[str]]) -> str | None:
     """Return a sentence on the patients, videos or other groups that have images in two splits, with the next move.
 
-    They are found by the words in the names of the images in both splits, or in a column of a table, which may be empty
-    for an image. Numbers that start again in each split, so that the same names are in both, are ignored.
+    They are found by the words in the names of the images in both splits. Numbers that start again in each split, so
+    that the same names are in both, are ignored.
     """
     (_, firsts), (_, seconds) = images.items()
-    if columns is not None and all(None not in own for own in columns.values()):
-        groups = tuple(str(group) for own in columns.values() for group in own)
-        return _shared(images, Grouping(groups, "column of the table"))
     same = len(set(firsts) & set(seconds))
     if not firsts or not seconds or same > min(len(firsts), len(seconds)) / 2:
         return None
@@ -344,8 +339,7 @@ def _published(pairs: Sequence[Pair], val_split: str) -> Division:
     if val_split == "test":
         lines.append(f"val_split: test - {TEST_VALIDATES}")
     images = {split: [pair.image for pair in found] for split, found in own.items()}
-    columns = {split: [pair.group for pair in found] for split, found in own.items()}
-    if (both := find_shared_groups(images, columns)) is not None:
+    if (both := find_shared_groups(images)) is not None:
         lines.append(f"warning: {both}")
     return Division(train, val, val_split, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
 

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,8 +48,6 @@ from segapp.onboarding.tables import paired_lists, read_tables, with_listed_spli
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
-
-_PLAUSIBLE = 0.25  # confidence from which another interpretation is given as a possible use of an unused file
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def propose_config(request: InitRequest) -> InitResult:
     if unread := facts.content.unread:
         lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
     lines += [f"note: {note}" for note in facts.classes.notes]
-    lines += _unused(tree, found, chosen, pairs, division, facts.classes)
+    lines += _unused(tree, chosen, division, facts.classes)
     write_configs(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
 
@@ -208,24 +205,13 @@ def _with_ignored_note(content: MaskContent, classes: Classes, cause: str) -> Cl
     return replace(classes, notes=(*classes.notes, note)) if share > 0.01 else classes
 
 
-def _unused(
-    tree: Tree, found: Sequence[Layout], chosen: Layout, pairs: Sequence[Pair], division: Division, classes: Classes
-) -> list[str]:
-    """Return lines about the files that the config does not use, with the reason if it is known."""
+def _unused(tree: Tree, chosen: Layout, division: Division, classes: Classes) -> list[str]:
+    """Return lines about the files that the config does not use."""
     trained = [*division.train, *division.val]
     used = {pair.image for pair in trained} | {*chosen.sources, classes.source}
     if chosen.writes != "masks":
         used |= {pair.mask for pair in trained}
-    reasons: dict[str, str] = {}
-    for pair in pairs:
-        if pair.image not in used:
-            reason = f"of the {pair.split} split, which the config does not use"
-            reasons |= {pair.image: reason, pair.mask: reason}
-    for other in found:
-        if not other.is_drawn and other.confidence >= _PLAUSIBLE:
-            for path in (path for pair in other.pairs for path in (pair.image, pair.mask)):
-                reasons.setdefault(path, f"of another reading: --layout {shlex.quote(other.name)}")
-    return unused_lines(tree, unused_files(tree, used, reasons))
+    return unused_lines(tree, unused_files(tree, used))
 
 
 def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -> None:
@@ -391,10 +377,10 @@ def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
-    """Return the candidate with a name or number, or the most likely one; ask if the second is nearly as likely."""
+    """Return the candidate with a name, or the most likely one; ask if the second is nearly as likely."""
     if name is not None:
-        for number, candidate in enumerate(found, start=1):
-            if name in (candidate.name, str(number)):
+        for candidate in found:
+            if name == candidate.name:
                 return candidate
         names = [shown(candidate.name) for candidate in found[:_MAX_SHOWN]]
         raise ConfigError(f"--layout {name}: no such layout of {shown(root)}: {accepted_words(name, names)}")

@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path, PurePosixPath
@@ -442,9 +442,6 @@ def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int]) -> list
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
 _EMPTY = {"", "nan", "none", "null", "-1", "-1.0"}
 _RUN_NAMES, _CLASS_NAMES = known_words("columns", "run_lengths"), known_words("columns", "classes")
-_BY_ROWS = {("img", "rlemask"), ("id", "segmentation"), ("id", "annotation")}
-"""Names of the image and run columns in published tables that number the pixels along the rows: Carvana, UW-Madison
-tract, Sartorius. Other published tables number them down the columns: Severstal, TGS, Airbus, clouds, HuBMAP."""
 _NUM_LOOKED = 200
 _NUM_DECODED = 24
 _RAGGED = 1.2  # borders are this much longer in the wrong order
@@ -452,20 +449,15 @@ _MIN_FOUND = 0.3
 _ORDERS = {"F": "columns", "C": "rows"}
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A table of run lengths: the names of its image and run columns, and image, class and runs of each row."""
-
-    path: str
-    columns: tuple[str, str]
-    rows: tuple[tuple[str, str, str], ...]
+_Rows = Sequence[tuple[str, str, str]]
+"""Image, class and runs of each row of a table of run lengths."""
 
 
 def find_rle(tree: Tree) -> list[Layout]:
     """Return the conversions of tables of run lengths: one, or one per possible interpretation."""
     images = Images(replace(tree, images=tuple(path for path in tree.images if not _is_in_folder_of_masks(path))))
     paths = [path for path in tree.others_named(".csv") if "submission" not in path.rpartition("/")[2].lower()]
-    tables = [table for path in paths if (table := _read(tree, path, images)) is not None]
+    tables = {path: rows for path in paths if (rows := _read(tree, path, images)) is not None}
     if not tables:
         return []
     return _conversions(tree, images, tables)
@@ -480,7 +472,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _read(tree: Tree, path: str, images: Images) -> _Table | None:
+def _read(tree: Tree, path: str, images: Images) -> _Rows | None:
     """Return a table; None for a file without runs of existing images."""
     limit = csv.field_size_limit(sys.maxsize)  # cells may hold megabytes
     try:
@@ -492,7 +484,7 @@ def _read(tree: Tree, path: str, images: Images) -> _Table | None:
         csv.field_size_limit(limit)
 
 
-def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Table | None:
+def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | None:
     head = next(cells, [])
     if not 2 <= len(head) <= 100:
         return None
@@ -521,7 +513,7 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Table | No
         name = row[label] if label is not None else value.rpartition("_")[2] if is_joined else ""
         text = row[runs].strip()
         rows.append((_image_in(value, is_joined), name.strip(), "" if text.lower() in _EMPTY else text))
-    return _Table(path, (head[column], head[runs]), tuple(rows))
+    return rows
 
 
 def _image_in(value: str, is_joined: bool) -> str:
@@ -546,21 +538,21 @@ def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | Non
     return found[0] if len(found) == 1 else None
 
 
-def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[Layout]:
+def _conversions(tree: Tree, images: Images, tables: Mapping[str, _Rows]) -> list[Layout]:
     by_image: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    tables_of: dict[str, _Table] = {}
+    table_of: dict[str, str] = {}
     total = 0
-    for table in tables:
-        places = {said: images.find(said, table.path) for said in dict.fromkeys(row[0] for row in table.rows)}
+    for table, own in tables.items():
+        places = {said: images.find(said, table) for said in dict.fromkeys(row[0] for row in own)}
         total += len(places)
-        for said, name, runs in table.rows:
+        for said, name, runs in own:
             if (image := places[said]) is not None:
                 by_image[image].append((name, runs))
-                tables_of.setdefault(image, table)
+                table_of.setdefault(image, table)
     if not any(runs for rows in by_image.values() for _, runs in rows):
         return []
     evidence = (
-        f"{len(tables)} {'tables' if len(tables) > 1 else 'table'} of run lengths, such as {shown(tables[0].path)}",
+        f"{len(tables)} {'tables' if len(tables) > 1 else 'table'} of run lengths, such as {shown(next(iter(tables)))}",
         f"{len(by_image)} of {total} images that it names are there",
     )
     coverage = len(by_image) / total
@@ -568,10 +560,10 @@ def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[L
     labels_said = {name for rows in by_image.values() for name, _ in rows}
     labels = sorted(labels_said, key=lambda name: (int(name), "") if name.isdigit() else (sys.maxsize, name))
     names = ["object"] if labels in ([], [""]) else [f"class_{name}" if name.isdigit() else name for name in labels]
-    check_classes(["background", *names], tables[0].path)
+    check_classes(["background", *names], next(iter(tables)))
     is_named = labels != [""] and not labels[0].isdigit()
-    first = 0 if any(runs.split(" ", 1)[0] == "0" for table in tables for _, _, runs in table.rows) else 1
-    orders = _orders(images, by_image, tables[0], first)
+    first = 0 if any(runs.split(" ", 1)[0] == "0" for own in tables.values() for _, _, runs in own) else 1
+    orders = _orders(images, by_image, first)
 
     def planes(order: str, image: str, size: tuple[int, int]) -> dict[int, Plane]:
         united: dict[int, list[str]] = defaultdict(list)
@@ -590,14 +582,14 @@ def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[L
             (),
             confidence * coverage,
             (*evidence, f"pixels are numbered by {_ORDERS[order]} from {first}: {reason}"),
-            tuple(table.path for table in tables),
+            tuple(tables),
             title="tables of run lengths",
             classes_reason="from the table" if is_named else "replace with their names",
             notes=notes,
         )
         entries = {}
         for image, rows in by_image.items():
-            path = tables_of[image].path if image in tables_of else ""
+            path = table_of.get(image, "")
             origin = f"{shown(path)}: image {shown(image)}" if path else f"{shown(image)} without a row"
             entries[image] = (origin, (order, first, rows), path)
         found.append(reading_of_classes(share, names, base, pairs_of_planes(images, entries, partial(planes, order))))
@@ -605,7 +597,7 @@ def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[L
 
 
 def _notes_on_empty(
-    tree: Tree, tables: Sequence[_Table], by_image: dict[str, list[tuple[str, str]]]
+    tree: Tree, tables: Mapping[str, _Rows], by_image: dict[str, list[tuple[str, str]]]
 ) -> tuple[str, ...]:
     """Return notes on images without objects; images without a row become background if no row is empty.
 
@@ -615,7 +607,7 @@ def _notes_on_empty(
     empty = [image for image, rows in by_image.items() if not any(runs for _, runs in rows)]
     folders = {image.rpartition("/")[0] for image in by_image}
     silent = [path for path in tree.images if path not in by_image and path.rpartition("/")[0] in folders]
-    if silent and any(not runs for table in tables for _, _, runs in table.rows):
+    if silent and any(not runs for own in tables.values() for _, _, runs in own):
         notes.append(
             f"{len(silent)} images without a row are not used, such as {shown(silent[0])}: the table has empty rows "
             "for images without objects"
@@ -628,9 +620,7 @@ def _notes_on_empty(
     return tuple(notes)
 
 
-def _orders(
-    images: Images, by_image: dict[str, list[tuple[str, str]]], table: _Table, first: int
-) -> dict[str, tuple[float, str]]:
+def _orders(images: Images, by_image: dict[str, list[tuple[str, str]]], first: int) -> dict[str, tuple[float, str]]:
     """Return the possible orders of the pixels, each with its confidence and the reason, the most likely first."""
     borders = Counter({"F": 0, "C": 0})  # number of neighbors that differ
     longest = sorted(
@@ -649,11 +639,6 @@ def _orders(
     (worst, most), (best, least) = borders.most_common()
     if most > _RAGGED * least:
         return {best: (0.97, f"by {_ORDERS[worst]} the shapes are {most / max(1, least):.1f} times as ragged")}
-    columns = tuple(map(_normal, table.columns))
-    if columns in _BY_ROWS or columns[1] in _RUN_NAMES - {"mask", "runs", "segmentation", "annotation"}:
-        own, other = ("C", "F") if columns in _BY_ROWS else ("F", "C")
-        said = f"as in published tables with the column {table.columns[1]}"
-        return {own: (0.95, said), other: (0.3, "unlike published tables with such columns")}
     why = "the shapes of square images do not tell"
     return {"F": (0.9, why), "C": (0.9, why)}
 

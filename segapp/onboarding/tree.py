@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
@@ -300,29 +300,26 @@ def survey_tree(root: Path) -> Tree:
     return Tree(root, tuple(images), tuple(others), leads_outside, tuple(rest))
 
 
-def unused_files(
-    tree: Tree, used: Collection[str], reasons: Mapping[str, str] | None = None
-) -> list[tuple[list[str], str]]:
-    """Return the files that are not in `used`, grouped by place, kind of name and reason, large groups first.
+def unused_files(tree: Tree, used: Collection[str]) -> list[list[str]]:
+    """Return the files that are not in `used`, grouped by place and kind of name, large groups first.
 
-    `reasons` maps files to why they are not used, if that is known. Every file that is not hidden is counted once.
+    Every file that is not hidden is counted once.
     """
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for path in (*tree.images, *tree.others, *tree.rest):
         if path not in used:
             file = parse_file(path)
-            key = (file.pattern, file.split_word, affix_pattern(file), file.suffix, (reasons or {}).get(path, ""))
-            groups[key].append(path)
-    return [(paths, key[-1]) for key, paths in sorted(groups.items(), key=lambda one: -len(one[1]))]
+            groups[file.pattern, file.split_word, affix_pattern(file), file.suffix].append(path)
+    return sorted(groups.values(), key=lambda paths: -len(paths))
 
 
-def unused_lines(tree: Tree, unused: list[tuple[list[str], str]]) -> list[str]:
+def unused_lines(tree: Tree, unused: Sequence[Sequence[str]]) -> list[str]:
     """Return a line with the numbers of files, and a line for each group that is not used, see `unused_files`."""
-    total, rest = (sum(map(len, own)) for own in ((tree.images, tree.others, tree.rest), [one for one, _ in unused]))
+    total, rest = (sum(map(len, own)) for own in ((tree.images, tree.others, tree.rest), unused))
     lines = [f"{total} files: {total - rest} used, {rest} not used"]
-    for paths, reason in unused[:_MAX_GROUPS]:
+    for paths in unused[:_MAX_GROUPS]:
         many = f"{len(paths)} files such as " if len(paths) > 1 else ""
-        lines.append(f"not used: {many}{shown(paths[0])}" + (f": {reason}" if reason else ""))
+        lines.append(f"not used: {many}{shown(paths[0])}")
     if more := unused[_MAX_GROUPS:]:
-        lines.append(f"not used: {sum(len(paths) for paths, _ in more)} more files in {len(more)} groups")
+        lines.append(f"not used: {sum(map(len, more))} more files in {len(more)} groups")
     return lines

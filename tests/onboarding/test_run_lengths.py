@@ -132,19 +132,6 @@ def test_order_of_the_pixels_is_that_of_smooth_shapes(
     assert "times as ragged" in "\n".join(result.lines)
 
 
-@pytest.mark.parametrize(("head", "order"), [(("id", "rle_mask"), "F"), (("img", "rle_mask"), "C")])
-def test_order_of_square_images_is_that_of_published_tables(head: tuple[str, str], order: str, tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    for name in NAMES:
-        draw_image(root / "images" / f"{name}.png", (48, 48))
-    rows = [(f"{name}.png", runs_of(disk(name, (48, 48)), order)) for name in NAMES]
-    table(root / "train.csv", head, rows)
-    config, result, _ = proposed(root, tmp_path / "made.yaml")
-    for name, target in targets_read(config).items():
-        assert (target == disk(name, (48, 48))).all()
-    assert "as in published tables with the column rle_mask" in "\n".join(result.lines)
-
-
 def test_order_that_nothing_tells_is_asked(tmp_path: Path) -> None:
     root = tmp_path / "d"
     for name in NAMES:

@@ -281,22 +281,6 @@ def test_patients_in_both_published_splits_are_a_warning(tmp_path: Path) -> None
     assert "patient03_v0.png: scores on val are too good; divide anew with segapp init --folds 5 --group" in warning
 
 
-def test_patients_of_a_table_in_both_splits_are_a_warning(tmp_path: Path) -> None:
-    """The names say nothing: the column patient of the table does."""
-    names = {split: [f"{split[0]}{k:02}" for k in range(8)] for split in ("train", "val")}
-    rows = ["image,mask,split,patient"]
-    for split, own in names.items():
-        drawn_folders.draw(tmp_path / "d", own, f"images/{split}/{{}}.png", f"masks/{split}/{{}}.png")
-        first = {"train": 0, "val": 3}[split]
-        rows += [f"images/{split}/{n}.png,masks/{split}/{n}.png,{split},p{first + k // 2}" for k, n in enumerate(own)]
-    (tmp_path / "d" / "pairs.csv").write_text("\n".join(rows))
-    _, result, _ = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml")
-    (warning,) = [line for line in result.lines if line.startswith("warning: ")]
-    assert "1 of the 4 groups of val (column of the table) are in train too" in warning
-    assert "images/train/t06.png and 2 images of val such as images/val/v00.png: scores on val" in warning
-    assert warning.endswith("divide anew with segapp init --folds 5")
-
-
 def test_folds_are_configs_that_together_validate_on_all(tmp_path: Path) -> None:
     names = [f"{scene}/{number:04}" for scene in "abcdefg" for number in range(3)]
     drawn_folders.draw(tmp_path / "d", names, "images/{}.jpg", "masks/{}.png")

@@ -87,16 +87,6 @@ def test_unlabelled_is_ignored_if_its_value_is_0(tmp_path: Path) -> None:
         np.testing.assert_array_equal(mask, striped([255, 0, 1], [20, 16]))
 
 
-def test_list_of_ade20k_names_the_values_from_1(tmp_path: Path) -> None:
-    drawn(tmp_path / "d", lambda number: striped([1, 0, 3], [20, 16]))
-    rows = [f"{number}\t0.1\t10\t10\t{name}" for number, name in enumerate(("wall", "building, edifice", "sky"), 1)]
-    (tmp_path / "d" / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *rows]))
-    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert config.data.classes == ["wall", "building", "sky"]
-    assert config.data.label_map == {1: 0, 2: 1, 3: 2, 0: 255}
-    assert "unlabeled (value 0) is ignored: 31.2% of the pixels" in " ".join(result.lines)
-
-
 def test_frequent_value_0_without_a_name_is_asked(tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([1, 0, 2], [20, 16]))
     (tmp_path / "d" / "classes.txt").write_text("sky\nroad\n")
