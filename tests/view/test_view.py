@@ -204,7 +204,17 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert not view.pending
     assert view.answers["0123456789ab"].status == "applied"
     assert view.peaks_mib[(6, 9, 9, 8)] == [1.0, 2.0, 3.0, 4.0]
-    run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:0"))
+    run.write(
+        Gpu0Bsz(
+            status="reverted",
+            old=4,
+            new=6,
+            split=[4, 10, 9, 9],
+            epoch=2,
+            reason="out of memory on cuda:0",
+            reason_code="out_of_memory",
+        )
+    )
     view = folded(run)
     assert view.gpu0.value == 4
     assert view.gpu0.previous == []
