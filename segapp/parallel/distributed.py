@@ -229,9 +229,7 @@ def _rank_device(local_rank: int, device: DeviceLike | None) -> torch.device:
         raise DistributedSetupError(f"rank device: {error}") from error
 
 
-def wrap_ddp(
-    module: nn.Module, device: torch.device | None = None, *, sync_buffers: bool | None = None, **options: Any
-) -> DistributedDataParallel:
+def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: Any) -> DistributedDataParallel:
     """Return the module in `DistributedDataParallel`, with the memory-saving options that this torch supports.
 
     `gradient_as_bucket_view` saves a copy of the gradients; `lazy_bucket_allocation` delays the buckets' memory until
@@ -245,8 +243,6 @@ def wrap_ddp(
     Args:
         module: the module, on its device.
         device: its CUDA device; None on the CPU.
-        sync_buffers: copy rank 0's buffers in every forward pass; by default only with plain BatchNorm, whose running
-            statistics differ between ranks.
         **options: other arguments of `DistributedDataParallel`, which take precedence.
 
     Raises:
@@ -254,8 +250,8 @@ def wrap_ddp(
     """
     if not dist.is_initialized():
         raise DistributedSetupError("no process group: call init_from_env() before wrap_ddp()")
-    if sync_buffers is None:
-        sync_buffers = any(isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
+    # The running statistics of plain BatchNorm differ between ranks: copy rank 0's buffers in every forward pass.
+    sync_buffers = any(isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
     known = signature(DistributedDataParallel.__init__).parameters
     chosen: dict[str, Any] = {"gradient_as_bucket_view": True}
     if "lazy_bucket_allocation" in known:

@@ -179,23 +179,20 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
     return costs
 
 
-def balance_stages(
-    module: nn.Module, device_ids: Iterable[DeviceLike], *inputs: Any, names: Iterable[str] | None = None
-) -> dict[str, torch.device]:
-    """Return stages and devices for `place_stages`, balanced by measured memory.
+def balance_stages(module: nn.Module, device_ids: Iterable[DeviceLike], *inputs: Any) -> dict[str, torch.device]:
+    """Return stages and devices for `place_stages`: the module's direct children, balanced by measured memory.
 
     Args:
         module: the model.
         device_ids: devices to fill, in order.
         *inputs: a small example batch; only shapes and dtypes are used.
-        names: the stages; by default the module's direct children, such as encoder, decoder and head.
 
     Raises:
-        ValueError: no stage runs on these inputs, or the module cannot run without values.
+        ValueError: the module has no children, or it cannot run without values.
     """
     devices = resolve_devices(device_ids)
-    costs = measure_stages(module, [n for n, _ in module.named_children()] if names is None else names, *inputs)
+    costs = measure_stages(module, [name for name, _ in module.named_children()], *inputs)
     if not costs:
-        raise ValueError(f"no stage of {type(module).__name__} ran: name sub-modules that its forward pass calls")
+        raise ValueError(f"{type(module).__name__} has no sub-modules: name the device of each stage")
     numbers = plan_stages(list(costs.values()), len(devices))
     return {name: devices[number] for name, number in zip(costs, numbers, strict=True)}

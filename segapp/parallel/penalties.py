@@ -24,7 +24,6 @@ def gradient_penalty(
     fake: Tensor | None = None,
     kind: PenaltyKind = "wgan-gp",
     *,
-    target_norm: float = 1.0,
     alpha: Tensor | None = None,
     noise: Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -50,7 +49,6 @@ def gradient_penalty(
         real: (N, ...) real samples.
         fake: (N, ...) generated samples; not needed for "dragan".
         kind: kind of penalty.
-        target_norm: the norm at which the penalty is 0.
         alpha: (N,) interpolation between fake (0) and real (1); None: drawn uniformly.
         noise: in [0, 1], shape of real, for "dragan"; None: drawn uniformly.
         generator: random generator of alpha and noise, on real's device.
@@ -70,7 +68,7 @@ def gradient_penalty(
         if not scores:
             raise ValueError("the critic returned no tensor: return its scores")
         (gradient,) = torch.autograd.grad(scores, points, [torch.ones_like(s) for s in scores], create_graph=True)
-        excess = _norms(gradient) - target_norm
+        excess = _norms(gradient) - 1.0
         if kind == "wgan-lp":
             excess = excess.clamp_min(0)
         return _mean_over_all(excess.square())
