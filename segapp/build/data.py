@@ -15,18 +15,17 @@ from segapp.build.pairs import band_statistics, build_pairs, build_pixels, build
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_part
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
-from segapp.datasets.augment.mix import PairMix
-from segapp.datasets.augment.probe import check_transform
+from segapp.datasets.augment.pipeline import check_transform
 from segapp.datasets.cache import CacheFiles, PixelCache, default_folder, disk_files, memory_files
-from segapp.datasets.dataset import SegmentationDataset, image_sizes
+from segapp.datasets.dataset import PairMix, SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import most_workers, plan_workers, sample_seconds
 from segapp.datasets.pool import LoadOptions
 from segapp.datasets.resources import cores_of_rank, remote_file_system, shared_bytes_of_rank
 from segapp.datasets.sampling import Order, aimed_order
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
-from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from segapp.run.files import machine_id

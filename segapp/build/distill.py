@@ -15,7 +15,7 @@ from segapp.build.pairs import build_pixels
 from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionDistilled
 from segapp.models import Critic, SegmentationModel, critic_size
 from segapp.models.normalizer import Normalizer

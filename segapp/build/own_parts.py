@@ -12,8 +12,7 @@ from torch import Tensor
 
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
 from segapp.config.trust import named_code
-from segapp.custom.contracts import ARGUMENTS, Loss, Schedule
-from segapp.custom.loading import build_part, load_part, option_problems, takes
+from segapp.custom.loading import ARGUMENTS, Loss, Schedule, build_part, load_part, option_problems, takes
 from segapp.custom.names import find_source, is_part, sha256_of_source
 from segapp.errors import ConfigError, SegappError
 from segapp.losses import AdditiveCriterion, PlainCriterion

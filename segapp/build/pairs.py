@@ -6,14 +6,12 @@ import re
 from collections.abc import Sequence
 
 from segapp.config import DataConfig
-from segapp.custom.contracts import DataSource
-from segapp.custom.loading import build_part
+from segapp.custom.loading import DataSource, build_part
 from segapp.custom.names import is_part
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
-from segapp.datasets.layouts.published_classes import PUBLISHED
-from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.layouts.schemes import PUBLISHED, ClassScheme
 from segapp.datasets.own_data import OwnData
 from segapp.errors import ConfigError, DataError
 

@@ -36,7 +36,7 @@ from segapp.config import RunConfig
 from segapp.config.modes import check_mode
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion
 from segapp.memory.peaks import LossStyle
 from segapp.models import Critic, SegmentationModel

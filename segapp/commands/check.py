@@ -34,12 +34,12 @@ from segapp.build.pairs import (
 from segapp.config import DataConfig, RunConfig
 from segapp.custom.names import is_part
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, shown
-from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
+from segapp.datasets.images.windows import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, examine, group_findings
 from segapp.datasets.layouts.formats import leftovers, split_list
-from segapp.datasets.layouts.root_guard import OutsideError, PartialError
+from segapp.datasets.layouts.pairing import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import ID_MODES, read_masks
 from segapp.datasets.resources import usable_cores

@@ -150,7 +150,7 @@ def _schedule_checks(name: str, options: Mapping[str, Any], config: RunConfig | 
 
 def _transform_checks(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Checks:
     from segapp.datasets.augment import TrainTransform
-    from segapp.datasets.augment.probe import check_transform
+    from segapp.datasets.augment.pipeline import check_transform
 
     own = [entry for entry in (config.data.augment if config is not None else None) or () if name in entry]
     with warnings.catch_warnings():  # albumentations only warns about an argument that a transform does not have

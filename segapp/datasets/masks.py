@@ -22,8 +22,7 @@ from PIL import Image, ImageOps, ImageSequence
 
 from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown
 from segapp.datasets.images.reading import check_complete, decode
-from segapp.datasets.layouts.published_classes import Color
-from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme
+from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color
 from segapp.errors import DataError
 
 Ids = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32]

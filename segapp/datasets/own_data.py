@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from segapp.custom.contracts import DataSource
-from segapp.custom.loading import shown_error
+from segapp.custom.loading import DataSource, shown_error
 from segapp.datasets.files import ImagePair
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.layouts.schemes import ClassScheme

@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from segapp.compat.torch import rename_dynamic_axes, size_oblivious_export
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.errors import RunError, StorageError, cannot_be_written
-from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
-from segapp.export.runner import ExportedModel, require_packages
+from segapp.export.runner import ExportedModel, ExportInfo, require_packages
 from segapp.models import SegmentationModel
 from segapp.run.files import remove_quietly, temporary_name
 from segapp.run.words import first_line

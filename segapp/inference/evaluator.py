@@ -30,7 +30,7 @@ from segapp.inference.evaluate import (
     spread_over,
 )
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
-from segapp.inference.predict.tiles import plan_workspace, predict_strips
+from segapp.inference.predict.predictor import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
 from segapp.metrics import BoundaryScores, Counts, counts_for

@@ -17,7 +17,7 @@ from typing import Any
 from segapp.config.yaml_reader import parse_yaml
 from segapp.datasets.files import shown
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
-from segapp.datasets.layouts.published_classes import PUBLISHED, Color, PublishedSet
+from segapp.datasets.layouts.schemes import PUBLISHED, Color, PublishedSet
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.tree import Tree, known_words

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
-from segapp.datasets.layouts.published_classes import Color
+from segapp.datasets.layouts.schemes import Color
 from segapp.datasets.masks import color_codes, unscaled
 from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError

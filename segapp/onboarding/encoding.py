@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from segapp.datasets.files import shown
-from segapp.datasets.layouts.published_classes import Color
+from segapp.datasets.layouts.schemes import Color
 from segapp.errors import DataError
 from segapp.onboarding.class_files import (
     ClassFile,

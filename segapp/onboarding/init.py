@@ -22,8 +22,8 @@ import yaml
 from segapp.build.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, shared_images, shown
-from segapp.datasets.images.measure import PERCENTILES, config_values, measure_pixels
 from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.images.windows import PERCENTILES, config_values, measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.errors import ConfigError, DataError, SegappError, accepted_words, storage_errors
 from segapp.memory.gpus import count_visible_gpus

@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from segapp.datasets.files import MAX_FILE_BYTES, open_regular, shown
-from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES, walk_once
-from segapp.datasets.layouts.root_guard import RootGuard
+from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES, RootGuard, walk_once
 from segapp.errors import ConfigError, DataError
 
 _TABLES = tomllib.loads(Path(__file__).parent.joinpath("words.toml").read_text(encoding="utf-8"))

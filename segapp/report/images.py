@@ -19,8 +19,7 @@ from torch import Tensor
 
 from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.layouts.published_classes import Color
-from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme, Color
 from segapp.inference.predict import colorize, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, SegmentationScores, counts_for

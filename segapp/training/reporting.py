@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from segapp.config import RecomputeChoice
 from segapp.datasets.cache import CacheState, PixelCache
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.loader import TrainLoader
+from segapp.datasets.loader import TrainLoader, wait_advice
 from segapp.datasets.resources import cores_of_rank
-from segapp.datasets.workers import wait_advice
 from segapp.inference.evaluate import Evaluation
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import Alert, EpochStart, EventLog, Heartbeat, Recompute, Step, Val
 from segapp.run.words import size

@@ -12,7 +12,7 @@ import torch
 from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
 from segapp.build.pairs import own_data
 from segapp.config import DataConfig, LossTerm, OptimConfig, ScheduleConfig
-from segapp.custom.contracts import ARGUMENTS
+from segapp.custom.loading import ARGUMENTS
 from segapp.datasets.augment import TrainTransform
 from segapp.errors import ConfigError
 from segapp.models import build_model

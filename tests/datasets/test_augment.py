@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
-from segapp.datasets.augment.color import PhotometricChange, color_matrix
 from segapp.datasets.augment.crop import MEAN_COLOR, AxisPlan, largest_share
+from segapp.datasets.augment.entries import PhotometricChange, color_matrix
 from tests.support.drawn_data import draw_image, draw_mask
 
 
@@ -341,7 +341,7 @@ def test_unsafe_image_decoders_are_not_used() -> None:
 
 def test_photometric_numbers_are_uniform_in_their_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[float, ...]] = []
-    monkeypatch.setattr("segapp.datasets.augment.color.color_matrix", lambda *numbers: drawn.append(numbers))
+    monkeypatch.setattr("segapp.datasets.augment.entries.color_matrix", lambda *numbers: drawn.append(numbers))
 
     def numbers(change: PhotometricChange) -> np.ndarray:
         drawn.clear()

@@ -16,7 +16,7 @@ import yaml
 
 from segapp.config import DataConfig, RunConfig, dump_config, explain_config, load_config, validate_config
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.augment.probe import check_transform
+from segapp.datasets.augment.pipeline import check_transform
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.schemes import ClassScheme

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from segapp.datasets.files import ImagePair, shared_images
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, class_scheme, find_pairs
-from segapp.datasets.layouts.published_classes import bit_palette
+from segapp.datasets.layouts.schemes import bit_palette
 from segapp.errors import ConfigError, DataError
 
 

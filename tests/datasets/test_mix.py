@@ -10,8 +10,7 @@ from segapp.build.data import build_mix
 from segapp.config import DataConfig, validate_config
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.augment.mix import PairMix
-from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.dataset import PairMix, SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import TrainLoader

@@ -15,10 +15,10 @@ from segapp.datasets.augment import TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import GPU_PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
 from segapp.datasets.pool import BatchPool, LoadOptions
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.sampling import SampleKey
-from segapp.datasets.workers import GPU_PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from torch import nn
 
 from segapp.errors import CheckpointError, RunError
 from segapp.export import ExportNetwork, check_export, write
-from segapp.export.info import ExportInfo
-from segapp.export.runner import is_exported
+from segapp.export.runner import ExportInfo, is_exported
 from segapp.export.write import write_weights
 from tests.export.test_export import SmallNet, info_of
 

@@ -24,7 +24,7 @@ from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.parallel import DataParallelModel, SyncBatchNorm
 from segapp.parallel.distributed import RankInfo, Ranks
 from segapp.training.planning.trial import blank_batch, build_trial_engine

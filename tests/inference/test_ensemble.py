@@ -17,7 +17,7 @@ from segapp.commands.predict import PredictOptions, predict_target, split_networ
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
-from segapp.inference.predict.tiles import plan_workspace, predict_strips
+from segapp.inference.predict.predictor import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import Workspace
 from segapp.models import SegmentationModel, build_model

@@ -23,8 +23,8 @@ from segapp.errors import OutOfMemoryError, StorageError
 from segapp.inference.predict import OutputPlan, Saved, find_images, predict_files
 from segapp.inference.predict.outputs import PROBABILITY_SCALE, PngWriter
 from segapp.inference.predict.pipeline import BoundedExecutor, ahead
+from segapp.inference.predict.predictor import predict_strips
 from segapp.inference.predict.reading import world_file
-from segapp.inference.predict.tiles import predict_strips
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})

@@ -15,18 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segapp.commands.suspects import judge_masks, write_suspects
-from segapp.config import validate_config
-from segapp.custom.trust import TRUST_VARIABLE
-from segapp.errors import DataError
-from segapp.inference.suspects import (
+from segapp.commands.suspects import (
     ClassCounts,
     SuspectedRegion,
     find_regions,
     image_quality,
+    judge_masks,
     label_quality,
     rank_regions,
+    write_suspects,
 )
+from segapp.config import validate_config
+from segapp.custom.trust import TRUST_VARIABLE
+from segapp.errors import DataError
 from tests.support.label_errors import InjectedError, inject
 from tests.support.runs import train
 

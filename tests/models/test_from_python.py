@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from segapp.models.from_python import PythonModel
+from segapp.models.by_name import PythonModel
 
 
 class Net(nn.Module):

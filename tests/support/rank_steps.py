@@ -27,7 +27,7 @@ from segapp.build.optimizer import build_optimizer
 from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.losses import (
     AdditiveCriterion,
     CriterionBCE,

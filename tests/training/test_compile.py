@@ -10,7 +10,7 @@ from torch import nn
 
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError
-from segapp.inference.normalize import CompiledCall, NormalizedInput
+from segapp.inference.sliding import CompiledCall, NormalizedInput
 from segapp.losses import CriterionMaskClassification
 from segapp.models import build_model
 from segapp.models.normalizer import Normalizer

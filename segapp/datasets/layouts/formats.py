@@ -14,14 +14,22 @@ from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts.pairing import (
     FolderLayout,
     Leftovers,
+    RootGuard,
     find_images,
     find_leftovers,
     listed_pairs,
     match_masks,
 )
-from segapp.datasets.layouts.published_classes import FORMATS, PUBLISHED, Color, bit_palette
-from segapp.datasets.layouts.root_guard import RootGuard
-from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names
+from segapp.datasets.layouts.schemes import (
+    FORMATS,
+    PUBLISHED,
+    ClassScheme,
+    Color,
+    bit_palette,
+    check_colors,
+    check_label_map,
+    check_names,
+)
 from segapp.errors import ConfigError, DataError, accepted_words, closest_words
 
 

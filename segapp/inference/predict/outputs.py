@@ -28,8 +28,8 @@ from segapp.datasets.images.raster import GeoTiffWriter
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
 from segapp.inference.predict.polygons import CocoFile, PolygonPlan, write_vectors
+from segapp.inference.predict.predictor import Strip
 from segapp.inference.predict.reading import Picture
-from segapp.inference.predict.tiles import Strip
 from segapp.run.files import remove_quietly, temporary_name, write_atomic
 
 Saved = Literal["labels", "color", "overlay", "confidence", "probabilities"]

@@ -29,9 +29,8 @@ from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.polygons import CocoFile
-from segapp.inference.predict.predictor import Predictor, likeliest
+from segapp.inference.predict.predictor import Predictor, Strip, likeliest, plan_workspace, predict_strips
 from segapp.inference.predict.reading import MAX_PREDICTED_PX, InputFile, Picture, read_picture
-from segapp.inference.predict.tiles import Strip, plan_workspace, predict_strips
 from segapp.inference.predict.video import VideoOutputs, VideoReader
 from segapp.inference.workspace import Workspace
 from segapp.memory.oom import is_out_of_memory

@@ -36,7 +36,7 @@ from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_part
 from segapp.datasets.pool import Batch
 from segapp.errors import RunError, SegappError
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
 from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult, StepTime
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton

@@ -22,7 +22,7 @@ from segapp.accelerator import wide_dtype
 from segapp.checkpoint.snapshot import hold_own_state
 from segapp.datasets.sampling import mix_seed
 from segapp.errors import CheckpointError
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.models import Critic, critic_input
 from segapp.models.normalizer import Normalizer

@@ -12,10 +12,9 @@ from PIL import Image
 
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, check_pairs, read_header, tiff_tags
-from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import pixels_of, read_image
-from segapp.datasets.images.windows import image_windows
+from segapp.datasets.images.windows import image_windows, measure_pixels
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.drawn_folders import IDS, SIZE, draw_mask, proposed

@@ -14,10 +14,9 @@ from segapp.datasets.augment import TrainTransform
 from segapp.datasets.dataset import SegmentationDataset, TensorOnDisk
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
-from segapp.datasets.images.measure import _spread_pixels, measure_ranges
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.windows import image_windows, mask_blocks, mask_windows
+from segapp.datasets.images.windows import _spread_pixels, image_windows, mask_blocks, mask_windows, measure_ranges
 from segapp.datasets.inspection import SplitReport, examine
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import UnknownIdsError, read_mask
@@ -119,7 +118,7 @@ def test_large_tensors_are_indexed_like_the_whole(tmp_path: Path) -> None:
 def test_measured_pixels_lie_on_a_grid_over_the_whole_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = write_pair(tmp_path, 5, "uint16", rowsperstrip=16)
     pixels = PixelFormat((1, 2, 3, 4, 5), "uint16")
-    monkeypatch.setattr("segapp.datasets.images.measure._MAX_PX", 4_000)  # of 200 x 320: every fourth is exactly that
+    monkeypatch.setattr("segapp.datasets.images.windows._MAX_PX", 4_000)  # of 200 x 320: every fourth is exactly that
     expected = tifffile.imread(pair.image)[::4, ::4].reshape(-1, 5)
     np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
     monkeypatch.setattr(windows_module, "LARGE_PX", 10**9)
@@ -127,7 +126,7 @@ def test_measured_pixels_lie_on_a_grid_over_the_whole_image(tmp_path: Path, monk
     monkeypatch.setattr(windows_module, "LARGE_PX", 1)
     monkeypatch.setattr(windows_module, "_BLOCK_ROWS", 16)
     monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
-    monkeypatch.setattr("segapp.datasets.images.measure._MAX_PX", 7_200)  # every third, in blocks of 16 rows
+    monkeypatch.setattr("segapp.datasets.images.windows._MAX_PX", 7_200)  # every third, in blocks of 16 rows
     expected = tifffile.imread(pair.image)[::3, ::3].reshape(-1, 5)
     np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
 
@@ -210,7 +209,7 @@ def test_check_in_blocks_reports_what_the_whole_does(
     monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
     in_blocks = reports()
     assert any(finding.kind == "leak" for finding in in_blocks[0][1].findings)
-    for place in ("segapp.datasets.inspection", "segapp.datasets.images.measure"):
+    for place in ("segapp.datasets.inspection", "segapp.datasets.images.windows"):
         monkeypatch.setattr(f"{place}.image_windows", lambda *_: None)
     monkeypatch.setattr(windows_module, "mask_windows", lambda *_: None)
     assert reports() == in_blocks

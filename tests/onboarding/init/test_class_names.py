@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segapp.datasets.layouts.published_classes import PUBLISHED
+from segapp.datasets.layouts.schemes import PUBLISHED
 from segapp.onboarding.class_files import PALETTES, recognise
 from tests.support.drawn_folders import IDS, SIZE, draw, draw_image, draw_mask, proposed
 

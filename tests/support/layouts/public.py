@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from segapp.datasets.layouts.published_classes import parse_colors
+from segapp.datasets.layouts.schemes import parse_colors
 from tests.support import drawn_annotations
 from tests.support.layouts.canvas import SIZE, Canvas, Codes, coded, patches, save, scene
 from tests.support.layouts.layout import (

@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from segapp.datasets.layouts.published_classes import PUBLISHED
+from segapp.datasets.layouts.schemes import PUBLISHED
 from tests.support import drawn_annotations
 from tests.support.layouts.canvas import SIZE, Canvas, Codes, coded, patches, planes_of, save, scene, seeded, thumbnail
 from tests.support.layouts.layout import (

@@ -356,7 +356,7 @@ def test_oom_in_a_replica_reverts_the_split(
     even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, reference = even
-    from segapp.inference.normalize import NormalizedInput
+    from segapp.inference.sliding import NormalizedInput
 
     forward = NormalizedInput.forward
 

@@ -12,7 +12,7 @@ from torch import nn
 from segapp.build.optimizer import build_optimizer
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.losses import CriterionCE, CriterionDice
 from segapp.models.normalizer import Normalizer
 from segapp.parallel import DataParallelModel, SampleMasks, mask_by_sample, set_recompute

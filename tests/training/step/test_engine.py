@@ -19,7 +19,7 @@ from segapp.build.criterion import build_criterion
 from segapp.build.optimizer import build_optimizer
 from segapp.config import LossConfig, OptimConfig
 from segapp.datasets.pool import Batch
-from segapp.inference.normalize import NormalizedInput
+from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.memory.counters import IDLE
 from segapp.models.normalizer import Normalizer
