@@ -87,7 +87,7 @@ def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device:
         views, size = plain.views(model, plain.normalizer(images))
         plain.labels(views, size)
     peaks = ledger.peaks().get(str(device), {})
-    peak = max((moment.num_bytes for moment in peaks.values()), default=0)
+    peak = max((by_kind.total() for by_kind in peaks.values()), default=0)
     return KERNEL_FACTOR * max(1.0, *inference.scales) ** 2 * peak / (height * width)
 
 
