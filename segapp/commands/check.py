@@ -197,7 +197,7 @@ def _pixel_lines(measured: PixelFormat | None) -> list[str]:
 
 
 def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple[Tree, list[list[str]]]:
-    """Return the files below `data.root`, and those of them that the config does not use, in groups."""
+    """Return the files below `data.root`, and, in groups, the files that the config does not use."""
     root, location = Path(data.root), build_location(data)
     lists = [path for name in split_names(data) if (path := split_list(location, name)) is not None]
     pairs = [pair for own in splits.values() for pair in own]

@@ -236,7 +236,7 @@ def _draw_cvat(mask: Mask, kind_and_shape: tuple[str, Mapping[str, str]], values
 
 
 def find_label_studio(tree: Tree) -> Layout | None:
-    """Return the conversion of JSON tasks of Label Studio: of each, the first annotation that was not canceled."""
+    """Return the conversion of Label Studio's JSON: the first annotation of each task that was not canceled."""
     found = Annotations(tree, "label-studio", "Label Studio", "region", _draw_label_studio)
     for path, tasks in json_files(tree, list):
         for number, task in enumerate(tasks):

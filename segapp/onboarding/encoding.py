@@ -35,7 +35,7 @@ UNLABELLED = ("ignore", "class")  # values of `--unlabelled`
 MAX_UNSAID = 0.01  # largest share of the pixels that is ignored without a question or an option
 CLEANING = (
     "export them again as PNG of ids; of two classes, magick mogrify -path clean -format png -threshold 50% 'masks/*' "
-    "writes clean copies, and of more, +dither -remap COLORS.png does in place of -threshold 50%"
+    "writes clean copies, and of more, +dither -remap COLORS.png does instead of -threshold 50%"
 )
 """What to do about smoothed masks; COLORS.png has a pixel of each class."""
 STRAY_SHARE = 1e-5  # share of the pixels below which a single value is a stray one

@@ -263,7 +263,7 @@ def _repeats(layout: Layout, better: Layout) -> bool:
 
 
 def _named_apart(ranked: list[Layout]) -> list[Layout]:
-    """Return the layouts with different names; of layouts that cannot be told apart, the most likely is kept."""
+    """Return the layouts with different names; of layouts that cannot be distinguished, the most likely is kept."""
     counts = Counter(one.name for one in ranked)
     apart: dict[str, Layout] = {}
     for one in ranked:
