@@ -266,6 +266,7 @@ def announced(run: RecordedRun, how: str, monkeypatch: pytest.MonkeyPatch) -> li
     update()
     run.end()
     update()
+    update()
     return written
 
 
