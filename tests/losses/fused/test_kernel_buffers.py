@@ -47,7 +47,7 @@ def peak_mib(ledger, compute, *arguments):
         kept = compute(*arguments)
     del kept
     (by_phase,) = ledger.peaks().values()
-    return max(peak.num_bytes - peak.by_kind.get("arguments", 0) for peak in by_phase.values()) / 2**20
+    return max(peak.total() - peak["arguments"] for peak in by_phase.values()) / 2**20
 
 
 @pytest.mark.parametrize("align_corners", [True, False])
