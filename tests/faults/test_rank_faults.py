@@ -60,7 +60,7 @@ def test_stalled_rank_exits_8_with_stacks(new_run: NewRun, invariants: Invariant
     os.kill(ranks_of(run)[1], signal.SIGSTOP)
     done = run.ended(program, 180)  # type: ignore[arg-type]
     assert done.returncode == 8, done.stderr
-    assert "rank 0 in" in (run.events("run_end")[-1]["reason"] or "")
+    assert "all stacks are in" in (run.events("run_end")[-1]["reason"] or "")
     assert (run.folder / "stacks.log").stat().st_size > 0
     invariants.assert_clean_processes(run, within_s=10)
     invariants.assert_nothing_lost(run)
