@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, TiffImagePlugin
+from PIL import Image
 
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -24,7 +24,6 @@ from segapp.inference.predict import OutputPlan, Saved, find_images, predict_fil
 from segapp.inference.predict.outputs import PROBABILITY_SCALE, PngWriter
 from segapp.inference.predict.pipeline import BoundedExecutor, ahead
 from segapp.inference.predict.predictor import predict_strips
-from segapp.inference.predict.reading import world_file
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
@@ -224,19 +223,6 @@ def test_exif_is_applied_and_overlay_keeps_colour_profile(tmp_path: Path) -> Non
     assert overlay.info["icc_profile"] == b"profile of a camera"
     assert "icc_profile" not in labels.info
     assert np.array_equal(np.array(labels), Blur().labels(upright[None])[0])
-
-
-def test_geotiff_position_is_written_to_a_world_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segapp.inference.predict.reading.has_rasterio", lambda: False)
-    tags = TiffImagePlugin.ImageFileDirectory_v2()
-    tags.tagtype[33550] = tags.tagtype[33922] = 12
-    tags[33550] = (0.5, 0.25, 0.0)
-    tags[33922] = (0.0, 0.0, 0.0, 1000.0, 2000.0, 0.0)
-    Image.fromarray(photo(20, 30)).save(tmp_path / "geo.tif", tiffinfo=tags)
-    predict(tmp_path / "geo.tif", tmp_path / "out", ["labels"])
-    lines = (tmp_path / "out" / "labels" / "geo.pgw").read_text().split()
-    assert [float(line) for line in lines] == [0.5, 0.0, 0.0, -0.25, 1000.25, 1999.875]
-    assert world_file({}) is None
 
 
 def make_video(path: Path, num_frames: int, size: tuple[int, int] = (64, 96), rate: float = 12.5) -> list[np.ndarray]:

@@ -30,7 +30,7 @@ from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_w
 from segapp.inference.predict.polygons import CocoFile, PolygonPlan, write_vectors
 from segapp.inference.predict.predictor import Strip
 from segapp.inference.predict.reading import Picture
-from segapp.run.files import remove_quietly, temporary_name, write_atomic
+from segapp.run.files import remove_quietly, temporary_name
 
 Saved = Literal["labels", "color", "overlay", "confidence", "probabilities"]
 SAVED: tuple[Saved, ...] = get_args(Saved)
@@ -203,7 +203,7 @@ Rows = Callable[[Strip], NDArray[Any]]
 
 
 class _PictureFile(_Writer):
-    """GeoTIFF of a georeferenced image; else a PNG, with a world file if only the transform is known.
+    """GeoTIFF of a georeferenced image; else a PNG.
 
     `rows` returns the rows of a strip as they are stored; the options are the same as for `PngWriter`.
     """
@@ -227,8 +227,6 @@ class _PictureFile(_Writer):
 
     def finish(self) -> None:
         self._image.finish()
-        if self._picture.world is not None:
-            write_atomic(self.path.with_suffix(".pgw"), self._picture.world)
 
 
 class _Probabilities(_Writer):

@@ -1,8 +1,8 @@
 """Images and videos to predict, from files, folders and globs, with the metadata that is copied to the outputs.
 
 The EXIF orientation is applied, as in training, so outputs are upright. The ICC profile is copied to the overlay. The
-outputs of a GeoTIFF are GeoTIFFs with its coordinate system and transform; without rasterio they are PNGs, with a world
-file that only has the transform. Other metadata is dropped.
+outputs of a GeoTIFF are GeoTIFFs with its coordinate system and transform, if rasterio is installed. Other metadata is
+dropped.
 """
 
 from __future__ import annotations
@@ -126,8 +126,6 @@ def _distinct(images: list[InputFile]) -> list[InputFile]:
 
 MAX_PREDICTED_PX = 2**30
 """Limit of OpenCV."""
-_MODEL_PIXEL_SCALE, _MODEL_TIEPOINT, _MODEL_TRANSFORMATION = 33550, 33922, 34264
-_RASTER_TYPE_KEY, _PIXEL_IS_POINT = 1025, 2
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,6 @@ class Picture:
     file: InputFile
     pixels: Any  # (H, W, B), as stored in the file, upright
     profile: bytes | None = None  # ICC profile
-    world: str | None = None  # content of the world file (georeference)
     georeference: Georeference | None = None  # of a GeoTIFF; the outputs are then GeoTIFFs too
 
     @property
@@ -157,42 +154,15 @@ def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
         georeference = read_georeference(file.path)
         if georeference is not None:
             return Picture(file, pixels, georeference=georeference)
-    has_metadata = header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"}
-    return Picture(file, pixels, *(_metadata(file) if has_metadata else ()))
+    return Picture(
+        file, pixels, _icc_profile(file) if header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"} else None
+    )
 
 
-def _metadata(file: InputFile) -> tuple[bytes | None, str | None]:
-    """Return ICC profile and world file; None if they are missing or damaged."""
+def _icc_profile(file: InputFile) -> bytes | None:
+    """Return the ICC profile of an RGB image; None if it is missing, damaged, or describes CMYK or gray."""
     try:
         with Image.open(file.path) as image:
-            profile = image.info.get("icc_profile")
-            if image.mode != "RGB":
-                profile = None  # it describes CMYK or gray, but the pixels are RGB now
-            tags = dict(getattr(image, "tag_v2", {}))
-            return profile, world_file(tags)
+            return image.info.get("icc_profile") if image.mode == "RGB" else None
     except Exception:
-        return None, None
-
-
-def world_file(tags: dict[int, Any]) -> str | None:
-    """Return a world file from the tags of a GeoTIFF (OGC 19-008r4, B.6); None without a georeference.
-
-    The origin of a world file is the center of the top left pixel, the origin of a GeoTIFF normally its corner.
-
-    >>> world_file({33550: (0.5, 0.5, 0.0), 33922: (0.0, 0.0, 0.0, 100.0, 200.0, 0.0)}).split()[4:]
-    ['100.25', '199.75']
-    """
-    if _MODEL_TRANSFORMATION in tags:
-        a, b, _, c, d, e, _, f = tags[_MODEL_TRANSFORMATION][:8]
-    elif _MODEL_PIXEL_SCALE in tags and _MODEL_TIEPOINT in tags:
-        (width, height, *_), (i, j, _, x, y, *_) = tags[_MODEL_PIXEL_SCALE], tags[_MODEL_TIEPOINT]
-        a, b, c, d, e, f = width, 0.0, x - i * width, 0.0, -height, y + j * height
-    else:
         return None
-    keys = tags.get(34735, ())
-    is_point = any(
-        keys[at] == _RASTER_TYPE_KEY and keys[at + 3] == _PIXEL_IS_POINT for at in range(4, len(keys) - 3, 4)
-    )
-    half = 0.0 if is_point else 0.5
-    values = a, d, b, e, c + half * (a + b), f + half * (d + e)
-    return "".join(f"{float(value)!r}\n" for value in values)
