@@ -194,7 +194,7 @@ class View:
     def judge(self) -> SplitJudge:
         """The trainer's judge of splits, with the devices' memory from the last sample.
 
-        Runs of older versions did not write it; then it is made from observations.
+        Without one in the events, it is made from observations.
         """
         judge = self._judge
         if judge is None:
