@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -58,8 +57,8 @@ def seen(tmp_path: Path) -> Iterator[Network]:
         yield seen
 
 
-def write_map(path: Path, crs: str) -> None:
-    """A GeoTIFF, and a GeoJSON next to it in a coordinate system."""
+def write_map(path: Path) -> None:
+    """A GeoTIFF."""
     rasterio = pytest.importorskip("rasterio")
     from rasterio.transform import from_origin
 
@@ -67,19 +66,11 @@ def write_map(path: Path, crs: str) -> None:
     profile = {"driver": "GTiff", "width": 40, "height": 30, "count": 3, "dtype": "uint8", "crs": "EPSG:32632"}
     with rasterio.open(path.absolute(), "w", **profile, transform=from_origin(500000, 5000030, 1, 1)) as file:
         file.write(np.random.default_rng(0).integers(0, 255, (3, 30, 40), np.uint8))
-    ring = [[500005, 5000005], [500025, 5000005], [500025, 5000020], [500005, 5000020], [500005, 5000005]]
-    feature = {
-        "type": "Feature",
-        "properties": {"class": "roof"},
-        "geometry": {"type": "Polygon", "coordinates": [ring]},
-    }
-    content = {"type": "FeatureCollection", "features": [feature], "crs": {"properties": {"name": crs}}}
-    path.with_suffix(".geojson").write_text(json.dumps(content))
 
 
 def write_hostile_files(folder: Path, address: str) -> None:
     """Images and videos whose content or name is an address."""
-    write_map(folder / f"http:{address}?map.tif", "EPSG:32632")
+    write_map(folder / f"http:{address}?map.tif")
     wide = np.zeros((20, 30, 5), np.float32)
     pytest.importorskip("tifffile").imwrite(folder / f"http:{address}?wide.tif", wide)
     vrt = '<VRTDataset rasterXSize="20" rasterYSize="20"><VRTRasterBand dataType="Byte" band="1"><SimpleSource>'
@@ -108,7 +99,7 @@ def place(seen: Network, stranger: Path, tiny_root: Path, tmp_path: Path) -> Pat
     with_trackers(place / "stranger", mlflow=f"http://{seen.address}", wandb="stranger")
     shutil.copyfile(stranger / "../config.yaml", place / "config.yaml")
     write_hostile_files(place, seen.address)
-    write_map(place / "maps" / "a.tif", f"http://{seen.address}/crs")
+    write_map(place / "maps" / "a.tif")
     shutil.copyfile(ROOT / "segapp/docs/examples/own_parts.py", place / "own_parts.py")
     return place
 

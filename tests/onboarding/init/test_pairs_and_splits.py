@@ -317,8 +317,9 @@ def test_a_list_does_not_change_the_splits_of_folders() -> None:
     from segapp.onboarding.layout import Layout, Pair
 
     pairs = tuple(Pair(path, path.replace("images", "masks"), path.split("/")[1]) for path in images)
-    table = Table("images.txt", (), tuple((path,) for path in images))
-    assert with_listed_splits([table], Layout("masks", pairs, 0.99)).pairs == pairs
+    tables = [Table("train.txt", (), tuple((path,) for path in images[2:]))]
+    tables.append(Table("val.txt", (), tuple((path,) for path in images[:2])))
+    assert with_listed_splits(tables, Layout("masks", pairs, 0.99)).pairs == pairs
 
 
 def test_words_of_splits() -> None:
