@@ -25,8 +25,8 @@ NAMES_CUDA = re.compile(r"torch\.cuda\b|[!=]= \"cuda\"|is_cuda|\(\"cuda\"")
 
 ABOUT_CUDA = {
     "segapp/accelerator.py": "the seam",
-    "segapp/build/devices.py": "`auto` starts ranks where NCCL joins them",
-    "segapp/build/step.py": "TF32 switches of cuBLAS and cuDNN, and operators without a deterministic kernel on CUDA",
+    "segapp/build/devices.py": "`auto` starts ranks where NCCL joins them; TF32 switches of cuBLAS and cuDNN",
+    "segapp/build/step.py": "operators without a deterministic kernel on CUDA",
     "segapp/commands/doctor.py": "what is wrong with a CUDA installation",
     "segapp/commands/sweep.py": "CUDA_VISIBLE_DEVICES of the trials of a sweep",
     "segapp/export/runner.py": "CUDAExecutionProvider of onnxruntime",
