@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -17,7 +16,7 @@ from segapp.config.modes import auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, PeakError, calibrated
 from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room, fits
-from segapp.memory.peaks import PlannedPeaks, SimulationJob, SimulationResult, fit_model, splits_to_simulate
+from segapp.memory.peaks import PlannedPeaks, SimulationJob, SimulationResult, Split, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     BLAS_MIB,
     LARGEST_BATCH,
@@ -45,6 +44,11 @@ Sets = tuple[tuple[str, ...], ...]
 MOST_TRIES = 3
 """Maximum number of splits that are tried with simulated steps, the fastest by estimate first."""
 
+ALMOST = 1.25
+"""Memory with all blocks recomputed, relative to a GPU's, up to which fewer blocks are tried.
+
+A small network may need less with its last blocks kept."""
+
 
 class RecomputeSearch:
     """Finds ways to fit a step of a given number of images into the memory of the GPUs, and the fastest of them.
@@ -66,6 +70,7 @@ class RecomputeSearch:
         self._nothing: Sets = ((),) * self._num_sets
         self._all: Sets = (self._blocks,) * self._num_sets
         self._planners: dict[tuple[int, Sets], Planner] = {(min(2, job.accumulate), self._nothing): planner}
+        self._known: dict[tuple[Split, Sets, int], Fit] = {}
 
     def planner(self, accumulate: int, sets: Sets | None = None) -> Planner:
         """Return the planner of steps with this number of micro-batches and these blocks recomputed; None: no block."""
@@ -103,26 +108,26 @@ class RecomputeSearch:
 
     def fastest(self, candidates: Sequence[tuple[PlanRow, int]]) -> Fit | None:
         """Return the fastest way that fits, with recomputed blocks if necessary; None if there is none."""
-        estimates = []
-        for row, accumulate in candidates:
-            step_s = self._estimate_s(row, accumulate)
-            if step_s is not None:
-                estimates.append((step_s, row.fullest(self._gpus), row, accumulate))
-        ordered = sorted(estimates, key=lambda each: each[:2])[:MOST_TRIES]
-        return next(filter(None, (self._fewest(row, accumulate) for _, _, row, accumulate in ordered)), None)
+        estimates = [(*self._estimate(row, accumulate), row, accumulate) for row, accumulate in candidates]
+        ordered = sorted(estimates, key=lambda each: each[:3])[:MOST_TRIES]
+        return next(filter(None, (self._fewest(row, accumulate) for *_, row, accumulate in ordered)), None)
 
-    def _estimate_s(self, row: PlanRow, accumulate: int) -> float | None:
-        """Return the seconds of a step, if memory and time are proportional to the recomputed blocks; None: no fit."""
+    def _estimate(self, row: PlanRow, accumulate: int) -> tuple[bool, float, float]:
+        """Return values to sort splits by: whether not even all blocks seem enough, the time of a step, its memory.
+
+        Memory and time are taken as proportional to the recomputed blocks.
+        """
         plain, frugal = self.planner(accumulate), self.most_frugal(accumulate)
         plain_s, frugal_s = (each.model.step_s(row.split, accumulate) for each in (plain, frugal))
         if row.fits:
-            return plain_s
+            return False, plain_s, row.fullest(self._gpus)
         tensors_mib = frugal.tensors_mib(frugal.model.peak_mib(row.split))
-        if not frugal.all_fit(tensors_mib):
-            return None
         needed = zip(self._gpus, row.peak_mib, frugal.required_mib(tensors_mib), strict=True)
-        shares = [(most - gpu.total_mib) / (most - least) for gpu, most, least in needed if most > gpu.total_mib]
-        return plain_s + max(shares, default=0.0) * (frugal_s - plain_s)
+        shares = [
+            (most - gpu.total_mib) / (most - least) for gpu, most, least in needed if most > max(gpu.total_mib, least)
+        ]
+        step_s = plain_s + max(shares, default=1.0) * (frugal_s - plain_s)
+        return not frugal.all_fit(tensors_mib), step_s, row.fullest(self._gpus)
 
     def _fewest(self, row: PlanRow, accumulate: int) -> Fit | None:
         """Return a split with as few of the first or of the last blocks recomputed as fit, whichever is faster.
@@ -131,6 +136,9 @@ class RecomputeSearch:
         """
         if row.fits and (plain := self._simulated(row, self._nothing, accumulate)).fits:
             return plain
+        needed = zip(self.all(row, accumulate).peak_mib, self._gpus, strict=True)
+        if not all(fits(mib / ALMOST, gpu.total_mib) for mib, gpu in needed):
+            return None
         found = (self._bisected(row, accumulate, order) for order in (self._blocks, self._blocks[::-1]))
         return min((each for each in found if each.fits), key=lambda each: each.step_s, default=None)
 
@@ -140,7 +148,6 @@ class RecomputeSearch:
         Devices with sets of their own are bisected at the same time, each by its own peak.
         """
 
-        @functools.cache
         def with_first(*counts: int) -> Fit:
             chosen = [set(order[:count]) for count in counts]
             sets = tuple(tuple(name for name in self._blocks if name in names) for names in chosen)
@@ -189,7 +196,13 @@ class RecomputeSearch:
         return Fit(sum(split), accumulate, row.gpu0_bsz, split, "off", self._nothing, peak_mib, row.fits, step_s)
 
     def _simulated(self, row: PlanRow, sets: Sets, accumulate: int) -> Fit:
-        """Return a split with these blocks recomputed, with the peaks of a simulated step."""
+        """Return a split with these blocks recomputed, with the peaks of a step that is simulated once."""
+        key = row.split, sets, accumulate
+        if key not in self._known:
+            self._known[key] = self._simulate(row, sets, accumulate)
+        return self._known[key]
+
+    def _simulate(self, row: PlanRow, sets: Sets, accumulate: int) -> Fit:
         job, planner = replace(self._job, accumulate=accumulate), self.planner(accumulate)
         if job.mode == "ddp":
             ranks = list(dict.fromkeys(zip(row.split, sets, strict=True)))
