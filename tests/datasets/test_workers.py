@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from segapp.build.data import build_load_options
-from segapp.config import DataConfig
+from segapp.config import RunConfig, validate_config
 from segapp.datasets import resources
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
@@ -64,28 +64,29 @@ def dataset(write_pairs: Callable[..., tuple[ImagePair, ...]], scheme: ClassSche
     return SegmentationDataset(write_pairs([(40, 50)] * 4), scheme, TrainTransform((24, 32)))
 
 
-def data_config(**more: object) -> DataConfig:
-    return DataConfig.model_validate({"format": "folder", "root": ".", "crop_px": [24, 32], **more})
+def run_config(hang_timeout_s: float = 35, **data: object) -> RunConfig:
+    section = {"format": "folder", "root": ".", "classes": ["a", "b"], "crop_px": [24, 32], **data}
+    return validate_config({"name": "x", "data": section, "train": {"hang_timeout_s": hang_timeout_s}})
 
 
 def test_ranks_of_a_machine_divide_its_cores(dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "usable_cores", lambda: 48.0)
     monkeypatch.setattr("segapp.build.data.sample_seconds", lambda _: 1000.0)
-    data, device, found = data_config(), torch.device("cuda"), []
+    config, device, found = run_config(), torch.device("cuda"), []
     for ranks in ("", "1", "8"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        found.append(build_load_options(data, dataset, device, 8).workers)
+        found.append(build_load_options(config, dataset, device, 8).workers)
     assert found == [47, 47, 5]
     monkeypatch.setattr("segapp.build.data.shared_bytes_of_rank", lambda: 12 * 8 * 24 * 32 * 4)
-    assert build_load_options(data, dataset, device, 8).workers == 3
+    assert build_load_options(config, dataset, device, 8).workers == 3
     # Each worker also loads two validation images of as many pixels as the batch ahead.
-    assert build_load_options(data, dataset, device, 8, further_px=8 * 24 * 32).workers == 1
-    assert build_load_options(data_config(workers=7), dataset, device, 8).workers == 7
+    assert build_load_options(config, dataset, device, 8, further_px=8 * 24 * 32).workers == 1
+    assert build_load_options(run_config(workers=7), dataset, device, 8).workers == 7
 
 
 @pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cpu", False)])
 def test_batches_for_a_gpu_are_page_locked(device: str, is_pinned: bool, dataset: SegmentationDataset) -> None:
-    options = build_load_options(data_config(workers=1, timeout_s=7), dataset, torch.device(device), 8)
+    options = build_load_options(run_config(workers=1), dataset, torch.device(device), 8)
     assert (options.pin_memory, options.timeout_s) == (is_pinned, 7)
 
 
