@@ -55,6 +55,11 @@ Plane = NDArray[np.bool_]
 _MOST_SHARED = 0.03
 """Share of the labeled pixels with several classes above which classes do not exclude each other; borders touch."""
 _OPEN = 0.9  # confidence of interpretations of which the user must choose one, if there are two
+_ANNOTATOR = re.compile(
+    r"(annotators?|raters?|experts?|readers?|observers?|doctors?|graders?|users?|labell?ers?|manual|person|[aroe])"
+    r"[_\- ]?\d+|\d+(st|nd|rd|th)[_\- ]?(annotator|rater|expert|reader|observer|manual|ho)?",
+    re.IGNORECASE,
+)
 _ALIKE = 0.5
 """Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
 _NUM_LOOKED = 24
@@ -338,6 +343,8 @@ def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout
     named = list(dict.fromkeys(name for own in by_image.values() for name in own))
     scenes = {part for path in images for part in path.split("/")[:-1]}
     if len(named) < 2 or scenes & set(named):
+        return None
+    if all(_ANNOTATOR.fullmatch(name) for name in named):
         return None
     classes = {name: _class_name(name) for name in named}
     if not all(classes.values()) or len(set(classes.values())) < len(classes) or len(named) > max(2, len(by_image) * 2):
