@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from segapp.build.trained import TrainedState
 
 CRITIC_LR = 0.0004
-"""Initial learning rate of the critic; it follows the schedule. This and the next value are those of Liu et al."""
+"""Initial learning rate of the critic; it follows the schedule. Both values are from Liu et al., 2019."""
 PENALTY_WEIGHT = 10.0
 """Weight of the critic's gradient penalty."""
 

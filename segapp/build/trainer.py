@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from segapp.build.criterion import cached_frequencies, class_weights
 from segapp.build.data import build_dataset, build_load_options, build_order
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference, fill_in_base
@@ -28,7 +27,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.sampling import Order
-from segapp.datasets.targets import ClassFrequencies
+from segapp.datasets.targets import ClassFrequencies, cached_frequencies, class_weights
 from segapp.errors import ConfigError
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.models.network import BaseReference

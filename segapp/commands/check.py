@@ -21,7 +21,6 @@ from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
 
-from segapp.build.criterion import RULES, class_weights
 from segapp.build.pairs import (
     build_location,
     build_pairs,
@@ -44,6 +43,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import ID_MODES, read_masks
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.sampling import Order, uniform_order
+from segapp.datasets.targets import RULES, class_weights
 from segapp.errors import DataError, storage_errors
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines

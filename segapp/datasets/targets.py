@@ -1,4 +1,4 @@
-"""Counts of the masks of a split, errors for masks from which nothing can be learned, and notes for the user.
+"""Counts of the masks of a split, weights of classes, errors for masks without classes, and notes for the user.
 
 `read_targets` counts masks before a training, `datasets.inspection` counts them for `segapp check`; both use this
 module.
@@ -6,9 +6,15 @@ module.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +26,7 @@ from segapp.datasets.images.windows import mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, all_unknown
 from segapp.datasets.own_data import OwnPair
-from segapp.errors import DataError
+from segapp.errors import DataError, accepted_words
 
 IGNORED_SHARE = 0.01
 """Share of ignored pixels from which their cause is reported."""
@@ -325,3 +331,70 @@ def _ignored_ids(scheme: ClassScheme) -> list[int]:
     if scheme.ignore_index >= 0 and scheme.ignore_index not in (scheme.label_map or {}):
         ids.add(scheme.ignore_index)
     return sorted(ids)
+
+
+RULES = ("inverse", "enet", "median-frequency")
+
+
+def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
+    """Return one weight per class; 0 for a class that never occurs.
+
+    The rules: `inverse`: 1 / share of pixels, scaled to mean 1 over the present classes; `enet`: 1 / ln(1.02 + share)
+    (Paszke et al., ENet, 2016); `median-frequency`: median frequency / frequency, where the frequency of a class is its
+    share of the pixels of the images that contain it (Eigen & Fergus, 2015).
+
+    Raises:
+        ValueError: an unknown rule, or no valid pixel at all.
+    """
+    total = sum(frequencies.pixels)
+    if total == 0:
+        raise ValueError("the training masks have no valid pixel: check data.label_map and data.ignore_index")
+    present = [i for i, count in enumerate(frequencies.pixels) if count]
+    share = {i: frequencies.pixels[i] / total for i in present}
+    if rule == "inverse":
+        mean = statistics.fmean(1 / share[i] for i in present)
+        weights = {i: 1 / share[i] / mean for i in present}
+    elif rule == "enet":
+        weights = {i: 1 / math.log(1.02 + share[i]) for i in present}
+    elif rule == "median-frequency":
+        frequency = {i: frequencies.pixels[i] / frequencies.pixels_where_present[i] for i in present}
+        median = statistics.median(frequency.values())
+        weights = {i: median / frequency[i] for i in present}
+    else:
+        raise ValueError(f"class_weights {rule!r} is not known: {accepted_words(rule, RULES)}")
+    return [weights.get(i, 0.0) for i in range(len(frequencies.pixels))]
+
+
+def cached_frequencies(
+    masks: Sequence[Path], key: str, count: Callable[[], ClassFrequencies], folder: Path | None = None
+) -> ClassFrequencies:
+    """Return the frequencies of a set of masks, counted once and then read from the user's cache.
+
+    They are counted again if the name, size or modification time of a mask changes, or the key, which holds everything
+    else that the count depends on (label map, number of classes). The default folder is $XDG_CACHE_HOME/segapp.
+    """
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
+    digest = hashlib.sha256(key.encode())
+    for mask in masks:
+        stat = mask.stat()
+        digest.update(f"{os.fspath(mask.resolve())!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    path = folder / f"frequencies-{digest.hexdigest()[:24]}.json"
+    try:
+        kept: Any = json.loads(path.read_text())
+        return ClassFrequencies(**{key: _as_tuples(value) for key, value in kept.items()})
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass  # no cache file, an invalid one, or an older one: count
+    frequencies = count()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(frequencies)))
+        temporary.replace(path)
+    except OSError:
+        pass  # without a cache the next run counts again
+    return frequencies
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(each) for each in value) if isinstance(value, list) else value

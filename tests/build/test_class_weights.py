@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from segapp.build.criterion import cached_frequencies, class_weights
-from segapp.datasets.targets import ClassFrequencies
+from segapp.datasets.targets import ClassFrequencies, cached_frequencies, class_weights
 
 #: 100 valid pixels in two images of 50: class 0 in both, class 1 in one, class 2 in none.
 COUNTS = ClassFrequencies((80, 20, 0), (2, 1, 0), (100, 50, 0), 7, 2, ((0, 1), (0,)))

@@ -369,7 +369,6 @@ ENVIRONMENT = {
     "TERM": "`dumb` or empty: no TUI; `train` prints lines.",
     "CUDA_VISIBLE_DEVICES": "The GPUs that segapp may use; numbers in `parallel.devices` count within it.",
     "CC": "C compiler for Triton; `doctor` reports it.",
-    "PATH": "segapp looks for `nvidia-smi` and the C compiler here.",
     "RANK": "With `WORLD_SIZE`: set by torchrun; `train` is then one rank and shows no TUI.",
     "WORLD_SIZE": "Set by torchrun: the number of ranks.",
     "LOCAL_RANK": "Set by torchrun: the rank within its machine, which selects the GPU.",
