@@ -130,8 +130,7 @@ class TrainResult:
 class EvalResult(_Scored):
     """Result of an evaluation: everything that `segapp eval` prints; `print(result)` shows the same table.
 
-    With `boundary=True`, `scores` has `boundary_miou`, `mean_surface_dice` and `mean_hausdorff95_px` too, and with
-    groups of classes `groups_miou`. Each of them is an attribute.
+    With groups of classes, `scores` has `groups_miou` too.
 
     Attributes:
         split: name of the data split.
@@ -141,7 +140,6 @@ class EvalResult(_Scored):
         precision: class -> precision.
         recall: class -> recall.
         groups: group of classes -> its IoU; empty if the data set has no groups.
-        boundary: boundary_iou, surface_dice or hausdorff95_px -> class -> value; empty without `boundary=True`.
         checkpoints: the evaluated checkpoints; several of an ensemble.
     """
 
@@ -151,7 +149,6 @@ class EvalResult(_Scored):
     precision: dict[str, float | None]
     recall: dict[str, float | None]
     groups: dict[str, float | None]
-    boundary: dict[str, dict[str, float | None]]
     checkpoints: list[Path]
     text: str = field(default="", repr=False)
 
@@ -162,7 +159,6 @@ class EvalResult(_Scored):
     def rows(self) -> list[dict[str, Any]]:
         """Return a dictionary of scores per class, worst IoU first: `pandas.DataFrame(result.rows())`."""
         columns = {"iou": self.iou, "dice": self.dice, "precision": self.precision, "recall": self.recall}
-        columns |= self.boundary
         names = sorted(self.iou, key=lambda name: (self.iou[name] is None, self.iou[name] or 0.0))
         return [{"class": name, **{key: values[name] for key, values in columns.items()}} for name in names]
 
@@ -466,8 +462,6 @@ def evaluate(
     split: str | None = None,
     slide: bool = False,
     tta: bool = False,
-    boundary: bool = False,
-    tolerance_px: float = 2.0,
     data_root: str | Path | None = None,
     devices: str | None = None,
     config: str | Path | None = None,
@@ -479,8 +473,6 @@ def evaluate(
         split: name of the data split; None: the validation split of the run.
         slide: use a sliding window instead of the whole image.
         tta: average over flipped and scaled copies.
-        boundary: also compute boundary IoU, surface Dice and Hausdorff distances.
-        tolerance_px: tolerance of the surface Dice, in pixels.
         data_root: folder of the data set, if it has moved.
         devices: divide the images among devices, such as "0,1" or "cpu,cpu"; None: the first device of the run.
         config: config of the model, if the target holds only weights.
@@ -489,31 +481,24 @@ def evaluate(
         SegappError: the model or the data cannot be used.
 
     Example:
-        >>> result = evaluate("demo", boundary=True)  # doctest: +SKIP
-        >>> result.miou, result.dice["road"], result.boundary_miou  # doctest: +SKIP
+        >>> result = evaluate("demo", tta=True)  # doctest: +SKIP
+        >>> result.miou, result.dice["road"]  # doctest: +SKIP
     """
     from segapp.commands.evaluate import EvalOptions, as_json, score_lines, score_target
 
     root, config = (None if each is None else str(each) for each in (data_root, config))
-    options = EvalOptions(split, slide, tta, root, boundary, tolerance_px, devices, config=config)
+    options = EvalOptions(split, slide, tta, root, devices, config=config)
     scored = score_target(_listed(target), options)
     raw = as_json(scored)
-    means = ("groups_miou", "boundary_miou", "mean_surface_dice", "mean_hausdorff95_px")
-    by_class: dict[str, dict[str, float | None]] = {
-        key: dict(zip(raw["classes"], raw[key], strict=True))
-        for key in ("iou", "dice", "precision", "recall", "boundary_iou", "surface_dice", "hausdorff95_px")
-        if key in raw
-    }
     return EvalResult(
         split=scored.split,
         num_images=raw["num_images"],
         confusion=scored.found.matrix.numpy(),
-        scores={name: raw[name] for name in (*SCORES, *means) if name in raw},
+        scores={name: raw[name] for name in (*SCORES, "groups_miou") if name in raw},
         groups=raw.get("groups", {}),
         checkpoints=[Path(each["checkpoint"]) for each in raw["networks"]],
         text="\n".join(score_lines(scored)),
-        **{key: by_class.pop(key) for key in ("iou", "dice", "precision", "recall")},
-        boundary=by_class,
+        **{key: dict(zip(raw["classes"], raw[key], strict=True)) for key in ("iou", "dice", "precision", "recall")},
     )
 
 

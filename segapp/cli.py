@@ -330,17 +330,8 @@ def evaluate(
     data_root: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder of the data set, if it has moved.")
     ] = None,
-    boundary: Annotated[
-        bool, typer.Option("--boundary", help="Also compute boundary IoU, surface Dice and Hausdorff distances.")
-    ] = False,
-    tolerance_px: Annotated[
-        float, typer.Option("--tolerance", min=0, metavar="PX", help="Tolerance of the surface Dice in pixels.")
-    ] = 2.0,
     per_image: Annotated[
         Path | None, option("--per-image", "Write the scores of each image to a CSV file.", "FILE.csv")
-    ] = None,
-    confusion: Annotated[
-        Path | None, option("--confusion", "Write a chart of the confusion matrix.", "FILE.svg")
     ] = None,
     devices: Annotated[
         str | None, option("--devices", "Divide the images among devices, e.g. 0,1 or cpu,cpu.", "LIST")
@@ -361,13 +352,10 @@ def evaluate(
         slide,
         tta,
         data_root,
-        boundary,
-        tolerance_px,
         devices,
         as_json=json_out,
         json_file=None if json_file is None else Path(json_file),
         per_image=per_image,
-        confusion=confusion,
         config=config,
     )
     evaluate_target([word for word in targets if word != json_file], options)

@@ -1,33 +1,17 @@
-"""Confusion matrix, the scores computed from it, and scores of boundaries.
+"""Confusion matrix, and the scores computed from it.
 
 The conventions are those used by the Cityscapes evaluation server (`evalPixelLevelSemanticLabeling` in the package
 cityscapesscripts): pixels with an ignored target are not counted; IoU = TP / (TP + FP + FN); a class that occurs
 neither in targets nor in predictions has no IoU, and a class that is only predicted has IoU 0. Dice, which is the F1
 score of the pixels, is 2 TP / (2 TP + FP + FN) with the same rules.
 
-The boundary IoU of a class (Cheng et al., Boundary IoU: Improving Object-Centric Image Segmentation Evaluation, CVPR
-2021) is the IoU of two bands of pixels: one along the edge of its region in the target, one along the edge of its
-region in the prediction. The border of the image is an edge too.
-
-Surface Dice and Hausdorff distance are defined as in the package surface-distance (Nikolov et al., Deep learning to
-achieve clinically applicable segmentation of head and neck anatomy, 2018) for pixels of side 1. A surface is the
-polygon between the centers of the pixels inside and outside a region; each of its elements lies between 2 x 2 pixels
-and has a length. Surface Dice is the share of both surfaces, by length, that is within a tolerance of the other
-surface. The Hausdorff distance (95 %) of an image is the larger of two distances: the distance from the prediction's
-surface within which 95 % of the target's surface lie, and the reverse.
-
 Shapes: N images, C classes, H, W height and width in pixels.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import cv2
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -151,163 +135,6 @@ class LabelCounts:
         return _all_scores(hits.tolist(), in_target.tolist(), in_prediction.tolist(), num_valid_px, accuracy)
 
 
-class BoundaryIoU:
-    """Counts of boundary pixels over any number of images.
-
-    Ignored pixels of the target are not counted and belong to no region, so a region ends at an ignored area as it does
-    at another class. The width of the band is `dilation` of the image diagonal, at least one pixel; the default is the
-    paper's for large images. `counts`, int64 (C, 2), are intersection and union of the bands in pixels.
-    """
-
-    def __init__(self, num_classes: int, ignore_index: int, dilation: float = 0.02) -> None:
-        self.ignore_index, self.dilation = ignore_index, dilation
-        self.counts: NDArray[np.int64] = np.zeros((num_classes, 2), np.int64)
-
-    def update(self, prediction: NDArray[Any], target: NDArray[Any]) -> None:
-        """Count one image: class ids (H, W), in the target also `ignore_index`."""
-        valid = target != self.ignore_index
-        width_px = max(1, round(self.dilation * math.hypot(*target.shape[:2])))
-        for number in np.intersect1d(np.arange(len(self.counts)), np.union1d(np.unique(target), np.unique(prediction))):
-            wanted = boundary((target == number) & valid, width_px)
-            found = boundary((prediction == number) & valid, width_px)
-            self.counts[number] += np.count_nonzero(wanted & found), np.count_nonzero(wanted | found)
-
-    def iou(self) -> tuple[float | None, ...]:
-        """Return the IoU per class; None for a class without a boundary in targets and predictions."""
-        return tuple(int(inter) / int(union) if union else None for inter, union in self.counts)
-
-
-class SurfaceDistances:
-    """Counts of surface Dice and sums of the Hausdorff distances (95 %) of images, over any number of images.
-
-    Elements next to an ignored pixel of the target are left out of both surfaces. `counts`, int64 (C, 7), are for
-    surface Dice the half diagonals and the straight elements within the tolerance, and the total numbers of both; the
-    sum of the Hausdorff distances in units of `RESOLUTION_PX`; the number of images that have such a distance, and of
-    images in which it is not defined, because only the target or only the prediction has the class. Integers have the
-    same sum in any order.
-    """
-
-    RESOLUTION_PX = 2.0**-20
-
-    def __init__(self, num_classes: int, ignore_index: int, tolerance_px: float = 2.0) -> None:
-        self.ignore_index, self.tolerance_px = ignore_index, tolerance_px
-        self.counts: NDArray[np.int64] = np.zeros((num_classes, 7), np.int64)
-
-    def update(self, prediction: NDArray[Any], target: NDArray[Any]) -> None:
-        """Count one image: class ids (H, W), in the target also `ignore_index`."""
-        is_ignored = target == self.ignore_index
-        for number in np.intersect1d(np.arange(len(self.counts)), np.union1d(np.unique(target), np.unique(prediction))):
-            regions = [(ids == number) & ~is_ignored for ids in (target, prediction)]
-            if not any(region.any() for region in regions):
-                continue
-            place = _bounding_box(regions[0] | regions[1])
-            codes = [_surface(region[place], is_ignored[place]) for region in regions]
-            self.counts[number] += self._of_surfaces(*codes)
-
-    def _of_surfaces(self, *codes: NDArray[np.uint8]) -> NDArray[np.int64]:
-        counts = np.zeros(7, np.int64)
-        farthest_px = 0.0
-        is_both = all(code.any() for code in codes)
-        for own, other in (codes, codes[::-1]):
-            half_diagonals, straight = _HALF_DIAGONALS[own[own > 0]], _STRAIGHT[own[own > 0]]
-            counts[2:4] += half_diagonals.sum(), straight.sum()
-            if is_both:
-                distance_px = _distance_to(other > 0)[own > 0]
-                is_near = distance_px <= self.tolerance_px
-                counts[:2] += half_diagonals[is_near].sum(), straight[is_near].sum()
-                order = np.argsort(distance_px, kind="stable")
-                lengths = np.cumsum((half_diagonals * math.sqrt(0.5) + straight)[order])
-                last = np.searchsorted(lengths, 0.95 * lengths[-1])
-                farthest_px = max(farthest_px, float(distance_px[order][min(int(last), len(order) - 1)]))
-        if is_both:
-            counts[4:6] = round(farthest_px / self.RESOLUTION_PX), 1
-        else:
-            counts[6] = any(code.any() for code in codes)
-        return counts
-
-    def surface_dice(self) -> tuple[float | None, ...]:
-        """Return the surface Dice per class over all images; None for a class without a surface."""
-        lengths = self.counts[:, :4] @ np.array([[math.sqrt(0.5), 0], [1, 0], [0, math.sqrt(0.5)], [0, 1]])
-        return tuple(near / whole if whole else None for near, whole in lengths.tolist())
-
-    def hausdorff_px(self) -> tuple[float | None, ...]:
-        """Return the mean Hausdorff distance (95 %) per class in pixels, over the images that have one."""
-        rows = self.counts[:, 4:6].tolist()
-        return tuple(total * self.RESOLUTION_PX / num_images if num_images else None for total, num_images in rows)
-
-    def num_undefined(self) -> tuple[int, ...]:
-        """Return, per class, the images in which only the target or only the prediction has a surface."""
-        return tuple(self.counts[:, 6].tolist())
-
-
-_HALF_DIAGONALS = np.array([0, 1, 1, 0, 1, 0, 2, 1, 1, 2, 0, 1, 0, 1, 1, 0])
-"""Half diagonals between 2 x 2 pixels; bits are set for the pixels inside: 8 and 4 above, 2 and 1 below."""
-_STRAIGHT = np.array([0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0])
-
-
-def _surface(region: NDArray[np.bool_], is_ignored: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Return which pixels around each corner are inside, uint8 (H + 1, W + 1); 0 without a surface."""
-    inside, unknown = np.pad(region, 1), np.pad(is_ignored, 1)
-
-    def of_corners(pixels: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        above, below = (8 * pixels[:-1, :-1] + 4 * pixels[:-1, 1:], 2 * pixels[1:, :-1] + 1 * pixels[1:, 1:])
-        return np.asarray(above + below, np.uint8)
-
-    codes = of_corners(inside)
-    codes[(codes == 15) | (of_corners(unknown) > 0)] = 0
-    return codes
-
-
-def _bounding_box(region: NDArray[np.bool_]) -> tuple[slice, slice]:
-    """Return the rows and columns of a region that is not empty, and one more on each side within the image."""
-    rows, columns = np.flatnonzero(region.any(1)), np.flatnonzero(region.any(0))
-    return (
-        slice(max(0, int(rows[0]) - 1), int(rows[-1]) + 2),
-        slice(max(0, int(columns[0]) - 1), int(columns[-1]) + 2),
-    )
-
-
-def _distance_to(pixels: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the distance of each pixel to the nearest set pixel; at least one must be set."""
-    distance = cv2.distanceTransform((~pixels).astype(np.uint8), cv2.DIST_L2, cv2.DIST_MASK_PRECISE)
-    return np.asarray(np.sqrt(np.rint(np.square(distance.astype(np.float64)))))  # exact: squares are integers
-
-
-@dataclass(frozen=True)
-class BoundaryScores:
-    """Scores of the boundaries of each class; None if a class has none."""
-
-    iou: tuple[float | None, ...]
-    surface_dice: tuple[float | None, ...]
-    hausdorff_px: tuple[float | None, ...]  # mean over the images with the class in target and prediction
-    num_undefined: tuple[int, ...]  # images with the class in only one of them
-    tolerance_px: float  # tolerance of surface Dice
-
-
-class BoundaryCounts:
-    """Counts of boundary IoU, surface Dice and Hausdorff distances over any number of images."""
-
-    def __init__(self, num_classes: int, ignore_index: int, tolerance_px: float = 2.0) -> None:
-        self.bands = BoundaryIoU(num_classes, ignore_index)
-        self.surfaces = SurfaceDistances(num_classes, ignore_index, tolerance_px)
-
-    def update(self, prediction: NDArray[Any], target: NDArray[Any]) -> None:
-        """Count one image: class ids (H, W), in the target also the ignored id."""
-        self.bands.update(prediction, target)
-        self.surfaces.update(prediction, target)
-
-    def scores(self) -> BoundaryScores:
-        """Return the scores of all counts."""
-        surfaces = self.surfaces
-        return BoundaryScores(
-            self.bands.iou(),
-            surfaces.surface_dice(),
-            surfaces.hausdorff_px(),
-            surfaces.num_undefined(),
-            surfaces.tolerance_px,
-        )
-
-
 Counts = ConfusionMatrix | LabelCounts
 """Counts of an evaluation with one class per pixel, or with several."""
 
@@ -348,16 +175,6 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def boundary(region: NDArray[Any], width_px: int) -> NDArray[np.bool_]:
-    """Return the pixels of a region (H, W) that `width_px` erosions by 3 x 3 remove; bool (H, W)."""
-    padded = np.pad(region.astype(np.uint8), 1)  # so that the border of the image is an edge
-    # Erosion by a square of 2 d + 1 equals d erosions by 3 x 3; OpenCV separates it into two passes.
-    side = 2 * width_px + 1
-    outside = {"borderType": cv2.BORDER_CONSTANT, "borderValue": 0}
-    inner = cv2.erode(padded, cv2.getStructuringElement(cv2.MORPH_RECT, (side, side)), **outside)
-    return np.asarray((padded - inner)[1:-1, 1:-1] > 0)
 
 
 def _all_scores(

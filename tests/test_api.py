@@ -93,7 +93,7 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert [(row.epoch, row.step) for row in again.history] == [(1, 5), (2, 10)]
     assert again.history[0] == first.val
     assert api.history(run) == again.history
-    found = evaluate(run, boundary=True, devices="cpu")
+    found = evaluate(run, devices="cpu")
     assert list(found.iou) == list(again.val.iou) == ["ground", "box", "disc"]
     assert (found.num_scored, found.num_classes) == (3, 3)
     best = max(again.history, key=lambda row: row.miou)
@@ -143,7 +143,7 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
 
 @pytest.mark.parametrize(
     ("function", "command", "only_printed"),
-    [(predict, "predict", set()), (evaluate, "eval", {"json_out", "per_image", "confusion"})],
+    [(predict, "predict", set()), (evaluate, "eval", {"json_out", "per_image"})],
 )
 def test_functions_have_the_options_of_their_commands(function: Any, command: str, only_printed: set[str]) -> None:
     options = {each.name for each in typer.main.get_command(app).commands[command].params}  # type: ignore[attr-defined]
@@ -160,8 +160,6 @@ def check_scores(found: segapp.EvalResult) -> None:
     known = {name: own[at] / predicted[at] if predicted[at] else None for at, name in enumerate(found.iou)}
     assert found.precision == pytest.approx(known)
     assert found.mean_dice == pytest.approx(np.mean(list(found.dice.values())))
-    edges = [value for value in found.boundary["boundary_iou"].values() if value is not None]
-    assert found.boundary_miou == pytest.approx(np.mean(edges))
     rows = found.rows()
     assert [row["iou"] for row in rows] == sorted(found.iou.values())  # type: ignore[type-var]
     assert {row["class"]: row["dice"] for row in rows} == found.dice

@@ -7,17 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
-import surface_distance
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from scipy.ndimage import binary_erosion
 
-from segapp.metrics import BoundaryIoU, ConfusionMatrix, LabelCounts, SurfaceDistances, boundary
+from segapp.metrics import ConfusionMatrix, LabelCounts
 
 
 def confusion_of(prediction, target, num_classes, **kwargs) -> ConfusionMatrix:
@@ -321,146 +318,3 @@ def test_metrics_load_nothing_of_segapp_and_no_vision_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['segapp.metrics']"
-
-
-def slow_boundary(region: np.ndarray, width_px: int) -> np.ndarray:
-    """Return the pixels of a region (H, W) that are at most `width_px` rows and columns from a pixel outside it."""
-    height, width = region.shape
-    found = np.zeros_like(region)
-    for y in range(height):
-        for x in range(width):
-            near = [
-                (v, u) for v in range(y - width_px, y + width_px + 1) for u in range(x - width_px, x + width_px + 1)
-            ]
-            is_edge = any(not (0 <= v < height and 0 <= u < width) or not region[v, u] for v, u in near)
-            found[y, x] = region[y, x] and is_edge
-    return found
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 12), st.integers(1, 14), st.integers(1, 3), st.integers(0, 1000))
-def test_boundary_equals_search_around_every_pixel(h: int, w: int, width_px: int, seed: int) -> None:
-    region = np.random.default_rng(seed).random((h, w)) < 0.85
-    assert np.array_equal(boundary(region, width_px), slow_boundary(region, width_px))
-
-
-def test_boundary_iou_equals_slow_one_with_ignored_pixels() -> None:
-    rng = np.random.default_rng(0)
-    counter = BoundaryIoU(4, 255, dilation=0.1)
-    inter, union = np.zeros(4), np.zeros(4)
-    for _ in range(3):
-        target, prediction = (np.kron(rng.integers(0, 3, (4, 5)), np.ones((4, 4), int)).astype(np.uint8) for _ in "ab")
-        target[rng.random(target.shape) < 0.05] = 255
-        counter.update(prediction, target)
-        width_px = max(1, round(0.1 * float(np.hypot(*target.shape))))
-        for c in range(4):
-            a = slow_boundary((target == c) & (target != 255), width_px)
-            b = slow_boundary((prediction == c) & (target != 255), width_px)
-            inter[c] += (a & b).sum()
-            union[c] += (a | b).sum()
-    assert counter.iou()[3] is None
-    assert counter.iou()[:3] == tuple(inter[:3] / union[:3])
-
-
-def published_boundary(region: np.ndarray) -> np.ndarray:
-    """Return the region (H, W) minus its erosion by d pixels, d = 2 % of the diagonal and at least 1 (section 4)."""
-    width_px = max(1, round(0.02 * float(np.hypot(*region.shape))))
-    return region & ~binary_erosion(region, np.ones((3, 3)), iterations=width_px)
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([0.0, 0.01, 1.0]), st.integers(0, 2**32))
-def test_boundary_iou_has_the_published_definition(rows: int, columns: int, ignored: float, seed: int) -> None:
-    """Per class over all images; the paper has no ignored pixels: ours belong to no region and are not counted."""
-    rng = np.random.default_rng(seed)
-    counter, counts = BoundaryIoU(4, 255), np.zeros((4, 2))
-    for side in (3, 7):
-        shape = side * rows, side * columns + 2
-        target, prediction = (
-            cv2.resize(rng.integers(0, 3, (rows, columns), np.uint8), shape[::-1], interpolation=cv2.INTER_NEAREST)
-            for _ in range(2)
-        )
-        prediction = np.where(rng.random(shape) < 0.9, target, prediction)
-        target[rng.random(shape) < ignored] = 255
-        counter.update(prediction, target)
-        for c in range(4):
-            wanted, found = (published_boundary((ids == c) & (target != 255)) for ids in (target, prediction))
-            counts[c] += (wanted & found).sum(), (wanted | found).sum()
-    assert counter.iou() == tuple(inter / union if union else None for inter, union in counts)
-
-
-def drawn(seed: int, shape: tuple[int, int]) -> np.ndarray:
-    """Return blobs of three classes, of which some touch the border."""
-    rng = np.random.default_rng(seed)
-    coarse = rng.random((3, max(2, shape[0] // 8), max(2, shape[1] // 8))).astype(np.float32)
-    return np.stack([cv2.resize(each, shape[::-1], interpolation=cv2.INTER_CUBIC) for each in coarse]).argmax(0)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:surface_distance")
-@settings(max_examples=30)
-@given(st.integers(2, 60), st.integers(2, 70), st.integers(0, 5), st.integers(0, 2**32))
-def test_surface_scores_equal_the_published_package(height: int, width: int, tolerance: int, seed: int) -> None:
-    """Per class over all images: lengths add up, and Hausdorff distances have a mean over those that exist."""
-    counter = SurfaceDistances(4, 255, tolerance)
-    near, whole, farthest = np.zeros(4), np.zeros(4), [[] for _ in range(4)]  # type: ignore[var-annotated]
-    for number in range(2):
-        target, prediction = (drawn(seed + 2 * number + each, (height, width)) for each in range(2))
-        counter.update(prediction, target)
-        for c in range(4):
-            found = surface_distance.compute_surface_distances(target == c, prediction == c, (1, 1))
-            for way in (("gt_to_pred", "gt"), ("pred_to_gt", "pred")):
-                lengths = found[f"surfel_areas_{way[1]}"]
-                whole[c] += lengths.sum()
-                near[c] += lengths[found[f"distances_{way[0]}"] <= tolerance].sum()
-            if (target == c).any() and (prediction == c).any():
-                farthest[c].append(surface_distance.compute_robust_hausdorff(found, 95))
-    for c in range(4):
-        expected = near[c] / whole[c] if whole[c] else None
-        assert counter.surface_dice()[c] == (None if expected is None else pytest.approx(expected, rel=1e-12))
-        mean = np.mean(farthest[c]) if farthest[c] else None
-        assert counter.hausdorff_px()[c] == (None if mean is None else pytest.approx(mean, abs=1e-5))
-
-
-def test_surface_scores_of_shifted_squares_by_hand() -> None:
-    """The published case of two pixels side by side, and of two squares of which one has a row more, at spacing 1."""
-    target, prediction = np.zeros((2, 128, 128), np.uint8)
-    target[50, 70] = prediction[50, 72] = 1
-    counter = SurfaceDistances(2, 255, tolerance_px=1)
-    counter.update(prediction, target)
-    assert counter.surface_dice()[1] == 0.5
-    assert counter.hausdorff_px()[1] == 2.0
-    target, prediction = np.zeros((2, 6, 6), np.uint8)
-    target[1:3, 1:3] = prediction[1:4, 1:3] = 1
-    counter = SurfaceDistances(2, 255, tolerance_px=0)
-    counter.update(prediction, target)
-    # Of 4 half diagonals and 4 straight elements all but the lower straight one lie on the other surface; of the other
-    # surface, with 6 straight elements, all but the three of its lower edge. Its half diagonals there stand where the
-    # straight sides of the first one end.
-    diagonal = math.sqrt(0.5)
-    lengths = (4 * diagonal + 3) + (2 * diagonal + 5)
-    assert counter.surface_dice()[1] == pytest.approx(lengths / (8 * diagonal + 10))
-    assert counter.hausdorff_px()[1] == 1.0
-
-
-def test_edges_of_ignored_areas_are_no_surface() -> None:
-    """A class cut by an ignored area is not scored along the cut, wherever the prediction ends under it."""
-    target = np.zeros((40, 40), np.uint8)
-    target[10:30, 5:35] = 1
-    prediction = target.copy()
-    prediction[10:30, 26:35] = 2
-    target[:, 25:] = 255
-    counter = SurfaceDistances(3, 255, tolerance_px=0)
-    counter.update(prediction, target)
-    assert counter.surface_dice() == (1.0, 1.0, None)
-    assert counter.hausdorff_px() == (0.0, 0.0, None)
-    assert counter.num_undefined() == (0, 0, 0)
-
-
-def test_class_in_the_prediction_alone_has_no_distance() -> None:
-    target, prediction = np.zeros((2, 20, 20), np.uint8)
-    prediction[5:9, 5:9] = 1
-    counter = SurfaceDistances(2, 255)
-    counter.update(prediction, target)
-    assert counter.surface_dice()[1] == 0.0
-    assert counter.hausdorff_px()[1] is None
-    assert counter.num_undefined() == (0, 1)

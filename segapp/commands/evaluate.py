@@ -1,4 +1,4 @@
-"""`segapp eval`: scores of a run, or of the mean of several, as a table, JSON, per-image CSV and confusion matrix."""
+"""`segapp eval`: scores of a run, or of the mean of several, as a table, JSON and per-image CSV."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Eval
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
-from segapp.metrics import BoundaryScores, SegmentationScores, counts_for, group_iou, mean_of_known
-from segapp.report.confusion import confusion_file
+from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
 from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
@@ -50,13 +49,10 @@ class EvalOptions:
     slide: bool = False
     tta: bool = False
     data_root: str | None = None
-    boundary: bool = False
-    tolerance_px: float = 2.0
     devices: str | None = None
     as_json: bool = False
     json_file: Path | None = None
     per_image: Path | None = None
-    confusion: Path | None = None
     config: str | None = None
 
 
@@ -85,19 +81,14 @@ class ScoredSplit:
 
 def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
     """Evaluate a network, or the mean of several; print the table of classes or JSON, and write the requested files."""
-    if options.confusion is not None and options.confusion.suffix.lower() != ".svg":
-        raise ConfigError(f"--confusion {options.confusion} is not an .svg file: give it that suffix")
     scored = score_target(target, options)
-    found, trained = scored.found, scored.trained
     content = json.dumps(as_json(scored), indent=2, allow_nan=False)
     is_printed = options.as_json and options.json_file is None
     print(content if is_printed else "\n".join(score_lines(scored)))
     if options.json_file is not None:
         _write(options.json_file, content + "\n")
     if options.per_image is not None:
-        _write(options.per_image, per_image_csv(found, scored.dataset, trained))
-    if options.confusion is not None:
-        _write(options.confusion, confusion_file(found.matrix.numpy(), trained.scheme.names))
+        _write(options.per_image, per_image_csv(scored))
 
 
 def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSplit:
@@ -115,9 +106,6 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
         networks = [(targets[0], loaded)]
     trained = networks[0][1]
     config, scheme = trained.config, trained.scheme
-    if scheme.multilabel is not None and (options.confusion is not None or options.boundary):
-        option = "--boundary" if options.boundary else "--confusion"
-        raise ConfigError(f"{option} needs one class per pixel, and {printable(targets[0])} has several: leave it out")
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     split = options.split or split_names(data)[1]
@@ -234,15 +222,14 @@ def _build_evaluators(
         host=HostLimit(len(devices)) if ensemble is None else None,
     )
     with_images = options.per_image is not None
-    tolerance_px = options.tolerance_px if options.boundary else None
     if ensemble is not None:
-        return [EnsembleEvaluator(ensemble, settings, with_images=with_images, tolerance_px=tolerance_px)]
-    first = Evaluator(trained.model, settings, with_images=with_images, tolerance_px=tolerance_px)
+        return [EnsembleEvaluator(ensemble, settings, with_images=with_images)]
+    first = Evaluator(trained.model, settings, with_images=with_images)
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
 
 def score_lines(scored: ScoredSplit) -> list[str]:
-    """Return the lines of the scores: classes, groups, boundaries, and the means."""
+    """Return the lines of the scores: classes, groups, and the means."""
     found, trained, groups, split = scored.found, scored.trained, scored.groups, scored.split
     evaluation = found.evaluation
     lines = class_table(trained.scheme.names, evaluation.scores)
@@ -250,24 +237,8 @@ def score_lines(scored: ScoredSplit) -> list[str]:
         iou = group_iou(found.matrix, tuple(groups.values()))
         lines.append(f"groups: mIoU {_mean_of(iou, 'groups')}")
         lines += [f"  {line}" for line in iou_table(tuple(groups), iou)]
-    if found.boundary is not None:
-        lines += _boundary_lines(found.boundary)
     scores = scores_text(evaluation.values(), evaluation.scores.iou, has_loss=scored.has_loss)
     return [*lines, f"{printable(split)}: {scores}  {evaluation.num_images} images  ({_made_by(scored)})"]
-
-
-def _boundary_lines(found: BoundaryScores) -> list[str]:
-    """Return the means of the boundary scores, and the number of cases without a Hausdorff distance."""
-    means = (
-        f"boundary IoU {_mean_of(found.iou)}  surface Dice within {found.tolerance_px:g} px "
-        f"{_mean_of(found.surface_dice)}"
-    )
-    farthest = f"Hausdorff distance (95 %) {_mean_of(found.hausdorff_px)}, in pixels"
-    if num_undefined := sum(found.num_undefined):
-        farthest += (
-            f"; {num_undefined} times an image has a class only in its mask or only in its prediction, and no distance"
-        )
-    return [means, farthest]
 
 
 def _made_by(scored: ScoredSplit) -> str:
@@ -327,32 +298,21 @@ def as_json(scored: ScoredSplit) -> dict[str, Any]:
     if groups:
         iou = group_iou(found.matrix, tuple(groups.values()))
         result |= {"groups": dict(zip(groups, iou, strict=True)), "groups_miou": mean_of_known(iou)}
-    if (edges := found.boundary) is not None:
-        result |= {
-            "boundary_iou": list(edges.iou),
-            "boundary_miou": mean_of_known(edges.iou),
-            "surface_tolerance_px": edges.tolerance_px,
-            "surface_dice": list(edges.surface_dice),
-            "mean_surface_dice": mean_of_known(edges.surface_dice),
-            "hausdorff95_px": list(edges.hausdorff_px),
-            "mean_hausdorff95_px": mean_of_known(edges.hausdorff_px),
-            "num_hausdorff95_undefined": list(edges.num_undefined),
-        }
     return result
 
 
-def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained: TrainedModel) -> str:
+def per_image_csv(scored: ScoredSplit) -> str:
     """Return a CSV with one row per image in the order of the data set; undefined scores are empty."""
-    text = io.StringIO()
+    scheme, text = scored.trained.scheme, io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    per_class = [f"iou {name}" for name in trained.scheme.names]
+    per_class = [f"iou {name}" for name in scheme.names]
     writer.writerow(["image", "num_valid_px", "pixel_accuracy", "miou", "num_scored", *per_class])
-    for index, counts in found.per_image.items():
-        scores = _scores(counts, trained.scheme.ignore_index)
+    for index, counts in scored.found.per_image.items():
+        scores = _scores(counts, scheme.ignore_index)
         accuracy, miou, *iou = (
             "" if value is None else f"{value:.6f}" for value in (scores.pixel_accuracy, scores.miou, *scores.iou)
         )
-        name = printable(dataset.pairs[index].name)
+        name = printable(scored.dataset.pairs[index].name)
         writer.writerow([name, scores.num_valid_px, accuracy, miou, count_scored(scores.iou), *iou])
     return text.getvalue()
 

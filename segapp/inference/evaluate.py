@@ -29,7 +29,7 @@ from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
-from segapp.metrics import BoundaryCounts, SegmentationScores, counts_for
+from segapp.metrics import SegmentationScores, counts_for
 from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.scores import SCORES
@@ -112,14 +112,11 @@ class EvaluationCounts:
     To add a new sum, add a tensor here: devices and ranks sum all tensors that `tensors` returns.
     """
 
-    def __init__(self, settings: EvaluationSettings, *, tolerance_px: float | None = None) -> None:
+    def __init__(self, settings: EvaluationSettings) -> None:
         multilabel = settings.inference.multilabel
         self.confusion = counts_for(
             settings.num_classes, settings.ignore_index, multilabel=multilabel, device=settings.device
         )
-        self.boundary: BoundaryCounts | None = None
-        if tolerance_px is not None:
-            self.boundary = BoundaryCounts(settings.num_classes, settings.ignore_index, tolerance_px)
         self.num_images = 0
         with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
             self._statistics = _no_statistics(settings)
@@ -137,8 +134,7 @@ class EvaluationCounts:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all sums as views, so adding to them changes these counts."""
-        of_boundary = () if self.boundary is None else (self.boundary.bands.counts, self.boundary.surfaces.counts)
-        return (self.confusion.counts, *self._statistics, *map(torch.from_numpy, of_boundary))
+        return (self.confusion.counts, *self._statistics)
 
     def merge(self, other: EvaluationCounts) -> None:
         """Add the counts of another device."""
@@ -241,19 +237,17 @@ def evaluate(
 class DeviceCounter:
     """Counts the batches that one device evaluates; the model is in eval mode, on the device of the settings."""
 
-    def __init__(
-        self, model: SegmentationModel, settings: EvaluationSettings, *, tolerance_px: float | None = None
-    ) -> None:
+    def __init__(self, model: SegmentationModel, settings: EvaluationSettings) -> None:
         self.model, self.settings = model, settings
-        self.counts = EvaluationCounts(settings, tolerance_px=tolerance_px)
+        self.counts = EvaluationCounts(settings)
 
     def add(self, batch: Batch | LargeBatch) -> None:
         """Evaluate a batch and add its counts."""
         is_single = self.settings.is_single or not self.settings.fits(self.model, batch.images)
         for images, target in split_batch(batch, is_single=is_single):
             oom_failpoint("eval.forward")
-            for part in evaluate_parts(self.model, images, target, self.settings):
-                self.counts.add(part.counts, part.statistics)
+            for counts, statistics in evaluate_parts(self.model, images, target, self.settings):
+                self.counts.add(counts, statistics)
         self.counts.num_images += len(batch.indices)
 
 
@@ -267,23 +261,13 @@ def split_batch(
     return zip(images.tensor_split(len(images)), target.tensor_split(len(images)), strict=True)
 
 
-@dataclass(frozen=True)
-class EvaluatedPart:
-    """Results of `count_views` and `Inference.views` for images, or for a tile of them."""
-
-    counts: Tensor
-    statistics: tuple[Tensor, ...]
-    views: tuple[Tensor | list[View], tuple[int, int]]
-    tile: ImageTile
-
-
 def evaluate_parts(
     model: SegmentationModel, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk, settings: EvaluationSettings
-) -> Iterator[EvaluatedPart]:
-    """Yield the evaluation of images: whole, or in tiles if they are large or do not fit into memory.
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Yield pixel counts and loss statistics, see `count_views`, of images or of the tiles in which they are evaluated.
 
-    Tiles overlap, but each pixel counts in only one of them. Statistics of whole images (Lovász) treat a tile as an
-    image. The images (N, B, H, W) are as stored in files.
+    Tiles are used if images are large or do not fit into memory. They overlap, but each pixel counts in only one of
+    them. Statistics of whole images (Lovász) treat a tile as an image. The images (N, B, H, W) are as stored in files.
     """
     device, inference = settings.device, settings.inference
     for tile in settings.tiles(model, images):
@@ -292,8 +276,7 @@ def evaluate_parts(
             known, aim = aim, torch.full_like(aim, settings.ignore_index)
             aim[..., *tile.core] = known[..., *tile.core]
         views, size = inference.views(model, inference.normalizer(part.to(device, non_blocking=True)))
-        counts, statistics = count_views(views, size, aim.to(device, non_blocking=True), settings)
-        yield EvaluatedPart(counts, statistics, (views, size), tile)
+        yield count_views(views, size, aim.to(device, non_blocking=True), settings)
 
 
 def count_views(

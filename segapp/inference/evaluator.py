@@ -33,7 +33,7 @@ from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.predict.predictor import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
-from segapp.metrics import BoundaryScores, Counts, counts_for
+from segapp.metrics import Counts, counts_for
 from segapp.models import SegmentationModel
 
 MIN_WINDOW_PX = 64
@@ -47,38 +47,24 @@ class EvaluationResult:
     # int64 (C, C) on the CPU, row: target's class, column: predicted class; (C, 2, 2) with several classes per pixel.
     matrix: Tensor
     per_image: dict[int, Tensor] = field(default_factory=dict)  # index in the data set -> counts, if requested
-    boundary: BoundaryScores | None = None  # if requested
     notes: list[str] = field(default_factory=list)  # for the user, such as the use of windows
 
 
 class Evaluator(DeviceCounter):
     """Evaluation on one device; if the device runs out of memory, windows are used.
 
-    If requested, it also keeps the counts of every image and the boundary scores (`tolerance_px`).
+    If requested, it also keeps the counts of every image.
     """
 
-    def __init__(
-        self,
-        model: SegmentationModel,
-        settings: EvaluationSettings,
-        *,
-        with_images: bool = False,
-        tolerance_px: float | None = None,
-    ) -> None:
-        super().__init__(model, settings, tolerance_px=tolerance_px)
+    def __init__(self, model: SegmentationModel, settings: EvaluationSettings, *, with_images: bool = False) -> None:
+        super().__init__(model, settings)
         self.with_images = with_images
         self.per_image: dict[int, Tensor] = {}
         self.notes: list[str] = []
 
     def on(self, device: torch.device) -> Evaluator:
         """Return an evaluator for another device, with copies of the model and the criterion and empty counts."""
-        boundary = self.counts.boundary
-        return Evaluator(
-            copy_to(self.model, device),
-            self.settings.on(device),
-            with_images=self.with_images,
-            tolerance_px=None if boundary is None else boundary.surfaces.tolerance_px,
-        )
+        return Evaluator(copy_to(self.model, device), self.settings.on(device), with_images=self.with_images)
 
     @torch.no_grad()
     def add(self, batch: Batch | LargeBatch) -> None:
@@ -87,8 +73,7 @@ class Evaluator(DeviceCounter):
         Raises:
             OutOfMemoryError: not even the smallest window fits.
         """
-        is_per_image = self.with_images or self.counts.boundary is not None
-        is_single = is_per_image or not self.settings.fits(self.model, batch.images)
+        is_single = self.with_images or not self.settings.fits(self.model, batch.images)
         for number, (images, target) in enumerate(split_batch(batch, is_single=is_single)):
             counts = self._count_where_it_fits(images, target)
             if self.with_images:
@@ -127,18 +112,9 @@ class Evaluator(DeviceCounter):
 
     def _count(self, inference: Inference, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> Tensor:
         """Add the counts of images after all of their parts are computed, and return the pixel counts."""
-        boundary = self.counts.boundary
-        labels = np.zeros(target.shape[-2:], np.int64)
-        parts = []
-        for part in evaluate_parts(self.model, images, target, replace(self.settings, inference=inference)):
-            parts.append((part.counts, part.statistics))
-            if boundary is not None:
-                found = inference.labels(*part.views)[0]
-                labels[part.tile.place] = found[part.tile.core].cpu().numpy()
+        parts = list(evaluate_parts(self.model, images, target, replace(self.settings, inference=inference)))
         for counts, statistics in parts:
             self.counts.add(counts, statistics)
-        if boundary is not None:
-            boundary.update(labels, target[..., :, :][0].numpy())
         return torch.stack([counts for counts, _ in parts]).sum(0)
 
 
@@ -152,16 +128,11 @@ class EnsembleEvaluator(Evaluator):
     """
 
     def __init__(
-        self,
-        predictor: EnsemblePredictor,
-        settings: EvaluationSettings,
-        *,
-        with_images: bool = False,
-        tolerance_px: float | None = None,
+        self, predictor: EnsemblePredictor, settings: EvaluationSettings, *, with_images: bool = False
     ) -> None:
         first = predictor.members[0]
         assert isinstance(first, TrainedPredictor)
-        super().__init__(first.model, settings, with_images=with_images, tolerance_px=tolerance_px)
+        super().__init__(first.model, settings, with_images=with_images)
         self._predictor, self._workspace = predictor, plan_workspace(predictor)
 
     @torch.no_grad()
@@ -183,7 +154,6 @@ class EnsembleEvaluator(Evaluator):
     def _count_strips(self, image: NDArray[Any], target: Tensor) -> Counts:
         settings = self.settings
         counts = counts_for(settings.num_classes, settings.ignore_index, multilabel=settings.inference.multilabel)
-        labels = np.zeros(target.shape[-2:], np.int64)
         if image.shape[0] * image.shape[1] > self._workspace.max_px:
             self.notes.append("images that do not fit into memory were evaluated in overlapping tiles")
         strips = predict_strips(
@@ -193,12 +163,9 @@ class EnsembleEvaluator(Evaluator):
             aim = target[..., strip.rows, :][None]
             found = torch.from_numpy(strip.labels.astype(np.int64))[None]
             counts.update(found, aim)
-            labels[strip.rows] = strip.labels
             if settings.criterion is not None and strip.probabilities is not None:
                 logits = _as_logits(torch.from_numpy(strip.probabilities)[None].to(settings.device), settings)
                 self.counts.add_statistics(settings.criterion.statistics((logits,), aim.to(settings.device)))
-        if self.counts.boundary is not None:
-            self.counts.boundary.update(labels, target.numpy())
         return counts
 
 
@@ -232,6 +199,5 @@ def evaluate_on_devices(
         counts.result(),
         counts.confusion.matrix.cpu().clone(),
         dict(sorted(first.per_image.items())),
-        None if counts.boundary is None else counts.boundary.scores(),
         sorted(set(first.notes)),
     )

@@ -1,4 +1,4 @@
-"""The confusion matrix as a figure: SVG inside a page, or an SVG file.
+"""The confusion matrix as a figure: SVG inside a page.
 
 Rows are targets, columns predictions; darker cells have a larger share of the target's pixels. C classes.
 """
@@ -15,13 +15,6 @@ from segapp.run.words import printable
 from segapp.view.wording import clip
 
 _MAX_LABEL_CHARS = 18
-_LEGEND = "rows: target, columns: prediction, % of the target's pixels"
-_LEGEND_PX = 22
-_PAPER, _INK, _HIT, _MISS = "#ffffff", "#1c2126", "#2563c9", "#d9731a"
-_FILE_STYLE = f"""text {{ font: 11px sans-serif; fill: {_INK}; }}
-.end {{ text-anchor: end; }} .mid {{ text-anchor: middle; }}
-.hit rect {{ fill: {_HIT}; }} .miss rect {{ fill: {_MISS}; }}
-text.value {{ font-size: 10px; }} text.on {{ fill: {_PAPER}; }}"""
 
 
 class Confusion(NamedTuple):
@@ -80,21 +73,6 @@ def confusion_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Marku
         '<figure class="matrix scroll"><svg viewBox="0 0 {0} {0}" style="min-width:{1}px;max-width:{2}px" role=img '
         'aria-label="confusion matrix">{3}</svg></figure>'
     ).format(grid.side_px, round(0.75 * grid.side_px), round(1.6 * grid.side_px), _svg_parts(grid))
-
-
-def confusion_file(matrix: NDArray[np.int64], classes: Sequence[str]) -> bytes:
-    """Return a confusion matrix, (C, C) counts of (target, prediction), as the content of an .svg file."""
-    grid = _Grid(matrix, classes)
-    width, height = max(grid.side_px, 320), grid.side_px + _LEGEND_PX
-    text = Markup(
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top} {w} {h}" width="{w}" height="{h}"><style>{style}'
-        '</style><rect y="{top}" width="100%" height="100%" fill="{paper}"/><text x="8" y="-8">{legend}</text>'
-        "{parts}</svg>\n"
-    ).format(
-        top=-_LEGEND_PX, w=width, h=height, style=Markup(_FILE_STYLE), paper=_PAPER, legend=_LEGEND,
-        parts=_svg_parts(grid),
-    )  # fmt: skip
-    return text.encode()
 
 
 def _svg_parts(grid: _Grid) -> Markup:

@@ -83,7 +83,7 @@ def test_ensemble_scores_what_predict_writes(
 ) -> None:
     names = [str(runs / "a"), str(runs / "b")]
     files = {"json_file": tmp_path / "scores.json", "per_image": tmp_path / "images.csv"}
-    evaluate_target(names, EvalOptions(boundary=True, **files))
+    evaluate_target(names, EvalOptions(**files))
     shown = capsys.readouterr()
     predict_target(names, [tiny_root / "images" / "val"], tmp_path / "out", PredictOptions(save=("labels",)))
     confusion = np.zeros((3, 3), np.int64)

@@ -12,7 +12,6 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import cv2
 import numpy as np
@@ -277,14 +276,10 @@ def test_eval_equals_official_evaluator_on_written_predictions(
         optim={"name": "adamw", "lr": 0.003},
     )
     assert train(config, tmp_path / "run") == 0
-    files = ("--json", "result.json", "--per-image", "images.csv", "--confusion", "matrix.svg")
-    result = segapp("eval", "run", *files, "--boundary", "--devices", "cpu,cpu", cwd=tmp_path)
+    files = ("--json", "result.json", "--per-image", "images.csv")
+    result = segapp("eval", "run", *files, "--devices", "cpu,cpu", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     ours = json.loads((tmp_path / "result.json").read_text())
-    for name in ("boundary_iou", "surface_dice", "hausdorff95_px", "num_hausdorff95_undefined"):
-        assert len(ours[name]) == 19
-    assert "surface Dice within 2 px" in result.stdout
-    assert f"{sum(ours['num_hausdorff95_undefined'])} times an image has a class" in result.stdout
     assert [dice and dice / (2 - dice) for dice in ours["dice"]] == pytest.approx(ours["iou"])
     matrix = np.array(ours["confusion"])
     with np.errstate(invalid="ignore"):
@@ -293,8 +288,6 @@ def test_eval_equals_official_evaluator_on_written_predictions(
             np.testing.assert_allclose(values, matrix.diagonal() / total)
             assert ours[f"mean_{name}"] == pytest.approx(np.nanmean(values))
     check_rows((tmp_path / "images.csv").read_text(), ours)
-    texts = [node.text for node in ElementTree.fromstring((tmp_path / "matrix.svg").read_text()).iter() if node.text]
-    assert texts.count("traffic light") == 2
     images = cityscapes_root / "leftImg8bit" / "val"
     result = segapp("predict", "run", images, "--out", "predictions", "--label-ids", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -79,7 +79,7 @@ def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) 
     settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
     expected = evaluate(ColorNet(), BATCHES, settings)
     done: list[int] = []
-    first = evaluator(with_images=True, tolerance_px=2.0)
+    first = evaluator(with_images=True)
     evaluators = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
     found = evaluate_on_devices(evaluators, BATCHES, done.append)
     assert found.evaluation.scores == expected.scores
@@ -87,7 +87,6 @@ def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) 
     assert found.evaluation.num_images == done[-1] == len(BATCHES)
     assert list(found.per_image) == list(range(len(BATCHES)))
     assert torch.equal(sum(found.per_image.values()), found.matrix)
-    assert found.boundary == evaluate_on_devices([evaluator(tolerance_px=2.0)], BATCHES).boundary
 
 
 def test_failing_device_ends_the_evaluation() -> None:
@@ -154,17 +153,12 @@ def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None
     batches = [batch(300, 421, 0), batch(40, 50, 1), batch(128, 600, 2)]
     whole = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, criterion)
     expected = evaluate(BlurNet(), batches, whole)
-    for with_boundary in (False, True):
+    for is_detailed in (False, True):
         model, host = BlurNet(), HostLimit(max_px=150 * 150)
         settings = replace(whole, host=host)
-        if with_boundary:
-            notes = evaluate_on_devices([Evaluator(model, settings, tolerance_px=2.0)], batches)
-            found, told = notes.evaluation, notes.notes
-            at_once = evaluate_on_devices([Evaluator(BlurNet(), whole, tolerance_px=2.0)], batches).boundary
-            assert notes.boundary is not None
-            assert at_once is not None
-            assert notes.boundary.iou == pytest.approx(at_once.iou, abs=0.01)
-            assert notes.boundary.surface_dice == pytest.approx(at_once.surface_dice, abs=0.02)
+        if is_detailed:
+            result = evaluate_on_devices([Evaluator(model, settings)], batches)
+            found, told = result.evaluation, result.notes
         else:
             found = evaluate(model, batches, settings)
             told = [found.note]
@@ -200,13 +194,13 @@ def test_large_tiff_in_parts_equals_the_decoded_whole(
     results = []
     for reads_windows in (False, True):
         batches = partial(EvalLoader(dataset).batches, reads_windows=reads_windows)
-        evaluator = Evaluator(BlurNet(), settings, with_images=True, tolerance_px=2.0)
+        evaluator = Evaluator(BlurNet(), settings, with_images=True)
         results.append((evaluate_on_devices([evaluator], batches()), evaluate(BlurNet(), batches(), settings).scores))
         assert [type(each).__name__ == "LargeBatch" for each in batches()] == [reads_windows, False, reads_windows]
     (whole, scores), (parts, scores_of_parts) = results
     assert torch.equal(parts.matrix, whole.matrix)
     assert all(torch.equal(parts.per_image[i], whole.per_image[i]) for i in range(3))
-    assert (parts.boundary, scores_of_parts) == (whole.boundary, scores)
+    assert scores_of_parts == scores
     assert parts.evaluation.loss == pytest.approx(whole.evaluation.loss, rel=1e-6)
 
 
@@ -265,22 +259,19 @@ def test_batches_of_several_images_score_as_single_images(batch_size: int, tmp_p
 
 
 def test_counts_of_parts_add_up_to_those_of_the_whole() -> None:
-    """Devices and ranks add whatever tensors the counts consist of: confusion, loss, boundary."""
+    """Devices and ranks add whatever tensors the counts consist of: confusion and loss."""
     settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
 
     def counted(batches: list[Batch]) -> EvaluationCounts:
-        evaluator = Evaluator(ColorNet(), settings, tolerance_px=2.0)
+        evaluator = Evaluator(ColorNet(), settings)
         for each in batches:
             evaluator.add(each)
         return evaluator.counts
 
     whole, first, second = counted(BATCHES), counted(BATCHES[:1]), counted(BATCHES[1:])
-    assert len(whole.tensors()) == 5, "confusion, loss sum, weight sum, bands and surfaces of boundaries"
+    assert len(whole.tensors()) == 3, "confusion, loss sum, weight sum"
     first.merge(second)
     for own, expected in zip(first.tensors(), whole.tensors(), strict=True):
         torch.testing.assert_close(own, expected)
         assert expected.any()
     assert first.num_images == whole.num_images == len(BATCHES)
-    assert first.boundary is not None
-    assert whole.boundary is not None
-    assert first.boundary.scores() == whole.boundary.scores()
