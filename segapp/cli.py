@@ -701,9 +701,6 @@ def plan(
     gpus: Annotated[
         str | None, option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here for this machine.", "LIST")
     ] = None,
-    run: Annotated[
-        str | None, option("--run", "Correct the prediction with the memory that this run measured.", "RUN")
-    ] = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Find the fastest batch size and train.recompute that fit.")
     ] = False,
@@ -712,7 +709,7 @@ def plan(
     """Predict the peak memory of each GPU for every batch split. No GPU is needed."""
     from segapp.commands.plan import print_plan
 
-    print_plan(config, overrides or [], gpus, run, fit=fit, as_json=json_out)
+    print_plan(config, overrides or [], gpus, fit=fit, as_json=json_out)
 
 
 @app.command()

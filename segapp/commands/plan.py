@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from segapp.config import RunConfig, load_runnable, named_config
 from segapp.errors import ConfigError
-from segapp.memory.calibration import Measurement, read_measurement
 from segapp.memory.plan import GpuSpec, parse_gpus, plan_as_json
-from segapp.memory.report import error_lines, plan_lines
-from segapp.run.folder import find_run
+from segapp.memory.report import plan_lines
 from segapp.run.words import announce_on_terminal
 from segapp.training.planning.plan import plan_memory
 
@@ -19,41 +17,21 @@ def print_plan(
     config_name: str | None,
     overrides: Sequence[str],
     gpus: str | None,
-    run: str | None,
     *,
     fit: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Plan the memory of a config or a run, and print it.
+    """Plan the memory of a config, and print it.
 
     With `fit`, or if the config does not fit, the ways to make its step and the fastest of them are printed too.
     """
-    config, measurement = _config_and_measurement(config_name, overrides, run)
-    specs = _gpu_specs(gpus, measurement)
+    config = load_runnable(named_config(config_name, overrides, "name a config"), overrides)
+    specs = _gpu_specs(gpus)
     if gpus == "here" and config.train.precision == "auto":
         config = _for_these_gpus(config)
     announce_on_terminal("planning the memory")
-    plan, errors = plan_memory(config, specs, measurement, fit=fit or None)
-    if as_json:
-        facts = {"calibration": [{**vars(error), "error": error.error} for error in errors]} if measurement else {}
-        print(json.dumps({**plan_as_json(plan), **facts}, indent=2))
-        return
-    lines = plan_lines(plan)
-    if errors:
-        lines += ["", *error_lines(errors)]
-    print("\n".join(lines))
-
-
-def _config_and_measurement(
-    config_name: str | None, overrides: Sequence[str], run: str | None
-) -> tuple[RunConfig, Measurement | None]:
-    if run is None:
-        return load_runnable(named_config(config_name, overrides, "name a config or a --run"), overrides), None
-    folder = find_run(run)
-    if config_name is not None:
-        return load_runnable(config_name, overrides), read_measurement(folder)
-    config = load_runnable(folder.config_yaml.resolve(), overrides, is_stored=True)
-    return config, read_measurement(folder)
+    plan = plan_memory(config, specs, fit=fit or None)
+    print(json.dumps(plan_as_json(plan), indent=2) if as_json else "\n".join(plan_lines(plan)))
 
 
 def _for_these_gpus(config: RunConfig) -> RunConfig:
@@ -64,9 +42,7 @@ def _for_these_gpus(config: RunConfig) -> RunConfig:
     return with_precision(config, CUDA.devices())
 
 
-def _gpu_specs(gpus: str | None, measurement: Measurement | None) -> tuple[GpuSpec, ...]:
-    if gpus is None and measurement is not None:
-        return measurement.gpus()
+def _gpu_specs(gpus: str | None) -> tuple[GpuSpec, ...]:
     if gpus is not None and gpus != "here":
         return parse_gpus(gpus)
     from segapp.memory.gpus import query_gpus

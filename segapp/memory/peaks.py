@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from segapp.chunks import Mode
@@ -290,7 +289,7 @@ class Peak(NamedTuple):
 class PeakModel:
     """Planned and measured peaks, and the predicted peaks of any split.
 
-    A run has measured peaks and the plan's slope; a memory plan has simulated lines, scaled by a run's measurements.
+    A run has measured peaks and the plan's slope; a memory plan has simulated lines.
     """
 
     measured: Mapping[Split, tuple[float | None, ...]] = field(default_factory=dict)
@@ -299,8 +298,6 @@ class PeakModel:
     """MiB that one sample adds to a device according to the memory plan."""
     planned: PlannedPeaks | None = None
     """Simulated lines; if given, they are used for every split. They are not written to JSON."""
-    scale: tuple[float, ...] = ()
-    """Measured over simulated peak of each device (`measured_scale`); 1 for further devices."""
 
     def peak(self, split: Sequence[int]) -> tuple[Peak, ...]:
         """Return the peak of each device under a split, MiB, and the basis of each number.
@@ -315,9 +312,7 @@ class PeakModel:
             (Peak(mib=1000.0, basis='bound'), Peak(mib=700.0, basis='bound'))
         """
         if self.planned is not None:
-            simulated = self.planned.peak_mib(split)
-            scale = (*self.scale, *[1.0] * len(simulated))
-            return tuple(Peak(mib * factor, "planned") for mib, factor in zip(simulated, scale, strict=False))
+            return tuple(Peak(mib, "planned") for mib in self.planned.peak_mib(split))
         measured = self.measured.get(tuple(split), ())
         return tuple(
             Peak(measured[i], "measured") if i < len(measured) and measured[i] is not None else self._estimate(i, count)
@@ -421,20 +416,3 @@ class PeakModel:
     def from_json(cls, values: Mapping[str, Any]) -> PeakModel:
         """Return the model of `to_json`'s values."""
         return cls({tuple(split): tuple(peaks) for split, peaks in values["measured"]}, values["slope_mib"])
-
-
-def measured_scale(
-    planned: PlannedPeaks, measured: Mapping[Split, Sequence[float | None]], num_devices: int
-) -> tuple[float, ...]:
-    """Return the measured over the simulated peak of each device: the median over its splits.
-
-    A device without a measurement gets the median over all devices.
-    """
-    ratios: list[list[float]] = [[] for _ in range(num_devices)]
-    for split, peaks in measured.items():
-        for own, mib, simulated in zip(ratios, peaks, planned.peak_mib(split), strict=False):
-            if mib and simulated:
-                own.append(mib / simulated)
-    everywhere = [ratio for own in ratios for ratio in own]
-    fallback = median(everywhere) if everywhere else 1.0
-    return tuple(median(own) if own else fallback for own in ratios)

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -100,13 +100,6 @@ class OverheadEstimate:
     """Driver, libraries and other processes."""
     room: float = FULL_FRAC
     """Share of the rest for tensors, 0 to 1; the remainder is for the allocator's rounding and fragments."""
-    scale: tuple[float, ...] = ()
-    """Measured over predicted memory of tensors; empty or 1 if nothing was measured."""
-    source: Literal["assumed", "measured"] = "assumed"
-
-    def tensors_mib(self, device: int, simulated_mib: float) -> float:
-        """Return the expected peak of the allocator's live tensors on a GPU, from the simulated one."""
-        return simulated_mib * (self.scale[device] if device < len(self.scale) else 1.0)
 
     def required_mib(self, device: int, tensors_mib: float) -> float:
         """Return the memory that a GPU needs for this amount of tensors."""
@@ -243,10 +236,6 @@ class Planner:
         """True if the batch can be divided in several ways."""
         return self.model.mode in ("dp", "ddp")
 
-    def tensors_mib(self, peaks_mib: Sequence[float]) -> tuple[float, ...]:
-        """Return the expected peaks of the tensors on the GPUs, from the simulated ones."""
-        return tuple(self.overhead.tensors_mib(i, mib) for i, mib in enumerate(peaks_mib))
-
     def required_mib(self, tensors_mib: Sequence[float]) -> tuple[float, ...]:
         """Return the memory that each GPU needs for its tensors."""
         return tuple(self.overhead.required_mib(i, mib) for i, mib in enumerate(tensors_mib))
@@ -298,7 +287,7 @@ class Planner:
         def is_too_large(count: int, device: int) -> bool:
             split = [0] * len(self.gpus)
             split[device] = count
-            required = self.required_mib(self.tensors_mib(self.model.peak_mib(split)))
+            required = self.required_mib(self.model.peak_mib(split))
             return not fits(required[device], self.gpus[device].total_mib)
 
         devices = range(len(self.gpus))
@@ -320,7 +309,7 @@ class Planner:
             smallest_chunk=self.smallest_chunk,
             needs_samples=self.needs_samples,
             usable_mib=tuple(usable),
-            peaks=PeakModel(planned=self.model, scale=self.overhead.scale),
+            peaks=PeakModel(planned=self.model),
             room=self.overhead.room,
         )
 
@@ -339,7 +328,7 @@ class Planner:
 
     def _row(self, gpu0_bsz: int | None, split: Sequence[int], level: Level, reason: str) -> PlanRow:
         phases = self.model.phases(split)
-        tensors = self.tensors_mib([max(found.values(), default=0.0) for found in phases])
+        tensors = [max(found.values(), default=0.0) for found in phases]
         for i, (gpu, context_mib) in enumerate(zip(self.gpus, self.overhead.context_mib, strict=True)):
             if gpu.total_mib <= context_mib:
                 level, reason = "won't fit", f"device {i} has less memory than the driver's context needs"
@@ -406,7 +395,7 @@ def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, ro
     fullest = max(range(len(row.split)), key=lambda i: row.peak_mib[i])
     before = row.peak_mib[fullest]
     if variant.in_use:
-        saved = planner.overhead.tensors_mib(fullest, varied_mib - reference_mib) / planner.overhead.room
+        saved = (varied_mib - reference_mib) / planner.overhead.room
         return Advice(variant.change, round(saved, 1), before, row.fits, variant.note, in_use=True)
     ratio = varied_mib / reference_mib if reference_mib else 1.0
     tensors_mib = [mib * ratio for mib in row.tensors_mib]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from segapp.memory.calibration import PeakError
 from segapp.memory.peaks import KINDS
 from segapp.memory.plan import Advice, MemoryPlan, PlanRow
 from segapp.run.words import aligned
@@ -77,8 +76,7 @@ def gpu_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
     lines = [f"split {_joined(row.split)}, each GPU at its peak:"]
     for i, gpu in enumerate(plan.gpus):
         own, phase = numbers[i], row.phase[i]
-        scale = row.tensors_mib[i] / max(own.get(phase, 0.0), 1e-9) if own else 0.0
-        parts = {kind: own.get(f"{phase}/{kind}", 0.0) * scale for kind in KINDS}
+        parts = {kind: own.get(f"{phase}/{kind}", 0.0) for kind in KINDS}
         parts["overhead"] = row.peak_mib[i] - row.tensors_mib[i]
         bar = _bar(parts, gpu.total_mib)
         over = "" if row.peak_mib[i] <= gpu.total_mib else "  OVER"
@@ -148,24 +146,6 @@ def fit_lines(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def error_lines(errors: Sequence[PeakError]) -> list[str]:
-    """Return a table of the predictions' errors compared with a run's measurements."""
-    rows: list[Sequence[str]] = [("split", "GPU", "measured", "predicted", "error", "calibrated", "error")]
-    rows += [
-        (
-            _joined(error.split),
-            str(error.device),
-            f"{error.measured_mib:.0f}",
-            f"{error.predicted_mib:.0f}",
-            f"{100 * error.error:+.1f} %",
-            f"{error.calibrated_mib:.0f}",
-            f"{100 * error.calibrated_error:+.1f} %",
-        )
-        for error in errors
-    ]
-    return ["measured by the run (MiB of tensors):", *aligned(rows)]
-
-
 def _best_lines(plan: MemoryPlan) -> list[str]:
     best = plan.best
     value = "" if best.gpu0_bsz is None else f"gpu0_bsz {best.gpu0_bsz}, "
@@ -185,10 +165,8 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     a = plan.overhead
     contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
     lines.append(
-        f"overhead ({a.source}): {contexts} MiB per GPU for driver, context and libraries, "
+        f"overhead (assumed): {contexts} MiB per GPU for driver, context and libraries, "
         f"{100 * (1 - a.room):.0f} % for the allocator"
-        + ("; measured over predicted: " if a.scale else "")
-        + ", ".join(f"{value:.3f}" for value in a.scale)
     )
     return lines
 

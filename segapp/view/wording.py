@@ -206,8 +206,6 @@ def _commands(event: events.Event, run: str) -> Iterator[str]:
     name = shlex.quote(printable(run))
     if isinstance(event, events.RunEnd) and event.status != "finished":
         yield f"segapp train --resume {name}"
-    if isinstance(event, events.Oom) and event.path:
-        yield f"segapp plan --run {name}"
     if isinstance(event, events.Gpu0Bsz) and event.status == "reverted" and event.old is not None:
         yield f"segapp ctl {name} set gpu0_bsz={share_text(event.old)}"
 

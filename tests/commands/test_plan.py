@@ -32,7 +32,6 @@ def folder(tiny, tmp_path):
         (["--gpus", "3x8GiB", "parallel.mode=ddp"], ["3 ranks", "train.batch_size = 2"]),
         (["--gpus", "3x8GiB", "parallel.shares=[1,1]"], ["parallel.shares", "3"]),
         pytest.param(["--gpus", "2x8GiB", "model.name=deeplabv9"], ["model.name"], marks=pytest.mark.slow),
-        (["--gpus", "2x8GiB", "--run", "nowhere"], ["nowhere"]),
     ],
 )
 def test_unplannable_config_is_one_clear_line(folder, arguments, named):
@@ -51,7 +50,7 @@ def test_gpus_of_this_machine_are_ordered_by_free_memory(monkeypatch):
 
     found = [gpu(20e3, 24e3), gpu(None, None), gpu(0.0, 11e3), gpu(1e3, 24e3)]
     monkeypatch.setattr("segapp.memory.gpus.query_gpus", lambda: found)
-    assert _gpu_specs("here", None) == (GpuSpec(24e3, "GPU 0"), GpuSpec(11e3, "GPU 1"), GpuSpec(24e3, "GPU 2"))
+    assert _gpu_specs("here") == (GpuSpec(24e3, "GPU 0"), GpuSpec(11e3, "GPU 1"), GpuSpec(24e3, "GPU 2"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_gpus_of_this_machine_decide_the_precision(folder, monkeypatch, gpus, ca
 
     monkeypatch.setattr("segapp.commands.plan.plan_memory", plan_memory)
     with pytest.raises(ConfigError, match="seen"):
-        print_plan(str(folder / "tiny.yaml"), [], gpus, None)
+        print_plan(str(folder / "tiny.yaml"), [], gpus)
     assert planned == [expected]
 
 

@@ -133,11 +133,11 @@ def test_only_ranks_need_a_sample_each(mode, largest):
     assert own.largest_batch()[0] == largest
 
 
-def test_measured_scale_and_context_change_the_need():
-    own = Planner(model(), GPUS, OverheadEstimate((700.0, 300.0, 300.0), 0.95, (1.1, 1.0, 1.0), "measured"))
+def test_context_and_room_change_the_need():
+    own = Planner(model(), GPUS, OverheadEstimate((700.0, 300.0, 300.0), 0.9))
     row = own.row(6, 2)
-    assert row.tensors_mib == (3300.0, 2500.0, 2500.0)
-    assert row.peak_mib[0] == pytest.approx(700 + 3300 / 0.95, abs=0.1)
+    assert row.tensors_mib == (3000.0, 2500.0, 2500.0)
+    assert row.peak_mib[0] == pytest.approx(700 + 3000 / 0.9, abs=0.1)
     assert own.row(6, 6).peak_mib[1:] == (300.0, 300.0), "without samples"
 
 
@@ -305,14 +305,14 @@ def test_advice_to_accumulate_needs_room_on_the_first_gpu():
 
 
 def test_advice_of_a_variant_is_that_of_the_fullest_gpu():
-    own = planner(scale=(1.0, 1.5, 1.0))
-    row = own.row(6, 2)  # tensors 3000, 1.5 * 2500, 2500
+    own = planner(model(fixed=1750.0))
+    row = own.row(6, 2)  # tensors 3000, 3750, 3750
     variant = Variant("a=b", "a note", {"a": "b"})
     advice = variant_advice(variant, 1000.0, 500.0, row, own)
     assert (advice.peak_mib, advice.gain_mib, advice.fits) == (2473.7, 1973.7, True)  # 500 + half of 3750 / 0.95
     assert not variant_advice(variant, 1000.0, 3000.0, row, own).fits
     used = variant_advice(Variant("a", "", {}, in_use=True), 810.0, 1000.0, row, own)
-    assert (used.peak_mib, used.gain_mib, used.in_use) == (4447.4, 300.0, True)  # 1.5 * 190 / 0.95
+    assert (used.peak_mib, used.gain_mib, used.in_use) == (4447.4, 200.0, True)  # 190 / 0.95
 
 
 def test_advice_to_split_otherwise_saves_the_difference():

@@ -14,8 +14,6 @@ from segapp.view.wording import details_text, event_details
         (RunEnd(status="finished", reason="done", exit_code=0), None),
         (RunEnd(status="stopped", reason="asked", exit_code=0), "segapp train --resume 'my run'"),
         (RunEnd(status="failed", reason="no memory", exit_code=1), "segapp train --resume 'my run'"),
-        (Oom(device="cuda:0", index=0, phase="backward", step=3, action="split", path="reports/oom-1.txt"),
-         "segapp plan --run 'my run'"),
         (Oom(device="cuda:0", index=0, phase="backward", step=3, action="split"), None),
         (Gpu0Bsz(status="reverted", old=4, new=6), "segapp ctl 'my run' set gpu0_bsz=4"),
         (Gpu0Bsz(status="reverted", old=None, new=6), None),

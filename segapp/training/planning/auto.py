@@ -92,7 +92,7 @@ def _load_or_make_plan(
         )
     overhead = _overhead(config, devices, len(gpus))
     if config.train.batch_size:
-        planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False)
+        planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False)
         saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
     else:
         saved_plan = _largest(config, gpus, devices, overhead)
@@ -105,7 +105,7 @@ def planned_advice(config: RunConfig, devices: DevicePlan, device_infos: Sequenc
     gpus = known_gpus(device_infos)
     if gpus is None:
         return ()
-    planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=_overhead(config, devices, len(gpus)))
+    planned = plan_memory(config, gpus, mode=devices.mode, overhead=_overhead(config, devices, len(gpus)))
     return advice_text(planned)
 
 
@@ -134,7 +134,7 @@ def _largest(
     notes: list[str] = []
     while True:
         batches = [batch for batch in allowed if fewer is None or batch <= fewer]
-        planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False, batches=batches)
+        planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False, batches=batches)
         saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
         if devices.mode not in ("single", "dp"):
             return saved_plan

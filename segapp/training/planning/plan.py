@@ -14,7 +14,6 @@ from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
-from segapp.memory.calibration import Measurement, PeakError, calibrated
 from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room, fits
 from segapp.memory.peaks import PlannedPeaks, SimulationJob, SimulationResult, Split, fit_model, splits_to_simulate
 from segapp.memory.plan import (
@@ -121,7 +120,7 @@ class RecomputeSearch:
         plain_s, frugal_s = (each.model.step_s(row.split, accumulate) for each in (plain, frugal))
         if row.fits:
             return False, plain_s, row.fullest(self._gpus)
-        tensors_mib = frugal.tensors_mib(frugal.model.peak_mib(row.split))
+        tensors_mib = frugal.model.peak_mib(row.split)
         needed = zip(self._gpus, row.peak_mib, frugal.required_mib(tensors_mib), strict=True)
         shares = [
             (most - gpu.total_mib) / (most - least) for gpu, most, least in needed if most > max(gpu.total_mib, least)
@@ -217,9 +216,8 @@ class RecomputeSearch:
         step_s = max(each.step_s(accumulate) for each in devices) if any(sets) else plain_s
         saved = tuple(round(plain - mib, 1) + 0.0 for plain, mib in zip(row.tensors_mib, peaks, strict=True))
         name = "off" if not any(sets) else "all" if sets == self._all else "chosen"
-        tensors_mib = planner.tensors_mib(peaks)
-        needed = tuple(round(mib, 1) for mib in planner.required_mib(tensors_mib))
-        is_enough = planner.all_fit(tensors_mib)
+        needed = tuple(round(mib, 1) for mib in planner.required_mib(peaks))
+        is_enough = planner.all_fit(peaks)
         found = sum(row.split), accumulate, row.gpu0_bsz, row.split, name, sets, needed, is_enough, step_s, peaks
         names = _short_names(sets[0], self._blocks) if len(set(sets)) == 1 else ()
         return Fit(*found, saved, step_s / plain_s, names)
@@ -280,15 +278,14 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
 def plan_memory(
     config: RunConfig,
     gpus: Sequence[GpuSpec],
-    measurement: Measurement | None = None,
     *,
     mode: Mode | None = None,
     overhead: OverheadEstimate | None = None,
     with_advice: bool = True,
     batches: Sequence[int] = range(1, LARGEST_BATCH + 1),
     fit: bool | None = False,
-) -> tuple[MemoryPlan, list[PeakError]]:
-    """Return the plan of a config on given GPUs, and the prediction's errors compared with a measured run.
+) -> MemoryPlan:
+    """Return the plan of a config on given GPUs.
 
     With `train.batch_size: auto`, the plan is for the largest of `batches`, in ascending order, that fits. The advice,
     changes that reduce memory, takes longer to simulate than the plan. `fit`: search for the fastest way to make a step
@@ -301,15 +298,12 @@ def plan_memory(
     is_auto = not config.train.batch_size
     small = with_batch(config, 2 * len(gpus)) if is_auto else config
     mode = mode or choose_mode(small, len(gpus))
-    errors: list[PeakError] = []
     images = config.train.effective_batch_size
     if overhead is None:
         room = allocator_room({ALLOCATOR_VARIABLES[-1]: EXPANDABLE_SEGMENTS, **os.environ})  # as a training sets it
         overhead = OverheadEstimate(context_mib(mode, len(gpus)), room)
     with SimulationPool(small) as pool:
         found = _simulated(pool, small, gpus, mode, with_advice=with_advice)
-        if measurement is not None:
-            overhead, errors = calibrated(measurement, found.model, overhead)
         facts = found.facts
         planner = Planner(found.model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
         search = RecomputeSearch(pool, found.job, planner, facts["blocks"])
@@ -323,7 +317,7 @@ def plan_memory(
         if fit or (fit is None and not (plan.current or plan.best).fits):
             ways = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
             plan = replace(plan, fits=ways, keeps_images=images is not None)
-    return plan, errors
+    return plan
 
 
 def _with_chosen(
@@ -508,7 +502,7 @@ def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simul
     gradients_mib = gradients.fixed if gradients else 0.0
     advice += accumulate_advice(train.batch_size, train.accumulate, gradients_mib, best, planner)
     if plan.mode == "dp" and train.batch_size >= len(plan.gpus) and "ddp" in peaks_mib:
-        rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, peaks_mib["ddp"]))
+        rank_mib = planner.overhead.required_mib(0, peaks_mib["ddp"])
         is_enough = all(fits(rank_mib, gpu.total_mib) for gpu in plan.gpus)
         note = "one process per GPU; every GPU holds an optimizer state"
         gain_mib = max(best.peak_mib) - rank_mib
