@@ -481,7 +481,6 @@ def check(
     overrides: Overrides = None,
     config: ConfigOption = None,
     json_out: JsonFlag = False,
-    html_file: Annotated[Path | None, option("--html", "Write a page with images of the problems.")] = None,
 ) -> None:
     """Check every file and class id of a data set, and find duplicates. The exit code is 3 if there are errors."""
     from segapp.config import load_runnable, named_config
@@ -489,7 +488,7 @@ def check(
     loaded = load_runnable(named_config(config, overrides or []), overrides or [])
     from segapp.commands.check import check_data
 
-    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
+    sys.exit(check_data(loaded, as_json=json_out))
 
 
 @app.command()

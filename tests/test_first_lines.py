@@ -12,7 +12,7 @@ from segapp.cli import app
 
 COMMANDS = {
     "attach": "attach",
-    "check": "check --config demo --html page.html",
+    "check": "check --config demo --json",
     "check-part": "check-part --config demo",
     "ckpt": "ckpt list demo",
     "compare": "compare demo demo-2",

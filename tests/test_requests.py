@@ -30,7 +30,7 @@ COMMANDS: dict[str, list[str]] = {
     "eval": ["eval", "stranger"],
     "predict": ["predict", "stranger", ".", "--out", "out"],
     "export": ["export", "stranger", "--out", "model.onnx"],
-    "check": ["check", "--config", "config.yaml", "--html", "check.html"],
+    "check": ["check", "--config", "config.yaml"],
     "doctor": ["doctor"],
     "init": ["init", "maps", "--out", "maps.yaml"],
     "report": ["report", "stranger"],

@@ -1,11 +1,7 @@
-"""`segapp check`: examine a data set and report the findings in the terminal, as JSON or as an HTML file.
-
-Shapes: H x W pixels.
-"""
+"""`segapp check`: examine a data set and report the findings in the terminal or as JSON."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cv2
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
@@ -32,36 +25,28 @@ from segapp.build.pairs import (
 )
 from segapp.config import DataConfig, RunConfig
 from segapp.custom.names import is_part
-from segapp.datasets.files import ImagePair, open_bytes, read_bytes, shown
+from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
-from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, examine, group_findings
 from segapp.datasets.layouts.formats import leftovers, split_list
 from segapp.datasets.layouts.pairing import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import ID_MODES, read_masks
 from segapp.datasets.resources import usable_cores
-from segapp.datasets.sampling import Order, uniform_order
 from segapp.datasets.targets import RULES, class_weights
-from segapp.errors import DataError, storage_errors
+from segapp.errors import DataError
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.words import printable
 
 if TYPE_CHECKING:
-    from segapp.datasets.dataset import SegmentationDataset
+    pass
 
 _MAX_SHOWN = 5
 """Findings of a group, or files, that the terminal shows."""
-_MAX_PICTURED, _MAX_LISTED = 6, 500
-"""Findings of a group that the page shows with pictures, and without."""
-PICTURE_PX = 320
-"""Maximum of the longer side of a picture."""
-_IGNORED_RGB, _UNKNOWN_RGB = (128, 128, 128), (255, 0, 0)
 
 
-def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> int:
+def check_data(config: RunConfig, *, as_json: bool) -> int:
     """Examine the data of a config, report the findings, and return the exit code: 0, or 3 if there are errors.
 
     Raises:
@@ -85,24 +70,18 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> i
             threads=max(1, round(usable_cores())),
             progress=lambda: bar.advance(task),
         )
-    samples: list[tuple[str, list[str]]] = []
     if problem is None:
-        samples = _samples(config, scheme, reports[0], with_pictures=html_file is not None)
+        _check_samples(config, scheme, reports[0])
     groups = group_findings(reports, before)
     files = None if is_part(data.format) else _files(data, splits)
-    weights = suggested_weights(reports[0], scheme)
     if as_json:
         print(json.dumps(as_dict(reports, groups, scheme, measured, files), indent=2))
     else:
-        print_report(reports, groups, scheme, weights, Console(highlight=False))
+        print_report(reports, groups, scheme, Console(highlight=False))
         if files is not None:
             print("", *map(printable, unused_lines(*files)), sep="\n")
         for line in _pixel_lines(measured):
             print(line)
-    if html_file is not None:
-        page = check_page(config.name, reports, groups, scheme, weights, samples, measured or RGB8)
-        with storage_errors(html_file, "choose another --html"):
-            html_file.write_text(page, encoding="utf-8", errors="surrogateescape")
     return DataError.exit_code if any(group.severity == "error" for group in groups) else 0
 
 
@@ -138,24 +117,20 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
     return splits, findings
 
 
-def _samples(
-    config: RunConfig, scheme: ClassScheme, report: SplitReport, *, with_pictures: bool
-) -> list[tuple[str, list[str]]]:
-    """Check `data.augment` and `data.sampling`; return pictures of training samples, [] for unusable images."""
+def _check_samples(config: RunConfig, scheme: ClassScheme, report: SplitReport) -> None:
+    """Raise ConfigError if `data.augment` or `data.sampling` does not fit the data."""
     data = config.data
-    if data.sampling == "uniform" and data.augment is None and not with_pictures:
-        return []
+    if data.sampling == "uniform" and data.augment is None:
+        return
     # These import torch and albumentations, which the rest of this command does not need.
     from segapp.build.data import build_dataset, build_order
 
     try:
         dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)
     except DataError:  # the findings report it
-        return []
-    order = uniform_order(len(dataset), config.seed)
+        return
     if data.sampling != "uniform" and report.num_masks == len(report.frequencies.classes_of_masks):
-        order = build_order(data, dataset, report.frequencies, config.seed)
-    return list(augmented_samples(dataset, order)) if with_pictures else []
+        build_order(data, dataset, report.frequencies, config.seed)
 
 
 def _measure(
@@ -289,7 +264,6 @@ def print_report(
     reports: Sequence[SplitReport],
     groups: Sequence[FindingGroup],
     scheme: ClassScheme,
-    weights: dict[str, list[float]],
     console: Console,
 ) -> None:
     """Print tables of splits and classes, then the findings, errors first."""
@@ -303,7 +277,7 @@ def print_report(
         overview.add_row(name, str(report.num_pairs), str(report.num_masks), shown_sizes or "-", ignored)
     console.print(overview)
     console.print()
-    console.print(_class_table(reports, scheme, weights))
+    console.print(_class_table(reports, scheme, suggested_weights(reports[0], scheme)))
     notes = [report.ignored for report in reports if report.ignored is not None]
     for line in ["", *notes] if notes else []:
         console.print(Text(printable(line)), soft_wrap=True)
@@ -327,7 +301,7 @@ def _print_group(group: FindingGroup, console: Console) -> None:
     if len(group.findings) > 1:
         lines += [f"    {finding.message}" for finding in group.findings[:_MAX_SHOWN]]
         if len(group.findings) > _MAX_SHOWN:
-            lines.append(f"    and {len(group.findings) - _MAX_SHOWN} more: --json or --html FILE show all")
+            lines.append(f"    and {len(group.findings) - _MAX_SHOWN} more: --json shows all")
     for line in "\n".join(lines).splitlines():
         console.print(Text(printable(line)), soft_wrap=True)
 
@@ -344,104 +318,3 @@ def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme, weights: d
             cells.append(f"{share} / {report.frequencies.images[index]}")
         table.add_row(Text(printable(name)), *cells, *(f"{column[index]:.3g}" for column in weights.values()))
     return table
-
-
-def check_page(
-    name: str,
-    reports: Sequence[SplitReport],
-    groups: Sequence[FindingGroup],
-    scheme: ClassScheme,
-    weights: Mapping[str, Sequence[float]],
-    samples: Sequence[tuple[str, list[str]]],
-    pixels: PixelFormat,
-) -> str:
-    """Return the page as HTML; `samples` are captions and pictures of training samples."""
-    from segapp.report.render import render  # imports torch, as the other imports in functions do
-
-    severities = [group.severity for group in groups for _ in group.findings]
-    values = {
-        "name": name,
-        "counts": {severity: severities.count(severity) for severity in ("error", "warning")},
-        "reports": reports,
-        "scheme": scheme,
-        "weights": weights,
-        "samples": samples,
-        "sections": [(group, _with_pictures(group, scheme, pixels), _listed(group)) for group in groups],
-        "comparisons": [report.comparison.lines(report.split) for report in reports if report.comparison],
-        "max_listed": _MAX_LISTED,
-    }
-    return render("check.html.j2", values)
-
-
-def _with_pictures(
-    group: FindingGroup, scheme: ClassScheme, pixels: PixelFormat
-) -> list[tuple[DataProblem, list[str]]]:
-    """Return the first findings about a pair, each with its image and its mask, or with both images of a duplicate."""
-    found = []
-    for finding in group.findings[:_MAX_PICTURED]:
-        pictures = []
-        for pair in (finding.pair, finding.other):
-            with contextlib.suppress(DataError):
-                pictures += [] if pair is None else [_picture(pixels.as_rgb(read_image(pair.image, pixels)))]
-        if finding.pair is not None and finding.pair.mask is not None and finding.other is None:
-            with contextlib.suppress(Exception):  # the finding may be about a damaged file
-                pictures.append(_picture(_mask_colors(finding.pair.masks, scheme), is_photo=False))
-        if finding.pair is not None:
-            found.append((finding, pictures))
-    return found
-
-
-def _listed(group: FindingGroup) -> list[DataProblem]:
-    """Return the findings without pictures; none if the summary of the group is its only finding."""
-    if len(group.findings) == 1:
-        return []
-    first = [finding for finding in group.findings[:_MAX_PICTURED] if finding.pair is None]
-    return [*first, *group.findings[_MAX_PICTURED:]]
-
-
-def _mask_colors(masks: Sequence[Path], scheme: ClassScheme) -> NDArray[np.uint8]:
-    """Return a mask (H, W, 3) in the colors of its classes, unknown ids red, ignored pixels gray."""
-    if scheme.multilabel is not None:
-        return _colors(read_masks(masks, scheme), scheme)
-    with open_bytes(read_bytes(masks[0]), masks[0]) as image:
-        stored = np.asarray(image.convert("RGB") if scheme.rgb or image.mode not in ID_MODES else image)
-    if stored.ndim == 3:
-        return stored.astype(np.uint8)
-    table, ids = scheme.table, stored.astype(np.int64)
-    is_known = (ids >= 0) & (ids < len(table))
-    train_ids = np.where(is_known, table[np.where(is_known, ids, 0)], -1)
-    is_class = (train_ids >= 0) & (train_ids < scheme.num_classes)
-    colors = _colors(np.where(is_class, train_ids, scheme.ignore_index), scheme)
-    colors[~is_class & (train_ids != scheme.ignore_index)] = _UNKNOWN_RGB
-    return colors
-
-
-def _colors(target: NDArray[Any], scheme: ClassScheme) -> NDArray[np.uint8]:
-    """Return a target (H, W) in the colors of its classes (H, W, 3), ignored pixels gray."""
-    from segapp.inference.predict.outputs import colorize
-
-    is_ignored = target == scheme.ignore_index
-    colors = colorize(np.where(is_ignored, 0, target), scheme)
-    colors[is_ignored] = _IGNORED_RGB
-    return colors
-
-
-def _picture(pixels: NDArray[Any], *, is_photo: bool = True) -> str:
-    """Return pixels (H, W, 3) as a small picture, a `data:` address."""
-    from segapp.report.render import data_url
-
-    factor = min(1.0, PICTURE_PX / max(pixels.shape[:2]))
-    size = tuple(max(1, round(side * factor)) for side in (pixels.shape[1], pixels.shape[0]))
-    how, suffix = (cv2.INTER_AREA, ".jpg") if is_photo else (cv2.INTER_NEAREST, ".png")
-    return data_url(cv2.resize(np.ascontiguousarray(pixels), size, interpolation=how), suffix)
-
-
-def augmented_samples(dataset: SegmentationDataset, order: Order, most: int = 12) -> Iterator[tuple[str, list[str]]]:
-    """Yield file name, aimed class, and pictures of the first samples of the first epoch that can be read."""
-    for key in order(1)[:most]:
-        with contextlib.suppress(DataError):
-            sample = dataset[key]
-            aim = "" if key.aim is None else f", aimed at {dataset.scheme.names[key.aim]}"
-            image = _picture(dataset.pixels.as_rgb(sample.image.permute(1, 2, 0).numpy()))
-            mask = _picture(_colors(sample.target.numpy(), dataset.scheme), is_photo=False)
-            yield f"{shown(dataset.pairs[key.image].image)}{aim}", [image, mask]

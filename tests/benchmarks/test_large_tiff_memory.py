@@ -50,7 +50,7 @@ config, what = load_config(Path(sys.argv[1]) / "config.yaml"), sys.argv[2]
 before, start = peak_kib(), time.perf_counter()
 if what == "check":
     with contextlib.redirect_stdout(io.StringIO()):
-        check_data(config, as_json=True, html_file=None)
+        check_data(config, as_json=True)
 else:
     scheme = build_scheme(config.data)
     dataset = build_dataset(config.data, scheme, "val", is_training=False, seed=0)

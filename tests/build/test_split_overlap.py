@@ -21,7 +21,7 @@ def test_training_on_the_validation_images_is_refused(tiny: dict[str, Any], tmp_
 
 
 def test_check_reports_the_overlap_as_an_error(tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_data(config_of(tiny, val_split="train"), as_json=False, html_file=None) == 3
+    assert check_data(config_of(tiny, val_split="train"), as_json=False) == 3
     assert "training images too" in " ".join(capsys.readouterr().out.split())
 
 

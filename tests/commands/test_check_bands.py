@@ -40,12 +40,12 @@ def test_check_prints_the_lines_that_the_training_asks_for(
     config = validate_config({"name": "bands", "data": data})
     with pytest.raises((ConfigError, DataError), match="value_range"):
         build_dataset(config.data, build_scheme(config.data), "train", is_training=True, seed=0)
-    assert check_data(config, as_json=False, html_file=tmp_path / "page.html") == 3
+    assert check_data(config, as_json=False) == 3
     out = capsys.readouterr().out
     lines: dict[str, Any] = yaml.safe_load(out[out.index("  bands: ", out.index("pixels: uint16 of 4 bands")) :])
     assert lines == {"bands": [1, 2, 3, 4], "dtype": "uint16", "value_range": percentiles(tmp_path / "data")}
     whole = validate_config({"name": "bands", "data": {**data, **lines}})
-    assert check_data(whole, as_json=True, html_file=None) == 0
+    assert check_data(whole, as_json=True) == 0
     pixels = json.loads(capsys.readouterr().out)["pixels"]
     assert (pixels["dtype"], pixels["value_range"]) == ("uint16", lines["value_range"])
     build_dataset(whole.data, build_scheme(whole.data), "train", is_training=True, seed=0)

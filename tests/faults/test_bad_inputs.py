@@ -109,7 +109,6 @@ def test_html_pages_with_hostile_names_are_inert(new_run: NewRun) -> None:
     for words in (
         ("report", "run", "--out", "report.html"),
         ("compare", "run", evil.name, "--html", "compare.html"),
-        ("check", "--config", "config.yaml", "--html", "check.html"),
     ):
         done = run.command(*words)
         assert done.returncode == 0, done.stderr

@@ -94,7 +94,7 @@ def test_layout_trains_on_the_pixels_that_were_drawn(
     assert final.config is not None, verdict.said
     config = load_config(final.config)
     capsys.readouterr()
-    code = check_data(config, as_json=True, html_file=None)
+    code = check_data(config, as_json=True)
     said = capsys.readouterr().out
     if isinstance(layout.expected, Read) and layout.expected.check_names:
         assert code == EXIT_DATA

@@ -26,7 +26,7 @@ FILES = ("0.jpg", "0.png", "0_mask.png", "1.jpg", "train.txt", "x.csv", "note.md
 def checked(config: RunConfig, *, as_json: bool) -> str:
     """Returns what `segapp check` prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        check_data(config, as_json=as_json, html_file=None)
+        check_data(config, as_json=as_json)
     return out.getvalue()
 
 
