@@ -26,7 +26,7 @@ from segapp.run.commands import CheckpointCommand, Command, PauseCommand, Resume
 from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
 from segapp.tui import header, keys, layout
-from segapp.tui.chart import ChartOptions, Viewport
+from segapp.tui.chart import ChartOptions
 from segapp.tui.devices import EDITOR_KEYS, Draft, begin_draft, edit_draft, undo_gpu0, why_no_split
 from segapp.tui.dialogs import (
     EventScreen,
@@ -220,7 +220,7 @@ class MonitorApp(App[None]):
         self.shown = ShownRun(source)
         self.draft, self._is_starting = None, None
         self._announcer.restart()
-        self.chart.options = self._chart_options(metric="loss", part=Viewport(), cursor=None)
+        self.chart.options = self._chart_options(metric="loss")
         self.apply_layout()
         self.tick()
         self.show_view()
@@ -343,7 +343,7 @@ class MonitorApp(App[None]):
         self.action_show_metric(names[(at + by) % len(names)])
 
     def action_show_metric(self, name: str) -> None:
-        self.chart.options = self._chart_options(metric=name, cursor=None)
+        self.chart.options = self._chart_options(metric=name)
         if self.pane == "pictures" or (self.is_zoomed and self.pane != "loss"):
             self.action_pane("loss")
         self.show_view()
@@ -362,25 +362,6 @@ class MonitorApp(App[None]):
 
     def action_x_axis(self) -> None:
         self._next_setting("x_axis")
-
-    def action_window(self, by: int) -> None:
-        """Show a longer (1) or a shorter (-1) part of the curve."""
-        self.chart.zoom(2.0**by)
-
-    def action_pan(self, by: int) -> None:
-        """Move the visible part of the curve to earlier (-1) or later (1) steps."""
-        self.chart.pan(0.5 * by)
-
-    def action_jump(self, end: int) -> None:
-        """Move the visible part of the curve to the first (0) or to the newest (1) steps."""
-        self.chart.jump(to_end=bool(end))
-
-    def action_cursor(self, by: int) -> None:
-        """Move the cursor of the chart, or show another picture."""
-        if self.pane == "pictures":
-            self.columns.pictures.move(by)
-        else:
-            self.chart.move_cursor(by)
 
     def action_sort(self) -> None:
         self._next_setting("sort")
@@ -439,15 +420,11 @@ class MonitorApp(App[None]):
             self.say("nothing to copy: select text with the mouse, or select an event")
 
     def action_escape(self) -> None:
-        """Close the first open thing of: a search, the cursor, the zoom, the visible part of the curve, the alert."""
+        """Close the first open thing of: a search, the zoom, the alert."""
         if any(search.close() for search in (self.columns.events.search, self.columns.table.search)):
             pass
-        elif self.chart.options.cursor is not None:
-            self.chart.change(cursor=None)
         elif self.is_zoomed:
             self.action_zoom()
-        elif self.chart.options.part != Viewport():
-            self.chart.change(part=Viewport())
         else:
             self.action_seen()
         self.show_view()

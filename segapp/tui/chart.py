@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.segment import Segment
 from rich.style import Style
-from textual import events
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
@@ -22,7 +21,7 @@ from segapp.view import plot
 from segapp.view.history import SMOOTHINGS, LossHistory
 from segapp.view.plot import NO_POINTS, Curve, CurveColumns, Scale, curve_of, draw_columns, metric_title, pack_dots
 from segapp.view.view import View
-from segapp.view.wording import clip, loss
+from segapp.view.wording import loss
 
 
 class Canvas:
@@ -81,61 +80,15 @@ class Canvas:
         return strips
 
 
-MIN_SPAN = 10.0
-
-
-class Viewport(NamedTuple):
-    """The visible steps."""
-
-    span: float | None = None
-    """Number of visible steps; None: all."""
-    end: float | None = None
-    """The last visible step; None: the newest one, which is followed."""
-
-    def visible(self, first: float, last: float) -> tuple[float, float]:
-        """Return the first and the last visible step of a run that has the steps `first` to `last`."""
-        right = last if self.end is None else min(self.end, last)
-        left = first if self.span is None else max(first, right - self.span)
-        return left, max(right, left + 1)
-
-    def zoomed(self, factor: float, at: float, first: float, last: float) -> Viewport:
-        """Return a part that is `factor` times as long; the step at a fraction `at` of the width keeps its position."""
-        left, right = self.visible(first, last)
-        span = max((right - left) * factor, min(MIN_SPAN, last - first))
-        if span >= last - first:
-            return Viewport()
-        middle = left + at * (right - left)
-        return self._part(middle - at * span + span, span, first, last)
-
-    def panned(self, frac: float, first: float, last: float) -> Viewport:
-        """Return the part moved by a fraction of its width; positive is towards the newest step."""
-        if self.span is None:
-            return self
-        left, right = self.visible(first, last)
-        return self._part(right + frac * (right - left), right - left, first, last)
-
-    def jumped(self, first: float, last: float, *, to_end: bool) -> Viewport:
-        """Return the part at the first or at the newest steps; the newest are followed."""
-        if self.span is None or to_end:
-            return Viewport(self.span, None)
-        left, right = self.visible(first, last)
-        return Viewport(right - left, first + right - left)
-
-    @staticmethod
-    def _part(end: float, span: float, first: float, last: float) -> Viewport:
-        end = max(end, first + span)
-        return Viewport(span, None if end >= last else end)
-
-
 AUTO = -1.0
 """Select the smoothing by the length of the curve."""
 
 X_AXES = ("step", "epoch", "time")
 GUTTER = 8
 
-_BLANK, _RAW, _MARK, _AVERAGE, _VAL, _BAD, _BEST, _CURSOR, _AXIS, _OTHER = range(10)
+_BLANK, _RAW, _MARK, _AVERAGE, _VAL, _BAD, _BEST, _AXIS, _OTHER = range(9)
 _CLASSES = (
-    "blank", "raw", "mark", "average", "val", "bad", "best", "cursor", "axis", "other-0", "other-1", "other-2",
+    "blank", "raw", "mark", "average", "val", "bad", "best", "axis", "other-0", "other-1", "other-2",
 )  # fmt: skip
 
 
@@ -149,9 +102,6 @@ class ChartOptions:
     """One of `SMOOTHINGS`; 0: only the raw curve; `AUTO`: by the number of steps."""
     is_log: bool = False
     x_axis: str = "step"
-    part: Viewport = field(default_factory=Viewport)
-    cursor: int | None = None
-    """Position in cells from the left edge of the plot; None: no cursor."""
 
 
 class Other(NamedTuple):
@@ -165,8 +115,7 @@ class Other(NamedTuple):
 class LossChart(StripWidget):
     """Draws a metric with the numpy functions of `plot`; each update reads every point once.
 
-    The wheel zooms, dragging moves the visible part, a click sets the cursor. Every segment has a style, because
-    Textual's NO_COLOR filter fails on a segment without one.
+    Every segment has a style, because Textual's NO_COLOR filter fails on a segment without one.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"loss-chart--{name}" for name in _CLASSES}
@@ -179,7 +128,6 @@ class LossChart(StripWidget):
         .loss-chart--val { color: $success; text-style: bold; }
         .loss-chart--bad { color: $error; text-style: bold; }
         .loss-chart--best { color: $success; text-style: bold; }
-        .loss-chart--cursor { color: $foreground; text-style: bold; }
         .loss-chart--axis { color: $text-muted; }
         .loss-chart--other-0 { color: $primary; }
         .loss-chart--other-1 { color: $accent; }
@@ -196,7 +144,6 @@ class LossChart(StripWidget):
         self._others: Sequence[Other] = ()
         self._curve = Curve(None, NO_POINTS)
         self._x_range = (0.0, 1.0)
-        self._dragged_from: tuple[int, Viewport] | None = None
         self._subtitle = ""
 
     @property
@@ -231,57 +178,11 @@ class LossChart(StripWidget):
         self.options = replace(self.options, **options)  # type: ignore[arg-type]
         self.show(self._view, self._series, self._others)
 
-    def move_cursor(self, by: int) -> None:
-        """Move the cursor; the first move puts it at the right edge."""
-        width = max(1, self._plot_size()[0])
-        at = width - 1 if self.options.cursor is None else min(max(self.options.cursor + by, 0), width - 1)
-        self.change(cursor=at)
-
-    def zoom(self, factor: float, at: float = 1.0) -> None:
-        """Show fewer (factor below 1) or more steps; the step at a fraction of the width keeps its position."""
-        self.change(part=self.options.part.zoomed(factor, at, *self._ends()))
-
-    def pan(self, frac: float) -> None:
-        """Move the visible part by a fraction of its width; positive is towards the newest step."""
-        self.change(part=self.options.part.panned(frac, *self._ends()))
-
-    def jump(self, *, to_end: bool) -> None:
-        """Move to the first or to the newest steps; the newest are followed."""
-        self.change(part=self.options.part.jumped(*self._ends(), to_end=to_end))
-
     def _ends(self) -> tuple[float, float]:
         """Return the first and the last step."""
         steps = self._steps()
         first, last = (float(steps[0]), float(steps[-1])) if len(steps) else (0.0, 1.0)
         return first, max(last, first + 1)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self.zoom(0.7, self._fraction(event.x))
-        event.stop()
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self.zoom(1 / 0.7, self._fraction(event.x))
-        event.stop()
-
-    def on_mouse_down(self, event: events.MouseDown) -> None:
-        self._dragged_from = (event.x, self.options.part)
-        self.capture_mouse()
-
-    def on_mouse_move(self, event: events.MouseMove) -> None:
-        if self._dragged_from is not None:
-            at, part = self._dragged_from
-            self.change(part=part.panned((at - event.x) / max(1, self._plot_size()[0]), *self._ends()))
-
-    def on_mouse_up(self, event: events.MouseUp) -> None:
-        """End a drag; without a movement, set the cursor."""
-        self.release_mouse()
-        if self._dragged_from is not None and abs(event.x - self._dragged_from[0]) < 1:
-            self.change(cursor=round(self._fraction(event.x) * max(1, self._plot_size()[0] - 1)))
-        self._dragged_from = None
-
-    def _fraction(self, x: int) -> float:
-        inside = x - self.gutter.left - GUTTER - 1
-        return min(max(inside / max(1, self._plot_size()[0] - 1), 0.0), 1.0)
 
     def key(self) -> tuple[object, ...]:
         """Return the values that the chart depends on."""
@@ -312,11 +213,8 @@ class LossChart(StripWidget):
         return np.interp(steps, view.history.step, times_s - (view.first_start_s or float(times_s[0])))
 
     def _find_range(self) -> tuple[float, float]:
-        left, right = self.options.part.visible(*self._ends())
-        x0, x1 = (float(x) for x in self._x_of(np.array([left, right])))
-        if self.options.part.end is not None:
-            return x0, max(x1, x0 + 1e-6)
-        for other in self._others if self.options.part.span is None else ():
+        x0, x1 = (float(x) for x in self._x_of(np.array(self._ends())))
+        for other in self._others:
             if other.view.history.size:
                 x1 = max(x1, float(self._x_of(other.view.history.step[-1:], other.view)[0]))
         return plot.padded_range(x0, x1)
@@ -360,8 +258,6 @@ class LossChart(StripWidget):
             canvas.curve(average, scale, _AVERAGE)
         canvas.clipped(raw, scale, _BAD)
         self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
-        if self.options.cursor is not None:
-            canvas.line(min(self.options.cursor, width - 1), self.glyphs.v_cursor, _CURSOR)
         labels = [label + self.glyphs.v_axis for label in plot.row_labels(scale, height, GUTTER)]
         styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
         axis = self._axis_line(raw, width).strips(styles, [" " * GUTTER + self.glyphs.corner])
@@ -396,13 +292,9 @@ class LossChart(StripWidget):
         return self._reduced(x, y, y, np.zeros(len(x), dtype=bool))
 
     def _usual_range(self) -> tuple[float, float] | None:
-        """Return the range of the visible points without the rarest values."""
+        """Return the range of the points without the rarest values."""
         history = self._curve.history
-        if history is None:
-            return None
-        left, right = self.options.part.visible(*self._ends())
-        part = slice(*np.searchsorted(history.step, [left, right + 1]))
-        return plot.usual_range(history.low[part], history.high[part])
+        return None if history is None else plot.usual_range(history.low, history.high)
 
     def _draw_points(self, canvas: Canvas, scale: plot.Scale, x: plot.Floats, y: plot.Floats) -> None:
         """Draw the evaluations: diamonds if there is room between them, else a line; the best one as a star."""
@@ -468,50 +360,9 @@ class LossChart(StripWidget):
         return self.get_component_rich_style(f"loss-chart--{_CLASSES[index]}")
 
     def _readout(self) -> str:
-        """Return the values at the cursor, or the display options, as plain text for the border."""
-        options, steps = self.options, self._steps()
-        separator = f" {self.glyphs.separator} "
-        if options.cursor is not None and len(steps):
-            width = max(1, self._plot_size()[0])
-            x0, x1 = self._x_range
-            x = x0 + (min(options.cursor, width - 1) + 0.5) / width * (x1 - x0)
-            index = min(int(np.searchsorted(self._x_of(steps), x)), len(steps) - 1)
-            tolerance = (steps[-1] - steps[0] + 1) / width
-            parts = cursor_readout(self._view, self._curve, index, self.smoothing, max(tolerance, 1.0))
-            return separator.join(parts)
+        """Return the display options as plain text for the border."""
+        options = self.options
         parts = ["log" if options.is_log else "linear"]
-        parts.append("all" if options.part.span is None else f"{options.part.span:.0f} steps")
-        if options.part.end is not None:
-            parts.append("end: newest")
         if options.x_axis != "step":
             parts.append(f"by {options.x_axis}")
-        return separator.join(parts)
-
-
-def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, tolerance: float) -> list[str]:
-    """Return the parts of the readout at a point of the steps' values, or of a metric of the evaluations.
-
-    `smoothing` is one of `SMOOTHINGS`, or 0; `tolerance` is the number of steps in a cell.
-    """
-    history, points = curve.history, curve.points
-    step = float(history.step[index]) if history is not None else float(points[index, 0])
-    parts = [f"step {step:.0f}"]
-    if view.start is not None and view.start.steps_per_epoch:
-        parts.append(f"epoch {int((step - 1) // view.start.steps_per_epoch) + 1 if step > 0 else 1}")
-    if view.history.size:
-        at_s = float(np.interp(step, view.history.step, view.history.t))
-        parts.append(duration(at_s - (view.first_start_s or float(view.history.t[0]))))
-    if history is not None:
-        low, high = float(history.low[index]), float(history.high[index])
-        parts.append(number(low) if low == high or low != low else f"{number(low)} to {number(high)}")
-        if smoothing:
-            parts.append(f"smoothed {number(float(history.average(smoothing)[index]))}")
-        near = points[np.abs(points[:, 0] - step) <= tolerance, 1]
-        if len(near):
-            parts.append(f"val {number(float(near[-1]))}")
-    else:
-        parts.append(number(float(points[index, 1])))
-    marks = sorted((abs(mark.step - step), mark.text) for mark in view.marks)
-    if marks and marks[0][0] <= 3 * tolerance:  # three cells
-        parts.append(clip(marks[0][1], 30))
-    return parts
+        return f" {self.glyphs.separator} ".join(parts)

@@ -13,16 +13,11 @@ from segapp.view.view import View
 
 _SHOWN = {
     "question_mark": "?",
-    "left_square_bracket": "[",
-    "right_square_bracket": "]",
     "slash": "/",
     "left": "←",
-    "right": "→",
     "escape": "esc",
-    "plus": "+",
-    "minus": "-",
 }
-_ASCII = {"←": "left", "→": "right"}
+_ASCII = {"←": "left"}
 
 
 class Key(NamedTuple):
@@ -58,17 +53,7 @@ KEYS = (
         words="end, kill"),
     Key("metric(1)", "v", "Metric", "next metric in the chart", panes="loss", words="mIoU, learning rate, grad norm"),
     Key("metric(-1)", "V", "", "previous metric", panes="loss"),
-    Key("window(-1)", "plus,equals_sign,left_square_bracket", "Zoom", "zoom in; also with the mouse wheel",
-        panes="loss", words="zoom in"),
-    Key("window(1)", "minus,right_square_bracket", "", "zoom out", panes="loss", words="zoom out"),
-    Key("pan(-1)", "shift+left", "", "move to earlier steps; also by dragging", panes="loss"),
-    Key("pan(1)", "shift+right", "", "move to later steps", panes="loss"),
-    Key("jump(0)", "home", "", "go to the first steps", panes="loss"),
-    Key("jump(1)", "end", "", "follow the newest steps", panes="loss"),
-    Key("cursor(-1)", "left", "Read", "move the cursor to the left; show images of the previous evaluation",
-        panes="loss pictures"),
-    Key("cursor(1)", "right", "", "move the cursor to the right; show images of the next evaluation",
-        panes="loss pictures"),
+    Key("move", "left", "Evaluation", "show another evaluation; also right", panes="pictures", is_bound=False),
     Key("image", "down", "Image", "show another image of the evaluation; also up", panes="pictures", is_bound=False),
     Key("toggle_log", "y", "Log y", "logarithmic vertical axis", panes="loss"),
     Key("smooth", "m", "Smooth", "smoothing: auto, 0.98, 0.9, 0.6, none", panes="loss"),

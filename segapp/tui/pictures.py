@@ -92,7 +92,12 @@ class PictureView(StripWidget):
         .picture-view--label { color: $foreground; text-style: bold; }
     }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [("up", "image(-1)", "previous image"), ("down", "image(1)", "next image")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("left", "move(-1)", "previous evaluation"),
+        ("right", "move(1)", "next evaluation"),
+        ("up", "image(-1)", "previous image"),
+        ("down", "image(1)", "next image"),
+    ]
 
     def __init__(self, *, has_color: bool, **keywords: str) -> None:
         super().__init__(**keywords)
@@ -112,7 +117,7 @@ class PictureView(StripWidget):
             self._shown = self._nearest(newest, shown.image if shown is not None else 0)
         self._announce()
 
-    def move(self, by: int) -> None:
+    def action_move(self, by: int) -> None:
         """Show the same image at the previous (-1) or next (1) evaluation."""
         if self._shown is not None:
             self._shown = self._nearest(_next(self._epochs(), self._shown.epoch, by), self._shown.image)

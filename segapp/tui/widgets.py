@@ -40,7 +40,6 @@ class Glyphs:
     star: str = "★"
     bad: str = "×"
     v_mark: str = "┊"
-    v_cursor: str = "│"
     v_axis: str = "│"
     h_axis: str = "─"
     corner: str = "└"
@@ -56,7 +55,7 @@ class Glyphs:
 UNICODE = Glyphs()
 ASCII = Glyphs(
     dot="*", hollow_dot="o", line_done="=", line_half="-", line_left=".", up="+", down="-", arrow="->", separator=".",
-    spark="_.-=*#", diamond="V", star="B", bad="x", v_mark=":", v_cursor="|", v_axis="|", h_axis="-", corner="+",
+    spark="_.-=*#", diamond="V", star="B", bad="x", v_mark=":", v_axis="|", h_axis="-", corner="+",
     clipped="^", degree="C", dots_per_cell=(2, 1), dot_weights=np.array([[1], [2]], dtype=np.uint16), dot_cells=" '.:",
 )  # fmt: skip
 

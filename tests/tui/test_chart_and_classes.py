@@ -1,4 +1,4 @@
-"""The chart's metrics, zoom and readout, the class table's cursor and columns, and the memory of the devices."""
+"""The chart's metrics and scale, the class table's cursor and columns, and the memory of the devices."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.cells import cell_len
-from textual import events
 from textual.geometry import Size
 from textual.pilot import Pilot
 
 from segapp.run.events import CommandAnswer, EventReader, Step, Val
 from segapp.run.words import number
 from segapp.tui.app import MonitorApp
-from segapp.tui.chart import LossChart, Other, Viewport, cursor_readout
+from segapp.tui.chart import LossChart, Other
 from segapp.tui.classes import TableOptions, classes_content
 from segapp.tui.devices import gpu_content, memory_graph
 from segapp.tui.widgets import UNICODE
@@ -111,24 +109,6 @@ def test_keys_go_through_the_metrics_and_back(run: RecordedRun) -> None:
     run_screen(run, act)
 
 
-def test_cursor_reads_the_event_nearest_by(run: RecordedRun) -> None:
-    view = folded(run)
-    assert [mark.step for mark in view.marks] == [20, 40, 60]
-    curve = curve_of(view, "loss", None)
-
-    def parts(step: int) -> list[str]:
-        return cursor_readout(view, curve, step - 1, 0, tolerance=1.0)
-
-    assert parts(42)[:2] == ["step 42", "epoch 3"]
-    assert parts(42)[-1] == "best, epoch 2"
-    assert parts(58)[-1] == "best, epoch 3"
-    assert "best" not in " ".join(parts(50))
-    assert [part for part in parts(40) if part.startswith("val ")]
-    of_class = cursor_readout(view, curve_of(view, "IoU pole", None), 1, 0, tolerance=1.0)
-    assert of_class[:2] == ["step 40", "epoch 2"]
-    assert f"{view.vals[1].iou[2]:.3f}" in of_class
-
-
 def test_palette_offers_every_metric_and_class(run: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         commands = {command.title: command.callback for command in app.get_system_commands(app.screen)}
@@ -148,86 +128,7 @@ def test_chosen_class_is_drawn_in_the_chart(run: RecordedRun) -> None:
     run_screen(run, act)
 
 
-# --- zoom, cursor, scale ---------------------------------------------------------------------------------------------
-
-
-def test_zoom_pan_and_cursor_keys_move_the_visible_part(run: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        chart = app.query_one(LossChart)
-        await press(app, pilot, "plus")
-        assert "30 steps" in screen_text(app)
-        await press(app, pilot, "home")
-        assert chart.options.part.visible(1, 60) == (1, 30.5)
-        assert "end: newest" in screen_text(app)
-        await press(app, pilot, "end", "shift+left")
-        assert chart.options.part.end is not None
-        await press(app, pilot, "left")
-        assert re.search(r"step \d+ · epoch \d · \d+\w+ · [\d.]+", screen_text(app))
-        await press(app, pilot, "escape", "escape")
-        assert chart.options.part.span is None
-
-    run_screen(run, act)
-
-
-def test_wheel_zooms_at_the_pointer_and_a_drag_pans(run: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        chart = app.query_one(LossChart)
-        await pilot.mouse_down(chart, offset=(40, 6))
-        await pilot.mouse_up(chart, offset=(40, 6))
-        assert chart.options.cursor is not None
-        chart.zoom(0.4, 0.5)
-        before = chart.options.part.visible(1, 60)
-        await pilot.mouse_down(chart, offset=(30, 6))
-        await pilot.hover(chart, offset=(45, 6))
-        await pilot.mouse_up(chart, offset=(45, 6))
-        await settle(app, pilot)
-        assert chart.options.part.visible(1, 60)[0] < before[0]
-
-    run_screen(run, act)
-
-
-def test_clicked_cell_is_read_and_a_drag_reads_none(run: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        chart = app.query_one(LossChart)
-
-        def mouse(kind: type[events.MouseEvent], x: int) -> Any:
-            return kind(chart, x, 5, 0, 0, 1, False, False, False)
-
-        rows = screen_text(app).splitlines()[chart.region.y : chart.region.bottom]
-        first = next(row for row in rows if "└" in row).index("└") + 1 - chart.region.x
-        cells = range(chart.content_size.width - (first - chart.gutter.left))
-        found = []
-        for cell in cells:
-            chart.on_mouse_down(mouse(events.MouseDown, first + cell))
-            chart.on_mouse_up(mouse(events.MouseUp, first + cell))
-            found.append(chart.options.cursor)
-        assert found == list(cells)
-        for beyond, cell, step in ((-3, 0, 1), (len(cells) + 3, cells[-1], 60)):
-            chart.on_mouse_down(mouse(events.MouseDown, first + beyond))
-            chart.on_mouse_up(mouse(events.MouseUp, first + beyond))
-            assert chart.options.cursor == cell
-            assert chart._readout().startswith(f"step {step} ")
-        await settle(app, pilot)
-        rows = screen_text(app).splitlines()[chart.region.y : chart.region.bottom]
-        assert UNICODE.v_cursor in {row[chart.region.x + first + cells[-1]] for row in rows}
-        assert app.mouse_captured is None
-        part = chart.options.part
-        chart.on_mouse_move(mouse(events.MouseMove, first))  # no button is held
-        assert chart.options.part == part
-        chart.change(cursor=None)
-        chart.on_mouse_down(mouse(events.MouseDown, first + 20))
-        chart.on_mouse_up(mouse(events.MouseUp, first + 21))
-        assert chart.options.cursor is None
-        chart.change(part=Viewport())
-        chart.on_mouse_scroll_up(mouse(events.MouseScrollUp, first + cells[-1]))
-        assert chart.options.part.visible(1, 60) == pytest.approx((60 - 0.7 * 59, 60))
-        chart.on_mouse_scroll_down(mouse(events.MouseScrollDown, first + cells[-1]))
-        chart.on_mouse_scroll_up(mouse(events.MouseScrollUp, first))
-        assert chart.options.part.visible(1, 60) == pytest.approx((1, 1 + 0.7 * 59))
-        chart.on_mouse_scroll_down(mouse(events.MouseScrollDown, first))
-        assert chart.options.part.span is None
-
-    run_screen(run, act)
+# --- scale -----------------------------------------------------------------------------------------------------------
 
 
 def test_chart_fills_its_pane_and_shows_new_steps(fresh: RecordedRun) -> None:
@@ -283,8 +184,6 @@ def test_axis_reaches_the_last_step_of_the_longest_run(run: RecordedRun, tmp_pat
         assert chart._x_range == (0, 62)  # 1 to 60, rounded outwards
         chart.show(view, None, [Other("longer", folded(longer), None)])
         assert chart._x_range == (0, 104)
-        chart.zoom(0.5)
-        assert chart._x_range == (30, 61)
 
     run_screen(run, act)
 
