@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +19,6 @@ _KEYWORDS = re.compile(r"^  <!-- keywords: (?P<keywords>.+) -->$")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _MAX_NEAREST = 3
 _MAX_HITS = 12
-_PHRASE = 12.0
-"""Added to the rank of a page if one of its keywords contains the words of a search in this order."""
-_MIN_STEM = 3
-_DEVELOPERS = 0.5
-"""Factor on the rank of the pages about the code."""
 
 
 class Page(NamedTuple):
@@ -136,78 +129,65 @@ def slug(title: str) -> str:
 def search_pages(words: str) -> list[Hit]:
     """Return the pages that have some of the words, the best first, each with its best line.
 
-    Words match as a whole, whatever their ending (`stop` and `stopping`). A word counts more if few pages have it, and
-    if it is in the topic, the title, the keywords or a heading of a page. A page with more of the words ranks higher.
+    Words match as a whole. A word counts more if it is in a heading of a page, and most in its topic, title or
+    keywords. A page with more of the words ranks higher, and pages about the code count half.
 
     >>> [hit.page.topic for hit in search_pages("OUT OF memory")][:1]
     ['out-of-memory']
     """
-    asked = _stems(words)
-    wanted = _wanted(asked) or set(asked)
-    index = _index()
-    rarity = {stem: math.log(1 + len(index) / (1 + sum(stem in found for found in index.values()))) for stem in wanted}
+    wanted = _wanted(words)
     ranked: list[tuple[float, Page]] = []
-    for page, found in index.items():
-        if wanted & found.keys():
-            is_phrase = any(f" {' '.join(asked)} " in f" {' '.join(_stems(each))} " for each in page.keywords)
-            rank = sum(rarity[stem] * found.get(stem, 0) for stem in wanted) + _PHRASE * is_phrase
-            rank *= (len(wanted & found.keys()) / len(wanted)) ** 2 * (_DEVELOPERS if page.group == "Developing" else 1)
-            ranked.append((-rank, page))
-    return [_best_line(page, rarity) for _, page in sorted(ranked, key=lambda each: each[0])][:_MAX_HITS]
+    for page, weights in _index().items():
+        if found := wanted & weights.keys():
+            rank = len(found) / len(wanted) * sum(weights[word] for word in found)
+            ranked.append((-rank / 2 if page.group == "Developing" else -rank, page))
+    return [_best_line(page, wanted) for _, page in sorted(ranked, key=lambda each: each[0])][:_MAX_HITS]
 
 
-def _best_line(page: Page, rarity: dict[str, float]) -> Hit:
-    """Return the line of a page with the rarest words; a heading counts twice."""
-    best, most, anchor = Hit(page, page.about), 0.0, ""
+def _best_line(page: Page, wanted: set[str]) -> Hit:
+    """Return the line of a page with the most of the words; a heading counts twice."""
+    best, most, anchor = Hit(page, page.about), 0, ""
     for number, (level, title, line) in enumerate([(0, "", page.about), *_lines(page.text())]):
         anchor = slug(title) if level and number > 1 else anchor
-        weight = sum(rarity.get(stem, 0) for stem in set(_stems(line))) * (2 if level else 1)
-        if weight > most:
-            best, most = Hit(page, line.strip("# "), anchor), weight
+        count = len(wanted.intersection(_words(line))) * (2 if level else 1)
+        if count > most:
+            best, most = Hit(page, line.strip("# "), anchor), count
     return best
 
 
 def has_all_words(hit: Hit, words: str) -> bool:
     """Return True if the page of a hit has all words of a search, apart from words such as `how` and `the`."""
-    return _wanted(_stems(words)) <= _index()[hit.page].keys()
+    return _wanted(words) <= _index()[hit.page].keys()
 
 
-def _wanted(stems: Sequence[str]) -> set[str]:
-    return {stem for stem in stems if len(stem) > 1} - _SMALL_WORDS
+def _wanted(words: str) -> set[str]:
+    """Return the words to search for, without small words unless there are no others."""
+    found = set(_words(words))
+    return found - _SMALL_WORDS or found
 
 
 @functools.cache
-def _index() -> dict[Page, dict[str, float]]:
+def _index() -> dict[Page, dict[str, int]]:
     """Return the weight of each word of each page, determined by the most important place that has the word."""
     index = {}
     for page in pages():
         text = page.text()
-        found = {stem: 1 + min(count, 10) / 10 for stem, count in Counter(_stems(text)).items()}
         titles = [title for _, title in headings(text)]
-        places = [(3.0, page.about), (3.0, " ".join(titles)), (6.0, f"{page.topic} {' '.join(page.keywords)}")]
-        for weight, place in [*places, (6.0, titles[0] if titles else "")]:
-            found.update(dict.fromkeys(_stems(place), weight))
-        index[page] = found
+        weights = dict.fromkeys(_words(text), 1)
+        weights |= dict.fromkeys(_words(" ".join([page.about, *titles])), 3)
+        weights |= dict.fromkeys(_words(" ".join([page.topic, *titles[:1], *page.keywords])), 6)
+        index[page] = weights
     return index
 
 
-def _stems(text: str) -> list[str]:
-    """Return the words of a text without their endings.
+def _words(text: str) -> list[str]:
+    """Return the words of a text in lower case, without the ending of a plural.
 
-    >>> _stems("Early stopping: train.early_stop")
-    ['early', 'stop', 'train', 'early', 'stop']
+    >>> _words("Two models: train.early_stop")
+    ['two', 'model', 'train', 'early', 'stop']
     """
-    return [_stem(_AMERICAN.get(word, word)) for word in re.findall(r"[^\W_]+", text.lower())]
+    return [word.removesuffix("s") for word in re.findall(r"[^\W_]+", text.lower())]
 
 
-def _stem(word: str) -> str:
-    for ending in () if word.endswith("ss") else ("ing", "ed", "es", "s", "e"):
-        if word.endswith(ending) and len(word) - len(ending) >= _MIN_STEM:
-            word = word.removesuffix(ending)
-            break
-    return word[:-1] if len(word) > _MIN_STEM and word[-1] == word[-2] else word
-
-
-_AMERICAN = {"colour": "color", "coloured": "colored", "grey": "gray", "greyscale": "grayscale", "licence": "license"}
-_SMALL_WORDS = set(_stems("a an and are at be by can do does for from have how i if in is it me my of on or the to use "
+_SMALL_WORDS = set(_words("a an and are at be by can do does for from have how i if in is it me my of on or the to use "
                           "what when which why with"))  # fmt: skip

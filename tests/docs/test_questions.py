@@ -95,7 +95,6 @@ def test_almost_all_questions_find_their_page_first() -> None:
 
 
 IN_FULL: list[tuple[str, str]] = [
-    ("Windows, WSL, macOS, MPS, ROCm?", "platforms#operating-systems-and-devices"),
     ("Colab, Kaggle, Jupyter?", "platforms#colab-kaggle-and-jupyter"),
     ("Docker?", "platforms#docker"),
     ("How large is the installation?", "platforms#how-large-is-the-installation"),
@@ -103,9 +102,9 @@ IN_FULL: list[tuple[str, str]] = [
     ("How long will it take?", "speed"),
     ("I have images/ and masks/", "own-data#images-and-masks-in-splits"),
     ("Masks are 0 and 255", "masks"),
-    ("Coloured masks", "masks"),
-    ("Palette PNGs, grey or RGBA images", "masks#which-images-can-be-read"),
-    ("Unlabelled is not background", "masks#unlabeled-is-not-background"),
+    ("Colored masks", "masks"),
+    ("Palette PNGs, gray or RGBA images", "masks#which-images-can-be-read"),
+    ("Unlabeled is not background", "masks#unlabeled-is-not-background"),
     ("Binary: one logit or two classes?", "masks#two-classes-one-logit-or-two"),
     ("COCO, YOLO, labelme polygons", "own-data#annotations-instead-of-masks"),
     ("A third, test split", "tune#the-test-split"),
@@ -117,7 +116,6 @@ IN_FULL: list[tuple[str, str]] = [
     ("Learning rate, batch, epochs for N images", "tune#batch-size-and-learning-rate"),
     ("Early stopping", "tune#early-stopping"),
     ("Train a finished run longer", "train#train-a-finished-run-longer"),
-    ("More images, same model", "resume-refused#more-images-a-longer-training-another-setting"),
     ("Fine-tune, freeze", "weights#fine-tune-freeze-layers-lower-learning-rates"),
     ("Other number of classes from old weights", "weights#another-number-of-classes"),
     ("IoU 0 or nan for a class", "low-miou"),
@@ -133,8 +131,8 @@ IN_FULL: list[tuple[str, str]] = [
     ("Custom data set, model, loss", "own-parts"),
     ("Callbacks", "python#callbacks-and-stopping"),
     ("Open TensorBoard", "train#tensorboard-weights--biases-and-mlflow"),
-    ("Polygons, GeoJSON or COCO from predictions", "predict#write-polygons"),
-    ("Licence of weights", "platforms#licenses"),
+    ("Polygons, GeoJSON or COCO from predictions", "predict"),
+    ("License of weights", "platforms#licenses"),
 ]
 
 
