@@ -17,23 +17,24 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.geometry import Size
 from textual.screen import Screen
-from textual.widgets import Input, OptionList
+from textual.widgets import OptionList
 
 from segapp.docs.pages import find_page
 from segapp.errors import RunError
 from segapp.failpoints import failpoint
-from segapp.run.commands import CheckpointCommand, Command, PauseCommand, ResumeCommand, SetCommand, StopCommand
+from segapp.run.commands import CheckpointCommand, Command, PauseCommand, ResumeCommand, StopCommand
 from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
 from segapp.tui import header, keys, layout
 from segapp.tui.chart import ChartOptions
-from segapp.tui.devices import EDITOR_KEYS, Draft, begin_draft, edit_draft, undo_gpu0, why_no_split
+from segapp.tui.devices import undo_gpu0, why_no_split
 from segapp.tui.dialogs import (
     EventScreen,
     ScrolledDialog,
     StopScreen,
     TrainerLogScreen,
     copy,
+    gpu0_screen,
     lr_factor_screen,
     shares_screen,
 )
@@ -110,8 +111,6 @@ class MonitorApp(App[None]):
         self.shown = ShownRun(source, has_trainer_ended)
         self.pane = "loss"
         self.is_zoomed = False
-        self.draft: Draft | None = None
-        """State of the editor of gpu0_bsz; None while it is closed."""
         self.layout_plan: layout.ScreenLayout | None = None
         self._screen_size: Size | None = None
         self._announcer = Announcer(self._write_control, self.settings.notify)
@@ -218,7 +217,7 @@ class MonitorApp(App[None]):
             return
         source = LiveSource(folder)
         self.shown = ShownRun(source)
-        self.draft, self._is_starting = None, None
+        self._is_starting = None
         self._announcer.restart()
         self.chart.options = self._chart_options(metric="loss")
         self.apply_layout()
@@ -236,8 +235,7 @@ class MonitorApp(App[None]):
     def apply_layout(self) -> None:
         """Select the panes for the size of the screen and the user's choices."""
         width, height = self._screen_size or self.size
-        is_editing = self.draft is not None
-        plan = layout.plan_layout(width, height, self.pane, is_zoomed=self.is_zoomed, is_editing=is_editing)
+        plan = layout.plan_layout(width, height, self.pane, is_zoomed=self.is_zoomed)
         if plan != self.layout_plan:
             self.layout_plan = plan
             shown = dict.fromkeys(("head", "progress", "main", "keys"), not plan.is_notice)
@@ -256,7 +254,7 @@ class MonitorApp(App[None]):
         self._num_ticks, self._num_drawn = 0, view.num_events
         if plan.num_summary_rows:
             self._text("summary").show(header.small_summary(view, width - 2, plan.num_summary_rows, self.glyphs))
-        self.columns.show(self.shown, self.marked, self.settings.sort, self.draft, is_readonly=self.readonly)
+        self.columns.show(self.shown, self.marked, self.settings.sort, is_readonly=self.readonly)
         self._show_keys(self.pane, width)
 
     def _show_status(self) -> bool:
@@ -291,10 +289,7 @@ class MonitorApp(App[None]):
         return not is_starting
 
     def _show_keys(self, pane: str, width: int) -> None:
-        """Show the keys that act in a pane, or in the editor."""
-        if self.draft is not None:
-            self._text("keys").show(keys.bar(EDITOR_KEYS, width))
-            return
+        """Show the keys that act in a pane."""
         labels = {"toggle_pause": "Resume" if self.view.is_paused else "Pause"}
         is_readonly = self.readonly or self.status().is_over or pane == "starting"  # no trainer can answer yet
         shown = keys.here(keys.available(is_readonly), pane)
@@ -495,9 +490,7 @@ class MonitorApp(App[None]):
 
     def action_edit_gpu0(self) -> None:
         if self._can_split("gpu0_bsz"):
-            self.draft = begin_draft(self.view)
-            self.apply_layout()
-            self.columns.gpu0.focus()
+            self.push_screen(gpu0_screen(self.view), self.send)
 
     def _can_split(self, setting: str) -> bool:
         """Return True if the run's batch can be split; otherwise show why not."""
@@ -518,23 +511,6 @@ class MonitorApp(App[None]):
         if command is None:
             self.say("gpu0_bsz has not been changed: there is nothing to undo")
         self.send(command)
-
-    def on_key(self, event: events.Key) -> None:
-        if self.draft is None or isinstance(self.focused, Input) or len(self.screen_stack) > 1:
-            return
-        if event.key in ("q", "question_mark", "f1", "ctrl+p", "ctrl+q", "ctrl+c"):
-            return
-        draft, is_sent = edit_draft(self.draft, event.key, event.character, self.view)
-        value = self.draft.value
-        self.draft = draft
-        event.stop()
-        event.prevent_default()
-        if draft is None:
-            self.chart.focus()
-            self.apply_layout()
-        if is_sent:
-            self.send(SetCommand(gpu0_bsz=value, force=True) if event.character == "!" else SetCommand(gpu0_bsz=value))
-        self.show_view()
 
 
 def run_ui(

@@ -13,7 +13,7 @@ from textual.widgets import Input, Log, Static
 
 from segapp.errors import CommandError
 from segapp.run.commands import SetCommand, parse_command
-from segapp.run.words import dots, learning_rate, printable
+from segapp.run.words import dots, learning_rate, memory_text, printable, share_text
 from segapp.tui.widgets import drawable
 from segapp.view.source import LogTail
 from segapp.view.view import View
@@ -175,6 +175,21 @@ def lr_factor_screen(view: View) -> SettingScreen:
         return True, f"from the next epoch on{now}"
 
     return _dialog("lr_factor", f"lr_factor is {view.lr_factor:g}", "a number above 0, such as 0.5", explain)
+
+
+def gpu0_screen(view: View) -> SettingScreen:
+    """Return the dialog that asks for the images of the first device, with the peaks that a split would need."""
+
+    def explain(command: SetCommand) -> tuple[bool, str]:
+        if command.gpu0_bsz == "auto":
+            return True, "the trainer chooses it from the measured memory"
+        verdict = view.judge.verdict(command.gpu0_bsz)
+        peaks = [] if view.has_logical_devices else [memory_text(mib) for mib in verdict.predicted_mib]
+        predicted = f", peaks {', '.join(peaks)} GiB" if peaks else ""
+        return verdict.is_allowed, f"{verdict.level}: split {dots(verdict.split)}{predicted}; {verdict.reason}"
+
+    hint = f"images of the first device, 0 to {sum(view.split or (0,))}, or even, or auto"
+    return _dialog("gpu0_bsz", f"gpu0_bsz is {share_text(view.gpu0.value)}", hint, explain)
 
 
 def shares_screen(view: View) -> SettingScreen:

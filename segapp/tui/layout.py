@@ -12,7 +12,7 @@ from segapp.run.words import printable
 from segapp.tui import header
 from segapp.tui.chart import LossChart, Other
 from segapp.tui.classes import ClassesPane, classes_title
-from segapp.tui.devices import DevicesPane, Draft, gpu0_content
+from segapp.tui.devices import DevicesPane, gpu0_content
 from segapp.tui.events import EventsPane
 from segapp.tui.pictures import PictureView
 from segapp.tui.shown_run import ShownRun
@@ -62,16 +62,12 @@ class ScreenLayout:
         return bool(self.panes & _LEFT)
 
 
-def plan_layout(
-    width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False, is_editing: bool = False
-) -> ScreenLayout:
+def plan_layout(width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False) -> ScreenLayout:
     """Return the layout for a size of the terminal."""
     if width < header.MIN_WIDTH or height < header.MIN_HEIGHT:
         return ScreenLayout(frozenset())
     if width < WIDE or is_zoomed:
-        shown = {"gpu", "gpu0"} if is_editing or pane == "gpu" else {pane}
-        if is_editing and height < 24:
-            shown = {"gpu0"}
+        shown = {"gpu", "gpu0"} if pane == "gpu" else {pane}
         rows = 0 if is_zoomed else 3 if height >= 20 else 1
         return ScreenLayout(
             frozenset(shown), width, has_throughput=height >= 20 and bool(shown & _LEFT), num_summary_rows=rows
@@ -82,8 +78,7 @@ def plan_layout(
     elif pane == "events":
         left = {"events"}
     right_width = min(68, 48 + max(0, width - 100) // 4)
-    right = {"gpu", "gpu0"} if is_editing and height < 30 else {"gpu", "gpu0", "classes"}
-    return ScreenLayout(frozenset(left | right), right_width, has_throughput=height >= 22)
+    return ScreenLayout(frozenset(left | {"gpu", "gpu0", "classes"}), right_width, has_throughput=height >= 22)
 
 
 class Columns(Horizontal):
@@ -96,7 +91,6 @@ class Columns(Horizontal):
         self.pictures = PictureView(has_color=has_color, id="pictures", classes="pane")
         self.events, self.devices, self.table = EventsPane(), DevicesPane(), ClassesPane()
         self.gpu0 = LiteralText(id="gpu0", classes="pane lines")
-        self.gpu0.can_focus = True  # the app handles its keys while the editor is open
         self._marked: dict[Path, LiveSource] = {}
         self._throughput = LiteralText(id="throughput", classes="lines")
         self._left = Vertical(self.chart, self.pictures, self._throughput, self.events, id="left")
@@ -114,8 +108,8 @@ class Columns(Horizontal):
         self.devices.set_class("classes" not in plan.panes, "-tall")
         self.events.set_class(not plan.panes & {"loss", "pictures"}, "-tall")
 
-    def show(self, run: ShownRun, marked: set[Path], sort: str, draft: Draft | None, *, is_readonly: bool) -> None:
-        """Update the visible panes; the draft belongs to the editor of gpu0_bsz; None if it is closed."""
+    def show(self, run: ShownRun, marked: set[Path], sort: str, *, is_readonly: bool) -> None:
+        """Update the visible panes."""
         view, plan, glyphs = run.view, self._layout, self._glyphs
         if "loss" in plan.panes:
             metric = self.chart.options.metric
@@ -131,13 +125,11 @@ class Columns(Horizontal):
         if "events" in plan.panes:
             self._set_title(self.events, self.events.show(view))
         if "gpu" in plan.panes:
-            self._show_devices(run, is_editing=draft is not None)
+            self._show_devices(run)
         if "gpu0" in plan.panes:
-            above = min(view.num_devices + 2, int(0.4 * self._right.size.height)) if "gpu" in plan.panes else 0
-            num_rows = self._right.size.height - above - 2
-            size, status = (max(1, self.gpu0.content_size.width), num_rows), run.source.status()
+            width, status = max(1, self.gpu0.content_size.width), run.source.status()
             can_edit = not (is_readonly or status.is_over)
-            self.gpu0.show(gpu0_content(view, status, draft, size, glyphs, can_edit=can_edit))
+            self.gpu0.show(gpu0_content(view, status, width, glyphs, can_edit=can_edit))
             set_title(self.gpu0, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
             self.table.show(view, sort, glyphs)
@@ -154,11 +146,11 @@ class Columns(Horizontal):
             for path, source in self._marked.items()
         ]
 
-    def _show_devices(self, run: ShownRun, *, is_editing: bool) -> None:
+    def _show_devices(self, run: ShownRun) -> None:
         """Show the devices, with a graph each if the classes and gpu0_bsz leave room."""
         view, room = run.view, self._right.size.height
         other_rows = len(view.classes) + 3 + 5  # gpu0_bsz has five, with its border
-        free = 0 if is_editing else min(room - other_rows, 5 * len(view.devices) + 2)  # two lines and a graph each
+        free = min(room - other_rows, 5 * len(view.devices) + 2)  # two lines and a graph each
         most = max(int(0.4 * room), free) - 2
         is_shared = "classes" in self._layout.panes
         self.devices.styles.max_height = most + 2 if is_shared else "100%"

@@ -27,7 +27,8 @@ from segapp.training.batch_split import BatchSplitController
 from segapp.training.commands import CommandController, RecomputeController
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
-from segapp.tui.devices import Draft, edit_draft, gpu0_content
+from segapp.tui.devices import gpu0_content
+from segapp.tui.dialogs import gpu0_screen
 from segapp.tui.widgets import ASCII
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
@@ -159,14 +160,12 @@ def test_split_that_the_trainer_refuses_is_refused_by_all(
     assert run.view.judge.verdict(gpu0_bsz) == verdict
     assert run.ctl(gpu0_bsz) == verdict.reason
     assert run.plan().judge(8).verdict(gpu0_bsz) == verdict
-    draft = Draft("" if gpu0_bsz is None else str(gpu0_bsz), is_confirmed=True)
-    for key in ("enter", "!"):
-        assert edit_draft(draft, key, key[-1:] if key == "!" else None, run.view) == (draft, False)
+    assert gpu0_screen(run.view)._check("even" if gpu0_bsz is None else str(gpu0_bsz))[0] is None
 
 
 def test_screen_offers_no_editor_in_mode_model(tmp_path: Path) -> None:
     run = TrainedRun(tmp_path / "run", "model")
-    pane = gpu0_content(run.view, Status("live"), None, (60, 5), ASCII, can_edit=True).plain
+    pane = gpu0_content(run.view, Status("live"), 60, ASCII, can_edit=True).plain
     assert pane.replace("\n", " ").startswith("parallel.mode = model: every device has the whole batch")
     assert "b changes it" not in pane
 

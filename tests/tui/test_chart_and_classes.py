@@ -361,17 +361,13 @@ def test_focus_selects_the_pane_that_keys_act_on(run: RecordedRun) -> None:
     run_screen(run, act)
 
 
-def test_bar_shows_the_keys_of_the_pane_and_of_the_editor(run: RecordedRun) -> None:
+def test_bar_shows_the_keys_of_the_pane(run: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "1")
         assert "Metric" in screen_text(app).splitlines()[-1]
         await press(app, pilot, "3")
         assert "Sort" in screen_text(app).splitlines()[-1]
         assert "Metric" not in screen_text(app).splitlines()[-1]
-        await press(app, pilot, "b")
-        last = screen_text(app).splitlines()[-1]
-        assert "send" in last
-        assert "Stop" not in last
 
     run.shift_to_now()
     run.folder.acquire()

@@ -6,7 +6,8 @@ import pytest
 from textual.geometry import Size
 
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
-from segapp.tui.devices import Draft, begin_draft, edit_draft, gpu0_content, gpu_content, headroom_level, memory_graph
+from segapp.tui.devices import gpu0_content, gpu_content, headroom_level, memory_graph
+from segapp.tui.dialogs import gpu0_screen
 from segapp.tui.widgets import ASCII
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
@@ -82,10 +83,7 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
     assert "2.3.3 img" in lines[1].replace("·", ".")
     assert lines[2:] == ["  peak 6.0"]
     assert gpu_content(view, (), Size(50, 4), ASCII).plain.splitlines()[1].startswith("0-2 ===")
-    editor = gpu0_content(view, LIVE, Draft("1"), (80, 9), ASCII, can_edit=True).plain
-    assert "no prediction: the devices share one process" in editor
-    assert "GiB" not in editor
-    assert "CPU0" not in editor
+    assert "GiB" not in gpu0_screen(view)._check("1")[1]
     ranks = view.start.model_copy(update={"mode": "ddp"})  # each rank is a process of its own
     view.start = ranks
     assert [line[:4] for line in gpu_content(view, (), Size(70, 3), ASCII).plain.splitlines()] == [
@@ -151,7 +149,7 @@ def test_headroom_is_tight_above_90_and_full_above_95_percent(
 
 def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
     def shown(status: Status = LIVE, *, can_edit: bool = True) -> list[str]:
-        return gpu0_content(view, status, None, (60, 5), ASCII, can_edit=can_edit).plain.splitlines()
+        return gpu0_content(view, status, 60, ASCII, can_edit=can_edit).plain.splitlines()
 
     assert shown() == ["3  split 3·5  batch 8", "press b to change it from the next epoch on"]
     assert shown(can_edit=False) == ["3  split 3·5  batch 8"]
@@ -177,103 +175,17 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
     assert shown() == ["known once the training has started"]
 
 
-def test_editor_opens_with_the_pending_or_present_value(view: View) -> None:
-    assert begin_draft(view) == Draft("3", is_fresh=True)
-    view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=None)
-    assert begin_draft(view) == Draft("", is_fresh=True)
-    view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2)
-    assert begin_draft(view).value == 2
-
-
-@pytest.fixture
-def measured(view: View) -> View:
-    """3 GiB and 1 GiB for each sample on every device; of device 0 another process holds 2 GiB."""
-    view.peaks_mib = {(3, 5): [6144.0, 8192.0], (2, 6): [5120.0, 9216.0]}
-    return view
-
-
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        ("4", [
-            "3 ->  4   ok",
-            "split 3·5 -> 4·4",
-            "GPU0 peak 6.0 -> 7.0±0.1 /8.0  ok",
-            "GPU1 peak 8.0 -> 7.0±0.1 /10.0  ok",
-            "device 0 would need about 7.0 of 8.0 GiB (88 %)",
-            "+ - change  e even  enter  esc",
-        ]),
-        ("5", [
-            "3 ->  5   won't fit",
-            "split 3·5 -> 5·3",
-            "GPU0 peak 6.0 -> 8.0±0.1 /8.0  won't fit",
-            "GPU1 peak 8.0 -> 6.0±0.1 /10.0  ok",
-            "device 0 would need about 8.0 of 8.0 GiB (100 %): give it fewer samples",
-            "+ - change  ! to send anyway  esc",
-        ]),
-        ("9", [
-            "3 ->  9   refused",
-            "split 3·5 -> -",
-            "gpu0_bsz=9 is more than the batch of 8: use 0 to 8",
-            "+ - change  e even  esc",
-        ]),
-    ],
-)  # fmt: skip
-def test_editor_shows_the_memory_that_a_split_would_need(measured: View, text: str, lines: list[str]) -> None:
-    def shown(width: int, height: int, draft: Draft) -> list[str]:
-        return gpu0_content(measured, LIVE, draft, (width, height), ASCII, can_edit=True).plain.splitlines()
-
-    assert shown(80, 6, Draft(text)) == lines
-    if text == "4":
-        assert shown(80, 6, Draft("")) == [lines[0].replace(" 4 ", " even "), *lines[1:]]
-        assert shown(80, 5, Draft(text)) == [*lines[:3], *lines[4:]]  # the fullest device where there is no room
-        assert shown(30, 7, Draft(text))[4:6] == ["device 0 would need about 7.0", "of 8.0 GiB (88 %)"]
-        measured.peaks_mib.popitem()
-        assert shown(80, 7, Draft(text)) == [
-            "3 ->  4   may not fit",
-            "split 3·5 -> 4·4",
-            "GPU0 peak 6.0 -> 8.0 at most /8.0  may not fit",
-            "GPU1 peak 8.0 -> 8.0 at most /10.0  ok",
-            "device 0 would need about 8.0 of 8.0 GiB (100 %) at most: no other split was",
-            "measured yet",
-            "+ - change  enter twice to send  esc",
-        ]
-        assert shown(80, 7, Draft(text, is_confirmed=True))[-1] == "enter again to send  esc"
-    if text == "5":
-        assert shown(80, 6, Draft(text, is_confirmed=True))[-1] == "! again to send anyway  esc"
-
-
-def test_splits_are_sent_once_or_after_a_second_key(measured: View) -> None:
-    def entered(draft: Draft, key: str = "enter") -> tuple[Draft | None, bool]:
-        return edit_draft(draft, key, key if len(key) == 1 else None, measured)
-
-    assert entered(Draft("4")) == (None, True)
-    assert entered(Draft("3")) == (None, False)  # already in use
-    assert entered(Draft("5")) == (Draft("5"), False)
-    assert entered(Draft("5"), "!") == (Draft("5", is_confirmed=True), False)
-    assert entered(Draft("5", is_confirmed=True), "!") == (None, True)
-    assert entered(Draft("9", is_confirmed=True), "!") == (Draft("9", is_confirmed=True), False)
-    measured.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2)
-    assert entered(Draft("3")) == (None, True)
-    measured.peaks_mib.popitem()
-    assert entered(Draft("4")) == (Draft("4", is_confirmed=True), False)
-    assert entered(Draft("4", is_confirmed=True)) == (None, True)
-
-
-@pytest.mark.parametrize(
-    ("text", "is_fresh", "key", "after"),
-    [
-        ("3", True, "4", "4"), ("3", False, "4", "34"), ("0", False, "4", "4"), ("123456", False, "7", "123456"),
-        ("12", False, "backspace", "1"), ("", False, "backspace", ""), ("3", False, "e", ""),
-        ("3", True, "+", "4"), ("3", True, "=", "4"), ("3", True, "up", "4"), ("3", True, "-", "2"),
-        ("3", True, "_", "2"), ("3", True, "down", "2"), ("0", True, "down", "0"), ("8", True, "up", "8"),
-        ("", False, "up", "4"), ("", False, "down", "2"), ("3", True, "x", "3"),
-    ],
-)  # fmt: skip
-def test_keys_of_the_editor_change_the_number(view: View, text: str, is_fresh: bool, key: str, after: str) -> None:
-    character = key if len(key) == 1 else None
-    draft, is_sent = edit_draft(Draft(text, is_fresh=is_fresh), key, character, view)
-    assert draft is not None
-    assert (draft.text, is_sent) == (after, False)
-    assert draft.is_fresh == (key in ("+", "=", "-", "_", "up", "down", "x"))
-    assert edit_draft(draft, "escape", None, view) == (None, False)
+def test_dialog_shows_the_memory_that_a_split_would_need(view: View) -> None:
+    view.peaks_mib = {(3, 5): [6144.0, 8192.0], (2, 6): [5120.0, 9216.0]}  # 3 GiB and 1 GiB for each sample
+    check = gpu0_screen(view)._check
+    command, text = check("4")
+    assert command is not None
+    assert (command.gpu0_bsz, text.startswith("ok: split 4·4, peaks 7.0, 7.0 GiB; device 0 would need")) == (4, True)
+    for typed, level in (("3", "no change: "), ("5", "won't fit: split 5·3, peaks 8.0, 6.0 GiB"), ("9", "refused: ")):
+        command, text = check(typed)
+        assert (command, text.startswith(level)) == (None, True)
+    even, automatic = check("even")[0], check("auto")[0]
+    assert even is not None
+    assert automatic is not None
+    assert (even.gpu0_bsz, automatic.gpu0_bsz) == (None, "auto")
+    assert check("x")[0] is None

@@ -1,4 +1,4 @@
-"""Layouts, keys, settings, numbers as text, and the editor's keys, by tables."""
+"""Layouts, keys, settings, numbers as text, by tables."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ def test_layout_of_each_screen_size(size: tuple[int, int], pane: str, panes: set
     assert plan.is_notice == (not panes)
 
 
-def test_zoomed_pane_is_alone_and_editor_stays_visible() -> None:
+def test_zoomed_pane_is_alone() -> None:
     assert plan_layout(120, 36, "classes", is_zoomed=True).panes == {"classes"}
-    for size in ((80, 24), (60, 15), (120, 36)):
-        assert "gpu0" in plan_layout(*size, "loss", is_editing=True).panes
 
 
 def test_layout_gives_room_to_lines_and_columns_by_size() -> None:
@@ -54,10 +52,6 @@ def test_layout_gives_room_to_lines_and_columns_by_size() -> None:
     assert not plan_layout(80, 30, "gpu").has_throughput
     assert [plan_layout(80, height).num_summary_rows for height in (19, 20)] == [1, 3]
     assert plan_layout(120, 40, is_zoomed=True).num_summary_rows == plan_layout(120, 40).num_summary_rows == 0
-    assert plan_layout(80, 23, is_editing=True).panes == {"gpu0"}
-    assert plan_layout(80, 24, is_editing=True).panes == {"gpu", "gpu0"}
-    assert plan_layout(120, 29, is_editing=True).panes == {"loss", "gpu", "gpu0"}
-    assert plan_layout(120, 30, is_editing=True).panes == {"loss", "events", "gpu", "gpu0", "classes"}
     assert (plan_layout(80, 24, "gpu").has_left, plan_layout(80, 24).has_left) == (False, True)
 
 

@@ -241,25 +241,6 @@ def test_each_of_eight_gpus_has_a_line(tmp_path: Path) -> None:
         text = screen_text(app)
         assert text.count("8 img") == 8
         assert "split 8·8·8·8·8·8·8·8" in text
-        await press(app, pilot, "b")
-        assert "GPU7 peak" in screen_text(app)
-
-    run_screen(run, act)
-
-
-@pytest.mark.slow
-def test_eight_gpus_and_their_editor_fit_at_every_size(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
-    run.epoch()
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "b", "plus")
-        for width, height in [(120, 36), (100, 30), (100, 24), (100, 15), (80, 24), (60, 15)]:
-            await pilot.resize_terminal(width, height)
-            await settle(app, pilot)
-            check_regions(app)
-            assert "8 →  9" in screen_text(app), (width, height, screen_text(app))
-            assert re.search("ok|tight|won't fit", screen_text(app))
 
     run_screen(run, act)
 
@@ -313,17 +294,16 @@ def test_reverted_change_stays_on_screen_until_seen(fresh: RecordedRun) -> None:
 # --- its keys ---------------------------------------------------------------------------------------------------------
 
 
-def test_gpu0_bsz_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRun) -> None:
+def test_gpu0_bsz_is_changed_and_undone_with_one_key(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "b")
-        assert "no change" in screen_text(app)
-        await press(app, pilot, "plus")
+        assert "gpu0_bsz is 4" in screen_text(app)
+        await press(app, pilot, "5")
         text = screen_text(app)
-        assert "split 4·10·9·9 → 5·9·9·9" in text
-        assert "GPU0 peak" in text
+        assert "split 5·9·9·9" in text
+        assert "peaks" in text
         await press(app, pilot, "enter")
         assert sent(fresh) == ["set gpu0_bsz=5"]
-        assert app.draft is None
         received = drain_commands(fresh.folder.path)[0]
         fresh.change_gpu0(5, apply=False, command_id=received.id)
         await settle(app, pilot)
@@ -348,13 +328,11 @@ def test_gpu0_bsz_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRu
         (["3", "3", "enter"], "refused", None),
         (["0", "enter"], "", "set gpu0_bsz=0"),
         (["9", "enter"], "won't fit", None),
-        (["9", "exclamation_mark"], "won't fit", None),
-        (["9", "exclamation_mark", "exclamation_mark"], "", "set gpu0_bsz=9 --force"),
         (["1", "2", "backspace", "backspace", "3", "enter"], "", "set gpu0_bsz=3"),
         (["9", "escape"], "", None),
-        (["enter"], "", None),
-        (["e", "enter"], "tight", None),
-        (["e", "enter", "enter"], "", "set gpu0_bsz=none"),
+        (["enter"], "or even", None),
+        ([*"even"], "tight", None),
+        ([*"even", "enter"], "", "set gpu0_bsz=none"),
     ],
 )
 def test_split_editor_accepts_and_rejects_values(
@@ -363,7 +341,7 @@ def test_split_editor_accepts_and_rejects_values(
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "b", *typed)
         assert sent(fresh) == ([] if is_sent is None else [is_sent])
-        assert (app.draft is not None) == bool(word)
+        assert (len(app.screen_stack) > 1) == bool(word)
         if word:
             assert word in screen_text(app)
 
@@ -409,9 +387,8 @@ def test_rejected_command_is_shown_with_its_reason(fresh: RecordedRun) -> None:
 
 def test_read_only_screen_offers_and_sends_no_command(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "space", "c", "u", "S", "b", "plus", "enter")
+        await press(app, pilot, "space", "c", "u", "S", "b", "5", "enter")
         assert sent(fresh) == []
-        assert app.draft is None
         text = screen_text(app)
         assert "read-only" in text
         for label in ("Pause", "Save", "Stop"):
