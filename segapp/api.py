@@ -22,12 +22,12 @@ from segapp.scores import SCORES, EpochLoss, count_scored
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
-    from PIL.Image import Image as PILImage
     from torch import nn
 
     from segapp.build.trained import TrainedModel
     from segapp.config import RunConfig
     from segapp.run.events import Event, RunEnd
+    from segapp.training.console import PlainReporter
     from segapp.training.signals import StopSignals
 
 Config: TypeAlias = "str | Path | Mapping[str, Any] | RunConfig"
@@ -234,21 +234,6 @@ class Network:
         """
         return self._each(image, self._predictor.probabilities)
 
-    def plot(self, image: Picture) -> PILImage:
-        """Return a PIL image of an image next to its overlay, which a notebook shows.
-
-        Raises:
-            DataError: the file cannot be read.
-            ValueError: the image has another type or shape.
-        """
-        from PIL import Image
-
-        from segapp.inference.predict.outputs import blend
-
-        pixels = self._checked(self._pixels_of(image))
-        labels, rgb = self._predictor.labels(pixels[None])[0], self._predictor.pixels.as_rgb(pixels)
-        return Image.fromarray(np.hstack([rgb, blend(rgb, labels, self.trained.scheme)]))
-
     def _each(self, image: Any, compute: Callable[[NDArray[Any]], NDArray[Any]]) -> Any:
         if isinstance(image, list):
             return [self._each(one, compute) for one in image]
@@ -285,34 +270,19 @@ class Network:
 
 
 class _Events:
-    """Passes the events of a training to the caller, keeps its end, shows its progress, and stops it on request."""
+    """Passes the events of a training to the console and the caller, keeps its end, and stops it on request."""
 
-    def __init__(self, on_event: Callable[[Event], None] | None, signals: StopSignals, *, title: str | None) -> None:
+    def __init__(
+        self, on_event: Callable[[Event], None] | None, signals: StopSignals, console: PlainReporter | None
+    ) -> None:
         self.end: RunEnd | None = None
-        self._on_event, self._signals, self._title = on_event, signals, title
-        self._bar: Any = None
-        self._shown: dict[str, str] = {}
-
-    def _show(self, event: Event) -> None:
-        """Show an event on a bar of steps, with the loss and the mIoU."""
-        if event.type == "run_start":
-            from tqdm.auto import tqdm
-
-            self.close()
-            steps = event.steps or event.epochs * event.steps_per_epoch
-            self._bar = tqdm(total=steps, initial=event.resumed_from_step or 0, desc=self._title, unit="step")
-        elif self._bar is not None and event.type in ("step", "val"):
-            name, value = ("loss", event.loss) if event.type == "step" else ("mIoU", event.miou)
-            self._shown[name] = "-" if value is None else f"{value:.4f}"
-            self._bar.set_postfix(self._shown, refresh=False)
-            self._bar.update(event.step - self._bar.n)
+        self._on_event, self._signals, self._console = on_event, signals, console
 
     def handle(self, event: Event) -> None:
-        if self._title is not None:
-            self._show(event)
+        if self._console is not None:
+            self._console.handle(event)
         if event.type == "run_end":
             self.end = event
-            self.close()
         if self._on_event is None:
             return
         try:
@@ -321,10 +291,8 @@ class _Events:
             self._signals.request_stop(str(stop) or "on_event raised StopTraining")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._console is not None:
+            self._console.close()
 
 
 def train(
@@ -349,7 +317,7 @@ def train(
             `StopTraining("reason")` in it to stop the training at the next step with a checkpoint. Any other exception
             ends the training as failed.
         handle_signals: stop the training with a checkpoint on Ctrl-C and SIGTERM; only in the main thread.
-        progress: show a progress bar; None: in a notebook or a terminal.
+        progress: print the progress, as `segapp train --plain` does; None: in a notebook or a terminal.
         trust_parts: run the custom code that a file names; code in a dictionary or a `RunConfig` is yours.
 
     Raises:
@@ -363,7 +331,7 @@ def train(
     from segapp.build.devices import plan_devices
     from segapp.config.trust import name_trackers
     from segapp.run.folder import RunFolder
-    from segapp.training.console import has_progress_bar
+    from segapp.training.console import PlainReporter, has_progress_bar
     from segapp.training.launchers import adopt_launcher
     from segapp.training.request import TrainRequest, plan_request
     from segapp.training.session import run_session
@@ -399,8 +367,8 @@ def train(
     else:
         path = request.folder.path
     signals = StopSignals(is_active=handle_signals)
-    has_bar = has_progress_bar() if progress is None else progress
-    listener = _Events(on_event, signals, title=path.name if has_bar else None)
+    is_shown = has_progress_bar() if progress is None else progress
+    listener = _Events(on_event, signals, PlainReporter() if is_shown else None)
     try:
         with trusting(trust_parts):
             run_session(request, listener=listener, signals=signals)
