@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import accelerator_of
@@ -38,7 +37,6 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion
-from segapp.memory.peaks import LossStyle
 from segapp.models import Critic, SegmentationModel
 from segapp.models.blocks import block_names
 from segapp.models.eomt import EomtModel
@@ -66,7 +64,6 @@ class StepLayout:
         devices: devices of this process; the first one holds the weights.
         gpu0_bsz: samples of a full batch on the first device or rank, in dp and ddp; None: an even split.
         shares: samples of a full batch on each device or rank, in dp and ddp; None: `gpu0_bsz` sets the split.
-        loss: style of the loss; the planner compares segapp's with others.
         num_ranks: ranks that share a step, in ddp.
         recompute: blocks that are recomputed in the backward pass, one set per device in dp, else one; None: the blocks
             that the config names, none with `auto`.
@@ -76,7 +73,6 @@ class StepLayout:
     devices: tuple[torch.device, ...]
     gpu0_bsz: int | None = None
     shares: tuple[int, ...] | None = None
-    loss: LossStyle = "small"
     num_ranks: int = 1
     recompute: tuple[tuple[str, ...], ...] | None = None
 
@@ -165,19 +161,6 @@ class RealDevices:
         return wrap_ddp(network, device, gradient_as_bucket_view=self._as_views, find_unused_parameters=has_unused)
 
 
-class Upsampled(nn.Module):
-    """A model whose outputs are upsampled to the size of the images, as in torchvision's own models."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return (N, C, H, W) logits, main ones first, then auxiliary ones."""
-        size = images.shape[-2:]
-        return tuple(F.interpolate(logits, size, mode="bilinear", align_corners=False) for logits in self.model(images))
-
-
 class StepAssembler:
     """Builds the training step of a config, on any devices.
 
@@ -248,14 +231,10 @@ class StepAssembler:
             recomputed = (block_names(model, None if isinstance(wanted, str) else wanted),) * num_devices
         set_recompute(model, recomputed)
 
-    def build_criterion(self, class_weights: Callable[[str], list[float]], style: LossStyle = "small") -> Any:
-        """Build the criterion of the task.
-
-        `class_weights` returns the weights (C) of a named rule; the style "upsampled" computes the loss at full
-        resolution.
-        """
+    def build_criterion(self, class_weights: Callable[[str], list[float]]) -> Any:
+        """Build the criterion of the task; `class_weights` returns the weights (C) of a named rule."""
         scheme, queries = self.scheme, num_queries(self.config.model)
-        criterion = build_criterion(
+        return build_criterion(
             self.config.loss,
             scheme.num_classes,
             scheme.ignore_index,
@@ -263,11 +242,6 @@ class StepAssembler:
             queries,
             multilabel=scheme.multilabel is not None,
         )
-        if style != "small":
-            for part in criterion.modules():
-                if hasattr(part, "implementation"):
-                    part.implementation = "reference"  # type: ignore[assignment]
-        return criterion
 
     def build_critic(self, layout: StepLayout, device: torch.device) -> Critic | None:
         """Build the critic of holistic distillation on a device; None if the config has none."""
@@ -453,9 +427,8 @@ class StepAssembler:
     ) -> NormalizedInput:
         """Return the network of one device, which takes stored images (N, B, H, W)."""
         config, model, device = self.config, parts.model, layout.devices[0]
-        if self.teacher is None or layout.loss != "small":
-            whole: Any = model if layout.loss == "small" else Upsampled(model)
-            return NormalizedInput(whole, normalizer, channels_last=uses_channels_last(config.train, model, device))
+        if self.teacher is None:
+            return NormalizedInput(model, normalizer, channels_last=uses_channels_last(config.train, model, device))
         teacher = build_teacher(self.teacher, layout.devices, normalizer.dtype, backend.copy_to)
         return build_distilled_input(config, model, normalizer, teacher, parts.critic, device)
 

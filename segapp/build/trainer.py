@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +68,6 @@ def build_trainer(
     checkpoint: LoadedCheckpoint | None = None,
     saved_plan: SavedMemoryPlan | None = None,
     limit: ImageLimit | None = None,
-    advise: Callable[[], Sequence[str]] = tuple,
 ) -> Trainer:
     """Build everything that a training needs.
 
@@ -80,7 +78,6 @@ def build_trainer(
         checkpoint: checkpoint to resume. It is not loaded here, but the model is then built without pretrained weights.
         saved_plan: memory plan from the start of the run.
         limit: use only this number of images; None: all.
-        advise: returns changes to make if the memory does not suffice, the best first; it may take seconds.
 
     Raises:
         ConfigError: a section does not fit the data, the model or this machine.
@@ -112,7 +109,6 @@ def build_trainer(
         accumulate=config.train.accumulate,
         eval_batch_size=config.eval.batch_size,
         crop_px=config.data.crop_px,
-        advise=advise,
         later=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
     )
     facts = _facts(config, context, devices, engine, train_loader, len(val_set))

@@ -53,11 +53,6 @@ def check_mode(config: RunConfig, mode: Mode) -> None:
         raise ConfigError(f"{feature.key} {feature.problem(mode)}", key=feature.key)
 
 
-def has_step(config: RunConfig, mode: Mode) -> bool:
-    """Return True if a step of the config can be assembled in a mode."""
-    return not any(unsupported(config, mode))
-
-
 def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = None) -> tuple[Mode, str]:
     """Return the mode of `parallel.mode: auto`, and the reason; no reason on one device.
 

@@ -14,10 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from segapp.chunks import Mode
 
-LossStyle = Literal["small", "upsampled"]
-"""small: segapp's loss from low-resolution logits, band by band. upsampled: the model upsamples, as torchvision's
-models do, and the loss is computed at full resolution, as in other programs; for the advice."""
-
 EVAL = "eval"
 PHASES = ("forward", "loss", "backward", "step", EVAL)
 """The phases of a training, with the names of `memory` events."""
@@ -38,11 +34,8 @@ class SimulationJob:
     """Samples per simulated device; a rank of ddp is one device."""
     num_ranks: int = 1
     accumulate: int = 1
-    loss: LossStyle = "small"
     eval_px: tuple[int, int] | None = None
     """Height and width of the evaluated images; None: no evaluation."""
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Dotted config keys and their values, only for this job."""
     recompute: tuple[tuple[str, ...], ...] | None = None
     """Blocks that are recomputed, one set per device in dp, else one; None: from the config, none with `auto`."""
     blas_mib: float = 0.0

@@ -1,4 +1,4 @@
-"""The memory plan: splits and batches that fit given GPUs, changes that save memory, and the part that a run saves.
+"""The memory plan: splits and batches that fit given GPUs, and the part that a run saves.
 
 A GPU must hold the tensors, the driver's context and some spare memory for the allocator. Peaks come from the simulated
 lines of `segapp.memory.peaks`, verdicts from the judge of splits (`segapp.memory.judge`), so a split fits if a running
@@ -11,7 +11,7 @@ import functools
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,20 +166,6 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Advice:
-    """A change that reduces memory; the amounts are for the fullest GPU."""
-
-    change: str
-    gain_mib: float
-    peak_mib: float
-    fits: bool
-    note: str
-    """Its other effects."""
-    in_use: bool = False
-    """True if the plan already includes the change."""
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """Result of `segapp plan`; `segapp.memory.report` prints it."""
 
@@ -196,7 +182,6 @@ class MemoryPlan:
     max_row: PlanRow | None = None
     shares: tuple[int, ...] | None = None
     """`parallel.shares` of a larger batch than any `gpu0_bsz` allows, on unequal GPUs."""
-    advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     keeps_images: bool = False
@@ -346,90 +331,6 @@ class Planner:
         )
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A change of the config that can be simulated."""
-
-    change: str
-    """Text of the change in the config."""
-    note: str
-    """Its other effects."""
-    changes: Mapping[str, object]
-    """Config keys and values for the simulation."""
-    in_use: bool = False
-    """True if the plan already has it; then the config without it is simulated."""
-
-
-def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[int, int] | None) -> list[Variant]:
-    """Return the changes that are worth a simulation."""
-    found = []
-    if precision == "fp32":
-        note = "half-precision activations; needs a GPU with bfloat16 (Ampere or later), else amp-fp16"
-        found.append(Variant("train.precision=amp-bf16", note, {"train.precision": "amp-bf16"}))
-    if precision != "fp16":
-        note = "half-precision weights with float32 master weights and loss scaling"
-        found.append(Variant("train.precision=fp16", note, {"train.precision": "fp16"}))
-    if smaller_crop_px is not None and smaller_crop_px != crop_px:
-        height, width = smaller_crop_px
-        change = f"data.crop_px=[{height},{width}]"
-        found.append(Variant(change, "less image context per sample", {"data.crop_px": [height, width]}))
-    return found
-
-
-def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Advice]:
-    """Return the advice to use a better `gpu0_bsz`; empty if the current split is the best."""
-    gain = max(plan_row.peak_mib) - max(best.peak_mib)
-    if best.gpu0_bsz is None or gain < 1.0:
-        return []
-    note = f"split {list(best.split)} instead of {list(plan_row.split)}; same loss and gradients"
-    return [Advice(_split_words(best, planner), round(gain, 1), max(best.peak_mib), best.fits, note)]
-
-
-def _split_words(row: PlanRow, planner: Planner) -> str:
-    words = f"parallel.gpu0_bsz={row.gpu0_bsz}"
-    return f"parallel.mode=ddp {words}" if planner.model.mode == "ddp" else words  # `auto` may choose dp for a gpu0_bsz
-
-
-def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:
-    """Return the memory that a variant saves on the fullest GPU."""
-    fullest = max(range(len(row.split)), key=lambda i: row.peak_mib[i])
-    before = row.peak_mib[fullest]
-    if variant.in_use:
-        saved = (varied_mib - reference_mib) / planner.overhead.room
-        return Advice(variant.change, round(saved, 1), before, row.fits, variant.note, in_use=True)
-    ratio = varied_mib / reference_mib if reference_mib else 1.0
-    tensors_mib = [mib * ratio for mib in row.tensors_mib]
-    after = planner.required_mib(tensors_mib)[fullest]
-    return Advice(variant.change, round(before - after, 1), round(after, 1), planner.all_fit(tensors_mib), variant.note)
-
-
-def accumulate_advice(
-    batch_size: int, accumulate: int, gradients_mib: float, row: PlanRow, planner: Planner
-) -> list[Advice]:
-    """Return the advice to halve the micro-batch and double `train.accumulate`; empty if the batch cannot be halved."""
-    if batch_size < 2 * max(1, planner.smallest_chunk) or batch_size % 2:
-        return []
-    rows = planner.rows(batch_size // 2)[0]
-    if not rows:
-        return []
-    best = min(rows, key=lambda candidate: candidate.fullest(planner.gpus))
-    # From the second micro-batch on, the gradients of the first are alive during the forward pass.
-    extra = gradients_mib / planner.overhead.room if accumulate == 1 else 0.0
-    after = max(best.peak_mib[0] + extra, *best.peak_mib)
-    change = f"train.batch_size={batch_size // 2} train.accumulate={2 * accumulate}"
-    if best.gpu0_bsz is not None:
-        change += f" {_split_words(best, planner)}"
-    note = "the gradient of a step stays exact; BatchNorm sees half as many images at a time"
-    is_enough = best.fits and fits(best.peak_mib[0] + extra, planner.gpus[0].total_mib)
-    return [Advice(change, round(max(row.peak_mib) - after, 1), round(after, 1), is_enough, note)]
-
-
-def ranked(advice: Sequence[Advice]) -> tuple[Advice, ...]:
-    """Return the advice that saves memory, largest saving first, then the changes that are already in use."""
-    useful = [item for item in advice if item.gain_mib > 0.5 or item.in_use]
-    return tuple(sorted(useful, key=lambda item: (item.in_use, -item.gain_mib)))
-
-
 def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
     fastest = plan.fastest
@@ -446,7 +347,6 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "max_batch": plan.max_batch,
         "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
         "max_batch_shares": plan.shares,
-        "advice": [asdict(advice) for advice in plan.advice],
         "fits": [asdict(fit) for fit in plan.fits],
         "fastest": fastest and {**asdict(fastest), "words": fastest.words(keeps_images=plan.keeps_images)},
         "recompute": None if plan.chosen is None else plan.chosen.sets,
@@ -522,13 +422,3 @@ def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
         return TypeAdapter(SavedMemoryPlan).validate_python(raw) if raw["format"] == _SAVED_FORMAT else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def advice_text(plan: MemoryPlan) -> list[str]:
-    """Return the plan's advice, one line each: changes that make it fit first."""
-    return [
-        f"{item.change}: saves {item.gain_mib:.0f} MiB on the fullest GPU, "
-        f"{'fits' if item.fits else 'does not fit'} with {item.peak_mib:.0f} MiB ({item.note})"
-        for item in sorted(plan.advice, key=lambda item: not item.fits)
-        if not item.in_use
-    ]

@@ -1,11 +1,11 @@
-"""Text of a memory plan: a table of splits, a bar per GPU, and advice. No torch here."""
+"""Text of a memory plan: a table of splits, a bar per GPU, and ways to make a step. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from segapp.memory.peaks import KINDS
-from segapp.memory.plan import Advice, MemoryPlan, PlanRow
+from segapp.memory.plan import MemoryPlan, PlanRow
 from segapp.run.words import aligned
 
 BAR_CELLS = 48
@@ -37,7 +37,6 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         "",
         *gpu_bars(plan, plan.best),
         "",
-        *advice_lines(plan.advice),
         *fit_lines(plan),
     ]
     return [line.rstrip() for line in lines]
@@ -88,23 +87,6 @@ def gpu_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
         largest = sorted(((mib, kind) for kind, mib in parts.items() if mib >= 1.0), reverse=True)[:6]
         lines.append("           " + "  ".join(f"{kind} {mib:.0f}" for mib, kind in largest))
     lines.append(f"  {_LEGEND}")
-    return lines
-
-
-def advice_lines(advice: Sequence[Advice]) -> list[str]:
-    """Return the advice as a table, in the given order."""
-    if not advice:
-        return []
-    rows: list[Sequence[str]] = [("change", "saves MiB", "fullest GPU", "fits", "note")]
-    rows += [
-        (item.change, f"{item.gain_mib:.0f}", f"{item.peak_mib:.0f}", "yes" if item.fits else "no", item.note)
-        for item in advice
-        if not item.in_use
-    ]
-    lines = ["changes that reduce memory (on the fullest GPU):", *aligned(rows)] if len(rows) > 1 else []
-    lines += [
-        f"in use already: {item.change} saves {item.gain_mib:.0f} MiB ({item.note})" for item in advice if item.in_use
-    ]
     return lines
 
 

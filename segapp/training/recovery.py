@@ -165,7 +165,6 @@ class OomPolicy:
 
     Args:
         batch_size: images of a micro-batch, over all devices and ranks.
-        advise: returns changes, the best first; it may take seconds.
         later: fallbacks adopted after the checkpoint that training continues from, with the step of each.
     """
 
@@ -180,12 +179,11 @@ class OomPolicy:
         accumulate: int,
         eval_batch_size: int,
         crop_px: tuple[int, int],
-        advise: Callable[[], Sequence[str]],
         later: Sequence[tuple[int, MemoryFallbacks]] = (),
     ) -> None:
         self.fallbacks = MemoryFallbacks()
         self._event_log, self._memory, self._ranks = context.event_log, context.device_memory, context.ranks
-        self._folder, self._advise = context.folder.reports, advise
+        self._folder = context.folder.reports
         self._engine, self._controller, self._inference = engine, controller, inference
         self._batch_size, self._accumulate = batch_size, accumulate
         self._eval_batch_size, self._crop_px = eval_batch_size, crop_px
@@ -282,7 +280,7 @@ class OomPolicy:
         report = _placed(examine(error, self._memory, self._ranks.rank), position)
         failed = self._controller.batch_split.current
         reverted = self._controller.revert_split(report.problem or "", position.step)
-        action, advice = "all ranks stop: the others wait in a collective of this step", self._simple_advice(report)
+        action, advice = "all ranks stop: the others wait in a collective of this step", self._advice(report)
         found = self._next_fallback()
         if reverted is not None and failed is not None:
             found = self.fallbacks.joined(MemoryFallbacks(failed_splits=(failed,))), "with the split before"
@@ -353,16 +351,10 @@ class OomPolicy:
         return _placed(self._ranks.first_of(own), position).model_copy(update=update)
 
     def _give_up(self, report: Oom, action: str) -> OutOfMemoryError:
-        advice = self._simple_advice(report)
-        if self._ranks.is_main:  # the training ends, so there is time for the planner's advice
-            try:
-                advice = [*self._advise(), *advice]
-            except Exception:  # a report without advice is better than none
-                logger.exception("advice on an out-of-memory")
-        return final_error(self._report(report, action=action, advice=advice))
+        return final_error(self._report(report, action=action, advice=self._advice(report)))
 
-    def _simple_advice(self, report: Oom) -> list[str]:
-        """Return advice without a memory plan."""
+    def _advice(self, report: Oom) -> list[str]:
+        """Return changes of the config that need less memory."""
         height, width = self._crop_px
         if report.phase == "eval":
             return [f"eval.slide=true eval.slide_px=[{height // 2},{width // 2}]", "eval.batch_size=1"]

@@ -78,7 +78,7 @@ from segapp.run.words import announce, first_line, printable
 from segapp.training.commands import PendingRequests
 from segapp.training.console import PlainReporter
 from segapp.training.context import Places, RunContext, shares_note, topology_event
-from segapp.training.planning.auto import is_planned, planned_advice, resolve_auto
+from segapp.training.planning.auto import is_planned, resolve_auto
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
@@ -478,7 +478,6 @@ def _restored_trainer(
                 checkpoint=checkpoint,
                 saved_plan=saved_plan,
                 limit=request.limit,
-                advise=lambda: planned_advice(config, devices, context.device_memory.devices),
             )
         ) as trainer,
     ):

@@ -10,11 +10,10 @@ import torch
 
 from segapp.build import devices as module
 from segapp.build.devices import choose_devices, plan_devices
-from segapp.config import RunConfig, modes, validate_config
+from segapp.config import RunConfig, validate_config
 from segapp.config.modes import FEATURES, Feature
 from segapp.errors import ConfigError
-from segapp.memory.peaks import SimulationJob
-from segapp.training.planning.plan import _advice_jobs, choose_mode
+from segapp.training.planning.plan import choose_mode
 
 
 @pytest.fixture(autouse=True)
@@ -152,12 +151,3 @@ def test_device_of_an_unknown_kind_is_refused_by_its_key(device: str) -> None:
         ) as caught:
             choose_devices(value)
         assert caught.value.exit_code == 2
-
-
-def test_plan_simulates_no_mode_in_which_a_feature_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = config_of({"mode": "model"})
-    job = SimulationJob("model", (3, 5), 2, 4, eval_px=(64, 96), blas_mib=32.0)
-    assert [job.mode for job in _advice_jobs(staged, job, 2, [], []).values()] == ["single", "single", "ddp"]
-    alone = Feature("train.tf32", ("single",), lambda config: config.train.tf32)
-    monkeypatch.setattr(modes, "FEATURES", (*FEATURES, alone))
-    assert [job.mode for job in _advice_jobs(config_of(), job, 2, [], []).values()] == ["single", "single"]

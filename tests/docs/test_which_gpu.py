@@ -52,7 +52,7 @@ def test_plan_says_the_same_memory(
         words = ["train.recompute=all"] if way in ("recompute", "no") else split
         if str(words) not in peaks:
             config = load_config(ROOT / "configs" / f"{name}.yaml", words)
-            plan = plan_memory(config, parse_gpus(f"{GIB[-1]}GiB"), with_advice=False)
+            plan = plan_memory(config, parse_gpus(f"{GIB[-1]}GiB"))
             assert plan.current is not None
             (peaks[str(words)],) = plan.current.peak_mib
         peak = peaks[str(words)]

@@ -7,20 +7,13 @@ import pytest
 
 from segapp.memory.peaks import Line, PhasePeak, PlannedPeaks, SimulationResult, fit_model, splits_to_simulate
 from segapp.memory.plan import (
-    Advice,
     GpuSpec,
     MemoryPlan,
     OverheadEstimate,
     Planner,
     SavedMemoryPlan,
-    Variant,
-    accumulate_advice,
     context_mib,
     plan_as_json,
-    ranked,
-    split_advice,
-    variant_advice,
-    variants,
 )
 from segapp.memory.report import plan_lines
 
@@ -275,75 +268,6 @@ def test_every_simulated_device_has_two_samples_or_none():
         num_simulated = {"dp": min(num_devices, 2), "model": num_devices}.get(mode, 1)
         assert {len(split) for split in splits} == {num_simulated}
         assert {part for split in splits for part in split} & {1} == set()
-
-
-def test_advice_to_accumulate_counts_kept_gradients():
-    own = planner()
-    (advice,) = accumulate_advice(24, 1, 381.0, own.row(24, 8), own)
-    assert advice.change == "train.batch_size=12 train.accumulate=2 parallel.gpu0_bsz=4"
-    # 500 + (1000 + 4 * 1000) / 0.95, and 381 / 0.95 of gradients; before, 500 + (1000 + 8 * 1000) / 0.95
-    assert (advice.peak_mib, advice.gain_mib, advice.fits) == (6164.3, 3809.4, True)
-    (again,) = accumulate_advice(24, 2, 380.0, own.row(24, 8), own)
-    assert again.change.startswith("train.batch_size=12 train.accumulate=4 ")
-    assert (again.peak_mib, again.gain_mib) == (5763.2, 4210.5), "the gradients are kept already"
-    assert accumulate_advice(9, 1, 380.0, own.row(9, 3), own) == []
-    lines = {"backward": Line(100.0, 10.0)}
-    one = Planner(PlannedPeaks("single", (lines,)), GPUS[:1], OverheadEstimate((0.0,)), smallest_chunk=2)
-    assert accumulate_advice(2, 1, 0.0, one.row(2), one) == [], "BatchNorm needs two samples"
-    assert len(accumulate_advice(4, 1, 0.0, one.row(4), one)) == 1
-
-
-def test_advice_to_accumulate_needs_room_on_the_first_gpu():
-    own = planner(gpus=(GpuSpec(10_000.0), GpuSpec(20_000.0), GpuSpec(20_000.0)))
-    for gradients_mib, fits in ((6000.0, True), (6650.0, False)):  # beside the 3658 MiB of two samples
-        (advice,) = accumulate_advice(24, 1, gradients_mib, own.row(24, 4), own)
-        assert advice.change.endswith("gpu0_bsz=2")
-        assert advice.fits == fits
-    exact = Planner(model(), GPUS, OverheadEstimate((0.0,) * 3, room=1.0))  # 1000 + 4 * 1000 of 10000
-    found = [accumulate_advice(24, 1, mib, exact.row(24, 8), exact)[0].fits for mib in (5000.0, 5000.1)]
-    assert found == [True, False]
-
-
-def test_advice_of_a_variant_is_that_of_the_fullest_gpu():
-    own = planner(model(fixed=1750.0))
-    row = own.row(6, 2)  # tensors 3000, 3750, 3750
-    variant = Variant("a=b", "a note", {"a": "b"})
-    advice = variant_advice(variant, 1000.0, 500.0, row, own)
-    assert (advice.peak_mib, advice.gain_mib, advice.fits) == (2473.7, 1973.7, True)  # 500 + half of 3750 / 0.95
-    assert not variant_advice(variant, 1000.0, 3000.0, row, own).fits
-    used = variant_advice(Variant("a", "", {}, in_use=True), 810.0, 1000.0, row, own)
-    assert (used.peak_mib, used.gain_mib, used.in_use) == (4447.4, 200.0, True)  # 190 / 0.95
-
-
-def test_advice_to_split_otherwise_saves_the_difference():
-    own = planner()
-    rows, _ = own.rows(9)
-    (advice,) = split_advice(own.row(9, 9), own.row(9, 3), own)
-    assert advice.change == "parallel.gpu0_bsz=3"
-    assert (advice.gain_mib, advice.peak_mib) == (6315.8, 4710.5)  # 6 * 1000 / 0.95; 500 + (1000 + 3 * 1000) / 0.95
-    assert split_advice(rows[3], rows[3], own) == []
-
-
-def test_advice_is_ranked_by_gain_and_what_is_used_is_last():
-    def advice(gain_mib, in_use=False):
-        return Advice("", gain_mib, 0.0, True, "", in_use)
-
-    found = ranked([advice(900.0, True), advice(20.0), advice(0.4), advice(300.0)])
-    assert [item.gain_mib for item in found] == [300.0, 20.0, 900.0]
-
-
-def test_variants_are_the_changes_that_the_config_lacks():
-    def changes(*args):
-        assert all(variant.note for variant in variants(*args))
-        return {variant.change: dict(variant.changes) for variant in variants(*args)}
-
-    assert changes("fp32", (512, 640), (384, 480)) == {
-        "train.precision=amp-bf16": {"train.precision": "amp-bf16"},
-        "train.precision=fp16": {"train.precision": "fp16"},
-        "data.crop_px=[384,480]": {"data.crop_px": [384, 480]},
-    }
-    assert changes("amp-bf16", (64, 64), (64, 64)).keys() == {"train.precision=fp16"}
-    assert changes("fp16", (64, 64), None) == {}
 
 
 def test_bar_and_kinds_of_a_gpu_by_hand():

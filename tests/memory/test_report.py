@@ -6,7 +6,6 @@ import pytest
 
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import (
-    Advice,
     Fit,
     GpuSpec,
     MemoryPlan,
@@ -14,17 +13,10 @@ from segapp.memory.plan import (
     Planner,
     PlanRow,
     SavedMemoryPlan,
-    advice_text,
     plan_as_json,
     read_saved_plan,
 )
-from segapp.memory.report import advice_lines, fit_lines, gpu_bars, plan_lines, split_table
-
-ADVICE = (
-    Advice("no=1", 9.4, 99.0, False, "slow"),
-    Advice("in=use", 12.0, 50.0, True, "kept", in_use=True),
-    Advice("fits=1", 5.0, 90.6, True, "fast"),
-)
+from segapp.memory.report import fit_lines, gpu_bars, plan_lines, split_table
 
 
 def plan_of_one(total_mib):
@@ -55,7 +47,7 @@ def test_gpu_is_over_only_if_it_lacks_memory(total_mib, end):
 
 
 def test_plan_names_its_batch_its_gpus_and_its_overhead():
-    lines = plan_lines(plan_of_two(notes=("a note",), advice=ADVICE[:1]))
+    lines = plan_lines(plan_of_two(notes=("a note",)))
     assert lines[:2] == ["x: batch 2 on 2 GPUs (10000, 10000 MiB), mode dp", "a note"]
     # 500 + 2000 / 0.95 and 700 + 1800 / 0.95, of 10000
     assert (
@@ -64,7 +56,6 @@ def test_plan_names_its_batch_its_gpus_and_its_overhead():
     )
     assert "largest batch that fits: none, not even 1" in lines
     assert ("overhead (assumed): 500/700 MiB per GPU for driver, context and libraries, 5 % for the allocator") in lines
-    assert lines[-1].split() == ["no=1", "9", "99", "no", "slow"]
     first_gpu = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
     assert first_gpu in lines
     single = plan_lines(plan_of_one(200.0))
@@ -114,27 +105,8 @@ def test_forty_rows_around_the_best_are_shown(batch, best, first):
     assert [int(line.split()[0]) for line in shown] == list(range(first, first + 40))
 
 
-def test_advice_is_a_table_and_what_is_in_use_follows():
-    assert advice_lines(ADVICE) == [
-        "changes that reduce memory (on the fullest GPU):",
-        "change  saves MiB  fullest GPU  fits  note",
-        "no=1    9          99           no    slow",
-        "fits=1  5          91           yes   fast",
-        "in use already: in=use saves 12 MiB (kept)",
-    ]
-    assert advice_lines(ADVICE[1:2]) == ["in use already: in=use saves 12 MiB (kept)"]
-    assert advice_lines([]) == []
-
-
-def test_advice_of_a_report_begins_with_what_makes_the_plan_fit():
-    assert advice_text(plan_of_two(advice=ADVICE)) == [
-        "fits=1: saves 5 MiB on the fullest GPU, fits with 91 MiB (fast)",
-        "no=1: saves 9 MiB on the fullest GPU, does not fit with 99 MiB (slow)",
-    ]
-
-
 def test_saved_plan_by_hand_and_read_again(tmp_path):
-    saved = SavedMemoryPlan.of_plan(plan_of_two(advice=ADVICE), 3, ["a note"])
+    saved = SavedMemoryPlan.of_plan(plan_of_two(), 3, ["a note"])
     assert saved == SavedMemoryPlan(
         batch_size=2,
         accumulate=3,

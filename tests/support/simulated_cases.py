@@ -58,7 +58,6 @@ MORE_TRAININGS = {
     "ema": (SINGLE, {"train": {"ema": 0.99}}),
     "accumulate": (SimulationJob("single", (4,), accumulate=2), {}),
     "ohem accumulate": (SimulationJob("single", (4,), accumulate=2), {"loss": {"name": "ohem"}}),
-    "upsampled": (SimulationJob("single", (4,), loss="upsampled"), {}),
     "dp": (SimulationJob("dp", (3, 2, 4)), {}),
     "dp plain batchnorm": (SimulationJob("dp", (3, 2, 4)), {"parallel": {"sync_bn": False}}),
     "dp without gpu 0": (SimulationJob("dp", (0, 4)), {}),

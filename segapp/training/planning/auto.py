@@ -22,7 +22,7 @@ from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.judge import allocator_room
 from segapp.memory.oom import is_out_of_memory
-from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
+from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, context_mib, read_saved_plan
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.plan import plan_memory
@@ -92,21 +92,12 @@ def _load_or_make_plan(
         )
     overhead = _overhead(config, devices, len(gpus))
     if config.train.batch_size:
-        planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False)
+        planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead)
         saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
     else:
         saved_plan = _largest(config, gpus, devices, overhead)
     saved_plan.write(folder.saved_plan)
     return saved_plan
-
-
-def planned_advice(config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo]) -> Sequence[str]:
-    """Return the planner's advice, best first, by simulation; empty if the memory is unknown."""
-    gpus = known_gpus(device_infos)
-    if gpus is None:
-        return ()
-    planned = plan_memory(config, gpus, mode=devices.mode, overhead=_overhead(config, devices, len(gpus)))
-    return advice_text(planned)
 
 
 def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
@@ -134,7 +125,7 @@ def _largest(
     notes: list[str] = []
     while True:
         batches = [batch for batch in allowed if fewer is None or batch <= fewer]
-        planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False, batches=batches)
+        planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, batches=batches)
         saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
         if devices.mode not in ("single", "dp"):
             return saved_plan

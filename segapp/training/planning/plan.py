@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from segapp.chunks import Mode
 from segapp.config import RunConfig
-from segapp.config.modes import auto_mode, check_mode, has_step
+from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError
 from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room, fits
-from segapp.memory.peaks import PlannedPeaks, SimulationJob, SimulationResult, Split, fit_model, splits_to_simulate
+from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     BLAS_MIB,
     LARGEST_BATCH,
-    Advice,
     Fit,
     GpuSpec,
     MemoryPlan,
     OverheadEstimate,
     Planner,
     PlanRow,
-    Variant,
-    accumulate_advice,
     context_mib,
-    ranked,
-    split_advice,
-    variant_advice,
-    variants,
 )
 from segapp.run.words import printable
 from segapp.training.planning.pool import SimulationPool
@@ -42,11 +35,6 @@ Sets = tuple[tuple[str, ...], ...]
 
 MOST_TRIES = 3
 """Maximum number of splits that are tried with simulated steps, the fastest by estimate first."""
-
-ALMOST = 1.25
-"""Memory with all blocks recomputed, relative to a GPU's, up to which fewer blocks are tried.
-
-A small network may need less with its last blocks kept."""
 
 
 class RecomputeSearch:
@@ -69,7 +57,6 @@ class RecomputeSearch:
         self._nothing: Sets = ((),) * self._num_sets
         self._all: Sets = (self._blocks,) * self._num_sets
         self._planners: dict[tuple[int, Sets], Planner] = {(min(2, job.accumulate), self._nothing): planner}
-        self._known: dict[tuple[Split, Sets, int], Fit] = {}
 
     def planner(self, accumulate: int, sets: Sets | None = None) -> Planner:
         """Return the planner of steps with this number of micro-batches and these blocks recomputed; None: no block."""
@@ -107,26 +94,26 @@ class RecomputeSearch:
 
     def fastest(self, candidates: Sequence[tuple[PlanRow, int]]) -> Fit | None:
         """Return the fastest way that fits, with recomputed blocks if necessary; None if there is none."""
-        estimates = [(*self._estimate(row, accumulate), row, accumulate) for row, accumulate in candidates]
-        ordered = sorted(estimates, key=lambda each: each[:3])[:MOST_TRIES]
-        return next(filter(None, (self._fewest(row, accumulate) for *_, row, accumulate in ordered)), None)
+        estimates = []
+        for row, accumulate in candidates:
+            step_s = self._estimate_s(row, accumulate)
+            if step_s is not None:
+                estimates.append((step_s, row.fullest(self._gpus), row, accumulate))
+        ordered = sorted(estimates, key=lambda each: each[:2])[:MOST_TRIES]
+        return next(filter(None, (self._fewest(row, accumulate) for _, _, row, accumulate in ordered)), None)
 
-    def _estimate(self, row: PlanRow, accumulate: int) -> tuple[bool, float, float]:
-        """Return values to sort splits by: whether not even all blocks seem enough, the time of a step, its memory.
-
-        Memory and time are taken as proportional to the recomputed blocks.
-        """
+    def _estimate_s(self, row: PlanRow, accumulate: int) -> float | None:
+        """Return the seconds of a step, if memory and time are proportional to the recomputed blocks; None: no fit."""
         plain, frugal = self.planner(accumulate), self.most_frugal(accumulate)
         plain_s, frugal_s = (each.model.step_s(row.split, accumulate) for each in (plain, frugal))
         if row.fits:
-            return False, plain_s, row.fullest(self._gpus)
+            return plain_s
         tensors_mib = frugal.model.peak_mib(row.split)
+        if not frugal.all_fit(tensors_mib):
+            return None
         needed = zip(self._gpus, row.peak_mib, frugal.required_mib(tensors_mib), strict=True)
-        shares = [
-            (most - gpu.total_mib) / (most - least) for gpu, most, least in needed if most > max(gpu.total_mib, least)
-        ]
-        step_s = plain_s + max(shares, default=1.0) * (frugal_s - plain_s)
-        return not frugal.all_fit(tensors_mib), step_s, row.fullest(self._gpus)
+        shares = [(most - gpu.total_mib) / (most - least) for gpu, most, least in needed if most > gpu.total_mib]
+        return plain_s + max(shares, default=0.0) * (frugal_s - plain_s)
 
     def _fewest(self, row: PlanRow, accumulate: int) -> Fit | None:
         """Return a split with as few of the first or of the last blocks recomputed as fit, whichever is faster.
@@ -135,9 +122,6 @@ class RecomputeSearch:
         """
         if row.fits and (plain := self._simulated(row, self._nothing, accumulate)).fits:
             return plain
-        needed = zip(self.all(row, accumulate).peak_mib, self._gpus, strict=True)
-        if not all(fits(mib / ALMOST, gpu.total_mib) for mib, gpu in needed):
-            return None
         found = (self._bisected(row, accumulate, order) for order in (self._blocks, self._blocks[::-1]))
         return min((each for each in found if each.fits), key=lambda each: each.step_s, default=None)
 
@@ -147,6 +131,7 @@ class RecomputeSearch:
         Devices with sets of their own are bisected at the same time, each by its own peak.
         """
 
+        @functools.cache
         def with_first(*counts: int) -> Fit:
             chosen = [set(order[:count]) for count in counts]
             sets = tuple(tuple(name for name in self._blocks if name in names) for names in chosen)
@@ -195,13 +180,7 @@ class RecomputeSearch:
         return Fit(sum(split), accumulate, row.gpu0_bsz, split, "off", self._nothing, peak_mib, row.fits, step_s)
 
     def _simulated(self, row: PlanRow, sets: Sets, accumulate: int) -> Fit:
-        """Return a split with these blocks recomputed, with the peaks of a step that is simulated once."""
-        key = row.split, sets, accumulate
-        if key not in self._known:
-            self._known[key] = self._simulate(row, sets, accumulate)
-        return self._known[key]
-
-    def _simulate(self, row: PlanRow, sets: Sets, accumulate: int) -> Fit:
+        """Return a split with these blocks recomputed, with the peaks of a simulated step."""
         job, planner = replace(self._job, accumulate=accumulate), self.planner(accumulate)
         if job.mode == "ddp":
             ranks = list(dict.fromkeys(zip(row.split, sets, strict=True)))
@@ -281,14 +260,13 @@ def plan_memory(
     *,
     mode: Mode | None = None,
     overhead: OverheadEstimate | None = None,
-    with_advice: bool = True,
     batches: Sequence[int] = range(1, LARGEST_BATCH + 1),
     fit: bool | None = False,
 ) -> MemoryPlan:
     """Return the plan of a config on given GPUs.
 
-    With `train.batch_size: auto`, the plan is for the largest of `batches`, in ascending order, that fits. The advice,
-    changes that reduce memory, takes longer to simulate than the plan. `fit`: search for the fastest way to make a step
+    With `train.batch_size: auto`, the plan is for the largest of `batches`, in ascending order, that fits.
+    `fit`: search for the fastest way to make a step
     of the same images; None: only if the config does not fit. With `train.recompute: auto`, the recomputed blocks are
     chosen for the config's split, or together with an automatic split and batch.
 
@@ -303,17 +281,20 @@ def plan_memory(
         room = allocator_room({ALLOCATOR_VARIABLES[-1]: EXPANDABLE_SEGMENTS, **os.environ})  # as a training sets it
         overhead = OverheadEstimate(context_mib(mode, len(gpus)), room)
     with SimulationPool(small) as pool:
-        found = _simulated(pool, small, gpus, mode, with_advice=with_advice)
-        facts = found.facts
-        planner = Planner(found.model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
-        search = RecomputeSearch(pool, found.job, planner, facts["blocks"])
+        facts = pool.facts(mode)
+        num_ranks = len(gpus) if mode == "ddp" else 1
+        job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"], blas_mib=BLAS_MIB)
+        results = pool.simulate([replace(job, split=split) for split in splits_to_simulate(mode, len(gpus))])
+        model = fit_model(mode, results)
+        planner = Planner(model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
+        search = RecomputeSearch(pool, job, planner, facts["blocks"])
         if config.train.recompute == "auto":
             config, planner, chosen = _with_chosen(config, planner, search, facts["min_train_batch"], batches)
-            plan = replace(_assembled(config, planner, found), chosen=chosen)
+            plan = replace(_assembled(config, planner, facts), chosen=chosen)
         else:
             if is_auto:
                 config = with_batch(config, _largest_batch(config, planner, facts["min_train_batch"], batches))
-            plan = _assembled(config, planner, found)
+            plan = _assembled(config, planner, facts)
         if fit or (fit is None and not (plan.current or plan.best).fits):
             ways = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
             plan = replace(plan, fits=ways, keeps_images=images is not None)
@@ -395,54 +376,7 @@ def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-@dataclass(frozen=True)
-class _Simulated:
-    """Results of the simulations of a config."""
-
-    model: PlannedPeaks
-    facts: Mapping[str, Any]
-    variants: Sequence[Variant]
-    advice: Mapping[str, SimulationResult]
-    """Results for the advice, by the names of `_advice_jobs`; empty without advice."""
-    job: SimulationJob
-    """Without a split."""
-
-
-def _simulated(
-    pool: SimulationPool, config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool
-) -> _Simulated:
-    facts = pool.facts(mode)
-    num_ranks = len(gpus) if mode == "ddp" else 1
-    job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"], blas_mib=BLAS_MIB)
-    changes = variants(facts["precision"], config.data.crop_px, facts["smaller_crop_px"])
-    splits = splits_to_simulate(mode, len(gpus))
-    jobs = _advice_jobs(config, job, len(gpus), changes, facts["blocks"]) if with_advice else {}
-    asked = [replace(job, split=split) for split in splits]
-    results = iter(pool.simulate([*asked, *jobs.values()]))
-    own = [next(results) for _ in asked]
-    model = fit_model(mode, own)
-    return _Simulated(model, facts, changes, dict(zip(jobs, results, strict=True)), job)
-
-
-def _advice_jobs(
-    config: RunConfig, job: SimulationJob, num_gpus: int, changes: Sequence[Variant], blocks: Sequence[str]
-) -> dict[str, SimulationJob]:
-    """Return jobs of one device with its share of the batch: as configured, with each change, as a rank of ddp."""
-    samples = max(2, math.ceil(config.train.batch_size / num_gpus))
-    alone = replace(job, mode="single", split=(samples,), num_ranks=1, eval_px=None)
-    jobs = {"config": alone}
-    if config.loss.name != "mask_classification":  # other programs upsample logits per pixel before the loss
-        jobs["upsampled"] = replace(alone, loss="upsampled")
-    jobs |= {variant.change: replace(alone, changes=dict(variant.changes)) for variant in changes}
-    if blocks and config.train.recompute == "off" and not (config.train.compile or config.train.cuda_graph):
-        jobs["recompute"] = replace(alone, recompute=(tuple(blocks),))
-    if has_step(config, "ddp"):
-        jobs["ddp"] = replace(alone, mode="ddp", num_ranks=max(2, num_gpus))
-    return jobs
-
-
-def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> MemoryPlan:
-    facts = found.facts
+def _assembled(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> MemoryPlan:
     rows, refused = planner.rows(config.train.batch_size)
     if not rows:
         raise ConfigError(
@@ -453,7 +387,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
     current = _current_row(config, planner)
     max_batch, max_row = planner.largest_batch()
     shares = planner.largest_shares() if planner.has_split else ()
-    plan = MemoryPlan(
+    return MemoryPlan(
         name=config.name,
         mode=planner.model.mode,
         batch_size=config.train.batch_size,
@@ -469,7 +403,6 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
         notes=_notes(config, planner, facts),
         facts={key: facts[key] for key in ("num_params", "eval_px", "eval_px_from", "smallest_chunk")},
     )
-    return replace(plan, advice=ranked(_advice(config, plan, planner, found))) if found.advice else plan
 
 
 def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
@@ -482,32 +415,6 @@ def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
         return None if gpu0_bsz == "auto" else planner.row(config.train.batch_size, gpu0_bsz, section.shares)
     except ValueError:
         return None
-
-
-def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simulated) -> list[Advice]:
-    best, train = plan.best, config.train
-    peaks_mib = {name: result.peak_mib()[0] for name, result in found.advice.items()}
-    advice = split_advice(plan.current or best, best, planner)
-    if "upsampled" in peaks_mib:
-        small_loss = Variant("the loss from low-resolution logits", "the same loss", {}, in_use=True)
-        advice.append(variant_advice(small_loss, peaks_mib["config"], peaks_mib["upsampled"], best, planner))
-    for variant in found.variants:
-        advice.append(variant_advice(variant, peaks_mib["config"], peaks_mib[variant.change], best, planner))
-    if "recompute" in peaks_mib:
-        more = found.advice["recompute"].step_s(1) / found.advice["config"].step_s(1)
-        note = f"the same result; a step takes about {100 * (more - 1):.0f} % longer, less with auto, as memory allows"
-        variant = Variant("train.recompute=all", note, {})
-        advice.append(variant_advice(variant, peaks_mib["config"], peaks_mib["recompute"], best, planner))
-    gradients = planner.model.first[0].get("step/gradients")
-    gradients_mib = gradients.fixed if gradients else 0.0
-    advice += accumulate_advice(train.batch_size, train.accumulate, gradients_mib, best, planner)
-    if plan.mode == "dp" and train.batch_size >= len(plan.gpus) and "ddp" in peaks_mib:
-        rank_mib = planner.overhead.required_mib(0, peaks_mib["ddp"])
-        is_enough = all(fits(rank_mib, gpu.total_mib) for gpu in plan.gpus)
-        note = "one process per GPU; every GPU holds an optimizer state"
-        gain_mib = max(best.peak_mib) - rank_mib
-        advice.append(Advice("parallel.mode=ddp", round(gain_mib, 1), round(rank_mib, 1), is_enough, note))
-    return advice
 
 
 def _precision(config: RunConfig, facts: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import pickle
 import sys
 import warnings
@@ -176,7 +175,6 @@ class Simulator:
             "smallest_chunk": 1 if is_synced else smallest_chunk(model, images),
             "needs_samples": self._needs_samples(images) if mode == "ddp" else None,
             "min_train_batch": model.min_train_batch,
-            "smaller_crop_px": None if model.fixed_size_px else model.suitable_size(height * 3 // 4, width * 3 // 4),
             "eval_px": size,
             "eval_px_from": how,
             "precision": config.train.precision,
@@ -255,14 +253,13 @@ class Simulator:
             job.mode,
             tuple(torch.device(device) for device in devices),
             shares=job.split if job.mode == "dp" else None,
-            loss=job.loss,
             num_ranks=job.num_ranks,
             recompute=job.recompute,
         )
         source = assembler.prepare(copy.deepcopy(self._plain), layout)
         stages = self._stages(source, devices) if job.mode == "model" else {}
         critic = assembler.build_critic(layout, torch.device("cpu"))
-        criterion = assembler.build_criterion(self._equal_weights, job.loss)
+        criterion = assembler.build_criterion(self._equal_weights)
         as_views = assembler.config.parallel.gradient_as_bucket_view
         backend = SimulatedDevices(ledger, stages, gradient_as_bucket_view=as_views)
         with simulation(ledger, *modes):
@@ -344,32 +341,23 @@ def phase_peaks(moments: Mapping[str, Mapping[str, int]]) -> dict[str, PhasePeak
     return found
 
 
-def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Return the config with some dotted keys replaced."""
-    raw = config.model_dump(mode="json")
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        raw[section][name] = value
-    return validate_config(raw)
-
-
 def main() -> None:
     """Read a pickled config and then requests; answer each with its result or its error, and print nothing else."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.redirect_stdout(sys.stderr):  # custom components may print
         config = validate_config(pickle.load(requests))
-        simulator_with = functools.cache(lambda changes: build_simulator(changed(config, json.loads(changes))))
+        simulator = functools.cache(lambda: build_simulator(config))
         with contextlib.suppress(EOFError):
             while True:
-                pickle.dump(_answer(pickle.load(requests), simulator_with), answers)
+                pickle.dump(_answer(pickle.load(requests), simulator), answers)
                 answers.flush()
 
 
-def _answer(request: Mode | SimulationJob, simulator_with: Callable[[str], Simulator]) -> Any:
+def _answer(request: Mode | SimulationJob, simulator: Callable[[], Simulator]) -> Any:
     try:
         if isinstance(request, SimulationJob):
-            return simulator_with(json.dumps(request.changes)).run(request)
-        return simulator_with("{}").facts(request)
+            return simulator().run(request)
+        return simulator().facts(request)
     except SegappError as error:
         return error
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:

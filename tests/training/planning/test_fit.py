@@ -136,14 +136,14 @@ def test_uneven_devices_get_sets_of_their_own(tiny, tmp_path, seen_sets):
     plan = read_saved_plan(tmp_path / "whole" / "memory_plan.json")
     assert plan.recompute == ((), ())
     needed = plan.predicted_mib((2, 2))[1]
-    budgets = {"memory_budget_mib": [1000.0, 0.95 * needed]}  # a part of it is left to the allocator
+    budgets = {"memory_budget_mib": [1000.0, 0.85 * needed]}
     config = two_devices(tiny, parallel={"gpu0_bsz": 2, **budgets}, **crops)
     assert train(config, tmp_path / "run") == 0
     first, second = seen_sets[-1]
     assert first == ()
     assert second
     found = read_saved_plan(tmp_path / "run" / "memory_plan.json")
-    assert found.predicted_mib((2, 2))[1] < 0.95 * needed
+    assert found.predicted_mib((2, 2))[1] < 0.85 * needed
     assert found.saved_mib == pytest.approx((0.0, needed - found.predicted_mib((2, 2))[1]), abs=0.1)
     assert 1.0 <= found.slower < 1.5  # device 0, with the update, may take longer all the same
     assert read_saved_plan(tmp_path / "whole" / "memory_plan.json").slower == 1.0

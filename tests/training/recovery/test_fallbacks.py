@@ -72,7 +72,7 @@ def test_later_fallbacks_are_adopted_at_their_steps() -> None:
     sizes: Any = {"batch_size": 4, "accumulate": 1, "eval_batch_size": 2, "crop_px": (32, 32)}
 
     def policy() -> OomPolicy:
-        return OomPolicy(context, None, None, WHOLE, **sizes, advise=list, later=later)  # type: ignore[arg-type]
+        return OomPolicy(context, None, None, WHOLE, **sizes, later=later)  # type: ignore[arg-type]
 
     step_by_step = policy()
     assert [step_by_step.begin(Position(step=step)).num_pieces for step in (2, 3, 5, 6)] == [1, 2, 2, 4]

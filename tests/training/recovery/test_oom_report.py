@@ -41,7 +41,7 @@ def context(tmp_path: Path) -> RunContext:
 
 def reported(context: RunContext, error: Exception) -> dict[str, Any]:
     sizes: Any = {"batch_size": 1, "accumulate": 1, "eval_batch_size": 1, "crop_px": (32, 32)}
-    policy = OomPolicy(context, None, None, None, **sizes, advise=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    policy = OomPolicy(context, None, None, None, **sizes)  # type: ignore[arg-type, return-value]
     report = examine(error, context.device_memory)
     release(error, torch.device("cuda"))
     policy._give_up(report.model_copy(update={"epoch": 1, "step": 2}), "nothing")
