@@ -1,4 +1,4 @@
-"""Arrays of images and masks (.npy, .npz): one array with all images, or one file per image.
+"""Arrays of images and masks (.npy): one array with all images, or one file per image.
 
 Words in the names (images, masks, x, y, label) tell the role of an array, and the other words tell which arrays belong
 together. Shapes determine the axes. Images of 8 bits are written as PNG, others as TIFF. Files with pickled objects are
@@ -8,17 +8,12 @@ Shapes: N images, H, W height and width in pixels, C channels.
 """
 
 import contextlib
-import io
-import itertools
-import math
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
-from tokenize import TokenError
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,19 +30,18 @@ from segapp.run.words import first_line
 
 _IMAGE_WORDS = IMAGE_WORDS | {"x", "ct", "mr"}
 _MASK_WORDS = MASK_WORDS | {"y"}
-_MAX_CHANNELS, _MAX_CLASSES = 16, 64
-_AXES = {2: ("HW",), 3: ("NHW", "HWC", "CHW"), 4: ("NHWC", "NCHW")}
-_NUM_LOOKED = 8
+_MAX_CHANNELS = 16
+_IMAGE_AXES = {2: ("HW",), 3: ("NHW", "HWC", "CHW"), 4: ("NHWC", "NCHW")}
+_MASK_AXES = {2: "HW", 3: "NHW", 4: "NHWC"}
+_MAX_HEADER_BYTES = 2**16
 _PAIR_BYTES = 2048  # memory of a pair of the layout
-_MAX_HEAD_BYTES = 2**14
 
 
 @dataclass(frozen=True)
 class _Side:
-    """An array, or an image file without a dtype; `key` is the name of an array in an .npz."""
+    """An array, or an image file without a dtype."""
 
     path: str
-    key: str = ""
     shape: tuple[int, ...] = (0, 0)
     dtype: np.dtype[Any] | None = None
 
@@ -55,8 +49,7 @@ class _Side:
     def words(self) -> list[list[str]]:
         """Words in its names, the most informative name first."""
         place = PurePosixPath(self.path)
-        names = [self.key, place.stem, *reversed(place.parent.parts)]
-        return [[token.word for token in tokens(name)] for name in names if name]
+        return [[token.word for token in tokens(name)] for name in (place.stem, *reversed(place.parent.parts))]
 
     @property
     def role(self) -> str | None:
@@ -84,83 +77,49 @@ class _Side:
         return self.shape[axes.index(axis)] if axis in axes else 1
 
     def __str__(self) -> str:
-        key = f"[{shown(self.key)}]" if self.key else ""
-        return f"{shown(self.path)}{key}" + ("" if self.dtype is None else f" {self.shape}")
+        return shown(self.path) + ("" if self.dtype is None else f" {self.shape}")
 
 
-class _Axes(NamedTuple):
-    """The axes of the images and the masks: letters of NHWC; C in masks means one channel per class."""
-
-    image: str
-    mask: str
-
-
-def find_arrays(tree: Tree) -> list[Layout]:
-    """Return the conversions of arrays: one per possible interpretation of their axes.
-
-    ValueError is raised if there are pairs whose axes do not agree, channels of masks that overlap, or only objects.
-    """
-    paths = tree.others_named(".npy", ".npz")
-    if not paths:
-        return []
+def find_arrays(tree: Tree) -> Layout | None:
+    """Return the conversion of arrays; raise ValueError if the axes of pairs do not agree, or if no array is plain."""
     problems: list[str] = []
-    sides = [side for path in paths for side in _sides(tree, path, problems)]
+    sides = [side for path in tree.others_named(".npy") if (side := _side(tree, path, problems)) is not None]
+    if not sides and not problems:
+        return None
     pairs = [
         (_with_size(tree, image), _with_size(tree, mask)) for image, mask in _pairs([*sides, *map(_Side, tree.images)])
     ]
     if not pairs:
         if problems:
             raise ValueError(problems[0])
-        return []
+        return None
     pairs = [pair for pair in pairs if _kind(pair) == _kind(pairs[0])]
-    found = [axes for axes in _possible(tree, pairs[0]) if all(_agree(pair, axes) for pair in pairs)]
-    if not found:
+    axes = next((axes for axes in _possible(pairs[0]) if all(_agree(pair, axes) for pair in pairs)), None)
+    if axes is None:
         image, mask = pairs[0]
-        raise ValueError(f"the axes of {image} and {mask} do not agree, or its channels overlap")
+        raise ValueError(f"the axes of {image} and {mask} do not agree; save masks as ids (N, H, W), or (H, W) each")
     used = {side for pair in pairs for side in pair}
     unused = [side for side in sides if side not in used]
-    notes = (f"{len(unused)} arrays without a counterpart are not used, such as {unused[0]}",) if unused else ()
-    return [_conversion(tree, pairs, axes, len(found), notes) for axes in found]
+    if unused:
+        problems.append(f"{len(unused)} arrays without a counterpart are not used, such as {unused[0]}")
+    return _conversion(tree, pairs, axes, tuple(problems))
 
 
-def _sides(tree: Tree, path: str, problems: list[str]) -> Iterator[_Side]:
-    """Yield the arrays of a file; if it has none, add the reason to the problems."""
+def _side(tree: Tree, path: str, problems: list[str]) -> _Side | None:
+    """Return the array of a file without its values; if it has none, add the reason to the problems."""
+    file = tree.root / path
     try:
-        heads = _heads(tree.root / path)
-        for shape, dtype in heads.values():  # an .npy is mapped into memory
-            num_bytes = 0 if path.lower().endswith(".npy") else math.prod(shape) * dtype.itemsize
-            num_bytes += _PAIR_BYTES * max(shape, default=0)
-            check_memory(num_bytes, f"an array of shape {shape}", file_bytes=(tree.root / path).stat().st_size)
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, KeyError, TokenError) as error:
-        problems.append(f"{shown(path)}: {first_line(error)}")
-        return
-    for key, (shape, dtype) in heads.items():
-        if dtype.hasobject:
-            problems.append(f"{shown(path)}: it holds Python objects, which are not loaded: save plain arrays")
-        elif len(shape) in _AXES and dtype.kind in "buif":
-            yield _Side(path, key, shape, dtype)
-
-
-def _heads(file: Path) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Return shape and dtype of the arrays in a file by their names, without their values."""
-    if file.suffix.lower() == ".npy":
-        with open(file, "rb") as content:
-            return {"": _head(content)}
-    heads = {}
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            if name.endswith(".npy"):
-                with archive.open(name) as content:
-                    heads[name.removesuffix(".npy")] = _head(content)
-    return heads
-
-
-def _head(content: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    content = io.BytesIO(content.read(_MAX_HEAD_BYTES))  # a packed header may say that it has gigabytes
-    version = np.lib.format.read_magic(content)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(content)
-    return tuple(shape), dtype
+        array = _array(file)
+        check_memory(
+            _PAIR_BYTES * max(array.shape, default=0),
+            f"an array of shape {array.shape}",
+            file_bytes=file.stat().st_size,
+        )
+    except (OSError, ValueError) as error:
+        problems.append(f"{shown(path)}: {first_line(error)}: save plain arrays")
+        return None
+    is_usable = array.ndim in _IMAGE_AXES and array.dtype.kind in "buif"
+    return _Side(path, array.shape, array.dtype) if is_usable else None
 
 
 def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
@@ -180,7 +139,7 @@ def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
             images = rest
         if len(images) == len(masks) == 1 and not (images[0].dtype is None and masks[0].dtype is None):
             pairs.append((images[0], masks[0]))
-    return sorted(pairs, key=lambda pair: (pair[0].path, pair[0].key))
+    return sorted(pairs, key=lambda pair: pair[0].path)
 
 
 def _with_size(tree: Tree, side: _Side) -> _Side:
@@ -197,50 +156,40 @@ def _kind(pair: tuple[_Side, _Side]) -> tuple[object, ...]:
     return tuple((side.dtype is None, len(side.shape)) for side in pair)
 
 
-def _possible(tree: Tree, pair: tuple[_Side, _Side]) -> list[_Axes]:
-    """Return the possible axes of a pair; masks have one channel per class only if the values are 0 and 1."""
-    mask = pair[1]
-    possible = itertools.starmap(_Axes, itertools.product(*(_AXES[len(side.shape)] for side in pair)))
-    fitting = [axes for axes in possible if _agree(pair, axes)]
-    fitting = [axes for axes in fitting if mask.length(axes.mask, "C") < 2 or _is_one_hot(tree, mask, axes.mask)]
-    one_hot = [axes for axes in fitting if mask.length(axes.mask, "C") > 1]
-    return one_hot or fitting
-
-
-def _agree(pair: tuple[_Side, _Side], axes: _Axes) -> bool:
-    """Return True if the image and the mask have the same number of images, height and width, and few channels."""
+def _possible(pair: tuple[_Side, _Side]) -> list[tuple[str, str]]:
+    """Return the axes that an image and a mask with their numbers of dimensions can have."""
     image, mask = pair
-    if any(len(own) != len(side.shape) for own, side in zip(axes, pair, strict=True)):
+    return [(own, _MASK_AXES[len(mask.shape)]) for own in _IMAGE_AXES[len(image.shape)]]
+
+
+def _agree(pair: tuple[_Side, _Side], axes: tuple[str, str]) -> bool:
+    """Return True if the image and the mask have the same number of images, height and width, and few channels."""
+    (image, mask), (own, of_mask) = pair, axes
+    if (len(own), len(of_mask)) != (len(image.shape), len(mask.shape)) or ("N" in own) != ("N" in of_mask):
         return False
-    if ("N" in axes.image) != ("N" in axes.mask):
-        return False
-    least = min(mask.length(axes.mask, "H"), mask.length(axes.mask, "W"))
     return (
-        all(image.length(axes.image, axis) == mask.length(axes.mask, axis) for axis in "NHW")
-        and image.length(axes.image, "C") <= min(_MAX_CHANNELS, least)
-        and mask.length(axes.mask, "C") <= min(_MAX_CLASSES, least)
+        all(image.length(own, axis) == mask.length(of_mask, axis) for axis in "NHW")
+        and image.length(own, "C") <= min(_MAX_CHANNELS, image.length(own, "H"), image.length(own, "W"))
+        and mask.length(of_mask, "C") == 1
     )
 
 
-def _is_one_hot(tree: Tree, mask: _Side, axes: str) -> bool:
-    """Return True if each pixel of the first images of a mask with one channel per class has a value in one channel."""
-    looked = range(min(mask.length(axes, "N"), _NUM_LOOKED))
-    planes = (_image_of(tree.root / mask.path, mask, axes, number) for number in looked)
-    return all(((own > 0).sum(axis=2) == 1).all() for own in planes)
-
-
 @lru_cache(maxsize=2)
-def _array(file: Path, key: str) -> NDArray[Any]:
-    """Return an array, mapped into memory if the format allows it."""
-    if file.suffix.lower() == ".npy":
-        return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
-    with np.load(file, allow_pickle=False) as archive:
-        return np.asarray(archive[key])
+def _array(file: Path) -> NDArray[Any]:
+    """Return an array, mapped into memory; raise ValueError if it is cut off, has Python objects, or a large header."""
+    with file.open("rb") as content:
+        head = content.read(12)
+    if head[6:7] > b"\1" and int.from_bytes(head[8:], "little") > _MAX_HEADER_BYTES:
+        raise ValueError("its header is too large")
+    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise ValueError("not one array")
+    return array
 
 
 def _image_of(file: Path, side: _Side, axes: str, number: int) -> NDArray[Any]:
     """Return an image (H, W, C) of an array."""
-    array = _array(file, side.key)
+    array = _array(file)
     if array.shape != side.shape:
         raise ValueError(f"its shape is {array.shape} now, not {side.shape}")
     if "N" in axes:
@@ -252,29 +201,13 @@ def _image_of(file: Path, side: _Side, axes: str, number: int) -> NDArray[Any]:
 
 
 def _conversion(
-    tree: Tree, pairs: Sequence[tuple[_Side, _Side]], axes: _Axes, num_ways: int, notes: tuple[str, ...]
+    tree: Tree, pairs: Sequence[tuple[_Side, _Side]], axes: tuple[str, str], notes: tuple[str, ...]
 ) -> Layout:
-    image, mask = pairs[0]
-    num_classes = mask.length(axes.mask, "C")
-    way = "-".join("file" if side.dtype is None else own for side, own in zip(pairs[0], axes, strict=True))
     made = [own for pair in pairs for own in _pairs_of(tree, pair, axes, several=len(pairs) > 1)]
     files = tuple({side.path: None for pair in pairs for side in pair if side.dtype is not None})
-    evidence = [
-        f"{len(made)} images in {len(files)} files",
-        _side_words(image, axes.image, "images"),
-        _side_words(mask, axes.mask, "masks"),
-    ]
-    if num_classes > 1:
-        evidence.append(f"{num_classes} channels are the classes")
-    return Layout(
-        "arrays" if num_ways == 1 else f"arrays-{way}".lower(),
-        made,
-        0.95,
-        tuple(evidence),
-        files,
-        title="arrays",
-        notes=notes,
-    )
+    words = [_side_words(side, own, what) for side, own, what in zip(pairs[0], axes, ("images", "masks"), strict=True)]
+    evidence = (f"{len(made)} images in {len(files)} files", *words)
+    return Layout("arrays", made, 0.95, evidence, files, title="arrays", notes=notes)
 
 
 def _side_words(side: _Side, axes: str, what: str) -> str:
@@ -284,26 +217,24 @@ def _side_words(side: _Side, axes: str, what: str) -> str:
     return f"{what} such as {side}{said}"
 
 
-def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, *, several: bool) -> Iterator[Pair]:
+def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: tuple[str, str], *, several: bool) -> Iterator[Pair]:
     """Yield the images of two arrays with their masks; if there are several arrays, each is a scene."""
-    image, mask = pair
+    (image, mask), (of_image, of_mask) = pair, axes
     files = [tree.root / side.path for side in pair]
-    states = [(side.path, side.key, *file_state(file)) for side, file in zip(pair, files, strict=True)]
-    known, own = (image, axes.image) if image.dtype is not None else (mask, axes.mask)
-    has_many = "N" in own
-    for number in range(known.length(own, "N")):
-        stem = mask_target(image.path) + (f"-{image.key}" if has_many and image.key else "")
+    states = [(side.path, *file_state(file)) for side, file in zip(pair, files, strict=True)]
+    has_many, stem = "N" in of_image, mask_target(image.path)
+    for number in range(image.length(of_image, "N")):
         name = f"{stem}/{number:05}" if has_many else stem
-        image_path, mask_path = image.path, f"{mask_target(image.path)}.png"
+        image_path, mask_path = image.path, f"{stem}.png"
         image_bytes = None
         if image.dtype is not None:
-            image_path = f"images/{name}.{'png' if _is_png(image, axes.image) else 'tif'}"
+            image_path = f"images/{name}.{'png' if _is_png(image, of_image) else 'tif'}"
             mask_path = f"masks/{name}.png" if mask.dtype is not None else mask.path
-            image_bytes = partial(_image_bytes, files[0], image, axes.image, number)
+            image_bytes = partial(_image_bytes, files[0], image, of_image, number)
         drawing = Drawing(
-            str(known) + (f": image {number}" if has_many else ""),
-            (states, number, axes.image, axes.mask),
-            partial(_mask_of, files[1], mask, axes.mask, number),
+            str(mask if image.dtype is None else image) + (f": image {number}" if has_many else ""),
+            (states, number, *axes),
+            partial(_mask_of, files[1], mask, of_mask, number),
             is_mask_there=mask.dtype is None,
             image_bytes=image_bytes,
         )
@@ -331,7 +262,4 @@ def _mask_of(file: Path, side: _Side, axes: str, number: int) -> WideMask:
     """Return a mask; raise ValueError if its values are no 8-bit ids."""
     if side.dtype is None:
         return np.asarray(stored_pixels(file, as_rgb=False)[0], np.uint8)
-    planes = _image_of(file, side, axes, number)
-    if planes.shape[2] == 1:
-        return as_ids(planes[..., 0], 255)
-    return np.asarray((planes > 0).argmax(axis=2), np.uint8)
+    return as_ids(_image_of(file, side, axes, number)[..., 0], 255)

@@ -331,6 +331,7 @@ def find_candidates(tree: Tree) -> list[Layout]:
     published = published_layout(tree)
     if published is not None:
         return [published]
+    _refuse_records(tree)
     tables = read_tables(tree)
     layouts = [layout for layout in find_layouts(tree) if layout.confidence >= MIN_CONFIDENCE]
     listed = paired_lists(tree, tables)
@@ -344,6 +345,16 @@ def find_candidates(tree: Tree) -> list[Layout]:
     if not found:
         raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
     return sorted(found, key=lambda one: -one.confidence)
+
+
+def _refuse_records(tree: Tree) -> None:
+    """Raise DataError for an imagefolder of Hugging Face, whose names may pair other files than its records do."""
+    for path in tree.others_named(".jsonl"):
+        if path.endswith("metadata.jsonl"):
+            raise DataError(
+                f"{shown(path)} is not read: write it as a table with pandas.read_json({path!r}, lines=True)"
+                f".to_csv({path.removesuffix('.jsonl') + '.csv'!r}, index=False), and remove it"
+            )
 
 
 def _refuse_channels(tree: Tree) -> None:

@@ -1,21 +1,18 @@
 """Tables next to the data as rows of text, and the pairs and data splits in them.
 
-Tables are CSV, TSV, JSON, JSON Lines, and lists with one name or pair per line.
+Tables are CSV, TSV, and lists with one name or pair per line.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any
 
-from segapp.bounds import check_memory
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
 from segapp.onboarding.hypotheses import common_affixes
@@ -40,15 +37,11 @@ _SPLIT_HEADERS, _GROUP_HEADERS = known_words("columns", "splits"), known_words("
 
 @dataclass(frozen=True)
 class Table:
-    """A table as rows of text; its header is empty if it is unknown.
-
-    The splits of its rows are given if the file divides them into splits; otherwise they are empty.
-    """
+    """A table as rows of text; its header is empty if it is unknown."""
 
     path: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    row_splits: tuple[str, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -84,7 +77,7 @@ def split_of_words(name: str) -> str | None:
 
 def read_tables(tree: Tree) -> list[Table]:
     """Return the tables of a folder: first those in folders of segmentation lists, then those near the root."""
-    paths = {path: PurePosixPath(path) for path in tree.others_named(".txt", ".lst", ".csv", ".tsv", ".json", ".jsonl")}
+    paths = {path: PurePosixPath(path) for path in tree.others_named(".txt", ".lst", ".csv", ".tsv")}
     crowds = Counter((path.parent, path.suffix.lower()) for path in paths.values())
     found = []
     for name, path in paths.items():
@@ -100,16 +93,7 @@ def read_table(tree: Tree, path: str) -> Table | None:
     if not data or len(data) > _MAX_TABLE_BYTES or b"\0" in data[:4096]:
         return None
     text = os.fsdecode(data.removeprefix(b"\xef\xbb\xbf"))
-    suffix = PurePosixPath(path).suffix.lower()
-    try:
-        if suffix == ".json":
-            return _from_json(path, json.loads(text))
-        if suffix == ".jsonl":
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
-            return _from_records(path, [(None, record) for record in records])
-    except (ValueError, RecursionError):
-        return None
-    rows = tuple(_delimited(text, suffix))
+    rows = tuple(_delimited(text, PurePosixPath(path).suffix.lower()))
     return _with_header(path, rows) if rows else None
 
 
@@ -136,44 +120,6 @@ def _with_header(path: str, rows: tuple[tuple[str, ...], ...]) -> Table:
         and not any(cell in row for row in rows[1:50] for cell in first)
     )
     return Table(path, first, rows[1:]) if is_header else Table(path, (), rows)
-
-
-def _from_json(path: str, content: Any) -> Table | None:
-    """Return the table of a JSON file: a list of records, or lists of names or of records by split."""
-    if isinstance(content, list):
-        return _from_records(path, [(None, one) for one in content])
-    if not isinstance(content, Mapping):
-        return None
-    by_split = [(split_of_words(str(key)), value) for key, value in content.items() if isinstance(value, list)]
-    if len(by_split) >= 2 and all(split is not None for split, _ in by_split):
-        return _from_records(path, [(split, one) for split, value in by_split for one in value])
-    records = next(iter(content.values())) if len(content) == 1 else None
-    if not isinstance(records, list) or not all(isinstance(one, Mapping) for one in records):
-        return None
-    return _from_records(path, [(None, one) for one in records])
-
-
-def _from_records(path: str, records: Sequence[tuple[str | None, Any]]) -> Table | None:
-    header = list(dict.fromkeys(str(key) for _, one in records if isinstance(one, Mapping) for key in one))
-    check_memory(8 * len(header) * len(records), f"a table of {len(records)} rows and {len(header)} columns")
-    rows = []
-    for _, one in records:
-        if isinstance(one, Mapping):
-            rows.append(tuple(_cell(one.get(key)) for key in header))
-        elif isinstance(one, str | int):
-            rows.append((str(one),))
-        elif isinstance(one, list) and all(isinstance(cell, str | int) for cell in one):
-            rows.append(tuple(map(str, one)))
-        else:
-            return None
-    if not rows:
-        return None
-    splits = tuple(split for split, _ in records if split is not None)
-    return Table(path, tuple(header), tuple(rows), splits if len(splits) == len(rows) else ())
-
-
-def _cell(value: Any) -> str:
-    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
 def paired_lists(tree: Tree, tables: Sequence[Table]) -> Layout | None:
@@ -245,9 +191,7 @@ def _rows_of(table: Table, columns: tuple[int, int], finder: _Files) -> Iterable
 
 
 def _row_splits(table: Table) -> list[str | None]:
-    """Return the split of each row: from its cell, its list, or the file's name."""
-    if table.row_splits:
-        return list(table.row_splits)
+    """Return the split of each row: from its cell, or the file's name."""
     for number in range(table.num_columns):
         said = [split_of_words(cell) if cell else None for cell in table.column(number)]
         header = table.header[number].lower() if number < len(table.header) else ""

@@ -214,14 +214,16 @@ def inner_stem(file: SurveyedImage) -> str:
 
 _OWN_READER = "data.format: module:Class reads them with own code (segapp docs own-parts)"
 _ARRAYS = (
-    "arrays are read if their names say which are images and which masks (images.npy and masks.npy, or a key image and "
-    f"a key label) and their shapes agree; else {_OWN_READER}"
+    "arrays are read if their names say which are images and which masks (images.npy and masks.npy) and their shapes "
+    f"agree; else {_OWN_READER}"
 )
+_ARCHIVED_ARRAYS = "npz files are not read: save their arrays with np.save as train/images.npy and train/masks.npy"
 _VOLUMES = f"nii, mat and h5 files are not read: save their slices as PNG or npy; or {_OWN_READER}"
 _VIDEOS = "videos are not read: save the frames that have masks as images, with the names of their masks"
 _ARCHIVES = "archives are not read: unpack them"
 _UNREAD_KINDS = {
-    **dict.fromkeys((".npy", ".npz"), _ARRAYS),
+    ".npy": _ARRAYS,
+    ".npz": _ARCHIVED_ARRAYS,
     ".dcm": f"DICOM files are not read: save their pixels as PNG or npy with pydicom; or {_OWN_READER}",
     ".parquet": "parquet files are not read: save the images and masks in their rows as PNG with the datasets library",
     **dict.fromkeys((".nii", ".gz", ".mat", ".h5", ".hdf5"), _VOLUMES),

@@ -43,11 +43,6 @@ def run_lengths(root: Path) -> None:
 def arrays(root: Path) -> None:
     root.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
-    np.savez_compressed(
-        root / "data.npz",
-        images=rng.integers(0, 255, (4, *SIZE, 3), np.uint8),
-        masks=np.stack([drawn.expected()] * 4),
-    )
     np.save(root / "images.npy", rng.integers(0, 255, (4, *SIZE), np.uint8))
     np.save(root / "masks.npy", np.stack([drawn.expected()] * 4))
 
@@ -154,7 +149,7 @@ def mutate_folder(root: Path, rng: random.Random) -> None:
         if path.suffix in (".json",) and rng.random() < 0.8:
             with contextlib.suppress(ValueError):
                 path.write_text(json.dumps(mutate_json(json.loads(path.read_text()), rng)))
-        elif path.suffix in (".png", ".jpg", ".npz", ".npy"):
+        elif path.suffix in (".png", ".jpg", ".npy"):
             path.write_bytes(mutate_bytes(path.read_bytes(), rng))
         else:
             text = mutate_text(path.read_text(errors="surrogateescape"), rng)

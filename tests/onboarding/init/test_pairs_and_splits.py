@@ -42,17 +42,12 @@ def init(root: Path, **request: str) -> tuple[InitResult, dict[str, dict[str, st
 
 def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(dict(zip(header, row, strict=True))) + "\n" for row in rows))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
-    else:
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-            writer.writerows([header, *rows])
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writerows([header, *rows])
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 @pytest.mark.parametrize("absolute", ["", "/data/of/another/machine/d/"])
 def test_table_of_pairs_decides_over_similar_names(suffix: str, absolute: str, tmp_path: Path) -> None:
     root = tmp_path / "d"
@@ -268,11 +263,6 @@ def test_sparse_masks_need_not_all_have_a_frame(tmp_path: Path) -> None:
         ("a.csv", '"a, b.png",c.png\nd.png,e.png', (), (("a, b.png", "c.png"), ("d.png", "e.png"))),
         ("a.txt", "x.png\ty z.png\n", (), (("x.png", "y z.png"),)),
         ("a.txt", "# comment\nx y\n\nz w\n", (), (("x", "y"), ("z", "w"))),
-        ("a.json", '{"train": ["a", "b"], "val": ["c"]}', (), (("a",), ("b",), ("c",))),
-        ("a.json", '[{"i": "a", "m": 3}]', ("i", "m"), (("a", "3"),)),
-        ("a.json", '{"images": [], "annotations": []}', None, None),
-        ("a.json", "{", None, None),
-        ("a.jsonl", '{"i": "a"}\n{"i": "b", "m": "c"}\n', ("i", "m"), (("a", ""), ("b", "c"))),
         ("a.txt", "", None, None),
     ],
 )
@@ -282,13 +272,6 @@ def test_tables_are_read(name: str, text: str, header: tuple[str, ...] | None, r
     assert (table is None) == (rows is None)
     if table is not None:
         assert (table.header, table.rows) == (header, rows)
-
-
-def test_rows_of_a_json_file_have_the_split_of_their_list(tmp_path: Path) -> None:
-    (tmp_path / "s.json").write_text('{"training": ["a", "b"], "valid": ["c"]}')
-    table = read_table(Tree(tmp_path, (), ("s.json",), leads_outside=False), "s.json")
-    assert table is not None
-    assert table.row_splits == ("train", "train", "val")
 
 
 @given(

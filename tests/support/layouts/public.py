@@ -639,7 +639,7 @@ PUBLIC = layouts(
     {
         "Kvasir-SEG": (kvasir, Refuse(("JPEG", "magick mogrify"))),
         "CVC-ClinicDB": (clinic, Ask("--layout", or_read=True)),
-        "PanNuke": pannuke,
+        "PanNuke": (pannuke, Refuse(("save masks as ids",))),
         "STARE": (stare, Ask("--layout", or_read=True)),
         "HRF": hrf,
         "REFUGE": (refuge, Ask("--", or_read=True)),
@@ -681,7 +681,7 @@ PUBLIC = layouts(
         "DeepCrack": deep_crack,
         "CrackForest": unsplit("image/{}.jpg", "groundTruth/{}_label.png", BACKGROUND_OBJECT),
         "Pascal parts": unsplit("JPEGImages/2008_00{}.jpg", "pascal_person_part_gt/2008_00{}.png", palette=PALETTE),
-        "imagefolder, other names": image_folder,
+        "imagefolder, other names": (image_folder, Refuse(("metadata.jsonl", "to_csv"))),
         "Label Studio, polygons": annotated(drawn_annotations.label_studio),
         "CVAT XML": cvat,
         "Supervisely": supervisely,
