@@ -1,12 +1,13 @@
-"""Several masks per image: one per class or per object; also as run lengths in a table, see `rle`.
+"""Several masks per image, one per class; also as run lengths in a table.
 
-Classes are folders (masks/road/a.png), endings of names (a_road.png) or names in a folder of the image
-(masks/a/road.png). A class without a file is absent from the image. Objects are files in a folder of the image
-(a/masks/1.png).
+Classes are folders (masks/road/a.png) or endings of names (a_road.png). A class without a file is absent from the
+image.
 
-Masks of single classes become one mask, either of classes that exclude each other or of sets of classes. This is
-decided by the share of the labeled pixels that belong to several classes.
+Masks of single classes become one mask of classes that exclude each other. This is decided by the share of the labeled
+pixels that belong to several classes.
 """
+
+from __future__ import annotations
 
 import csv
 import io
@@ -54,12 +55,6 @@ Plane = NDArray[np.bool_]
 
 _MOST_SHARED = 0.03
 """Share of the labeled pixels with several classes above which classes do not exclude each other; borders touch."""
-_OPEN = 0.9  # confidence of interpretations of which the user must choose one, if there are two
-_ANNOTATOR = re.compile(
-    r"(annotators?|raters?|experts?|readers?|observers?|doctors?|graders?|users?|labell?ers?|manual|person|[aroe])"
-    r"[_\- ]?\d+|\d+(st|nd|rd|th)[_\- ]?(annotator|rater|expert|reader|observer|manual|ho)?",
-    re.IGNORECASE,
-)
 _ALIKE = 0.5
 """Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
 _NUM_LOOKED = 24
@@ -134,8 +129,11 @@ def reading_of_classes(share: float, names: Sequence[str], base: Layout, pairs: 
     return replace(base, classes=("background", *names), pairs=pairs, evidence=evidence)
 
 
-def find_pieces(tree: Tree) -> list[Layout]:
-    """Return the conversions of several masks per image; none for one mask per image."""
+def find_pieces(tree: Tree) -> Layout | None:
+    """Return the conversion of a mask per class; None for one mask per image.
+
+    ConfigError is raised if each image has a folder of masks, whose objects a layout of pairs would lose.
+    """
     masks = [path for path in tree.images if _mask_folder(path) is not None]
     others = [path for path in tree.images if _mask_folder(path) is None]
     images = [path for path in others if any(role_of(part).is_image for part in path.split("/")[:-1])]
@@ -143,17 +141,32 @@ def find_pieces(tree: Tree) -> list[Layout]:
     images = images or others
     if beside and not masks:
         images, masks = _beside_each_other(beside)
-    for kind, by_image, unmatched in _found(tree, masks, _finder(images)):
+    find = _finder(images)
+    for place in (_in_folder_of_class, _named_after_class):
+        by_image, unmatched = _gathered(masks, partial(place, find=find))
         total = sum(map(len, by_image.values()))
         if not by_image or total < _MIN_MATCHED * (total + unmatched) or max(map(len, by_image.values())) < 2:
             continue
-        if kind != "classes" and _are_binary(tree, by_image):
-            named = {name: name for own in by_image.values() for name in own}
-            classes = [_classes(tree, by_image, named, images)] if kind == "either" else []
-            return [replace(one, confidence=_OPEN) for one in (_objects(tree, by_image), *classes)]
-        if kind == "classes" and (reading := _named_classes(tree, by_image, images)) is not None:
-            return [reading]
-    return []
+        if (reading := _named_classes(tree, by_image, images)) is not None:
+            return reading
+    _refuse_folders_of_images(masks, find)
+    return None
+
+
+def _refuse_folders_of_images(masks: Sequence[str], find: _Find) -> None:
+    """Raise ConfigError for masks/a/1.png or a/masks/1.png, if most images a have several masks."""
+    by_image: dict[str, list[str]] = defaultdict(list)
+    for path in masks:
+        folders = reversed(path.split("/")[-3:-1])
+        if (image := next((found for folder in folders if (found := find(path, folder))), None)) is not None:
+            by_image[image].append(path)
+    several = {image: own for image, own in by_image.items() if len(own) > 1}
+    if len(several) > len(by_image) / 2:
+        image, own = next(iter(several.items()))
+        raise ConfigError(
+            f"{shown(image)} has {len(own)} masks, such as {shown(own[0])}: move masks of classes to "
+            "masks/CLASS/IMAGE.png, or unite masks of objects in one, such as np.any(masks, axis=0).astype(np.uint8)"
+        )
 
 
 def _mask_folder(path: str) -> int | None:
@@ -212,32 +225,6 @@ def _cuts(stem: str) -> Iterator[tuple[str, str]]:
             yield stem[: match.start()], stem[match.end() :]
 
 
-def _found(tree: Tree, masks: Sequence[str], find: _Find) -> Iterator[tuple[str, Files, int]]:
-    """Yield for each interpretation the kind, the masks by image, and the number of masks without an image."""
-    yield "classes", *_gathered(masks, partial(_in_folder_of_class, find=find))
-    yield "classes", *_gathered(masks, partial(_named_after_class, find=find))
-    by_image, unmatched = _gathered(masks, partial(_in_folder_of_image, find=find))
-    if not by_image:
-        by_image, unmatched = _gathered(masks, partial(_in_folder_of_sample, samples=_samples(tree)))
-    for image, own in by_image.items():  # names of objects or classes do not contain the image's name
-        stem = PurePosixPath(image).stem
-        by_image[image] = {name.removeprefix(stem).lstrip("_-. ") or name: path for name, path in own.items()}
-    yield _kind_of_names(Counter(name for own in by_image.values() for name in own)), by_image, unmatched
-
-
-def _kind_of_names(counts: Counter[str]) -> str:
-    """Return the kind of masks in their image's folder: names that occur for several images are classes.
-
-    >>> _kind_of_names(Counter(road=3, car=2)), _kind_of_names(Counter({"1": 3, "2": 2}))
-    ('classes', 'objects')
-    >>> _kind_of_names(Counter(lbl01=3, lbl02=3)), _kind_of_names(Counter(a8f3=1, b2c1=1))
-    ('either', 'objects')
-    """
-    if not counts or mean(counts.values()) < 2 or all(name.isdigit() for name in counts):
-        return "objects"
-    return "either" if len({name.rstrip("0123456789") for name in counts}) == 1 else "classes"
-
-
 def _gathered(masks: Sequence[str], place: Callable[[str], tuple[str, str] | None]) -> tuple[Files, int]:
     """Return the masks by image, and the number of masks without an image in folders that have some images."""
     by_image: Files = defaultdict(dict)
@@ -281,30 +268,6 @@ def _named_after_class(path: str, find: _Find) -> tuple[str, str] | None:
     return None
 
 
-def _in_folder_of_image(path: str, find: _Find) -> tuple[str, str] | None:
-    """Return image and object or class of masks/a/1.png."""
-    place = PurePosixPath(path)
-    image = find(path, place.parent.name) if (_mask_folder(path) or 0) < len(place.parts) - 2 else None
-    return None if image is None else (image, place.stem)
-
-
-def _samples(tree: Tree) -> dict[str, str]:
-    """Return the only image of each folder that contains a folder of images: a -> a/images/a.png."""
-    found = defaultdict(list)
-    for path in tree.images:
-        place = PurePosixPath(path)
-        if len(place.parts) > 2 and role_of(place.parent.name).is_image and _mask_folder(path) is None:
-            found[str(place.parent.parent)].append(path)
-    return {folder: own[0] for folder, own in found.items() if len(own) == 1}
-
-
-def _in_folder_of_sample(path: str, samples: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return image and object or class of a/masks/1.png next to a/images/a.png."""
-    place = PurePosixPath(path)
-    image = samples.get(str(place.parent.parent)) if role_of(place.parent.name).is_mask else None
-    return None if image is None else (image, place.stem)
-
-
 def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
     """Return the nonzero pixels of a mask; enlarged if both sides of the image are the same multiple of it."""
     try:
@@ -339,12 +302,10 @@ def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
 
 
 def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout | None:
-    """Return the interpretations of masks whose folders or names are classes; None if they are not."""
+    """Return the conversion of masks whose folders or names are classes; None if they are not."""
     named = list(dict.fromkeys(name for own in by_image.values() for name in own))
     scenes = {part for path in images for part in path.split("/")[:-1]}
     if len(named) < 2 or scenes & set(named):
-        return None
-    if all(_ANNOTATOR.fullmatch(name) for name in named):
         return None
     classes = {name: _class_name(name) for name in named}
     if not all(classes.values()) or len(set(classes.values())) < len(classes) or len(named) > max(2, len(by_image) * 2):
@@ -410,30 +371,11 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Se
     return reading_of_classes(share, [classes[name] for name in ordered], base, _pairs_of(tree, by_image, number_of))
 
 
-def _objects(tree: Tree, by_image: Files) -> Layout:
-    masks = [path for own in by_image.values() for path in own.values()]
-    return Layout(
-        "object-masks",
-        _pairs_of(tree, by_image, dict.fromkeys((name for own in by_image.values() for name in own), 0)),
-        0.95,
-        (f"{len(by_image)} images with {len(masks)} masks of single objects, such as {shown(masks[0])}",),
-        tuple(masks),
-        title="masks of single objects",
-        classes=("background", "object"),
-        classes_reason="replace with their names",
-        notes=("objects that touch are not kept apart: each pixel is background or object",),
-    )
-
-
 def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int]) -> list[Pair]:
     """Return a pair per image; `number_of` maps names to classes, without the background."""
 
     def planes(image: str, size: tuple[int, int]) -> dict[int, Plane]:
-        found: dict[int, Plane] = {}
-        for name, path in by_image[image].items():
-            plane, number = _plane(tree.root / path, size), number_of[name]
-            found[number] = found[number] | plane if number in found else plane
-        return found
+        return {number_of[name]: _plane(tree.root / path, size) for name, path in by_image[image].items()}
 
     entries = {
         image: (

@@ -1,4 +1,4 @@
-"""Several masks for each image (classes, objects, annotators): training reads the drawing, pixel by pixel."""
+"""Several masks for each image (classes, annotators): training reads the drawing, pixel by pixel."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ FOLDERS = {
     "masks/{class}/{split}/{}.png": "images/{split}/{}.jpg",
     "{split}/labels/{class}/{}.png": "{split}/images/rgb/{}.jpg",
     "masks/{}_{class}.png": "images/{}.jpg",
-    "masks/{}/{class}.png": "images/{}.jpg",
-    "{}/masks/{class}.png": "{}/images/{}.png",
     "all/{}_{class}.png": "all/{}.jpg",
 }
 
@@ -118,36 +116,22 @@ def test_masks_that_mostly_agree_are_opinions_not_classes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("image", "mask"),
-    [("stage1_train/{}/images/{}.png", "stage1_train/{}/masks/c{n}{}.png"), ("images/{}.png", "masks/{}/{n}.png")],
-    ids=["DSB 2018", "folders of masks"],
+    [
+        ("stage1_train/{}/images/{}.png", "stage1_train/{}/masks/c{n}{}.png"),
+        ("images/{}.png", "masks/{}/{n}.png"),
+        ("images/{}.jpg", "labels/{}/{}_lbl{n}.png"),
+        ("{}/images/{}.png", "{}/masks/class{n}.png"),
+    ],
+    ids=["DSB 2018", "folders of masks", "names of the image", "classes"],
 )
-def test_masks_of_objects_are_united(image: str, mask: str, tmp_path: Path) -> None:
+def test_folder_of_masks_for_each_image_is_refused(image: str, mask: str, tmp_path: Path) -> None:
     root = tmp_path / "d"
     for number, name in enumerate(NAMES):
         draw_image(root / image.replace("{}", name), (HEIGHT, WIDTH))
         for part in range(1 + number % 3):
             save(root / mask.replace("{}", name).replace("{n}", str(part)), stripe(name, part))
-    config, result, _ = proposed(root, tmp_path / "made.yaml")
-    assert config.data.classes == ["background", "object"]
-    for number, name in enumerate(NAMES):
-        wanted = np.any([stripe(name, part) for part in range(1 + number % 3)], axis=0)
-        assert (targets_read(config)[name] == wanted).all()
-    assert "19 masks of single objects" in "\n".join(result.lines)
-
-
-def test_numbered_masks_are_asked_whether_they_are_classes(tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    for name in NAMES:
-        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
-        for part in range(3):
-            save(root / "labels" / name / f"{name}_lbl{part:02}.png", stripe(name, part))
-    with pytest.raises(OpenQuestionError, match=r"--layout object-masks.*--layout class-masks") as caught:
+    with pytest.raises(ConfigError, match=r"has 2 masks, such as .*: move masks of classes to masks/CLASS/IMAGE\.png"):
         propose_config(InitRequest(root, tmp_path / "made.yaml"))
-    assert [answer.value for answer in caught.value.answers] == ["object-masks", "class-masks"]
-    config, _, _ = proposed(root, tmp_path / "made.yaml", layout="class-masks")
-    assert config.data.classes == ["background", "lbl00", "lbl01", "lbl02"]
-    for name, target in targets_read(config).items():
-        assert all((target[stripe(name, part)] == part + 1).all() for part in range(3))
 
 
 @pytest.mark.parametrize(

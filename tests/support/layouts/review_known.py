@@ -473,7 +473,7 @@ KNOWN = layouts(
         "g_tiff4_u8": wide("tiff4u8"),
         "g_npy": arrays,
         "j_cvatxml": (cvat_empty, Refuse(("annotations.xml",))),
-        "j_instance_dirs": instance_dirs,
+        "j_instance_dirs": (instance_dirs, Refuse(("has 2 masks", "np.any"))),
         "j_coco": annotated(coco),
         "j_labelme": annotated(drawn_annotations.labelme, ignored=True),
         "j_yolo": annotated(drawn_annotations.yolo, val=drawn_annotations.NAMES[4:]),
