@@ -23,7 +23,7 @@ from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import encode_bands
 from segapp.errors import DataError
 from segapp.onboarding.content import stored_pixels
-from segapp.onboarding.conversion import as_ids, encode_png, file_state, mask_target
+from segapp.onboarding.conversion import MARK, as_ids, encode_png, mask_target
 from segapp.onboarding.layout import Drawing, Layout, Pair, WideMask
 from segapp.onboarding.tree import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, Tree, tokens
 from segapp.run.words import first_line
@@ -221,7 +221,6 @@ def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: tuple[str, str], *, s
     """Yield the images of two arrays with their masks; if there are several arrays, each is a scene."""
     (image, mask), (of_image, of_mask) = pair, axes
     files = [tree.root / side.path for side in pair]
-    states = [(side.path, *file_state(file)) for side, file in zip(pair, files, strict=True)]
     has_many, stem = "N" in of_image, mask_target(image.path)
     for number in range(image.length(of_image, "N")):
         name = f"{stem}/{number:05}" if has_many else stem
@@ -233,7 +232,6 @@ def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: tuple[str, str], *, s
             image_bytes = partial(_image_bytes, files[0], image, of_image, number)
         drawing = Drawing(
             str(mask if image.dtype is None else image) + (f": image {number}" if has_many else ""),
-            (states, number, *axes),
             partial(_mask_of, files[1], mask, of_mask, number),
             is_mask_there=mask.dtype is None,
             image_bytes=image_bytes,
@@ -247,15 +245,15 @@ def _is_png(image: _Side, axes: str) -> bool:
     return image.dtype is not None and image.dtype.name in ("uint8", "bool") and image.length(axes, "C") in (1, 3)
 
 
-def _image_bytes(file: Path, side: _Side, axes: str, number: int, digest: str) -> bytes:
+def _image_bytes(file: Path, side: _Side, axes: str, number: int) -> bytes:
     pixels = _image_of(file, side, axes, number)
     if pixels.dtype == np.bool_:
         pixels = pixels * np.uint8(255)
     if _is_png(side, axes):
-        return encode_png(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels), digest)
+        return encode_png(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
     if pixels.dtype.name not in ("uint8", "uint16", "int16"):
         pixels = pixels.astype(np.float32)
-    return encode_bands(pixels, [f"channel {band}" for band in range(pixels.shape[2])], digest)
+    return encode_bands(pixels, [f"channel {band}" for band in range(pixels.shape[2])], MARK)
 
 
 def _mask_of(file: Path, side: _Side, axes: str, number: int) -> WideMask:

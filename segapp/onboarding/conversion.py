@@ -1,7 +1,8 @@
 """Annotations that become masks: collecting their images, painting their objects, and writing the masks.
 
-A mask has a digest of its annotation in a PNG text chunk. An existing file with that digest and its end marker is kept;
-any other file is written under a temporary name and renamed, so that writing can be resumed.
+Each file has a mark in a PNG text chunk or a TIFF description, is written under a temporary name, and then renamed.
+Files
+without the mark are never overwritten.
 
 There are two kinds of polygons. If (0, 0) is the corner of the first pixel (COCO, CVAT, Label Studio), a pixel belongs
 to a polygon if its center is inside, as in pycocotools. If (0, 0) is its center (labelme, YOLO, Supervisely), corners
@@ -10,11 +11,9 @@ are rounded and the outline is included, as cv2.fillPoly does. An outline and it
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import os
-import re
 import stat
 import zlib
 from collections import Counter, defaultdict
@@ -37,13 +36,12 @@ from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.class_files import is_background, is_void
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
 from segapp.onboarding.tree import Tree, parse_file
-from segapp.run.files import remove_dead_temporaries, remove_quietly, write_atomic
+from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import first_line
 
 IGNORED = 255
 MAX_CLASSES = 255
-_DIGEST_KEY = "segapp-annotation"
-_RULES = "4"  # version of the drawing rules: masks with another version are drawn again
+MARK = "segapp-annotation"
 _MAX_NAMED = 5
 
 BAD_ENTRY: tuple[type[Exception], ...] = (
@@ -133,6 +131,7 @@ class Annotations:
         self._name, self._title, self._noun = name, title, noun
         self._draw, self._area = draw, area
         self._files: dict[str, None] = {}
+        self._has_objects = False
 
     def add(self, path: str, said: str, objects: Sequence[Any], entry: str = "") -> bool:
         """Add an entry of the file `path` with the name of its image; return False if there is no such image."""
@@ -141,8 +140,9 @@ class Annotations:
         if image is None:
             return False
         self._files[path] = None
+        self._has_objects |= bool(objects)
         origin = f"{shown(path)}: {entry}" if entry else shown(path)
-        self.pairs.append(drawn_pair(image, origin, objects, partial(self._paint, image, objects), path))
+        self.pairs.append(drawn_pair(image, origin, partial(self._paint, image, objects), path))
         return True
 
     def _paint(self, image: str, objects: Sequence[Any]) -> Mask:
@@ -170,7 +170,7 @@ class Annotations:
         """
         if not self.pairs:
             return None
-        if not any(pair.drawing is not None and pair.drawing.content for pair in self.pairs):
+        if not self._has_objects:
             raise ValueError(
                 f"there are no objects in its {len(self.pairs)} images; annotate some and export them again"
             )
@@ -208,13 +208,13 @@ class Annotations:
         )
 
 
-def drawn_pair(image: str, origin: str, content: Any, paint: Callable[[], WideMask], near: str = "") -> Pair:
+def drawn_pair(image: str, origin: str, paint: Callable[[], WideMask], near: str = "") -> Pair:
     """Return an image of the data set with a mask at its path that is painted; see `Drawing`.
 
     The folders or the name of the file `near` give the split if the image's do not.
     """
     split = split_said(image) or split_said(near)
-    return Pair(image, f"{mask_target(image)}.png", split, drawing=Drawing(origin, content, paint))
+    return Pair(image, f"{mask_target(image)}.png", split, drawing=Drawing(origin, paint))
 
 
 def check_classes(classes: Sequence[Any], source: str) -> tuple[Any, ...]:
@@ -247,20 +247,13 @@ def mask_target(image: str) -> str:
     return os.path.splitext(image)[0]
 
 
-def file_state(path: Path) -> tuple[int, int]:
-    """Return a value that changes if a file is written again: its size in bytes and its time in nanoseconds."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
+    """Write the masks and images of a layout that are drawn.
 
-
-def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], int]:
-    """Write the masks and images of a layout that are drawn and do not exist yet.
-
-    Return the written pairs, sentences about the bad entries, and the number of pairs whose files already existed.
-    DataError is raised if every entry is bad.
+    Return the written pairs, and sentences about the bad entries. DataError is raised if every entry is bad.
     """
     refuse_foreign(folder, _is_written)
-    pairs, problems, num_kept = [], [], 0
+    pairs, problems = [], []
     made: set[Path] = set()
     masks: set[str] = set()
     for pair in tqdm(layout.pairs, "writing", unit="image", disable=None, leave=False):
@@ -270,66 +263,33 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], in
             problems.append(f"{origin}: its image {shown(pair.image)} has been annotated before: entry left out")
             continue
         masks.add(pair.mask)
-        wanted = _wanted(pair, pair.drawing, layout.classes, folder)
-        for place in {path.parent for path in wanted} - made:
-            with storage_errors(place):
-                place.mkdir(parents=True, exist_ok=True)
-                remove_dead_temporaries(place)
-            made.add(place)
         try:
-            missing = [path for path, (digest, _) in wanted.items() if not _is_file_of(path, digest)]
-            for path in missing:
-                data = wanted[path][1]()
-                with storage_errors(path):
-                    write_atomic(path, data)
+            contents = _contents(pair, pair.drawing)
         except UNUSABLE as error:
-            for path in wanted:
-                remove_quietly(path)
             reason = f"the entry cannot be read ({problem_of(error)}): correct or remove it"
             problems.append(f"{origin}: {error if isinstance(error, DataError) else reason}")
             continue
-        num_kept += not missing
+        for name, data in contents.items():
+            path = folder / name
+            with storage_errors(path):
+                if path.parent not in made:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    remove_dead_temporaries(path.parent)
+                    made.add(path.parent)
+                write_atomic(path, data)
         pairs.append(pair)
     if not pairs:
         named = "; ".join(problems[:_MAX_NAMED])
         raise DataError(f"no entry of {layout.title} can be converted: {named}: correct the annotations")
     if (more := len(problems) - _MAX_NAMED) > 0:
         problems[_MAX_NAMED:] = [f"and {more} more"]
-    return pairs, problems, num_kept
+    return pairs, problems
 
 
-def _wanted(
-    pair: Pair, drawing: Drawing, classes: Sequence[str], folder: Path
-) -> dict[Path, tuple[str, Callable[[], bytes]]]:
-    """Return the files of a pair to write: the digest of each, and a function that returns its content."""
-    wanted: dict[Path, tuple[str, Callable[[], bytes]]] = {}
-    if drawing.image_bytes is not None:
-        digest = _digest_of(drawing.content)
-        wanted[folder / pair.image] = (digest, partial(drawing.image_bytes, digest))
-    if not drawing.is_mask_there:
-        of_mask = _digest_of((classes, drawing.content))
-        wanted[folder / pair.mask] = (of_mask, lambda: encode_png(drawing.paint(), of_mask))
-    return wanted
-
-
-def _digest_of(content: Any) -> str:
-    """Return 32 hexadecimal digits for a value that consists of plain values and bytes."""
-    data = repr((_RULES, content)).encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _is_file_of(path: Path, digest: str) -> bool:
-    """Return True for a complete PNG or TIFF with this digest; read only the header and the end of the file."""
-    if not path.is_file():
-        return False
-    if path.suffix != ".png":
-        return read_description(path) == digest
-    try:
-        read_header(path)
-        with Image.open(path) as image:
-            return image.format == "PNG" and image.info.get(_DIGEST_KEY) == digest
-    except (DataError, OSError, SyntaxError, ValueError):
-        return False
+def _contents(pair: Pair, drawing: Drawing) -> dict[str, bytes]:
+    """Return the files of a pair that are written, by name."""
+    contents = {} if drawing.image_bytes is None else {pair.image: drawing.image_bytes()}
+    return contents if drawing.is_mask_there else {**contents, pair.mask: encode_png(drawing.paint())}
 
 
 def problem_of(error: Exception) -> str:
@@ -359,8 +319,8 @@ def refuse_foreign(folder: Path, is_own: Callable[[Path], bool]) -> None:
 def _is_written(path: Path) -> bool:
     """Return True for a PNG or a TIFF that segapp wrote, even if its end is missing."""
     with path.open("rb") as file:
-        is_mask = _DIGEST_KEY.encode() in file.read(256)
-    return is_mask or (path.suffix == ".tif" and re.fullmatch("[0-9a-f]{32}", read_description(path) or "") is not None)
+        is_mask = MARK.encode() in file.read(256)
+    return is_mask or (path.suffix == ".tif" and read_description(path) == MARK)
 
 
 def as_ids(values: NDArray[Any], largest: int) -> WideMask:
@@ -376,10 +336,10 @@ def as_ids(values: NDArray[Any], largest: int) -> WideMask:
     return ids
 
 
-def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16], digest: str) -> bytes:
-    """Return a PNG of ids or gray values (H, W), or RGB (H, W, 3), with the digest of its content."""
+def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16]) -> bytes:
+    """Return a PNG of ids or gray values (H, W), or RGB (H, W, 3), with the mark of segapp."""
     info = PngImagePlugin.PngInfo()
-    info.add_text(_DIGEST_KEY, digest)
+    info.add_text(MARK, "1")
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", pnginfo=info, compress_level=4)
     return buffer.getvalue()

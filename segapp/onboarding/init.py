@@ -139,10 +139,9 @@ def _written(tree: Tree, chosen: Layout, out: Path, lines: list[str]) -> tuple[l
     if len(chosen.classes) == 1:
         raise DataError(f"{chosen.title}: no annotation holds an object of a class: draw some, or remove them")
     folder = out.with_name(f"{out.stem}-{chosen.writes}")
-    pairs, problems, num_kept = write_files(chosen, folder)
+    pairs, problems = write_files(chosen, folder)
     lines += [f"left out: {text}" for text in problems]
-    kept = f", {num_kept} of them there already" if num_kept else ""
-    lines.append(f"{chosen.writes}: {len(pairs)} in {shown(folder)}{kept}")
+    lines.append(f"{chosen.writes}: {len(pairs)} in {shown(folder)}")
     has_images = pairs[0].drawing is not None and pairs[0].drawing.image_bytes is not None
     return pairs, folder if has_images else tree.root, folder if chosen.writes == "masks" else tree.root
 

@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,11 @@ class Drawing:
     """How the mask of a pair, or its image, is made from an annotation."""
 
     origin: str  # file and entry of the annotation, for messages
-    content: Any  # the data that the files depend on; its digest marks the finished ones
     # returns the mask, (H, W); raises DataError, or an error of an entry that cannot be read
     paint: Callable[[], WideMask]
     is_mask_there: bool = False  # the mask is a file of the data set; only the image is written
-    # returns the image's file with a digest inside, unless the image is a file on disk
-    image_bytes: Callable[[str], bytes] | None = None
+    # returns the image's file, unless the image is a file on disk
+    image_bytes: Callable[[], bytes] | None = None
 
 
 @dataclass(frozen=True)

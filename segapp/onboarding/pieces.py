@@ -20,7 +20,6 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from statistics import mean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,6 @@ from segapp.onboarding.conversion import (
     Images,
     check_classes,
     drawn_pair,
-    file_state,
     split_said,
 )
 from segapp.onboarding.hypotheses import probe
@@ -96,23 +94,20 @@ def overlap_share(images: Iterable[Sequence[Plane]]) -> float:
 
 def pairs_of_planes(
     images: Images,
-    entries: Mapping[str, tuple[str, Any, str]],
+    entries: Mapping[str, tuple[str, str]],
     planes_of: Callable[[str, tuple[int, int]], Mapping[int, Plane]],
 ) -> list[Pair]:
     """Return a pair per image, whose mask is combined from the planes of its classes, see `combine`.
 
-    The entry of an image is its file and entry for messages, the data that its planes depend on, and a file whose path
-    may contain its split; `planes_of` gets its path, its height and its width.
+    The entry of an image is its file and entry for messages, and a file whose path may contain its split; `planes_of`
+    gets its path, its height and its width.
     """
 
     def paint(image: str) -> Mask:
         size = images.size_of(image)
         return combine(planes_of(image, size), size)
 
-    return [
-        drawn_pair(image, origin, content, partial(paint, image), near)
-        for image, (origin, content, near) in sorted(entries.items())
-    ]
+    return [drawn_pair(image, origin, partial(paint, image), near) for image, (origin, near) in sorted(entries.items())]
 
 
 def reading_of_classes(share: float, names: Sequence[str], base: Layout, pairs: Sequence[Pair]) -> Layout:
@@ -377,14 +372,7 @@ def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int]) -> list
     def planes(image: str, size: tuple[int, int]) -> dict[int, Plane]:
         return {number_of[name]: _plane(tree.root / path, size) for name, path in by_image[image].items()}
 
-    entries = {
-        image: (
-            f"masks of {shown(image)}",
-            [(name, path, *file_state(tree.root / path)) for name, path in own.items()],
-            "",
-        )
-        for image, own in by_image.items()
-    }
+    entries = {image: (f"masks of {shown(image)}", "") for image in by_image}
     return pairs_of_planes(Images(tree), entries, planes)
 
 
@@ -537,10 +525,10 @@ def _conversions(tree: Tree, images: Images, tables: Mapping[str, _Rows]) -> lis
             notes=notes,
         )
         entries = {}
-        for image, rows in by_image.items():
+        for image in by_image:
             path = table_of.get(image, "")
             origin = f"{shown(path)}: image {shown(image)}" if path else f"{shown(image)} without a row"
-            entries[image] = (origin, (order, first, rows), path)
+            entries[image] = (origin, path)
         found.append(reading_of_classes(share, names, base, pairs_of_planes(images, entries, partial(planes, order))))
     return found
 

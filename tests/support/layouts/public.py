@@ -666,7 +666,7 @@ PUBLIC = layouts(
         "MVTec AD": (mvtec, Ask("--layout", or_read=True)),
         "KolektorSDD2": kolektor,
         "CIHP": (cihp, Ask("--layout", or_read=True)),
-        "Helen parts": (helen, Ask("--layout", or_read=True)),
+        "Helen parts": (helen, Refuse(("move masks of classes",))),
         "CelebAMask-HQ": celeb,
         "SUN RGB-D": sun_rgbd,
         "ScanNet frames": (scan_net, Ask("--layout", or_read=True)),
