@@ -1,26 +1,20 @@
 """Line charts as SVG inside a page, in the colors of its style sheet.
 
-Each curve has a color, a dash, a marker and, if there are several curves, its name at its end, so a chart can be read
-in black and white too. A chart is drawn twice, wide and narrow; the style sheet shows the one that fits the window.
+Each curve has a color, a dash and a marker, which the legend names, so a chart can be read in black and white too.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 from markupsafe import Markup
-from rich.cells import cell_len
 
 from segapp.run.words import learning_rate, number, printable
 from segapp.view.plot import CurveColumns, Floats, Scale, choose_scale, reduce_columns
-from segapp.view.wording import clip_middle
 
-WIDTH_PX, HALF_PX, NARROW_PX, HEIGHT_PX = 1040, 510, 380, 260
+WIDTH_PX, HALF_PX, HEIGHT_PX = 1040, 510, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 34
-_LABEL_PX = 13  # height of a name at the end of a curve
 NUM_COLORS = 8
 """Number of colors in the style sheet (`c0` and so on), each with a dash and a marker."""
 _MARKERS = ("M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z", "M-3-3h6v6h-6z", "M0-4L3.8 3H-3.8z", "M0-4L4 0L0 4L-4 0z")
@@ -40,8 +34,6 @@ class ChartCurve:
     """Draw a marker with a tooltip at each point; with more than 60 points, at every second, third ... point."""
     band: tuple[Floats, Floats] | None = None
     """Lowest and highest value at each x, drawn faintly behind the curve."""
-    name: str = ""
-    """Name at the end of the curve; empty: `label`."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +54,15 @@ class Frame:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Area between the axes of a figure that is `width_px` wide, with `right_px` to the right of the area."""
+    """Area between the axes of a figure that is `width_px` wide."""
 
     width_px: int
-    right_px: int
     x_scale: Scale
     y_scale: Scale
-    has_tips: bool
 
     @property
     def inner_px(self) -> int:
-        return self.width_px - _LEFT - self.right_px
+        return self.width_px - _LEFT - _RIGHT
 
     def x(self, value: float) -> float:
         return _LEFT + self.inner_px * (value - self.x_scale.bottom) / (self.x_scale.top - self.x_scale.bottom)
@@ -82,20 +72,14 @@ class _Plot:
         result: Floats = _TOP + room * (1 - np.clip(self.y_scale.fraction(values), -0.02, 1.02))
         return result
 
-    def tip(self, text: str) -> Markup:
-        return Markup("<title>{}</title>").format(printable(text)) if self.has_tips else Markup("")
-
 
 def line_chart(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
-    """Return a chart of curves with a legend; a table if each has one value, and a sentence if none has any."""
+    """Return a chart of curves with a legend; a sentence if none has a value."""
     known = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not known:
         return Markup("<p class=quiet>nothing was recorded</p>")
-    if all(np.isfinite(curve.y).sum() == 1 for curve in known):
-        return _value_table(known, frame)
     legend = Markup("").join(curve_key(curve.label, curve.color) for curve in known)
-    wide, narrow = _picture(known, frame, frame.width_px, "wide"), _picture(known, frame, NARROW_PX, "narrow")
-    return Markup("<figure class=chart>{}{}<figcaption>{}</figcaption></figure>").format(wide, narrow, legend)
+    return Markup("<figure class=chart>{}<figcaption>{}</figcaption></figure>").format(_picture(known, frame), legend)
 
 
 def curve_key(label: str, color: int) -> Markup:
@@ -105,53 +89,19 @@ def curve_key(label: str, color: int) -> Markup:
     ).format(color, _marker(color, 17, 5), printable(label))
 
 
-def _value_table(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
-    """Return a table with a row per curve, each of which has one finite value."""
-    cells = ((curve, int(np.flatnonzero(np.isfinite(curve.y))[0])) for curve in curves)
-    rows = [
-        Markup("<tr><td>{}</td><td class=n>{}</td><td class=n>{}</td></tr>").format(
-            printable(curve.label), f"{curve.x[at]:g}", number(float(curve.y[at]), 4)
-        )
-        for curve, at in cells
-    ]
-    head = Markup("<tr><th></th><th class=n>{}</th><th class=n>{}</th></tr>").format(frame.x_label, frame.y_label)
-    return Markup("<div class=scroll><table class=points>{}{}</table></div>").format(head, Markup("").join(rows))
-
-
-def _picture(curves: Sequence[ChartCurve], frame: Frame, width_px: int, style: str) -> Markup:
-    names = _short_names(curves, 24 if width_px > HALF_PX else 14)
-    right_px = _RIGHT + 14 + round(max(map(_width_px, names))) if len(curves) > 1 else _RIGHT
+def _picture(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
     left, right = (float(edge([edge(curve.x) for curve in curves])) for edge in (np.min, np.max))
     x_scale = Scale(left, right if right > left else left + 1.0)
-    plot = _Plot(width_px, right_px, x_scale, _y_scale(curves, frame), style == "wide")
+    plot = _Plot(frame.width_px, x_scale, _y_scale(curves, frame))
     parts = [_axes(plot, frame)]
     for at, label in frame.marks:
         parts.append(Markup('<g class=mark><line x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>{3}</g>').format(
-            f"{plot.x(at):.1f}", _TOP, HEIGHT_PX - _BOTTOM, plot.tip(label)))  # fmt: skip
+            f"{plot.x(at):.1f}", _TOP, HEIGHT_PX - _BOTTOM, _tip(label)))  # fmt: skip
     parts += [_band(curve, plot) for curve in curves if curve.band is not None]
     parts += [_curve_path(curve, plot, is_alone=len(curves) == 1) for curve in curves]
-    if len(curves) > 1:
-        parts += _end_names(curves, names, plot)
-    return Markup('<svg class={} viewBox="0 0 {} {}" role=img aria-label="{} over {}">{}</svg>').format(
-        style, width_px, HEIGHT_PX, frame.y_label, frame.x_label, Markup("").join(parts)
+    return Markup('<svg viewBox="0 0 {} {}" role=img aria-label="{} over {}">{}</svg>').format(
+        frame.width_px, HEIGHT_PX, frame.y_label, frame.x_label, Markup("").join(parts)
     )
-
-
-def _short_names(curves: Sequence[ChartCurve], max_cells: int) -> list[str]:
-    """Return the names at the ends of curves; if one is too long, without the words with which all of them begin."""
-    names = [printable(curve.name or curve.label) for curve in curves]
-    if max(map(cell_len, names)) > max_cells:
-        words = [re.findall(r"^[/ _=-]+|[^/ _=-]+[/ _=-]*", name) for name in names]
-        columns = zip(*(each[:-1] for each in words), strict=False)
-        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-        names = ["".join(each[shared:]) for each in words]
-    return [clip_middle(name, max_cells) for name in names]
-
-
-def _width_px(text: str) -> float:
-    """Return the width of a name in a wide font, such as DejaVu Sans, whose letters are 11 px high."""
-    widths = (1.0 if cell_len(c) > 1 or c in "MWmw@%" else 0.8 if c.isupper() else 0.6 for c in text)
-    return 11 * sum(widths)
 
 
 def _y_scale(curves: Sequence[ChartCurve], frame: Frame) -> Scale:
@@ -165,7 +115,7 @@ def _y_scale(curves: Sequence[ChartCurve], frame: Frame) -> Scale:
 
 
 def _axes(plot: _Plot, frame: Frame) -> Markup:
-    right, floor = plot.width_px - plot.right_px, HEIGHT_PX - _BOTTOM
+    right, floor = plot.width_px - _RIGHT, HEIGHT_PX - _BOTTOM
     parts = []
     is_tiny = max(abs(plot.y_scale.top), abs(plot.y_scale.bottom)) < 0.01
     for value in plot.y_scale.ticks(5):
@@ -182,6 +132,10 @@ def _axes(plot: _Plot, frame: Frame) -> Markup:
 
 def _text(x: float, y: float, style: str, text: str) -> Markup:
     return Markup('<text x="{}" y="{}" class="{}">{}</text>').format(f"{x:.1f}", f"{y:.1f}", style, text)
+
+
+def _tip(text: str) -> Markup:
+    return Markup("<title>{}</title>").format(printable(text))
 
 
 def _marker(color: int, x: float, y: float, tip: str = "") -> Markup:
@@ -218,24 +172,12 @@ def _curve_path(curve: ChartCurve, plot: _Plot, *, is_alone: bool) -> Markup:
         marked = finite[:: math.ceil(len(finite) / _MAX_MARKERS)]
     else:  # a few markers distinguish the curves, at different places for each curve
         spread = (np.arange(5) + (curve.color + 0.5) / NUM_COLORS) / 5
-        marked = finite[:0] if is_alone else finite[(spread * len(finite)).astype(int)]
+        marked = finite[:0] if is_alone and len(finite) > 1 else finite[np.unique((spread * len(finite)).astype(int))]
     markers = [
         _marker(
-            curve.color, plot.x(x[i]), ys[i], plot.tip(f"{curve.label} at {x[i]:g}: {number(float(y[i]), 4)}")
+            curve.color, plot.x(x[i]), ys[i], _tip(f"{curve.label} at {x[i]:g}: {number(float(y[i]), 4)}")
             if curve.is_dotted else Markup("")
         )
         for i in marked
     ]  # fmt: skip
     return drawn + Markup("").join(markers)
-
-
-def _end_names(curves: Sequence[ChartCurve], names: Sequence[str], plot: _Plot) -> list[Markup]:
-    """Return the name of each curve at the height of its last value, moved so that the names do not overlap."""
-    heights = [float(plot.ys(curve.y[np.isfinite(curve.y)][-1:])[0]) for curve in curves]
-    parts, floor = [], HEIGHT_PX - _BOTTOM - _LABEL_PX * len(curves)
-    above = -math.inf
-    for rank, i in enumerate(np.argsort(heights, kind="stable").tolist()):
-        above = min(max(heights[i], above + _LABEL_PX), floor + _LABEL_PX * (rank + 1))
-        right = plot.width_px - plot.right_px
-        parts += [_marker(curves[i].color, right + 9, above), _text(right + 17, above + 4, "name", names[i])]
-    return parts

@@ -128,11 +128,11 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
             smoothed = f"training loss (smoothed over about {round(1 / (1 - factor))} logged steps)"
             mean = f"mean of epoch {report.view.loss.epoch}: {wording.loss(report.view.loss.mean, 4)}"
             label = f"{smoothed if is_alone else report.name}, {mean}"
-            smooth, name = history.average(factor), "training" if is_alone else report.name
-            curves.append(ChartCurve(label, history.step, smooth, color % charts.NUM_COLORS, band=band, name=name))
+            smooth = history.average(factor)
+            curves.append(ChartCurve(label, history.step, smooth, color % charts.NUM_COLORS, band=band))
         if is_alone and vals:
             losses = vals.values("loss")
-            curves.append(ChartCurve("validation loss", vals.values("step"), losses, 1, True, name="validation"))
+            curves.append(ChartCurve("validation loss", vals.values("step"), losses, 1, True))
         if is_alone:
             marks = [(mark.step, mark.text) for mark in report.view.marks if mark.kind != "best"]
             marks += [(mark.step, mark.text) for mark in report.view.marks if mark.kind == "best"][-1:]

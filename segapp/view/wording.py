@@ -91,19 +91,6 @@ def clip(text: str, width: int) -> str:
     return text if cell_len(text) <= width else fit_cells(text, width)
 
 
-def clip_middle(text: str, width: int) -> str:
-    """Return the text in at most `width` cells: its beginning, an ellipsis, and its end.
-
-    Example:
-        >>> clip_middle("camvid-lr/lr0.0005-seed1", 16)
-        'camvid-l…5-seed1'
-    """
-    if cell_len(text) <= width:
-        return text
-    tail = (width - 1) // 2
-    return set_cell_size(text, width - tail - 1).rstrip() + "…" + set_cell_size(text[::-1], tail)[::-1].lstrip()
-
-
 def _start(event: events.RunStart) -> str:
     devices = [printable(" ".join(filter(None, (device.machine, device.device)))) for device in event.devices]
     precision = "" if event.precision is None else f" {printable(event.precision)},"

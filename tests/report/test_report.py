@@ -13,7 +13,6 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from PIL import ImageFont
 
 from segapp.build.data import build_dataset
 from segapp.build.trained import load_trained
@@ -39,7 +38,6 @@ from tests.support.runs import events, merged, segapp, train
 
 KEY = re.compile(r'<span class="key (c\d)"><svg.*?</svg>([^<]*)<')
 VOID = {"meta", "img", "br", "link", "hr"}
-SANS = Path("/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf")
 SVG_LEAVES = {"line", "path", "rect", "circle"}
 
 
@@ -451,7 +449,7 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
     chart = charts.line_chart(
         [ChartCurve("a", np.array([0, 10]), np.array([0.0, 1.0]))], Frame("step", "y", bottom=0.0, top=1.0)
     )
-    svg = picture_of(chart, "wide")
+    svg = picture_of(chart)
     path = next(e for e in svg.iter() if e.get("class") == "line c0").get("d")
     assert path is not None
     (x0, y0), (x1, y1) = ([float(n) for n in point.split()] for point in re.split("[ML]", path)[1:])
@@ -467,73 +465,38 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
     assert (points[0][0], points[-1][0]) == (62, charts.WIDTH_PX - 14)
 
 
-def picture_of(chart: str, kind: str) -> ET.Element:
-    """Returns the wide or the narrow picture of a chart."""
-    found = re.search(rf"<svg class={kind}.*?</svg>", chart)
+def picture_of(chart: str) -> ET.Element:
+    """Returns the picture of a chart."""
+    found = re.search(r"<svg .*?</svg>", chart)
     assert found is not None
-    return ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart|wide|narrow)\b", r'="\1"', found[0]))
+    return ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart)\b", r'="\1"', found[0]))
 
 
-def test_curves_differ_without_color_and_names_do_not_overlap() -> None:
+def test_curves_differ_without_color() -> None:
     x = np.arange(20.0)
     curves = [ChartCurve(f"run number {i} of eight", x, np.where(x < 19, x + i, 5.0 + i / 100), i) for i in range(8)]
     chart = charts.line_chart(curves, Frame("step", "y"))
     style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
     dashes = re.findall(r"\.line\.c\d \{ stroke-dasharray: ([\d ]+); \}", style)
     assert len(dashes) == len(set(dashes)) == charts.NUM_COLORS - 1  # the first is solid
-    for kind, right in (("wide", charts.WIDTH_PX), ("narrow", charts.NARROW_PX)):
-        texts = [node for node in picture_of(chart, kind).iter("text") if node.get("class") == "name"]
-        heights = [float(node.get("y", "")) for node in texts]
-        assert [node.text for node in texts] == sorted(
-            (node.text or "" for node in texts), reverse=True
-        )  # as their values
-        assert min(np.diff(heights)) >= 12.9
-        assert 10 < min(heights) < max(heights) < 235
-        assert all(float(node.get("x", "")) + 6.2 * len(node.text or "") <= right for node in texts)
-    markers = {(node.get("class"), node.get("d")) for node in picture_of(chart, "wide").iter("path")}
+    assert all(curve.label in chart for curve in curves), "the legend"
+    markers = {(node.get("class"), node.get("d")) for node in picture_of(chart).iter("path")}
     shapes = {kind: d for kind, d in markers if kind is not None and kind.startswith("dot")}
     assert len(shapes) == 8
     assert len(set(shapes.values())) == 4  # the second four are filled
 
 
-SWEEP = [f"camvid-lr/lr{lr}-seed{seed}" for lr in ("0.0005", "0.003") for seed in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("names", "wide", "narrow"),
-    [
-        (SWEEP, SWEEP, ["lr0.0005-seed1", "lr0.0005-seed2", "lr0.003-seed1", "lr0.003-seed2"]),
-        (["optim.lr 0.003", "optim.lr 0.0005"], None, ["0.003", "0.0005"]),
-        (["MOWERS WITHOUT A COMMON WORD", "unet"], ["MOWERS WITHO…COMMON WORD", "unet"], ["MOWERS…N WORD", "unet"]),
-        (["run", "run-with-twenty-four-letters-more"], ["run", "run-with-twe…etters-more"], ["run", "run-wit…s-more"]),
-        (["車道と歩道と建物の分割一", "車道と歩道と建物の分割二"], None, ["車道と…分割一", "車道と…分割二"]),
-    ],
-)
-def test_names_at_curve_ends_stay_whole_where_they_differ(
-    names: list[str], wide: list[str] | None, narrow: list[str]
-) -> None:
-    curves = [ChartCurve(name, np.arange(3.0), np.arange(3.0) * i, i) for i, name in enumerate(names)]
-    chart = charts.line_chart(curves, Frame("step", "y"))
-    for kind, expected, right in (("wide", wide or names, charts.WIDTH_PX), ("narrow", narrow, charts.NARROW_PX)):
-        texts = [node for node in picture_of(chart, kind).iter("text") if node.get("class") == "name"]
-        assert sorted(str(node.text) for node in texts) == sorted(expected)
-        for node in texts:
-            letters = ImageFont.truetype(SANS, 11) if SANS.exists() else ImageFont.load_default(11)
-            assert float(node.get("x", "")) + letters.getlength(str(node.text)) <= right, node.text
-    assert all(name in chart for name in names)  # the legend
-
-
-def test_curves_of_one_value_are_rows_of_a_table() -> None:
-    curves = [ChartCurve("one", np.array([36.0]), np.array([0.5])),
-              ChartCurve("two", np.array([4.0, 8.0]), np.array([np.nan, 0.25]))]  # fmt: skip
-    chart = charts.line_chart(curves, Frame("step", "mIoU"))
-    assert "<svg" not in chart
-    assert re.findall(r">([^<>]+)<", chart) == ["step", "mIoU", "one", "36", "0.5000", "two", "8", "0.2500"]
+@pytest.mark.parametrize("is_dotted", [False, True])
+def test_curve_of_one_value_is_a_marker(is_dotted: bool) -> None:
+    curve = ChartCurve("two", np.array([4.0, 8.0]), np.array([np.nan, 0.25]), is_dotted=is_dotted)
+    dots = [node for node in picture_of(charts.line_chart([curve], Frame("step", "mIoU"))).iter("path")
+            if node.get("class") == "dot c0"]  # fmt: skip
+    assert len({node.get("transform") for node in dots}) == 1
 
 
 def test_a_run_of_few_steps_has_whole_steps_on_its_axis() -> None:
     chart = charts.line_chart([ChartCurve("a", np.array([36.0, 38.0]), np.array([1.0, 2.0]))], Frame("step", "y"))
-    marks = [node.text for node in picture_of(chart, "wide").iter("text") if node.get("class") == "mid"]
+    marks = [node.text for node in picture_of(chart).iter("text") if node.get("class") == "mid"]
     assert marks[:2] == ["36", "37"]
 
 
