@@ -40,7 +40,6 @@ from segapp.losses import AdditiveCriterion
 from segapp.models import Critic, SegmentationModel
 from segapp.models.blocks import block_names
 from segapp.models.eomt import EomtModel
-from segapp.models.inspection import refusal
 from segapp.models.normalizer import Normalizer
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim import WeightAverage
@@ -205,13 +204,13 @@ class StepAssembler:
         This sets SyncBatchNorm, dropout masks per sample, precision, memory format and recomputed blocks.
 
         Raises:
-            ConfigError: `train.deterministic` is set and a part of the step has no deterministic form on CUDA, or
+            ConfigError: `train.deterministic` is set and distillation has no deterministic form on CUDA, or
                 `train.recompute` names a block that the model does not have.
         """
         if self.config.train.deterministic:
             replace_adaptive_pooling(model)  # its backward pass adds in random order on CUDA
             if layout.devices[0].type == "cuda":
-                self._check_deterministic(model)
+                self._check_deterministic()
         if self._is_synced(layout):
             convert_sync_batchnorm(model)
         mask_by_sample(model)
@@ -411,10 +410,8 @@ class StepAssembler:
             )
         return problem
 
-    def _check_deterministic(self, model: nn.Module) -> None:
-        """Raise ConfigError for parts of the step that have no deterministic form on CUDA."""
-        if problem := refusal(model, torch.empty(2, self.pixels.num_bands, *self.config.data.crop_px, device="meta")):
-            raise ConfigError(problem, key="train.deterministic", value=True)
+    def _check_deterministic(self) -> None:
+        """Raise ConfigError for a term of distillation that has no deterministic form on CUDA."""
         if self.config.distill is not None and self.config.distill.pair_wise:
             raise ConfigError(
                 "train.deterministic = true, but distill.pair_wise pools with adaptive_max_pool2d, which has no "

@@ -130,7 +130,7 @@ def test_broken_data_set_is_explained(
             "FAILED it returns logits, not probabilities",
         ),
         ("SigmoidNet", "FAILED it returns logits, not probabilities"),
-        ("FixedNet", "it takes 128x128 px: compute sizes from the input; or set fixed_size_px = (128, 128)"),
+        ("FixedNet", "correct it, or set its attribute fixed_size_px to the only height and width"),
         ("RaisingNet", "KeyError: 'logits' (tests/support/broken_parts.py, line "),
         ("NothingNet", "outputs are a NoneType: give logits"),
     ],
