@@ -1,7 +1,7 @@
 """Map the tensors of a weights file to the tensors of a network, only by names and shapes.
 
-Libraries use different prefixes for the same names, and mmsegmentation has other names for torchvision's FCN heads and
-timm's deep stem. All such renamings are tried; the one that matches the most tensors is used.
+Libraries use different prefixes for the same names, and timm's feature extractors join names and numbers. All such
+renamings are tried; the one that matches the most tensors is used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _CLASSIFIERS = ("fc", "classifier", "head", "heads", "last_linear", "head_drop", "head_norm")
 _OTHER_HEADS = ("classifier", "aux_classifier", "decoder", "segmentation_head", "decode_head", "auxiliary_head")
-_FCN_OF_MMSEG = {"convs.0.conv": "0", "convs.0.bn": "1", "conv_seg": "4"}
-_HEADS_OF_MMSEG = {"decode_head.": "classifier.", "auxiliary_head.": "aux_classifier."}
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,6 @@ class _Renaming(NamedTuple):
 
     convention: str
     names: Mapping[str, str]  # in the network -> in the file
-    notes: Mapping[str, str] = {}  # in the file -> reason why it has no counterpart
 
 
 def map_keys(
@@ -81,9 +78,7 @@ def map_keys(
     used = set(taken.values())
     targets = {name: target for target, name in renaming.names.items()}
     left_out = {
-        name: shapes.get(targets.get(name, ""))
-        or renaming.notes.get(name)
-        or _unused_reason(name, targets.get(name), backbone)
+        name: shapes.get(targets.get(name, "")) or _unused_reason(name, targets.get(name), backbone)
         for name in found
         if name not in used
     }
@@ -115,15 +110,12 @@ def _renamings(found: Shapes, wanted: Shapes, backbone: str) -> Iterator[_Renami
     adds = ["", *([backbone] if backbone else []), *([deeper] if any(n.startswith(deeper) for n in wanted) else [])]
     for strip in _prefixes(found):
         inner = {_WRAPPERS.sub("", n.removeprefix(strip)): n for n in found if n.startswith(strip)}
-        if any(name.startswith(tuple(_HEADS_OF_MMSEG)) for name in inner):
-            yield from (_of_mmseg(inner, wanted, add) for add in adds[1:] or adds)
         for add in adds:
             where = f"{strip or 'no prefix'} there, {add or 'no prefix'} here" if strip != add else "the same names"
             yield _Renaming(where, {add + name: file_name for name, file_name in inner.items()})
-            for rename, what in ((_flattened, "numbers after an underscore"), (_deep_stem, "stem as conv1, bn1")):
-                renamed = {add + rename(name): file_name for name, file_name in inner.items()}
-                if renamed.keys() != {add + name for name in inner}:
-                    yield _Renaming(f"{where}, {what}", renamed)
+            flattened = {add + _flattened(name): file_name for name, file_name in inner.items()}
+            if flattened.keys() != {add + name for name in inner}:
+                yield _Renaming(f"{where}, numbers after an underscore", flattened)
 
 
 def _prefixes(found: Shapes) -> list[str]:
@@ -143,40 +135,6 @@ def _flattened(name: str) -> str:
     return re.sub(r"^([a-z]+)\.(\d+)", r"\1_\2", name)
 
 
-def _deep_stem(name: str) -> str:
-    """Return timm's name (resnet50c and 50d) for the deep stem in mmsegmentation's ResNetV1c and V1d."""
-    return re.sub(r"^stem\.7\.", "bn1.", re.sub(r"^stem\.([0-6])\.", r"conv1.\1.", name))
-
-
-def _of_mmseg(inner: Mapping[str, str], wanted: Shapes, add: str) -> _Renaming:
-    """Return the renaming from mmsegmentation: `backbone.*`, `decode_head.*`, `auxiliary_head.*`.
-
-    Its FCN head with one convolution equals torchvision's. Its ASPP, PSP and other heads differ from torchvision's and
-    smp's heads with the same name (another order, other kernels), so they have no counterpart. `add` is the prefix of
-    the backbone's names in the network.
-    """
-    stem = _deep_stem if f"{add}conv1.0.weight" in wanted else str
-    notes: dict[str, str] = {}
-    names = {
-        add + stem(name.removeprefix("backbone.")): file_name
-        for name, file_name in inner.items()
-        if name.startswith("backbone.")
-    }
-    for theirs, ours in _HEADS_OF_MMSEG.items():
-        head = {name.removeprefix(theirs): file_name for name, file_name in inner.items() if name.startswith(theirs)}
-        renamed = {ours + part: file_name for name, file_name in head.items() if (part := _fcn_part(name))}
-        if len(renamed) == len(head) and renamed.keys() <= wanted.keys():
-            names |= renamed
-        else:
-            notes |= dict.fromkeys(head.values(), f"mmsegmentation's {theirs[:-1]}, this model has none that is alike")
-    return _Renaming("names of mmsegmentation", names, notes)
-
-
-def _fcn_part(name: str) -> str | None:
-    module, _, tensor = name.rpartition(".")
-    return f"{_FCN_OF_MMSEG[module]}.{tensor}" if module in _FCN_OF_MMSEG else None
-
-
 def _fitting(renaming: _Renaming, found: Shapes, wanted: Shapes) -> dict[str, str]:
     names = renaming.names
     return {name: names[name] for name in wanted if name in names and found[names[name]] == wanted[name]}
@@ -192,18 +150,8 @@ def _check_backbone(taken: Mapping[str, str], found: Shapes, own: Sequence[str],
     else:
         return
     raise CheckpointError(
-        f"is of another backbone: {problem}{_stem_hint(found, absent)}; give weights of this backbone, change the "
+        f"is of another backbone: {problem}; give weights of this backbone, change the "
         "model, or set model.partial_weights: true to take what matches"
-    )
-
-
-def _stem_hint(found: Shapes, absent: Sequence[str]) -> str:
-    has_deep_stem = any(re.search(r"(^|\.)stem\.0\.weight$", name) for name in found)
-    if not has_deep_stem or not any(name.endswith("conv1.weight") for name in absent):
-        return ""
-    return (
-        ". It is a ResNetV1c or V1d of mmsegmentation, with a stem of three 3x3 convolutions where this backbone has "
-        "one of 7x7: model.library=smp model.encoder=tu-resnet50c (V1d: tu-resnet50d) has the same stem"
     )
 
 

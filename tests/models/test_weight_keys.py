@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import segmentation_models_pytorch as smp
 import timm
@@ -68,50 +66,19 @@ def assert_same_features(backbone: nn.Module, original: nn.Module) -> None:
     torch.testing.assert_close(last, extract(IMAGES)["last"])
 
 
-def in_mmseg(name: str) -> str:
-    """Return torchvision's FCN with mmsegmentation's names: FCNHead with num_convs=1, concat_input=False (its docs)."""
-    for ours, theirs in (("classifier.", "decode_head."), ("aux_classifier.", "auxiliary_head.")):
-        if name.startswith(ours):
-            part = name.removeprefix(ours)
-            for number, module in (("0.", "convs.0.conv."), ("1.", "convs.0.bn."), ("4.", "conv_seg.")):
-                if part.startswith(number):
-                    return theirs + module + part.removeprefix(number)
-    return name
-
-
 # Whole networks
 
 
 @torch.no_grad()
-def test_fcn_outputs_equal_under_torchvision_and_mmseg_names(tmp_path, fcn):
+def test_fcn_outputs_equal_those_of_torchvision(tmp_path, fcn):
     wanted = fcn(IMAGES)["out"]
     own = fcn.state_dict()
-    of_mmseg = {"meta": {"epoch": 3}, "state_dict": {in_mmseg(name): value for name, value in own.items()}}
-    assert not {"classifier.0.weight", "aux_classifier.4.bias"} & of_mmseg["state_dict"].keys()
-    for state, convention in ((own, "the same names"), (of_mmseg, "names of mmsegmentation")):
-        model, keys = loaded("torchvision", "fcn_resnet50", state, tmp_path)
-        assert keys.convention == convention
-        assert keys.missing == keys.left_out == {}
-        assert all(value.equal(own[name]) for name, value in model.state_dict().items())
-        found = nn.functional.interpolate(model(IMAGES)[0], (64, 64), mode="bilinear", align_corners=False)
-        torch.testing.assert_close(found, wanted)
-
-
-def test_mmseg_head_without_counterpart_is_skipped_with_reason(tmp_path, fcn):
-    state = {in_mmseg(name): value for name, value in fcn.state_dict().items()}
-    state["decode_head.conv_cat.conv.weight"] = torch.zeros(
-        512, 2560, 3, 3
-    )  # concat_input=True, as its configs have it
-    model, keys = loaded("torchvision", "fcn_resnet50", state, tmp_path)
-    reason = "mmsegmentation's decode_head, this model has none that is alike"
-    assert set(keys.left_out.values()) == {reason}
-    assert all(name.startswith("decode_head.") for name in keys.left_out)
-    assert all(name.startswith("classifier.") for name in keys.missing)
-    assert model.aux_classifier[4].bias.equal(state["auxiliary_head.conv_seg.bias"])
-    head = {name: value for name, value in state.items() if name.startswith("auxiliary_head.")}
-    head.pop("auxiliary_head.convs.0.conv.weight")
-    with pytest.raises(CheckpointError, match=r"4 of the \d+ tensors of this model's head and none of its backbone"):
-        loaded("torchvision", "deeplabv3_resnet50", head, tmp_path)
+    model, keys = loaded("torchvision", "fcn_resnet50", {"meta": {"epoch": 3}, "state_dict": own}, tmp_path)
+    assert keys.convention == "the same names"
+    assert keys.missing == keys.left_out == {}
+    assert all(value.equal(own[name]) for name, value in model.state_dict().items())
+    found = nn.functional.interpolate(model(IMAGES)[0], (64, 64), mode="bilinear", align_corners=False)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_differing_classes_and_auxiliary_head_are_reported(tmp_path, fcn):
@@ -165,28 +132,6 @@ def test_smp_and_torchvision_encoders_load_into_each_other(tmp_path, resnet18):
     back, keys = loaded("smp", "Unet", model.state_dict(), tmp_path, encoder="resnet18")
     assert_same_features(back.backbone_module, resnet18)
     assert set(keys.left_out.values()) == {"of another part of the file"}
-
-
-@pytest.mark.slow
-def test_mmseg_deep_stem_loads_only_into_timm_resnet50c(tmp_path):
-    torch.manual_seed(5)
-    original = lively(timm.create_model("resnet50c", pretrained=False))
-    of_mmseg = {}
-    for name, value in original.state_dict().items():
-        name = re.sub(r"^bn1\.", "stem.7.", re.sub(r"^conv1\.(\d)\.", r"stem.\1.", name))
-        if not name.startswith("fc."):
-            of_mmseg[f"backbone.{name}"] = value
-    of_mmseg["decode_head.conv_seg.weight"] = torch.zeros(19, 512, 1, 1)
-    assert "backbone.stem.6.weight" in of_mmseg
-    model, keys = loaded("smp", "FPN", of_mmseg, tmp_path, encoder="tu-resnet50c")
-    assert set(keys.left_out) == {"decode_head.conv_seg.weight"}
-    assert_same_features(model.backbone_module, original)
-    bare = {n.removeprefix("backbone."): v for n, v in of_mmseg.items() if n.startswith("backbone.")}
-    model, _ = loaded("smp", "FPN", bare, tmp_path, encoder="tu-resnet50c", key="weights_backbone")
-    assert_same_features(model.backbone_module, original)
-    for state in (of_mmseg, bare):
-        with pytest.raises(CheckpointError, match=r"ResNetV1c or V1d of mmsegmentation.*encoder=tu-resnet50c"):
-            loaded("torchvision", "fcn_resnet50", state, tmp_path)
 
 
 # Errors
