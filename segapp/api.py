@@ -489,8 +489,8 @@ def predict(
     """Predict image files and write the results, as `segapp predict` does, with the same options.
 
     Args:
-        target: name or folder of a run, a checkpoint, or an exported .onnx or .safetensors file. The probabilities of
-            several in a list are averaged.
+        target: name or folder of a run, a checkpoint, or an exported .safetensors file. The probabilities of several in
+            a list are averaged.
         paths: images, videos, folders or globs; one or several.
         out: folder of the results.
         save: labels, color, overlay, confidence, probabilities; empty: the first three.

@@ -365,9 +365,7 @@ def evaluate(
 def predict(
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT|FILE", help="A run, a checkpoint, or a weights, .onnx or .safetensors file."
-        ),
+        typer.Argument(metavar="RUN|CHECKPOINT|FILE", help="A run, a checkpoint, or a file of weights."),
     ],
     paths: Annotated[
         list[str],

@@ -25,7 +25,6 @@ from segapp.custom.names import is_part
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors
-from segapp.export import is_exported
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
@@ -138,8 +137,6 @@ def _load_ensemble(
 
     def members() -> Iterator[tuple[str, TrainedPredictor]]:
         for name in targets:
-            if is_exported(name):
-                raise ConfigError(f"{name} is an exported file, which names no data set: evaluate its run")
             networks.append((name, load_trained(name, slide=options.slide, tta=options.tta)))
             yield name, predictor_of(networks[-1][1])
 

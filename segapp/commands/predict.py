@@ -1,4 +1,4 @@
-"""`segapp predict`: predict images and videos with a run, a checkpoint or an exported file, or the mean of several."""
+"""`segapp predict`: predict images and videos with a run, a checkpoint or weights, or the mean of several."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from segapp.build.devices import choose_devices
 from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.errors import ConfigError, DataError
-from segapp.export import ExportedModel, is_exported
 from segapp.inference.predict import (
     EnsemblePredictor,
-    ExportedPredictor,
     OutputPlan,
     PolygonPlan,
     Predictor,
@@ -27,7 +24,7 @@ from segapp.run.folder import is_run
 from segapp.run.words import printable
 from segapp.training.console import progress_bar
 
-NETWORK_SUFFIXES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
+NETWORK_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class PredictOptions:
 def split_networks(words: Sequence[str]) -> tuple[list[str], list[Path]]:
     """Divide the words of a command line into networks, which come first, and paths of images.
 
-    The first word is a network. Each following word is one too, up to the first word that is not a run, a checkpoint,
-    weights or an exported file.
+    The first word is a network. Each following word is one too, up to the first word that is not a run, a checkpoint
+    or weights.
 
     Raises:
         ConfigError: no path is left, or a word names both a run and a file or folder of images.
@@ -174,15 +171,6 @@ def predictor_of(trained: TrainedModel) -> TrainedPredictor:
     return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device, pixels)
 
 
-def _member(target: str, options: PredictOptions) -> TrainedPredictor | ExportedPredictor:
-    """Return the predictor of a run, a checkpoint or an exported file."""
-    if not is_exported(target):
-        return predictor_of(load_trained(target, options.config, slide=options.slide, tta=options.tta))
-    if options.config is not None:
-        raise ConfigError(f"--config {options.config}: {target} is an exported model: leave --config out")
-    if options.slide or options.tta:
-        raise ConfigError(
-            f"{target}: an exported file supports neither --slide nor --tta: leave them out, or predict with the run"
-        )
-    device = choose_devices("auto")[0][0]
-    return ExportedPredictor(ExportedModel(Path(target), device), device)
+def _member(target: str, options: PredictOptions) -> TrainedPredictor:
+    """Return the predictor of a run, a checkpoint or weights."""
+    return predictor_of(load_trained(target, options.config, slide=options.slide, tta=options.tta))

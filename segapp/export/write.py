@@ -6,6 +6,7 @@ Shapes: N images, B bands, C classes, H x W pixels of an image.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import logging
@@ -25,9 +26,9 @@ from numpy.typing import NDArray
 
 from segapp.compat.torch import rename_dynamic_axes, size_oblivious_export
 from segapp.datasets.images.pixel_format import PixelFormat
-from segapp.errors import RunError, StorageError, cannot_be_written
+from segapp.errors import ConfigError, RunError, StorageError, cannot_be_written, install_command
+from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
-from segapp.export.runner import ExportedModel, ExportInfo, require_packages
 from segapp.models import SegmentationModel
 from segapp.run.files import remove_quietly, temporary_name
 from segapp.run.words import first_line
@@ -281,7 +282,9 @@ def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
 
 def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
     """Write an ONNX file and return it opened in onnxruntime."""
-    require_packages("onnx", "onnxscript", "onnxruntime")
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"ONNX files need the package {', '.join(missing)}: {install_command('export')}")
     with _as_export_errors(network, "ONNX"):
         written = torch.onnx.export(
             _trace(network, info.pixels),
@@ -296,7 +299,23 @@ def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute
         written.model.metadata_props.update(info.as_properties())
         written.model.producer_name, written.model.producer_version = "segapp", info.segapp_version
         written.save(path, external_data=False)
-    return ExportedModel(path)
+    return open_onnx(path)
+
+
+def open_onnx(path: Path) -> Compute:
+    """Return the network of an ONNX file, computed by onnxruntime on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # errors are raised as well
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def compute(images: NDArray[Any]) -> NDArray[Any]:
+        outputs: NDArray[Any] = session.run(None, {"images": np.ascontiguousarray(images)})[0]
+        return outputs
+
+    return compute
 
 
 @contextlib.contextmanager

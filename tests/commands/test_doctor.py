@@ -82,7 +82,7 @@ def test_missing_packages_have_a_command(monkeypatch: pytest.MonkeyPatch) -> Non
     assert missing(findings) == ["absent-one"]
     assert one.fix == "uv pip install --python /env/bin/python 'absent-one>=2.5'"
     assert (two.needed_for, own.found.partition(", ")[2]) == (
-        "segapp export; segapp predict with .onnx files",
+        "segapp export",
         "with 1 packages",
     )
 

@@ -82,9 +82,9 @@ def test_hostile_model_file_is_refused_without_running_it(run: FaultRun, tmp_pat
         refused(run, 4, "export", str(tmp_path / name), "--out", str(tmp_path / "o.pt2"), says=(name,))
         refused(run, 4, "eval", str(tmp_path / name), says=(name,))
     (tmp_path / "d.pt2").write_bytes(evil["archive of torch.save"])
-    (tmp_path / "f.onnx").write_bytes(evil["bare pickle"])
-    (tmp_path / "g.onnx").write_bytes(b"\x08\x07" + b"\xff" * 1000)
-    for name in ("d.pt2", "f.onnx", "g.onnx", "none.onnx"):
+    (tmp_path / "f.safetensors").write_bytes(evil["bare pickle"])
+    (tmp_path / "g.safetensors").write_bytes(b"\x08\x07" + b"\xff" * 1000)
+    for name in ("d.pt2", "f.safetensors", "g.safetensors", "none.safetensors"):
         target = str(tmp_path / name)
         refused(run, 4, "predict", target, str(picture), "--out", str(tmp_path / "out"), says=(name,))
     assert not canary.exists()

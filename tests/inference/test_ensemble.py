@@ -138,9 +138,9 @@ def test_words_are_networks_up_to_the_first_picture(tmp_path: Path, monkeypatch:
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "run.json").write_text("{}")
     (tmp_path / "photos").mkdir()
-    (tmp_path / "net.onnx").write_bytes(b"")
+    (tmp_path / "net.safetensors").write_bytes(b"")
     (tmp_path / "runs" / "one" / "sample.png").write_bytes(b"")
-    words = ["one", "runs/two", "sweep/lr1", "net.onnx", "./photos", "two"]
+    words = ["one", "runs/two", "sweep/lr1", "net.safetensors", "./photos", "two"]
     assert split_networks(words) == (words[:4], [Path("photos"), Path("two")])
     assert split_networks(["one", "runs/photos", "x.png"])[0] == ["one", "runs/photos"]
     with pytest.raises(ConfigError, match=r"photos is a run and a folder here: name runs/photos or \./photos"):

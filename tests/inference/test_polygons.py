@@ -40,7 +40,7 @@ class Stored:
     """A predictor whose class is the value of the pixel."""
 
     scheme, pixels, device = SCHEME, RGB8, torch.device("cpu")
-    frame_px = threshold = None
+    threshold = None
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         return images[..., 0]
@@ -254,5 +254,5 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_video_gets_no_polygons_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(b"")
     plan = OutputPlan(tmp_path / "out", SCHEME, polygons=PolygonPlan("coco"))
-    problems = predict_files(Stored(), find_images([tmp_path / "a.mp4"]), plan).problems
+    problems = predict_files(Stored(), find_images([tmp_path / "a.mp4"]), plan, workspace=Workspace(10**9)).problems
     assert "extract its frames first" in problems[0]

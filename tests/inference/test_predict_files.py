@@ -32,8 +32,8 @@ SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 
 class Blur:
     """A predictor whose answer depends on the 5 x 5 pixels around each; holds what it was asked."""
 
-    def __init__(self, frame_px: tuple[int, int] | None = None, capacity_px: int = 10**9) -> None:
-        self.scheme, self.device, self.frame_px = SCHEME, torch.device("cpu"), frame_px
+    def __init__(self, capacity_px: int = 10**9) -> None:
+        self.scheme, self.device = SCHEME, torch.device("cpu")
         self.pixels, self.threshold = RGB8, None
         self.capacity_px = capacity_px
         self.asked: list[tuple[int, ...]] = []
@@ -42,7 +42,6 @@ class Blur:
         self.asked.append(images.shape)
         if images[..., 0].size > self.capacity_px:
             raise torch.OutOfMemoryError("no room")
-        assert self.frame_px in (None, images.shape[1:3])
         smooth = np.stack([cv2.blur(image, (5, 5)) for image in images]).astype(np.float32)
         scores = torch.from_numpy(smooth.transpose(0, 3, 1, 2) / 25)
         return scores.softmax(1).numpy()
@@ -70,16 +69,6 @@ def test_tiles_with_enough_margin_equal_the_whole_image(h: int, w: int, max_px: 
     assert [strip.rows.start for strip in strips] == [0, *(strip.rows.stop for strip in strips[:-1])]
     assert np.array_equal(np.concatenate([strip.labels for strip in strips]), Blur().labels(image[None])[0])
     assert all(n * height * width <= max_px for n, height, width, _ in predictor.asked)
-
-
-def test_network_of_fixed_size_gets_only_that_size() -> None:
-    image = photo(150, 333)
-    found = list(predict_strips(Blur((96, 96)), image, Workspace(10**9)))
-    labels = np.concatenate([strip.labels for strip in found])
-    expected = Blur().labels(image[None])[0]
-    assert np.array_equal(labels, expected)
-    small = list(predict_strips(Blur((96, 96)), photo(20, 30), Workspace(10**9)))
-    assert small[0].labels.shape == (20, 30)
 
 
 def test_blocks_shrunk_to_fit_give_the_same_prediction() -> None:
@@ -131,6 +120,7 @@ def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = No
         options.pop("label_ids", False),
         min_confidence=options.pop("min_confidence", 0.0),
     )
+    options.setdefault("workspace", Workspace(10**9))
     return predict_files(predictor or Blur(), find_images([source]), plan, **options)
 
 

@@ -27,7 +27,7 @@ class Thresholds:
     """A predictor whose class is the number of its first band's thresholds that are passed; holds what it was asked."""
 
     scheme, pixels, device = SCHEME, PIXELS, torch.device("cpu")
-    frame_px = threshold = None
+    threshold = None
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []
@@ -95,5 +95,8 @@ def test_file_without_georeference_gives_png(tmp_path: Path) -> None:
     ):
         file.write(np.zeros((4, 20, 30), np.uint16))
     plan = OutputPlan(tmp_path / "out", SCHEME, kinds=("labels",), pixels=PIXELS)
-    assert predict_files(Thresholds(), find_images([tmp_path / "plain.tif"]), plan).problems == []
+    assert (
+        predict_files(Thresholds(), find_images([tmp_path / "plain.tif"]), plan, workspace=Workspace(10**9)).problems
+        == []
+    )
     assert [path.name for path in (tmp_path / "out" / "labels").iterdir()] == ["plain.png"]

@@ -5,7 +5,6 @@ from segapp.inference.predict.pipeline import predict_files
 from segapp.inference.predict.polygons import PolygonPlan, parse_polygons
 from segapp.inference.predict.predictor import (
     EnsemblePredictor,
-    ExportedPredictor,
     Predictor,
     TrainedPredictor,
     predict_image,
@@ -14,7 +13,6 @@ from segapp.inference.predict.reading import InputFile, find_images
 
 __all__ = [
     "EnsemblePredictor",
-    "ExportedPredictor",
     "InputFile",
     "OutputPlan",
     "PolygonPlan",

@@ -186,12 +186,12 @@ class _Job:
         """Yield each image with its strips: a list, or an iterator for an image that exceeds the workspace."""
         self.tally.num_images += len(pictures)
         self.tally.num_px += len(pictures) * pictures[0].num_px
-        if pictures[0].num_px > self.workspace.max_px and self.predictor.frame_px is None:
+        if pictures[0].num_px > self.workspace.max_px:
             self._note_tiles(pictures[0])
             yield pictures[0], self._strips(pictures[0])
             return
-        if len(pictures) == 1 or self.predictor.frame_px is not None:
-            yield from ((picture, list(self._strips(picture))) for picture in pictures)
+        if len(pictures) == 1:
+            yield pictures[0], list(self._strips(pictures[0]))
             return
         try:
             strips = self._together(pictures)

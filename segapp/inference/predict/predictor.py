@@ -1,4 +1,4 @@
-"""Predictors of class ids and probabilities: a trained model, an exported ONNX file, or the mean of several.
+"""Predictors of class ids and probabilities: a trained model, or the mean of several.
 
 Images that fit into memory are predicted whole, so that networks with global context see the whole image. Others are
 predicted in overlapping tiles, of which only the core is kept.
@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,27 +37,7 @@ from segapp.losses import View
 from segapp.memory.oom import is_out_of_memory
 
 if TYPE_CHECKING:
-    from segapp.export import ExportedModel
     from segapp.models import SegmentationModel
-
-
-class Predictor(Protocol):
-    """Class ids and probabilities of a batch of images of one size."""
-
-    scheme: ClassScheme
-    pixels: PixelFormat
-    device: torch.device
-    frame_px: tuple[int, int] | None  # the only accepted height and width
-    threshold: float | None  # a class is predicted if its probability is above this; None: one class per pixel
-
-    def labels(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of images (N, H, W, B).
-
-        With several classes per pixel, sets of classes as int32: bit c for class c.
-        """
-
-    def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return float32 (N, C, H, W) of images (N, H, W, B); their sum over C is 1 without a threshold."""
 
 
 def id_dtype(num_classes: int) -> type[np.uint8] | type[np.uint16]:
@@ -66,7 +46,7 @@ def id_dtype(num_classes: int) -> type[np.uint8] | type[np.uint16]:
 
 
 def likeliest(probabilities: NDArray[Any], threshold: float | None) -> NDArray[Any]:
-    """Return the classes (N, H, W) of probabilities (N, C, H, W), as `Predictor.labels` does."""
+    """Return the classes (N, H, W) of probabilities (N, C, H, W), as `TrainedPredictor.labels` does."""
     num_classes = probabilities.shape[1]
     if threshold is None:
         return np.asarray(probabilities.argmax(1).astype(id_dtype(num_classes)))
@@ -75,9 +55,7 @@ def likeliest(probabilities: NDArray[Any], threshold: float | None) -> NDArray[A
 
 
 class TrainedPredictor:
-    """Predictor with a trained model."""
-
-    frame_px: tuple[int, int] | None = None  # `inference` feeds windows to a model of one size
+    """Class ids and probabilities of a batch of images of one size, with a trained model."""
 
     def __init__(
         self,
@@ -92,11 +70,14 @@ class TrainedPredictor:
         self.pixels = pixels
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
-        """See `Predictor`."""
+        """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of images (N, H, W, B).
+
+        With several classes per pixel, sets of classes as int32: bit c for class c.
+        """
         return _infer_labels(self.model, self.inference, images, self.device)
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """See `Predictor`."""
+        """Return float32 (N, C, H, W) of images (N, H, W, B); their sum over C is 1 without a threshold."""
         probabilities: NDArray[Any] = self.probability_tensor(images).cpu().numpy()
         return probabilities
 
@@ -116,7 +97,7 @@ def predict_image(
     device: torch.device,
     host: HostLimit | None = None,
 ) -> NDArray[Any]:
-    """Return the class ids (H, W) of an image (H, W, B), like `Predictor.labels`; in tiles if `host` requires it."""
+    """Return the class ids (H, W) of an image (H, W, B), like `TrainedPredictor`; in tiles if `host` requires it."""
     height, width = image.shape[:2]
     if host is None or host.fits(height * width, model, inference, device):
         labels: NDArray[Any] = _infer_labels(model, inference, image[None], device)[0]
@@ -143,53 +124,12 @@ def _views(
     return inference.views(model, inference.normalizer(planes))
 
 
-class ExportedPredictor:
-    """Predictor with an exported ONNX file."""
-
-    def __init__(self, exported: ExportedModel, device: torch.device) -> None:
-        self.exported, self.device = exported, device
-        self.scheme, self.pixels = exported.info.scheme, exported.info.pixels
-        self.frame_px = exported.info.fixed_size_px
-        self.threshold = exported.info.threshold
-
-    def labels(self, images: NDArray[Any]) -> NDArray[Any]:
-        """See `Predictor`."""
-        if self.threshold is not None:
-            return likeliest(self.probabilities(images), self.threshold)
-        found = self.exported(images)
-        if self.exported.info.output == "logits":
-            found = found.argmax(1)
-        return found.astype(id_dtype(self.scheme.num_classes), copy=False)
-
-    def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """See `Predictor`."""
-        probabilities: NDArray[Any] = self.probability_tensor(images).numpy()
-        return probabilities
-
-    def probability_tensor(self, images: NDArray[Any]) -> Tensor:
-        """Return `probabilities` as a separate tensor on the CPU.
-
-        Raises:
-            ConfigError: the file gives labels.
-        """
-        if self.exported.info.output != "logits":
-            raise ConfigError(
-                f"{self.exported.path} gives class ids and no probabilities: export without --argmax, or leave out "
-                "--save probabilities",
-                path=self.exported.path,
-            )
-        logits = torch.from_numpy(self.exported(images))
-        return logits.softmax(1) if self.threshold is None else logits.sigmoid()
-
-
 WEIGHTS_SHARE = 0.5
 """Share of a GPU's free memory that the weights of all networks may use; above it, they are kept on the CPU."""
 
-Member = TrainedPredictor | ExportedPredictor
-
 
 class EnsemblePredictor:
-    """Predictor (see `Predictor`) with the mean of its members' probabilities; each member normalizes its own input.
+    """The same as `TrainedPredictor`, with the mean of its members' probabilities; each normalizes its own input.
 
     The members may differ in architecture, stride, precision and device, but not in their classes, nor in the bands and
     dtype of their images. If a GPU cannot hold all weights, they are kept on the CPU, and each network is moved to the
@@ -199,14 +139,13 @@ class EnsemblePredictor:
     memory for weights on the first member's device; None: a share of its free memory, no limit on the CPU.
 
     Raises:
-        ConfigError: the classes or images of two networks differ, or they accept different sizes only.
+        ConfigError: the classes or images of two networks differ.
     """
 
-    def __init__(self, members: Iterable[tuple[str, Member]], *, budget_bytes: float | None = None) -> None:
-        self.members: list[Member] = []
+    def __init__(self, members: Iterable[tuple[str, TrainedPredictor]], *, budget_bytes: float | None = None) -> None:
+        self.members: list[TrainedPredictor] = []
         self.is_resident = True
-        self.frame_px: tuple[int, int] | None = None
-        first_name = frame_name = ""
+        first_name = ""
         for name, member in members:
             if not self.members:
                 first_name, self.scheme, self.device = name, member.scheme, member.device
@@ -219,20 +158,11 @@ class EnsemblePredictor:
                 )
             check_same_pixels(first_name, self.pixels, name, member.pixels)
             check_same_classes(first_name, self.scheme.names, name, member.scheme.names)
-            if member.frame_px is not None and self.frame_px not in (None, member.frame_px):
-                ours, theirs = (f"{size[1]}x{size[0]}" for size in (self.frame_px, member.frame_px) if size)
-                raise ConfigError(
-                    f"{frame_name} accepts images of {ours} px only, and {name} of {theirs} px: export them for one "
-                    "size, or predict with the runs",
-                    path=name,
-                )
-            if member.frame_px is not None:
-                self.frame_px, frame_name = member.frame_px, name
             self.members.append(member)
             self._park_beyond(budget_bytes)
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
-        """See `Predictor`."""
+        """Return class ids (N, H, W) of images (N, H, W, B), as `TrainedPredictor.labels` does."""
         found = self._mean(images)
         if self.threshold is not None:
             return likeliest(found.cpu().numpy(), self.threshold)
@@ -240,14 +170,14 @@ class EnsemblePredictor:
         return labels.astype(id_dtype(self.scheme.num_classes))
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """See `Predictor`."""
+        """Return float32 (N, C, H, W) of images (N, H, W, B)."""
         probabilities: NDArray[Any] = self._mean(images).cpu().numpy()
         return probabilities
 
     @contextlib.contextmanager
-    def on_device(self, member: Member) -> Iterator[Member]:
+    def on_device(self, member: TrainedPredictor) -> Iterator[TrainedPredictor]:
         """Yield a member with its weights on its device."""
-        if self.is_resident or not isinstance(member, TrainedPredictor):
+        if self.is_resident:
             yield member
             return
         member.model.to(member.device)
@@ -270,13 +200,15 @@ class EnsemblePredictor:
 
     def _park_beyond(self, budget_bytes: float | None) -> None:
         """Move all weights to the CPU if those on the ensemble's device exceed the budget."""
-        trained = [member for member in self.members if isinstance(member, TrainedPredictor)]
-        used = sum(_weight_bytes(member) for member in trained if member.device == self.device)
+        used = sum(_weight_bytes(member) for member in self.members if member.device == self.device)
         if self.is_resident and (budget_bytes is None or used <= budget_bytes):
             return
         self.is_resident = False
-        for member in trained:
+        for member in self.members:
             member.model.to("cpu")
+
+
+Predictor = TrainedPredictor | EnsemblePredictor
 
 
 def check_same_pixels(first: str, pixels: PixelFormat, other: str, found: PixelFormat) -> None:
@@ -303,13 +235,12 @@ def check_same_classes(first: str, names: tuple[str, ...], other: str, other_nam
     )
 
 
-def _budget_bytes(member: Member) -> float | None:
+def _budget_bytes(member: TrainedPredictor) -> float | None:
     """Return the memory for weights on the device of the first member, which is already loaded there."""
     gpu = gpu_of(member.device)
     if gpu is None:
         return None
-    own = _weight_bytes(member) if isinstance(member, TrainedPredictor) else 0
-    return WEIGHTS_SHARE * (gpu.free_and_total_bytes(member.device)[0] + own)
+    return WEIGHTS_SHARE * (gpu.free_and_total_bytes(member.device)[0] + _weight_bytes(member))
 
 
 def _weight_bytes(member: TrainedPredictor) -> int:
@@ -319,8 +250,6 @@ def _weight_bytes(member: TrainedPredictor) -> int:
 
 DEVICE_SHARE = 0.8
 """Share of a GPU's free memory that is used."""
-BYTES_PER_PX = 1200
-"""Assumed for exported files, whose tensors cannot be recorded."""
 
 
 def plan_workspace(predictor: Predictor) -> Workspace:
@@ -335,8 +264,6 @@ def _bytes_per_px(predictor: Predictor) -> float:
     """Return the peak memory of a prediction per pixel."""
     if isinstance(predictor, TrainedPredictor):
         return measure_bytes_per_px(predictor.model, predictor.inference, predictor.device)
-    if not isinstance(predictor, EnsemblePredictor):
-        return BYTES_PER_PX * max(1.0, predictor.scheme.num_classes / 20)
     peaks = []
     for member in predictor.members:
         with predictor.on_device(member):
@@ -364,7 +291,7 @@ def predict_strips(
     height, width = image.shape[:2]
     done = 0
     while done < height:
-        frame = predictor.frame_px or tile_frame((height, width), workspace.max_px)
+        frame = tile_frame((height, width), workspace.max_px)
         rows = next(core for core in tile_cores(height, frame[0]) if core[2] > done)
         try:
             yield _strip(predictor, image, frame, rows, done, with_probabilities=with_probabilities)
@@ -390,9 +317,6 @@ def _strip(
     labels, probabilities = [], []
     for left, start, stop in tile_cores(image.shape[1], frame[1]):
         tile = image[top : top + frame[0], left : left + frame[1]]
-        if predictor.frame_px is not None and tile.shape[:2] != frame:
-            bottom, right = frame[0] - tile.shape[0], frame[1] - tile.shape[1]
-            tile = np.pad(tile, ((0, bottom), (0, right), (0, 0)), mode="edge")
         inner = slice(first - top, last - top), slice(start - left, stop - left)
         if with_probabilities:
             values = predictor.probabilities(tile[None])[0][:, *inner]
