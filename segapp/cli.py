@@ -458,7 +458,6 @@ def export(
     format: Annotated[
         str | None, option("--format", "Default: from the suffix of --out.", "onnx|pt2|safetensors")
     ] = None,
-    half: Annotated[bool, typer.Option("--half", help="Use float16 weights and arithmetic.")] = False,
     argmax: Annotated[bool, typer.Option("--argmax", help="Return class ids instead of logits.")] = False,
     config: WeightsConfig = None,
 ) -> None:
@@ -471,7 +470,7 @@ def export(
     """
     from segapp.commands.export import export_target
 
-    export_target(target, out, format=format, half=half, argmax=argmax, config=config)
+    export_target(target, out, format=format, argmax=argmax, config=config)
 
 
 @app.command()

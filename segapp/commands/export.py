@@ -26,9 +26,7 @@ WEIGHTS: Final = "safetensors"
 """The format that holds weights only."""
 
 
-def export_target(
-    target: str, out: Path, *, format: str | None, half: bool, argmax: bool, config: str | None = None
-) -> None:
+def export_target(target: str, out: Path, *, format: str | None, argmax: bool, config: str | None = None) -> None:
     """Write the file, check it, and print the result.
 
     Raises:
@@ -41,12 +39,12 @@ def export_target(
     trained = load_trained(target, config)
     if argmax and trained.scheme.multilabel is not None:
         raise ConfigError(f"--argmax: {printable(target)} has several classes per pixel: leave it out")
-    info = _info(trained, half=half, argmax=argmax)
+    info = _info(trained, argmax=argmax)
     if chosen == WEIGHTS:
         text = without_secrets(json.dumps(trained.config.model_dump(mode="json")))
         num_tensors = write_weights(trained.model, info, out, {CONFIG_KEY: text})
         print(
-            f"{printable(str(out))}: safetensors, {info.precision}, {out.stat().st_size / 2**20:.1f} MiB, "
+            f"{printable(str(out))}: safetensors, {out.stat().st_size / 2**20:.1f} MiB, "
             f"{num_tensors} tensors of {info.network}, read back and compared"
         )
         return
@@ -69,7 +67,7 @@ def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
     raise ConfigError(f"--format {format} is not known: {accepted_words(format, known)}")
 
 
-def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
+def _info(trained: TrainedModel, *, argmax: bool) -> ExportInfo:
     model, config, scheme = trained.model, trained.config, trained.scheme
     folder = run_of_file(trained.path)
     info = None if folder is None else folder.read_info()
@@ -97,7 +95,6 @@ def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
         output="labels" if argmax else "logits",
         multilabel=scheme.multilabel is not None,
         threshold=trained.inference.threshold,
-        precision="fp16" if half else "fp32",
         fixed_size_px=model.fixed_size_px,
     )
 
@@ -131,7 +128,7 @@ def _report(found: CheckResult, out: Path, format: Format, info: ExportInfo, num
     )
     shape = f"{info.fixed_size_px[0]}x{info.fixed_size_px[1]} px only" if info.fixed_size_px else "any size"
     return [
-        f"{printable(str(out))}: {kind}, {info.precision}, {out.stat().st_size / 2**20:.1f} MiB, {info.network}, "
+        f"{printable(str(out))}: {kind}, {out.stat().st_size / 2**20:.1f} MiB, {info.network}, "
         f"images of {shape} -> {info.output}",
         f"checked with {runtime} on {sizes} ({source}): {difference}same class at {found.agreement:.4%} of the pixels",
     ]

@@ -59,8 +59,6 @@ class ExportInfo(BaseModel):
     """The logits are for sigmoids: a pixel may have several classes, or none."""
     threshold: float | None = None
     """A class is predicted if its probability is above this (multilabel)."""
-    precision: Literal["fp32", "fp16"]
-    """Precision of weights and arithmetic; the dtypes of input and output do not change."""
     fixed_size_px: tuple[int, int] | None = None
     """Height and width of the images if the network accepts only one size; None: any size."""
     opset: int | None = None

@@ -29,7 +29,6 @@ class ExportNetwork(nn.Module):
         mean: normalization, with `std` and `ranges` as in `Normalizer`.
         align_corners: the value for the upsampling, as in training.
         argmax: return class ids instead of logits.
-        half: compute the network in float16; the upsampling stays in float32.
     """
 
     def __init__(
@@ -41,14 +40,12 @@ class ExportNetwork(nn.Module):
         *,
         align_corners: bool = True,
         argmax: bool = False,
-        half: bool = False,
     ) -> None:
         super().__init__()
-        dtype = torch.float16 if half else torch.float32
-        self.model = copy.deepcopy(model).cpu().to(dtype).eval()
+        self.model = copy.deepcopy(model).cpu().float().eval()
         self.model.requires_grad_(False)
         replace_adaptive_pooling(self.model)
-        self.normalizer = Normalizer(mean, std, dtype, ranges)
+        self.normalizer = Normalizer(mean, std, torch.float32, ranges)
         self.align_corners = align_corners
         self.argmax = argmax
 

@@ -63,7 +63,7 @@ def write_export(
 
     Args:
         model: the trained network; it is copied.
-        info: output, precision and the other metadata of the file.
+        info: output and the other metadata of the file.
         path: the file.
         format: onnx, or pt2 (`torch.export`).
         pictures: images (H, W, B) as stored in files, of any size, cropped for the check; if empty, synthetic ones.
@@ -78,15 +78,12 @@ def write_export(
             info = info.model_copy(update={"opset": OPSET})
         network = build_network(model, info)
         compute = (_write_onnx if format == "onnx" else _write_pt2)(network, info, temporary)
-        sizes = check_sizes(model)
-        if format == "pt2" and info.precision == "fp16":
-            sizes = sizes[1:2]  # torch's half-precision convolutions on a CPU take 60 times as long
-        found = check_export(compute, info, model, sizes, pictures)
+        found = check_export(compute, info, model, check_sizes(model), pictures)
         if found.agreement < MIN_AGREEMENT:
             raise RunError(
                 f"{path.name}: the exported model gives another class than the trained one at "
-                f"{1 - found.agreement:.2%} of the pixels, at most {1 - MIN_AGREEMENT:.1%} are allowed: "
-                + ("export without --half" if info.precision == "fp16" else "use the other --format"),
+                f"{1 - found.agreement:.2%} of the pixels, at most {1 - MIN_AGREEMENT:.1%} are allowed: use the other "
+                "--format",
                 path=path,
             )
     return found
@@ -111,7 +108,7 @@ def _written(path: Path, suffix: str) -> Iterator[Path]:
 def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: Mapping[str, str] | None = None) -> int:
     """Write the state dict of a network under a temporary name, read it back, and rename it if it is unchanged.
 
-    With precision fp16, all floating-point tensors are stored in float16. `more` has additional metadata as text.
+    `more` has additional metadata as text.
 
     Returns:
         The number of written tensors.
@@ -122,10 +119,9 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
     """
     from safetensors.torch import load_file, save_file
 
-    dtype = torch.float16 if info.precision == "fp16" else torch.float32
     tensors = {
         # Copied because safetensors refuses tensors that share memory.
-        name: value.detach().to("cpu", dtype if value.is_floating_point() else None, copy=True).contiguous()
+        name: value.detach().to("cpu", torch.float32 if value.is_floating_point() else None, copy=True).contiguous()
         for name, value in model.state_dict().items()
     }
     properties = {name: text for name, text in info.as_properties().items() if name not in _PROGRAM_FIELDS}
@@ -148,7 +144,6 @@ def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
         info.value_range,
         align_corners=info.align_corners,
         argmax=info.output == "labels",
-        half=info.precision == "fp16",
     ).eval()
 
 
@@ -172,7 +167,7 @@ def check_export(
 
     The images have the given sizes (N, H, W); see `write_export` for the pictures.
     """
-    reference = build_network(model, info.model_copy(update={"output": "logits", "precision": "fp32"}))
+    reference = build_network(model, info.model_copy(update={"output": "logits"}))
     source = itertools.cycle(pictures or [_synthetic_picture(info.pixels)])
     num_px = num_equal = 0
     difference, largest = 0.0, 0.0

@@ -90,7 +90,7 @@ def test_evaluation_prediction_and_export_agree(
     miou = events(run, "val")[-1]["miou"]
     assert f"mIoU {miou:.4f}" in capsys.readouterr().out
     onnx = tmp_path / "bands.onnx"
-    export_target(str(run), onnx, format=None, half=False, argmax=False)
+    export_target(str(run), onnx, format=None, argmax=False)
     assert "same class at 100" in capsys.readouterr().out
     images = Path(data["root"]) / "images" / "val"
     compute = open_onnx(onnx)

@@ -45,7 +45,6 @@ def info_of(model: SegmentationModel, **fields: Any) -> ExportInfo:
         "std": (0.2, 0.3, 0.25),
         "align_corners": True,
         "output": "logits",
-        "precision": "fp32",
         "fixed_size_px": model.fixed_size_px,
     }
     return ExportInfo.model_validate(values | fields)
@@ -226,7 +225,7 @@ def test_exported_run_matches_predict_and_runs_alone(tiny: dict[str, Any], tiny_
 @pytest.mark.parametrize("name", ["net.onnx", "net.pt2"])
 def test_exported_file_computes_50_odd_sizes(name: str, tiny: dict[str, Any], tmp_path: Path) -> None:
     assert train(merged(tiny, train={"epochs": 1}), tmp_path / "run") == 0
-    export_target(str(tmp_path / "run"), tmp_path / name, format=None, half=False, argmax=False)
+    export_target(str(tmp_path / "run"), tmp_path / name, format=None, argmax=False)
     compute = open_onnx(tmp_path / name) if name == "net.onnx" else run_pt2(tmp_path / name)[0]
     assert_as_checkpoint(compute, tmp_path / "run", odd_sizes(50))
 
@@ -291,14 +290,3 @@ def assert_exported(model: SegmentationModel, format: Any, folder: Path) -> None
         images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
         expected = ExportNetwork(model, info.mean, info.std)(torch.from_numpy(images)).numpy()
         np.testing.assert_allclose(compute(images), expected, atol=1e-4 * max(1.0, found.max_logit))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("library", "name", "encoder"), FAMILIES[:1] + FAMILIES[3:6])
-def test_half_precision_export_keeps_the_classes(library: str, name: str, encoder: str, tmp_path: Path) -> None:
-    model = network(library, name, encoder)
-    info = info_of(model, precision="fp16")
-    found = write_export(model, info, tmp_path / "half.onnx", "onnx")
-    assert found.agreement >= 0.999
-    write_export(model, info_of(model), tmp_path / "whole.onnx", "onnx")
-    assert (tmp_path / "half.onnx").stat().st_size < 0.6 * (tmp_path / "whole.onnx").stat().st_size

@@ -218,7 +218,7 @@ def test_predict_export_and_from_run_use_the_merged_network(base: dict[str, Any]
     with torch.no_grad():
         wanted = adapted.eval()(images)[0]
         assert not torch.equal(wanted, assembler.build_model(with_weights=True).eval()(images)[0])
-        export_target(str(run), tmp_path / "net.safetensors", format=None, half=False, argmax=False)
+        export_target(str(run), tmp_path / "net.safetensors", format=None, argmax=False)
         plain = merged(base, model={"adapters": None, "weights_backbone": None}).model
         others = [
             read_trained(str(run)).model,
