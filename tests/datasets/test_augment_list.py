@@ -259,7 +259,7 @@ def test_all_problems_are_named_at_once() -> None:
         (["ScaledCrop", {"Transpose": {"p": 0.01}}], r"data.augment\[1\]: Transpose can give images of 32 x 24 px"),
         (
             ["ScaledCrop", {"OneOf": ["Blur", "RandomRotate90"]}],
-            r"OneOf\[1\]: RandomRotate90 can give images of 32 x 24",
+            r"data.augment\[1\]: OneOf \(Blur, RandomRotate90\) can give images of 32 x 24",
         ),
         (["Blur"], "no transform makes crops of data.crop_px"),
         (
