@@ -108,7 +108,7 @@ def test_screen_loads_no_torch() -> None:
     assert "textual" in loaded
     packages = {name.partition(".")[0] for name in loaded if not name.startswith("_")}
     assert packages - sys.stdlib_module_names <= SCREEN_PACKAGES
-    assert not {"segapp.tui.manual", "textual.widgets._markdown", "markdown_it"} & loaded
+    assert not {"textual.widgets._markdown", "markdown_it"} & loaded
     assert len(loaded) <= MOST_SCREEN_MODULES, "the screen is to be seen within a second: import it where it is used"
 
 

@@ -1,4 +1,4 @@
-"""`segapp docs`: list the pages, show one, or search them. No torch; the viewer opens only in a terminal."""
+"""`segapp docs`: list the pages, show one, or search them. No torch; a terminal shows the page in a pager."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ def show_docs(topic: str | None, words: str | None) -> None:
         _print_list()
     else:
         page, anchor = find_page(topic)
+        text = section(page.text(), anchor) if anchor else page.text()
         if sys.stdout.isatty() and is_interactive():
-            from segapp.tui.manual import DocsApp
+            from rich.console import Console
+            from rich.markdown import Markdown
 
-            DocsApp(page, anchor).run()
+            console = Console()
+            with console.pager():
+                console.print(Markdown(text))
         else:
-            print(section(page.text(), anchor) if anchor else page.text(), end="")
+            print(text, end="")
 
 
 def _print_list() -> None:

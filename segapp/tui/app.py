@@ -19,7 +19,6 @@ from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import OptionList
 
-from segapp.docs.pages import find_page
 from segapp.errors import RunError
 from segapp.failpoints import failpoint
 from segapp.run.commands import CheckpointCommand, Command, PauseCommand, ResumeCommand, StopCommand
@@ -434,12 +433,6 @@ class MonitorApp(App[None]):
     def action_help(self) -> None:
         found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, glyphs=self.glyphs)
         self.push_screen(ScrolledDialog("Keys", found))
-
-    def action_manual(self) -> None:
-        from segapp.tui.manual import DocsScreen  # Textual's Markdown takes a while
-
-        topic = layout.TOPIC_OF["runs" if isinstance(self.screen, RunsScreen) else self.pane]
-        self.push_screen(DocsScreen(*find_page(topic)))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Yield the commands of the palette: every key's action, every metric, every theme, and the screenshot."""

@@ -79,7 +79,6 @@ KEYS = (
     Key("zoom", "f", "Zoom", "show only the selected pane, or all panes again", words="full screen"),
     Key("theme", "t", "", "next theme", words="colors, dark, light"),
     Key("help", "question_mark,h", "Help", "show this page"),
-    Key("manual", "f1", "", "show the documentation of the selected pane", words="docs, manual"),
     Key("escape", "escape", "", "close, clear, or dismiss an alert"),
     Key("redraw", "r", "", "redraw the screen"),
 )  # fmt: skip

@@ -27,16 +27,6 @@ PANES = ("loss", "gpu", "classes", "events", "pictures")
 
 FOCUS_OF = {"classes": "class-lines", "events": "event-lines"}
 """Pane -> id of the child that takes the focus, if it is not the pane itself."""
-TOPIC_OF = {
-    "loss": "screen#the-chart",
-    "pictures": "screen#the-sample-images",
-    "gpu": "screen#the-devices",
-    "classes": "screen#the-classes",
-    "events": "screen#the-events",
-    "runs": "screen#the-list-of-runs",
-}
-"""Pane, or the list of runs -> page of the documentation, with the heading about it."""
-
 _LEFT = frozenset({"loss", "pictures", "events"})
 _TABS = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 Events"}
 

@@ -26,6 +26,17 @@ def test_page_is_plain_text_in_a_pipe_without_comments(capsys: pytest.CaptureFix
     assert "<!--" not in shown
 
 
+def test_terminal_shows_a_page_in_its_pager(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("segapp.commands.docs.is_interactive", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("pydoc.pager", shown.append)
+    show_docs("several-gpus", None)
+    assert len(shown) == 1
+    assert "Multi-GPU training" in shown[0]
+    assert "# Multi-GPU" not in shown[0]
+
+
 def test_section_is_printed_without_the_rest_of_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     show_docs("tune#early-stopping", None)
     shown = capsys.readouterr().out
