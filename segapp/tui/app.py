@@ -105,8 +105,6 @@ class MonitorApp(App[None]):
         self.failure: Exception | None = None
         """The error that ended the TUI; None if the user left."""
         self._settings_file = settings_file
-        self.marked: set[Path] = set()
-        """Paths of the runs whose curves the chart also draws."""
         self.shown = ShownRun(source, has_trainer_ended)
         self.pane = "loss"
         self.is_zoomed = False
@@ -209,7 +207,7 @@ class MonitorApp(App[None]):
     def action_runs(self) -> None:
         beside = self.shown.source.folder.path.parent
         runs = RunList(beside.parent if is_sweep(beside) else beside)
-        self.push_screen(RunsScreen(runs, self.marked, self.glyphs), self._open)
+        self.push_screen(RunsScreen(runs, self.glyphs), self._open)
 
     def _open(self, folder: RunFolder | None) -> None:
         if folder is None or folder.path == self.shown.source.folder.path:
@@ -253,7 +251,7 @@ class MonitorApp(App[None]):
         self._num_ticks, self._num_drawn = 0, view.num_events
         if plan.num_summary_rows:
             self._text("summary").show(header.small_summary(view, width - 2, plan.num_summary_rows, self.glyphs))
-        self.columns.show(self.shown, self.marked, self.settings.sort, is_readonly=self.readonly)
+        self.columns.show(self.shown, self.settings.sort, is_readonly=self.readonly)
         self._show_keys(self.pane, width)
 
     def _show_status(self) -> bool:
@@ -296,7 +294,7 @@ class MonitorApp(App[None]):
 
     def _chart_options(self, **changes: Any) -> ChartOptions:
         """Return the chart's options from the saved settings, with changes."""
-        kept = {name: getattr(self.settings, name) for name in ("smoothing", "is_log", "x_axis")}
+        kept = {name: getattr(self.settings, name) for name in ("smoothing", "is_log")}
         return replace(self.chart.options, **kept, **changes)
 
     def _text(self, name: str) -> LiteralText:
@@ -353,9 +351,6 @@ class MonitorApp(App[None]):
 
     def action_smooth(self) -> None:
         self._next_setting("smoothing")
-
-    def action_x_axis(self) -> None:
-        self._next_setting("x_axis")
 
     def action_sort(self) -> None:
         self._next_setting("sort")

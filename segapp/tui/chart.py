@@ -1,11 +1,11 @@
-"""The chart: a metric as a band with its average, evaluations, marks of changes, and the curves of other runs."""
+"""The chart: a metric as a band with its average, evaluations, and marks of changes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
 
-from segapp.run.words import duration, number
+from segapp.run.words import number
 from segapp.tui.widgets import UNICODE, Glyphs, StripWidget
 from segapp.view import plot
 from segapp.view.history import SMOOTHINGS, LossHistory
@@ -83,12 +83,11 @@ class Canvas:
 AUTO = -1.0
 """Select the smoothing by the length of the curve."""
 
-X_AXES = ("step", "epoch", "time")
 GUTTER = 8
 
-_BLANK, _RAW, _MARK, _AVERAGE, _VAL, _BAD, _BEST, _AXIS, _OTHER = range(9)
+_BLANK, _RAW, _MARK, _AVERAGE, _VAL, _BAD, _BEST, _AXIS = range(8)
 _CLASSES = (
-    "blank", "raw", "mark", "average", "val", "bad", "best", "axis", "other-0", "other-1", "other-2",
+    "blank", "raw", "mark", "average", "val", "bad", "best", "axis",
 )  # fmt: skip
 
 
@@ -101,15 +100,6 @@ class ChartOptions:
     smoothing: float = AUTO
     """One of `SMOOTHINGS`; 0: only the raw curve; `AUTO`: by the number of steps."""
     is_log: bool = False
-    x_axis: str = "step"
-
-
-class Other(NamedTuple):
-    """Another run whose curve is also drawn."""
-
-    name: str
-    view: View
-    series: LossHistory | None
 
 
 class LossChart(StripWidget):
@@ -129,9 +119,6 @@ class LossChart(StripWidget):
         .loss-chart--bad { color: $error; text-style: bold; }
         .loss-chart--best { color: $success; text-style: bold; }
         .loss-chart--axis { color: $text-muted; }
-        .loss-chart--other-0 { color: $primary; }
-        .loss-chart--other-1 { color: $accent; }
-        .loss-chart--other-2 { color: $error; }
     }
     """
 
@@ -141,7 +128,6 @@ class LossChart(StripWidget):
         self.options = ChartOptions()
         self._view = View()
         self._series: LossHistory | None = None
-        self._others: Sequence[Other] = ()
         self._curve = Curve(None, NO_POINTS)
         self._x_range = (0.0, 1.0)
         self._subtitle = ""
@@ -154,9 +140,9 @@ class LossChart(StripWidget):
         history = self._curve.history
         return SMOOTHINGS[0] if history is None else history.usual_smoothing
 
-    def show(self, view: View, series: LossHistory | None = None, others: Sequence[Other] = ()) -> None:
-        """Show a view, with a metric's values at the steps and other runs; redraw only after a change."""
-        self._view, self._series, self._others = view, series, others[: len(_CLASSES) - _OTHER]
+    def show(self, view: View, series: LossHistory | None = None) -> None:
+        """Show a view, with a metric's values at the steps; redraw only after a change."""
+        self._view, self._series = view, series
         if self.is_current:
             return
         before, size = self._strips, self.content_size
@@ -176,7 +162,7 @@ class LossChart(StripWidget):
     def change(self, **options: object) -> None:
         """Change some of `ChartOptions`."""
         self.options = replace(self.options, **options)  # type: ignore[arg-type]
-        self.show(self._view, self._series, self._others)
+        self.show(self._view, self._series)
 
     def _ends(self) -> tuple[float, float]:
         """Return the first and the last step."""
@@ -187,8 +173,7 @@ class LossChart(StripWidget):
     def key(self) -> tuple[object, ...]:
         """Return the values that the chart depends on."""
         view, series = self._view, self._series
-        others = tuple((other.name, other.view.history.num_steps, len(other.view.vals)) for other in self._others)
-        return (id(view), view.history.num_steps, view.history.size, len(view.vals), len(view.marks), others,
+        return (id(view), view.history.num_steps, view.history.size, len(view.vals), len(view.marks),
                 series.num_steps if series else 0, self.options, self.content_size)  # fmt: skip
 
     def _plot_size(self) -> tuple[int, int]:
@@ -201,28 +186,6 @@ class LossChart(StripWidget):
         if history is not None and history.size:
             return history.step
         return points[:, 0]
-
-    def _x_of(self, steps: plot.Floats, view: View | None = None) -> plot.Floats:
-        """Return the positions of a run's steps on the x axis."""
-        view = view or self._view
-        if self.options.x_axis == "epoch":
-            return steps / max(view.start.steps_per_epoch if view.start is not None else 1, 1)
-        if self.options.x_axis == "step" or not view.history.size:
-            return steps
-        times_s = np.maximum.accumulate(view.history.t)
-        return np.interp(steps, view.history.step, times_s - (view.first_start_s or float(times_s[0])))
-
-    def _find_range(self) -> tuple[float, float]:
-        x0, x1 = (float(x) for x in self._x_of(np.array(self._ends())))
-        for other in self._others:
-            if other.view.history.size:
-                x1 = max(x1, float(self._x_of(other.view.history.step[-1:], other.view)[0]))
-        return plot.padded_range(x0, x1)
-
-    def _x_label(self, x: float) -> str:
-        if self.options.x_axis == "time":
-            return duration(x)
-        return f"e{x:.4g}" if self.options.x_axis == "epoch" else f"{x:.0f}"
 
     def _cell(self, x: float, width: int) -> int:
         x0, x1 = self._x_range
@@ -237,14 +200,11 @@ class LossChart(StripWidget):
         if not len(self._steps()):
             is_loss = self.options.metric == "loss"
             return [self._message("no step yet" if is_loss else f"no {metric_title(self.options.metric)} yet", _AXIS)]
-        self._x_range = self._find_range()
-        raw, average = self._band(self._curve.history, self._view)
-        others = [self._other(other) for other in self._others]
-        point_x, point_y = self._x_of(self._curve.points[:, 0]), self._curve.points[:, 1]
+        self._x_range = plot.padded_range(*self._ends())
+        raw, average = self._band(self._curve.history)
+        point_x, point_y = self._curve.points[:, 0], self._curve.points[:, 1]
         is_shown = (point_x >= self._x_range[0]) & (point_x <= self._x_range[1])
-        firm = np.concatenate(
-            (average.low, average.high, point_y[is_shown], *(c.low for c in others), *(c.high for c in others))
-        )
+        firm = np.concatenate((average.low, average.high, point_y[is_shown]))
         scale = plot.choose_scale(raw, firm, is_log=self.options.is_log, usual=self._usual_range())
         if scale is None:
             why = "no value above 0: y draws it without logarithm" if self.options.is_log else "no finite value yet"
@@ -252,8 +212,6 @@ class LossChart(StripWidget):
         canvas = Canvas(width, height, self.glyphs)
         canvas.curve(plot.without_spikes(raw, scale.top), scale, _RAW)
         self._draw_marks(canvas)
-        for i, columns in enumerate(others):
-            canvas.curve(columns, scale, _OTHER + i)
         if self.smoothing:
             canvas.curve(average, scale, _AVERAGE)
         canvas.clipped(raw, scale, _BAD)
@@ -271,22 +229,14 @@ class LossChart(StripWidget):
         num_columns = self._plot_size()[0] * self.glyphs.dots_per_cell[1]
         return plot.reduce_columns(x, low, high, is_bad, *self._x_range, num_columns)
 
-    def _band(self, history: LossHistory | None, view: View) -> tuple[plot.CurveColumns, plot.CurveColumns]:
+    def _band(self, history: LossHistory | None) -> tuple[plot.CurveColumns, plot.CurveColumns]:
         """Return the extremes and the average of the steps' values."""
         history = history or LossHistory(capacity=2)
-        x = self._x_of(history.step, view)
-        raw = self._reduced(x, history.low, history.high, history.is_bad)
+        raw = self._reduced(history.step, history.low, history.high, history.is_bad)
         if not self.smoothing:
             return raw, raw
         values = history.average(self.smoothing)
-        return raw, self._reduced(x, values, values, history.is_bad & np.isnan(values))
-
-    def _other(self, other: Other) -> plot.CurveColumns:
-        """Return the curve of another run: its average, or its evaluations."""
-        curve = curve_of(other.view, self.options.metric, other.series)
-        if curve.history is not None:
-            return self._band(curve.history, other.view)[1]
-        return self._joined(self._x_of(curve.points[:, 0], other.view), curve.points[:, 1])
+        return raw, self._reduced(history.step, values, values, history.is_bad & np.isnan(values))
 
     def _joined(self, x: plot.Floats, y: plot.Floats) -> plot.CurveColumns:
         return self._reduced(x, y, y, np.zeros(len(x), dtype=bool))
@@ -307,23 +257,21 @@ class LossChart(StripWidget):
         if self._view.best is not None:
             is_best = self._curve.points[:, 0] == self._view.best.step
             for step, value in self._curve.points[is_best][:1]:
-                best_x = float(self._x_of(np.array([step]))[0])
-                if self._x_range[0] <= best_x <= self._x_range[1]:
-                    self._draw_point(canvas, scale, best_x, float(value), self.glyphs.star, _BEST)
+                if self._x_range[0] <= step <= self._x_range[1]:
+                    self._draw_point(canvas, scale, float(step), float(value), self.glyphs.star, _BEST)
 
     def _draw_point(self, canvas: Canvas, scale: plot.Scale, x: float, y: float, char: str, style: int) -> None:
         canvas.point(self._cell(x, canvas.width), float(scale.fraction(np.array([y]))[0]), char, style)
 
     def _draw_marks(self, canvas: Canvas) -> None:
         for mark in self._view.marks:
-            x = float(self._x_of(np.array([float(mark.step)]))[0])
-            if mark.kind != "best" and self._x_range[0] <= x <= self._x_range[1]:
-                canvas.line(self._cell(x, canvas.width), self.glyphs.v_mark, _MARK)
+            if mark.kind != "best" and self._x_range[0] <= mark.step <= self._x_range[1]:
+                canvas.line(self._cell(mark.step, canvas.width), self.glyphs.v_mark, _MARK)
 
     def _legend(self, width: int) -> Strip:
         """Return the legend, with the latest values."""
         history, points = self._curve.history, self._curve.points
-        parts = [(other.name[:24], _OTHER + i) for i, other in enumerate(self._others)]
+        parts: list[tuple[str, int]] = []
         if history is not None and history.size:
             of_epoch = self._view.loss
             is_loss = history is self._view.history
@@ -348,7 +296,7 @@ class LossChart(StripWidget):
         line.text(0, self.glyphs.h_axis * width, _AXIS)
         end, previous = 0, ""
         for x in plot.Scale(*self._x_range).ticks(max(2, width // 12)):
-            label, at = self._x_label(x), self._cell(x, width)
+            label, at = f"{x:.0f}", self._cell(x, width)
             if label != previous and at >= end and at + len(label) < width:  # all are equal in a range of one step
                 line.text(at, label, _AXIS)
                 end, previous = at + len(label) + 1, label
@@ -361,8 +309,4 @@ class LossChart(StripWidget):
 
     def _readout(self) -> str:
         """Return the display options as plain text for the border."""
-        options = self.options
-        parts = ["log" if options.is_log else "linear"]
-        if options.x_axis != "step":
-            parts.append(f"by {options.x_axis}")
-        return f" {self.glyphs.separator} ".join(parts)
+        return "log" if self.options.is_log else "linear"

@@ -1,25 +1,21 @@
 """The panes in two columns: the visible ones for a size of the terminal, their titles and documentation pages."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.widget import Widget
 
-from segapp.run.folder import RunFolder
-from segapp.run.words import printable
 from segapp.tui import header
-from segapp.tui.chart import LossChart, Other
+from segapp.tui.chart import LossChart
 from segapp.tui.classes import ClassesPane, classes_title
 from segapp.tui.devices import DevicesPane, gpu0_content
 from segapp.tui.events import EventsPane
 from segapp.tui.pictures import PictureView
 from segapp.tui.shown_run import ShownRun
 from segapp.tui.widgets import Glyphs, LiteralText, set_title
-from segapp.view.history import LossHistory
 from segapp.view.plot import chart_title, step_field
-from segapp.view.source import LiveSource, newest_pictures
+from segapp.view.source import newest_pictures
 
 WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")
@@ -81,7 +77,6 @@ class Columns(Horizontal):
         self.pictures = PictureView(has_color=has_color, id="pictures", classes="pane")
         self.events, self.devices, self.table = EventsPane(), DevicesPane(), ClassesPane()
         self.gpu0 = LiteralText(id="gpu0", classes="pane lines")
-        self._marked: dict[Path, LiveSource] = {}
         self._throughput = LiteralText(id="throughput", classes="lines")
         self._left = Vertical(self.chart, self.pictures, self._throughput, self.events, id="left")
         self._right = Vertical(self.devices, self.gpu0, self.table, id="right")
@@ -98,14 +93,14 @@ class Columns(Horizontal):
         self.devices.set_class("classes" not in plan.panes, "-tall")
         self.events.set_class(not plan.panes & {"loss", "pictures"}, "-tall")
 
-    def show(self, run: ShownRun, marked: set[Path], sort: str, *, is_readonly: bool) -> None:
+    def show(self, run: ShownRun, sort: str, *, is_readonly: bool) -> None:
         """Update the visible panes."""
         view, plan, glyphs = run.view, self._layout, self._glyphs
         if "loss" in plan.panes:
             metric = self.chart.options.metric
             self._set_title(self.chart, Content.styled(f"1 {chart_title(metric)}", "bold"))
-            others = self._other_curves(metric, marked - {run.source.folder.path})
-            self.chart.show(view, series_of_metric(run.source, metric), others)
+            field = step_field(metric)
+            self.chart.show(view, None if field is None else run.source.series(field))
         if "pictures" in plan.panes:
             self.pictures.show(newest_pictures(run.source.folder.samples), view)
             self._set_title(self.pictures, Content.styled("5 Images", "bold"))
@@ -126,16 +121,6 @@ class Columns(Horizontal):
             room = self.table.size.width - (4 if plan.has_left else 34)
             self._set_title(self.table, classes_title(view, sort, self.table.search.text, room, glyphs))
 
-    def _other_curves(self, metric: str, paths: set[Path]) -> list[Other]:
-        """Return the curves of the marked runs; each call reads a slice of their events."""
-        self._marked = {path: self._marked.get(path) or LiveSource(RunFolder(path)) for path in sorted(paths)}
-        for source in self._marked.values():
-            source.poll()
-        return [
-            Other(printable(path.name), source.view, series_of_metric(source, metric))
-            for path, source in self._marked.items()
-        ]
-
     def _show_devices(self, run: ShownRun) -> None:
         """Show the devices, with a graph each if the classes and gpu0_bsz leave room."""
         view, room = run.view, self._right.size.height
@@ -154,9 +139,3 @@ class Columns(Horizontal):
         text = "  ".join(label for name, label in others.items() if name not in self._layout.panes)
         tabs = header.LinePart(1, text, "$text-muted")
         set_title(pane, header.fit_parts([header.LinePart(0, title), tabs], pane.size.width - 4))
-
-
-def series_of_metric(source: LiveSource, metric: str) -> LossHistory | None:
-    """Return a metric's values at the steps; None for the loss, which the view holds, and for evaluations."""
-    field = step_field(metric)
-    return None if field is None else source.series(field)

@@ -1,4 +1,4 @@
-"""The list of runs, updated live: state, epoch, mIoU, speed and age; opens one, marks some for the chart."""
+"""The list of runs, updated live: state, epoch, mIoU, speed and age; opens one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
-from segapp.errors import SegappError
 from segapp.run.folder import RunFolder
 from segapp.run.words import age, number, plural, printable
 from segapp.scores import with_count
 from segapp.tui import keys
-from segapp.tui.dialogs import EventScreen
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
 from segapp.tui.settings import next_choice
 from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, drawable, spark
 from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
-from segapp.view.wording import Detail, clip, fit_cells
+from segapp.view.wording import clip, fit_cells
 
 _SPARK = 14
 _SCORE = 13
@@ -36,18 +34,14 @@ class RunsScreen(Screen[RunFolder | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,R", "back", "back"),
         ("q", "app.detach", "leave"),
-        ("space", "mark", "mark"),
         ("slash", "find", "find"),
         ("o", "sort", "sort"),
-        ("x", "differences", "compare"),
     ]
     AUTO_FOCUS = "#run-lines"
 
-    def __init__(self, runs: RunList, marked: set[Path], glyphs: Glyphs) -> None:
+    def __init__(self, runs: RunList, glyphs: Glyphs) -> None:
         super().__init__()
         self.runs = runs
-        self.marked = marked
-        """Paths of the runs whose curves are drawn; changed in place."""
         self._glyphs = glyphs
         self._shown: list[FollowedRun] = []
         self._sort = SORTS[0]
@@ -77,10 +71,7 @@ class RunsScreen(Screen[RunFolder | None]):
         listed = self.query_one("#run-lines", OptionList)
         width = max(20, self.size.width - 3)
         columns = name_widths(self.runs.runs)
-        rows = [
-            drawable(self, run_row(run, width, columns, self._glyphs, is_marked=run.folder.path in self.marked))
-            for run in shown
-        ]
+        rows = [drawable(self, run_row(run, width, columns, self._glyphs)) for run in shown]
         if [run.folder.path for run in shown] != [run.folder.path for run in self._shown]:
             selected = self._selected
             listed.clear_options()
@@ -103,8 +94,7 @@ class RunsScreen(Screen[RunFolder | None]):
         )
         self.query_one("#runs-title", LiteralText).show(title)
         self.query_one("#runs-header", LiteralText).show(run_header(width, columns))
-        items = (("enter", "Open"), ("esc", "Back"), ("space", "Mark"), ("x", "Compare configs of two marked"),
-                 ("/", "Find"), ("o", "Sort"), ("q", "Leave"))  # fmt: skip
+        items = (("enter", "Open"), ("esc", "Back"), ("/", "Find"), ("o", "Sort"), ("q", "Leave"))  # fmt: skip
         self.query_one("#runs-keys", LiteralText).show(keys.bar(items, self.size.width))
 
     @property
@@ -122,11 +112,6 @@ class RunsScreen(Screen[RunFolder | None]):
         if not self.query_one(SearchLine).close():
             self.dismiss(None)
 
-    def action_mark(self) -> None:
-        if self._selected is not None:
-            self.marked ^= {self._selected.folder.path}
-            self._show()
-
     def action_sort(self) -> None:
         self._sort = next_choice(SORTS, self._sort)
         self._show()
@@ -137,25 +122,6 @@ class RunsScreen(Screen[RunFolder | None]):
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
         self._show()
-
-    def action_differences(self) -> None:
-        marked = [run.folder for run in self.runs.runs if run.folder.path in self.marked]
-        if len(marked) != 2:
-            self.notify(f"{len(marked)} runs are marked: mark two with space", markup=False)
-            return
-        self.app.push_screen(EventScreen(differences(*marked), f"{marked[0].name} → {marked[1].name}"))
-
-
-def differences(first: RunFolder, second: RunFolder) -> list[Detail]:
-    """Return the config keys in which two runs differ."""
-    from segapp.config import changed_keys, load_config  # imports yaml, which the TUI does not need otherwise
-
-    try:
-        lines = changed_keys(*(load_config(RunFolder.open(each.path).config_yaml) for each in (first, second)))
-    except SegappError as error:
-        return [Detail("error", printable(str(error)))]
-    pairs = (line.partition(": ") for line in lines)
-    return [Detail(printable(key), printable(change)) for key, _, change in pairs] or [Detail("configs", "are equal")]
 
 
 def name_widths(runs: Sequence[FollowedRun]) -> tuple[int, int]:
@@ -186,14 +152,14 @@ def _score(miou: float | None, num_scored: int | None, num_classes: int | None) 
     return with_count(number(miou), num_scored, num_classes).rjust(_SCORE)
 
 
-def run_row(run: FollowedRun, width: int, columns: tuple[int, int], glyphs: Glyphs, *, is_marked: bool) -> Content:
+def run_row(run: FollowedRun, width: int, columns: tuple[int, int], glyphs: Glyphs) -> Content:
     """Return one line of the list; columns that do not fit are left out."""
     summary = run.summary
     epoch = "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
     speed = number(summary.images_per_s) if summary.state in ("live", "busy") else "-"
-    mark, name = glyphs.dot if is_marked else " ", fit_cells(printable(run.folder.path.name), columns[0])
+    name = fit_cells(printable(run.folder.path.name), columns[0])
     parts = [
-        LinePart(0, Content.assemble((f"{mark} ", "$text-accent"), (name, "bold"))),
+        LinePart(0, f"  {name}", "bold"),
         LinePart(1, fit_cells(printable(run.sweep), columns[1]), "$text-muted"),
         LinePart(0, summary.state.ljust(9), STATE_STYLES[summary.state]),
         LinePart(1, clip(epoch, 9).rjust(9)),

@@ -13,7 +13,7 @@ from textual.theme import BUILTIN_THEMES, Theme
 
 from segapp.errors import ConfigError, accepted_words
 from segapp.run.files import write_atomic
-from segapp.tui.chart import AUTO, X_AXES
+from segapp.tui.chart import AUTO
 from segapp.tui.classes import SORTS
 from segapp.view.history import SMOOTHINGS
 
@@ -101,7 +101,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "smoothing": (AUTO, *reversed(SMOOTHINGS), 0.0),
     "is_log": (False, True),
     "notify": ("off", "bell"),
-    "x_axis": X_AXES,
     "sort": SORTS,
 }
 
@@ -119,7 +118,6 @@ class UiSettings:
     theme: str = "segapp-dark"
     smoothing: float = AUTO
     is_log: bool = False
-    x_axis: str = "step"
     sort: str = "worst"
     notify: str = "bell"
     """How the end of a run and an alert are announced: `off` or `bell`."""

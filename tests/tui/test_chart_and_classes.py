@@ -16,7 +16,7 @@ from textual.pilot import Pilot
 from segapp.run.events import CommandAnswer, EventReader, Step, Val
 from segapp.run.words import number
 from segapp.tui.app import MonitorApp
-from segapp.tui.chart import LossChart, Other
+from segapp.tui.chart import LossChart
 from segapp.tui.classes import TableOptions, classes_content
 from segapp.tui.devices import gpu_content, memory_graph
 from segapp.tui.widgets import UNICODE
@@ -174,16 +174,11 @@ def test_chart_draws_steps_evaluations_and_the_best(run: RecordedRun) -> None:
     run_screen(run, act)
 
 
-def test_axis_reaches_the_last_step_of_the_longest_run(run: RecordedRun, tmp_path: Path) -> None:
-    longer = RecordedRun(tmp_path / "longer", steps_per_epoch=100)
-    longer.epoch()
-
+def test_axis_reaches_the_last_step(run: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         chart, view = app.query_one(LossChart), folded(run)
         chart.show(view)
         assert chart._x_range == (0, 62)  # 1 to 60, rounded outwards
-        chart.show(view, None, [Other("longer", folded(longer), None)])
-        assert chart._x_range == (0, 104)
 
     run_screen(run, act)
 

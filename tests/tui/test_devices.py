@@ -1,4 +1,4 @@
-"""The device pane and the editor of gpu0_bsz, word by word, for two devices of 10 GiB and a batch of 8."""
+"""The device pane and the dialog of gpu0_bsz, word by word, for two devices of 10 GiB and a batch of 8."""
 
 from __future__ import annotations
 

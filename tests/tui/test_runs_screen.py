@@ -22,7 +22,7 @@ from segapp.tui.widgets import UNICODE
 from segapp.view.runs import RunList, sorted_runs
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
-from tests.support.screens import press, run_screen, screen_text, settle, toasts
+from tests.support.screens import press, run_screen, screen_text, settle
 
 
 def recorded(root: Path, name: str, epochs: int, end: str | None = None) -> RecordedRun:
@@ -126,7 +126,7 @@ def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> 
     columns = name_widths(followed.runs)
     titles = run_header(120, columns).plain
     for run in followed.runs:
-        row = run_row(run, 120, columns, UNICODE, is_marked=False).plain.ljust(120)
+        row = run_row(run, 120, columns, UNICODE).plain.ljust(120)
         for title in ("EPOCH", "MIOU", "BEST", "IMG/S", "AGE"):
             end = titles.index(title) + len(title)
             assert row[end - 1] != " " == row[end]
@@ -151,21 +151,6 @@ def test_list_opens_runs_and_goes_back(runs: list[RecordedRun]) -> None:
         await press(app, pilot, "R", "escape")
         assert app.shown.name == "beta"
         assert len(app.screen_stack) == 1
-
-    run_screen(LiveSource(runs[2].folder), act)
-
-
-def test_marked_runs_are_drawn_and_compared(runs: list[RecordedRun]) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "R", "x")
-        assert "mark two" in toasts(app)[0]
-        await press(app, pilot, "down", "space", "down", "space", "x")
-        assert "optim.lr" in screen_text(app)
-        assert "0.01" in screen_text(app)
-        await press(app, pilot, "escape", "escape")
-        assert "alpha  beta" in screen_text(app).split("4 Events")[0]
-        await press(app, pilot, "v")
-        assert app.query_one(LossChart).options.metric == "miou"
 
     run_screen(LiveSource(runs[2].folder), act)
 

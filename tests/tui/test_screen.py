@@ -468,11 +468,7 @@ def test_zoom_sort_filter_and_chart_keys_act_on_their_panes(live: RecordedRun) -
         assert "pavement" in screen_text(app)
         await press(app, pilot, "1", "y")
         assert "log" in screen_text(app)
-        await press(app, pilot, "y", "x")
-        assert "by epoch" in screen_text(app)
-        await press(app, pilot, "x")
-        assert "by time" in screen_text(app)
-        await press(app, pilot, "m", "m", "m", "m")
+        await press(app, pilot, "y", "m", "m", "m", "m")
         assert "smoothed" not in screen_text(app).split("Events")[0].split("val")[0]
 
     run_screen(live, act, (120, 40))
