@@ -199,14 +199,6 @@ class Gpu(Accelerator):
         total = self._torch.get_device_properties(device).total_memory
         self._torch.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
-    def segments(self) -> list[dict[str, Any]]:
-        """Return the allocator's segments with their blocks.
-
-        Raises:
-            RuntimeError: the allocator, such as cudaMallocAsync, has no snapshot.
-        """
-        return self._torch.memory_snapshot()  # type: ignore[no-any-return]
-
     def has_bf16(self, device: torch.device) -> bool:
         return bool(torch.version.hip) or bool(self._torch.get_device_capability(device) >= BF16_CAPABILITY)
 
@@ -263,10 +255,6 @@ class Mps(Gpu):
 
     def limit_memory(self, limit_bytes: float, device: torch.device) -> None:
         self._torch.set_per_process_memory_fraction(min(1.0, limit_bytes / self.facts(device).total_bytes))
-
-    def segments(self) -> list[dict[str, Any]]:
-        """Return no segments: Metal does not list them."""
-        return []
 
     def has_bf16(self, device: torch.device) -> bool:
         return bool(torch.backends.mps.is_macos_or_newer(14, 0))

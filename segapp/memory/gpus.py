@@ -1,37 +1,30 @@
-"""GPU status from nvidia-smi through GPUtil, or from amd-smi, with timeouts; the only module that imports GPUtil.
+"""GPU status from nvidia-smi through GPUtil, with timeouts; the only module that imports GPUtil.
 
 GPUtil starts `nvidia-smi` on every call and waits without limit, raises ValueError on "No devices were found", and
 numbers physical devices. Here, a call has a timeout, any failure gives an empty list, and devices are matched to
-torch's by uuid, or by PCI address for AMD, which amd-smi and torch write in the same way.
+torch's by uuid.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import os
 import queue
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
-
-from segapp.run.events import OtherProcess
-from segapp.run.words import printable
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """One GPU as nvidia-smi or amd-smi reports it; None where it reports "N/A"."""
+    """One GPU as nvidia-smi reports it; None where it reports "N/A"."""
 
     uuid: str
-    """UUID without the prefix "GPU-"; for an AMD GPU its PCI address."""
+    """UUID without the prefix "GPU-"."""
     name: str
     used_mib: float | None
     """Memory in use by all processes."""
@@ -50,9 +43,9 @@ class GpuStatus:
 
 
 def query_gpus(timeout_s: float = 5.0) -> list[GpuStatus]:
-    """Return all GPUs that nvidia-smi or amd-smi lists; empty if there is none, both fail or exceed the timeout."""
+    """Return all GPUs that nvidia-smi lists; empty if there is none, or it fails or exceeds the timeout."""
     answers: queue.SimpleQueue[list[GpuStatus]] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answers.put(_ask()), name="nvidia-smi", daemon=True).start()
+    threading.Thread(target=lambda: answers.put(ask_gputil()), name="nvidia-smi", daemon=True).start()
     try:
         return answers.get(timeout=timeout_s)
     except queue.Empty:
@@ -90,7 +83,7 @@ class GpuPoller:
         own_used_mib: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.timeout_s, self.retry_s, self.period_s = timeout_s, retry_s, period_s
-        self._statuses = _LatestAnswer("nvidia-smi", _ask)
+        self._statuses = _LatestAnswer("nvidia-smi", ask_gputil)
         self._own = _LatestAnswer("driver memory", own_used_mib)
 
     def poll(self) -> list[GpuStatus]:
@@ -155,79 +148,6 @@ def ask_gputil() -> list[GpuStatus]:
         return []
 
 
-def _ask() -> list[GpuStatus]:
-    return ask_gputil() or ask_amd_smi()
-
-
-def ask_amd_smi() -> list[GpuStatus]:
-    """Return the GPUs that amd-smi lists; empty if it fails."""
-    try:
-        metrics = _amd_smi("metric", "--mem-usage", "--usage", "--temperature")
-        return [_amd_status(each, _amd_cards()[each["gpu"]]) for each in metrics]
-    except Exception:  # missing, too slow, or with unknown fields
-        return []
-
-
-@functools.cache
-def _amd_cards() -> dict[int, dict[str, Any]]:
-    """Return the name and the PCI address of each GPU, which do not change."""
-    return {card["gpu"]: card for card in _amd_smi("static", "--asic", "--bus")}
-
-
-def _amd_smi(*words: str) -> list[dict[str, Any]]:
-    """Return amd-smi's JSON answer as a list of GPUs, which later versions wrap in an object."""
-    done = subprocess.run(["amd-smi", *words, "--json"], capture_output=True, text=True, timeout=10.0, check=True)
-    found = json.loads(done.stdout)
-    return found["gpu_data"] if isinstance(found, dict) else found  # type: ignore[no-any-return]
-
-
-def _amd_status(metric: Mapping[str, Any], card: Mapping[str, Any]) -> GpuStatus:
-    def amount(group: str, name: str) -> float | None:
-        """Return {"value": 512, "unit": "MB"} as a number; None if this, or the whole group, is "N/A"."""
-        found: Any = metric
-        for key in (group, name, "value"):
-            found = found.get(key) if isinstance(found, dict) else None
-        return _known(found)
-
-    percent, edge = amount("usage", "gfx_activity"), amount("temperature", "edge")
-    return GpuStatus(
-        uuid=str(card["bus"]["bdf"]).lower(),
-        name=str(card["asic"]["market_name"]),
-        used_mib=amount("mem_usage", "used_vram"),
-        total_mib=amount("mem_usage", "total_vram"),
-        utilization=None if percent is None else percent / 100,
-        temperature=amount("temperature", "hotspot") if edge is None else edge,
-    )
-
-
-def processes_on(uuid: str, timeout_s: float = 5.0, *, own_mib: float = 0.0) -> list[OtherProcess]:
-    """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or times out.
-
-    In a container, the ids may be the host's (driver and container runtime decide). They are the container's if this
-    process is listed with at least the `own_mib` that it holds; otherwise the answer is empty.
-    """
-    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,name", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = []
-    for line in answer.splitlines():
-        fields = [field.strip() for field in line.split(",", 3)]
-        if len(fields) == 4 and fields[1].isdigit() and bare_uuid(fields[0]) == bare_uuid(uuid):
-            found.append(OtherProcess(pid=int(fields[1]), name=printable(fields[3]), used_mib=_known(fields[2])))
-    own = next((each for each in found if each.pid == os.getpid()), None)
-    is_listed = own is not None and (own.used_mib is None or own.used_mib >= own_mib)
-    return [each for each in found if each is not own] if is_listed or is_first_pid_namespace() else []
-
-
-def is_first_pid_namespace() -> bool:
-    """Return True if this process is in the first pid namespace (pid_namespaces(7)), which means in no container."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"  # PROC_PID_INIT_INO, include/linux/proc_ns.h
-    return False
-
-
 def bare_uuid(uuid: object) -> str:
     """Return a GPU's uuid as torch writes it, without nvidia-smi's prefix "GPU-"."""
     return str(uuid).strip().removeprefix("GPU-")
@@ -252,12 +172,12 @@ def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) ->
     """Return the indices of torch's devices, most free memory first, and the reason in one sentence.
 
     Devices that other processes use (more than half of the load or memory) are left out, unless all are in use. If
-    neither nvidia-smi nor amd-smi answers, all devices are returned in torch's order.
+    nvidia-smi does not answer, all devices are returned in torch's order.
     """
     by_uuid = {status.uuid: status for status in statuses}
     known = {index: by_uuid[uuid] for index, uuid in enumerate(uuids) if uuid in by_uuid}
     if len(known) < len(uuids):
-        reason = "neither nvidia-smi nor amd-smi reports their memory: all visible GPUs, in order"
+        reason = "nvidia-smi does not report their memory: all visible GPUs, in order"
         return list(range(len(uuids))), reason
 
     def free_mib(index: int) -> float:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,6 @@ import torch
 from segapp.accelerator import GPUS, Gpu, accelerator_of, gpu_of
 from segapp.failpoints import failpoint
 from segapp.memory.counters import IDLE, DeviceMemoryTracker
-from segapp.memory.gpus import processes_on
 from segapp.memory.judge import format_split
 from segapp.memory.peaks import PHASES
 from segapp.parallel import ReplicaError, current_replica
@@ -23,7 +22,6 @@ from segapp.run import events
 from segapp.run.words import first_line
 
 MIB = 2**20
-_LARGEST = 8
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])i?B")
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 
@@ -127,11 +125,7 @@ def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -
     if gpu is None:
         total_mib = memory.devices[report.index].total_mib if report.index < len(memory.devices) else None
         return report.model_copy(update={"total_mib": total_mib})
-    counters = _read("its memory", lambda: _counters_of(gpu, device)) or {}
-    largest = _read("its largest tensors", lambda: _largest_on(gpu, device)) or []
-    own_mib = counters.get("reserved_mib") or 0.0
-    others = _read("its processes", lambda: processes_on(gpu.facts(device).uuid, own_mib=own_mib)) or []
-    return report.model_copy(update={**counters, "largest": largest, "others": others})
+    return report.model_copy(update=_read("its memory", lambda: _counters_of(gpu, device)) or {})
 
 
 def _read(what: str, read: Callable[[], T]) -> T | None:
@@ -154,28 +148,6 @@ def _counters_of(gpu: Gpu, device: torch.device) -> dict[str, Any]:
         "total_mib": total / MIB,
         "others_mib": max(0.0, (total - free - reserved) / MIB),
     }
-
-
-def _largest_on(gpu: Gpu, device: torch.device) -> list[events.LiveTensor]:
-    """Return the largest blocks of a GPU's allocator, with the shapes of tensors that Python can see.
-
-    Allocators without a snapshot, such as cudaMallocAsync, raise RuntimeError.
-    """
-    shapes: dict[int, str] = {}
-    for item in gc.get_objects():  # `__class__` is not read, because a proxy may run code then
-        if issubclass(type(item), torch.Tensor) and item.device == device and item.layout is torch.strided:
-            words = f"{'x'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}"
-            shapes.setdefault(item.untyped_storage().data_ptr(), words)
-    blocks = []
-    for segment in gpu.segments():
-        if segment.get("device") == device.index:
-            address = int(segment["address"])
-            for block in segment["blocks"]:
-                if block["state"] == "active_allocated":
-                    blocks.append((block["size"] / MIB, shapes.get(address, "saved for backward, or within a kernel")))
-                address += block["size"]
-    blocks.sort(key=lambda block: -block[0])
-    return [events.LiveTensor(mib=round(mib, 2), what=what) for mib, what in blocks[:_LARGEST]]
 
 
 def release(error: BaseException, device: torch.device) -> None:
@@ -209,9 +181,12 @@ def report_lines(report: events.Oom) -> list[str]:
         lines.append(f"  predicted  {shown} MiB per device")
     else:
         lines.append("  predicted  unknown: there is no plan and no measured step yet")
-    lines.append(f"  others     {_others(report)}")
-    lines += _block("largest", [f"{tensor.mib:9.1f} MiB  {tensor.what}" for tensor in report.largest])
-    lines += _block("next move", [f"{i}. {text}" for i, text in enumerate(report.advice, start=1)])
+    if report.others_mib:
+        lines.append(f"  others     {report.others_mib:.0f} MiB of the GPU are held by the driver and other processes")
+    lines += [
+        f"  {'' if number > 1 else 'next move':9s}  {number}. {text}"
+        for number, text in enumerate(report.advice, start=1)
+    ]
     return lines
 
 
@@ -229,21 +204,3 @@ def _amounts(report: events.Oom) -> str:
     if report.fragmentation is not None:
         words.append(f"{100 * report.fragmentation:.0f} % of the allocator's is cache or fragments")
     return ", ".join(words) or "unknown"
-
-
-def _others(report: events.Oom) -> str:
-    if report.others:
-        return "; ".join(
-            f"{other.name} (process {other.pid})" + (f" {other.used_mib:.0f} MiB" if other.used_mib else "")
-            for other in report.others
-        )
-    if report.others_mib:
-        return f"{report.others_mib:.0f} MiB of the GPU are held by the driver and other processes"
-    return "none known"
-
-
-def _block(title: str, rows: Sequence[str]) -> list[str]:
-    if not rows:
-        return []
-    first, *rest = rows
-    return [f"  {title:9s}  {first}", *(f"  {'':9s}  {row}" for row in rest)]

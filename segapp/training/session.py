@@ -71,7 +71,7 @@ from segapp.parallel.distributed import (
 from segapp.parallel.launch import Peers, launch_local, peer_limit_s
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
-from segapp.run.events import Alert, EventListener, EventLog, EventWriter, LiveTensor, Oom, OtherProcess, RunEnd
+from segapp.run.events import Alert, EventListener, EventLog, EventWriter, Oom, RunEnd
 from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, first_line, printable
@@ -249,7 +249,7 @@ def exchanged_classes() -> list[type]:
     errors: list[type] = [SegappError]
     for error in errors:  # the list grows while it is read
         errors += error.__subclasses__()
-    of_memory = (SavedMemoryPlan, DeviceInfo, MemoryFallbacks, Oom, LiveTensor, OtherProcess)
+    of_memory = (SavedMemoryPlan, DeviceInfo, MemoryFallbacks, Oom)
     return [*errors, *of_memory, LoadedCheckpoint, LiveSettings, PendingRequests, CacheFiles, PosixPath]
 
 

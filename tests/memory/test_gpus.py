@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,52 +15,11 @@ from segapp.memory.gpus import (
     GpuStatus,
     bare_uuid,
     count_visible_gpus,
-    is_first_pid_namespace,
     order_by_free_memory,
-    processes_on,
     query_gpus,
 )
-from segapp.run.events import OtherProcess
 from tests.support.fake_smi import THREE_GPUS, fake_smi
 from tests.support.fault_table import case
-
-AMD_STATIC = [
-    {"gpu": 0, "asic": {"market_name": "Instinct MI210"}, "bus": {"bdf": "0000:0C:00.0"}},
-    {"gpu": 1, "asic": {"market_name": "Instinct MI210"}, "bus": {"bdf": "0000:63:00.0"}},
-]
-AMD_METRIC = [
-    {"gpu": 0, "usage": {"gfx_activity": {"value": 40, "unit": "%"}},
-     "temperature": {"edge": {"value": 51, "unit": "C"}, "hotspot": {"value": 60, "unit": "C"}},
-     "mem_usage": {"total_vram": {"value": 65520, "unit": "MB"}, "used_vram": {"value": 512, "unit": "MB"}}},
-    {"gpu": 1, "usage": "N/A", "temperature": {"edge": "N/A", "hotspot": {"value": 60, "unit": "C"}},
-     "mem_usage": {"total_vram": {"value": 65520, "unit": "MB"}, "used_vram": "N/A"}},
-]  # fmt: skip
-"""Answers of `amd-smi static` and `amd-smi metric`."""
-
-
-@pytest.mark.parametrize("wrap", [lambda gpus: gpus, lambda gpus: {"gpu_data": gpus}], ids=["list", "named"])
-def test_amd_smi_is_asked_where_nvidia_smi_is_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Any], Any]
-) -> None:
-    for name, answer in (("static", AMD_STATIC), ("metric", AMD_METRIC)):
-        (tmp_path / name).write_text(json.dumps(wrap(answer)))
-    fake_smi(tmp_path, "exit 9", monkeypatch)
-    fake_smi(tmp_path, f"cat {tmp_path}/$1", monkeypatch, "amd-smi")
-    gpus._amd_cards.cache_clear()
-    assert query_gpus() == [
-        GpuStatus("0000:0c:00.0", "Instinct MI210", 512.0, 65520.0, 0.4, 51.0),
-        GpuStatus("0000:63:00.0", "Instinct MI210", None, 65520.0, None, 60.0),
-    ]
-    gpus._amd_cards.cache_clear()
-
-
-@pytest.mark.parametrize("script", ["exit 9", "echo '[1]'", "echo '{}'", "echo Error"])
-def test_amd_smi_that_says_something_else_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
-    fake_smi(tmp_path, script, monkeypatch, "amd-smi")
-    gpus._amd_cards.cache_clear()
-    assert gpus.ask_amd_smi() == []
 
 
 @case("G01", how="nvidia-smi says [N/A]", passes="nothing known of that number")
@@ -201,50 +157,6 @@ def test_own_memory_is_known_where_nvidia_smi_hangs(tmp_path: Path, monkeypatch:
 # --- whose processes
 
 OWN = os.getpid()
-
-
-@pytest.mark.parametrize(
-    ("is_first", "listed", "expected"),
-    [
-        (True, [(OWN, 900.0), (2**22 + 1, 5.0)], [2**22 + 1]),
-        (True, [(1, 5.0)], [1]),
-        (False, [(OWN, 900.0), (1, 5.0)], [1]),  # ids of the container: both exist
-        (False, [(OWN, None), (1, 5.0)], [1]),
-        (False, [(1, 5.0)], []),  # this process is missing: the ids are the host's, and 1 may be anyone
-        (False, [(OWN, 3.0), (1, 5.0)], []),  # too little memory: another process with the same number
-        (False, [], []),
-    ],
-)
-def test_processes_of_other_namespaces_are_not_confused(
-    is_first: bool,
-    listed: list[tuple[int, float | None]],
-    expected: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lines = [f"GPU-a, {pid}, {'[N/A]' if mib is None else mib}, python" for pid, mib in listed]
-    (tmp_path / "out").write_text("\n".join(lines))
-    fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
-    monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: is_first)
-    assert [each.pid for each in processes_on("a", own_mib=500.0)] == expected
-
-
-def test_pid_namespace_is_that_of_the_system() -> None:
-    """The first namespace alone has kthreadd (kernel/kthread.c) as process 2."""
-    if not os.path.exists("/proc/self/ns/pid"):
-        pytest.skip("no pid namespaces")
-    name = Path("/proc/2/comm")
-    if is_first_pid_namespace() and name.exists():
-        assert name.read_text() == "kthreadd\n"
-    assert isinstance(is_first_pid_namespace(), bool)
-
-
-def test_listed_processes_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = f"GPU-a, {OWN}, 900, python\nGPU-a, 1, [N/A], a, b\nGPU-b, 1, 3, c\nGPU-a, -, 3, c\n"
-    (tmp_path / "out").write_text(lines)
-    fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
-    monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: True)
-    assert processes_on("a") == [OtherProcess(pid=1, name="a, b", used_mib=None)]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from segapp.memory import counters
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import examine
 from segapp.parallel import DataParallelModel, current_replica
-from segapp.run.events import LiveTensor, Oom
+from segapp.run.events import Oom
 from segapp.run.words import first_line
 from segapp.training import recovery, session
 from segapp.training.planning import trial
@@ -36,7 +36,6 @@ from segapp.training.validation import Validation
 
 MIB = 2**20
 
-_LARGEST = 8
 
 _HELD = "held"
 
@@ -212,12 +211,10 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refusal(self, device: int, requested_bytes: int) -> torch.OutOfMemoryError:
         requested, limit, live = (n / MIB for n in (requested_bytes, self.limits_bytes[device], self.live[device]))
-        own = sorted((entry for entry in self._alive.values() if entry[0] == device), key=lambda entry: -entry[1])
         error = torch.OutOfMemoryError(
             f"{self.names[device]} (device {device}) tried to allocate {requested:.1f} MiB with {live - requested:.1f} "
             f"of {limit:.1f} MiB of its budget in use"
         )
-        largest = [LiveTensor(mib=round(entry[1] / MIB, 2), what=entry[2]) for entry in own[:_LARGEST]]
         error.report = Oom(  # type: ignore[attr-defined]
             device=self.names[device],
             index=device,
@@ -228,7 +225,6 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             requested_mib=requested,
             allocated_mib=live - requested,
             total_mib=limit,
-            largest=largest,
         )
         return error
 

@@ -1,4 +1,4 @@
-"""A program in the place of nvidia-smi or amd-smi, and what nvidia-smi prints of three GPUs."""
+"""A program in the place of nvidia-smi, and what nvidia-smi prints of three GPUs."""
 
 from __future__ import annotations
 

@@ -353,21 +353,6 @@ class Alert(_Event):
     step: int | None = None
 
 
-class LiveTensor(_Model):
-    """A live tensor at the time of an out-of-memory error."""
-
-    mib: float
-    what: Text
-
-
-class OtherProcess(_Model):
-    """Another process on the GPU."""
-
-    pid: int
-    name: Text
-    used_mib: float | None = None
-
-
 class Oom(_Event):
     """A device ran out of memory: where, when, what it contained, and how the training reacted."""
 
@@ -390,8 +375,6 @@ class Oom(_Event):
     total_mib: float | None = None
     fragmentation: float | None = None
     """Share of the allocator's reserved memory that holds no tensor, 0 to 1."""
-    largest: list[LiveTensor] = []
-    others: list[OtherProcess] = []
     others_mib: float | None = None
     predicted_mib: list[float | None] | None = None
     advice: list[Text] = []

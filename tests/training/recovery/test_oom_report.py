@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.memory import oom
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import examine, release
 from segapp.parallel import ReplicaError
@@ -55,63 +54,51 @@ def test_report_is_whole_where_cuda_calls_raise(context: RunContext, monkeypatch
     monkeypatch.setattr(torch, "cuda", Dead("cuda"))
     event = reported(context, error)
     assert (event["device"], event["index"], event["requested_mib"]) == ("cuda:1", 1, 2048.0)
-    assert (event.get("total_mib"), event.get("largest"), event.get("others")) == (None, [], [])
+    assert event.get("total_mib") is None
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("free_gib", "others_mib"), [(1, 3072.0), (4, 0.0), (6, 0.0)])
-def test_report_keeps_counters_without_a_snapshot(
+def test_report_has_the_counters_of_the_gpu(
     context: RunContext,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     free_gib: int,
     others_mib: float,
 ) -> None:
-    def refused() -> Any:
-        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
-
     fake = types.SimpleNamespace(
         mem_get_info=lambda _: (free_gib << 30, 24 << 30),
         memory_reserved=lambda _: 20 << 30,
         memory_allocated=lambda _: 18 << 30,
         get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
-        memory_snapshot=refused,
         empty_cache=lambda: None,
     )
     monkeypatch.setattr(torch, "cuda", fake)
-    monkeypatch.setattr(oom, "processes_on", lambda *_, **__: [])
     event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
     assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
-    assert (event["others_mib"], event.get("largest")) == (others_mib, [])
-    assert "the device does not tell its largest tensors" in caplog.text
-    assert "cudaMallocAsync does not yet support snapshot" in caplog.text
+    assert event["others_mib"] == others_mib
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, **amounts: Any) -> None:
-    """Let CUDA answer with these amounts, and one segment of two live blocks."""
-    blocks = [{"size": size, "state": "active_allocated"} for size in (524288, 1294547)]
+    """Let CUDA answer with these amounts."""
     fake = types.SimpleNamespace(
         mem_get_info=lambda _: (1 << 30, 24 << 30),
         memory_reserved=lambda _: amounts["reserved"],
         memory_allocated=lambda _: amounts["allocated"],
         get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
-        memory_snapshot=lambda: [{"device": 0, "address": 1 << 60, "blocks": blocks}],
     )
     monkeypatch.setattr(torch, "cuda", fake)
-    monkeypatch.setattr(oom, "processes_on", lambda *_, **__: [])
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("allocated", "reserved", "expected"), [(750, 1000, 0.25), (1001, 1000, 0.0), (0, 10, 1.0), (1, 0, None)]
 )
-def test_report_has_the_unused_share_and_hundredths_of_a_mib(
+def test_report_has_the_unused_share_of_the_allocator(
     context: RunContext, monkeypatch: pytest.MonkeyPatch, allocated: int, reserved: int, expected: float | None
 ) -> None:
     on_cuda(monkeypatch, allocated=allocated, reserved=reserved)
     report = examine(ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"), context.device_memory)
     assert report.fragmentation == expected
-    assert [tensor.mib for tensor in report.largest] == [1.23, 0.5]
 
 
 @pytest.mark.sampled(2)

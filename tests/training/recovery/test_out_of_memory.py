@@ -89,10 +89,8 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     assert oom["allocated_mib"] <= 0.75 * peak < oom["allocated_mib"] + oom["requested_mib"]
     assert oom["fallbacks"] == {"is_recomputed": True, "num_pieces": 2}
     assert "BatchNorm" in oom["action"]
-    assert oom["largest"][0]["mib"] >= oom["largest"][-1]["mib"] > 0
-    assert "float32" in oom["largest"][0]["what"]
     report = (folder / oom["path"]).read_text()
-    assert oom["largest"][0]["what"] in report
+    assert oom["action"] in report
     assert summarize(folder).last_oom == {key: oom[key] for key in ("device", "phase", "step", "action", "path")}
     print_status(str(folder), as_json=False)
     assert oom["path"] in capsys.readouterr().out
