@@ -89,16 +89,12 @@ def build_dataset(
     targets = read(every_pair, sizes)
     transform = _transform(data, scheme, sizes, pixels, is_training=is_training)
     cache: PixelCache | None = None
-    part: Sequence[int] = ()
     notes: list[str] = []
     if data.cache != "none" and ranks is not None:
         machines = ranks.gather(machine_id())
         try:
             files = _cache_files(data, split, scheme, pixels, ranks, machines)
             cache = PixelCache(files, pairs, sizes, scheme.dtype, pixels)
-            if is_training and len(set(machines)) > 1:
-                here = [rank for rank, machine in enumerate(machines) if machine == machines[ranks.rank]]
-                part = range(here.index(ranks.rank), len(pairs), len(here))
             remote = remote_file_system(Path(files.path)) if files.kind == "disk" else None
             if remote is not None:
                 notes.append(
@@ -117,7 +113,6 @@ def build_dataset(
         pixels=pixels,
         seed=seed,
         cache=cache,
-        cache_part=part,
         notes=notes,
     )
     dataset.mix, dataset.targets, dataset.largest_px = mix, targets, _largest(sizes)

@@ -233,17 +233,6 @@ class PixelCache:
             else:
                 self._records[index].unlink()
 
-    @property
-    def is_full(self) -> bool:
-        """True if no more records are stored."""
-        return bool(self._counters[_FULL])
-
-    def is_stored(self, index: int) -> bool:
-        """Return True if a record exists; it is not compared with its seal."""
-        with contextlib.suppress(OSError), self._opened(index) as fd:
-            return any(os.pread(fd, 8, self._starts[index]))
-        return False
-
     def put(self, index: int, image: Pixels, mask: Pixels) -> None:
         """Store an image and its mask as the readers return them, unless the files have changed since the run began.
 

@@ -139,7 +139,6 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     pixels: PixelFormat = RGB8
     seed: int = 0  # seed of the augmentation
     cache: PixelCache | None = None  # filled at the first read; None: every read decodes
-    cache_part: Sequence[int] = ()  # the images that this rank stores in the background (`CacheFiller`)
     notes: Sequence[str] = ()  # sentences for the user about how the images are read
     mix: PairMix | None = None  # mixes each sample with another image's sample
     targets: Targets | None = None  # counts of the masks that were read before the training

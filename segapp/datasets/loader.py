@@ -7,20 +7,16 @@ WorkerError.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
-from multiprocessing.process import BaseProcess
 from typing import Literal
 
 from segapp.datasets.dataset import LargeBatch, SegmentationDataset
-from segapp.datasets.pool import Batch, BatchPool, LoadOptions, start_worker
+from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,
     SampleKey,
@@ -80,7 +76,6 @@ class TrainLoader:
         self.world_size = world_size
         self._divide = divide or (lambda num_samples: plan_shares(num_samples, world_size))
         self._num_batches = num_batches(len(dataset), batch_size, drop_last=drop_last)
-        self._filler = CacheFiller(dataset, dataset.cache_part)
         self._pool = BatchPool(dataset, options, batch_size // world_size)
 
     def __len__(self) -> int:
@@ -97,7 +92,6 @@ class TrainLoader:
         A new call ends an epoch that is still being read. The workers continue with the following epochs up to
         `last_epoch`, as they are divided now; if the next call asks for other batches, it loads those instead.
         """
-        self._filler.start()
         batches = list(self._batches(epoch))[start_batch:]
         following = (keys for later in range(epoch + 1, last_epoch + 1) for keys, _ in self._batches(later))
         loaded = self._pool.run([keys for keys, _ in batches], following)
@@ -112,8 +106,7 @@ class TrainLoader:
             yield part_of(samples, self.rank, sizes), number * self.batch_size + sum(sizes[: self.rank])
 
     def close(self) -> None:
-        """Stop the workers and the process that fills the cache."""
-        self._filler.close()
+        """Stop the workers."""
         self._pool.close()
 
 
@@ -187,55 +180,6 @@ def _equal_size_batches(dataset: SegmentationDataset, indices: list[int], batch_
     sizes = dict(zip(indices, dataset.sizes(indices), strict=True))
     groups = (list(group) for _, group in groupby(indices, key=sizes.__getitem__))
     return [group[at : at + batch_size] for group in groups for at in range(0, len(group), batch_size)]
-
-
-_STOP_S = 1.0
-
-
-class CacheFiller:
-    """A process of low priority that stores images in the cache of a data set, if several machines train.
-
-    Each machine has its own cache, and a rank reads other images in every epoch: on M machines it would take about M
-    epochs until every image is in every cache. So the ranks of a machine divide all images among them.
-
-    The training does not depend on it: an image that it cannot read or store is read by the training, which reports the
-    error. It ends with the process that started it.
-
-    Args:
-        dataset: The data set, with a cache.
-        part: The indices to store.
-    """
-
-    def __init__(self, dataset: SegmentationDataset, part: Sequence[int]) -> None:
-        self._dataset, self._part = dataset, part
-        self._process: BaseProcess | None = None
-
-    def start(self) -> None:
-        """Start the process if there is something to store; a second call does nothing."""
-        if self._process is None and self._part:
-            method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-            context = multiprocessing.get_context(method)
-            self._process = context.Process(target=self._fill, name="cache-filler", daemon=True)  # type: ignore[attr-defined]
-            self._process.start()
-
-    def _fill(self) -> None:
-        start_worker(0)
-        os.nice(19)
-        cache = self._dataset.cache
-        assert cache is not None
-        for index in self._part:
-            if cache.is_full:
-                return
-            if not cache.is_stored(index):
-                with contextlib.suppress(Exception):
-                    self._dataset.read(index)
-
-    def close(self) -> None:
-        """End the process; what it stored stays."""
-        if self._process is not None:
-            self._process.kill()  # a record that is half written is never read
-            self._process.join(_STOP_S)
-            self._process = None
 
 
 GPU_PX_PER_S, CPU_PX_PER_S = 120e6, 5e6

@@ -177,11 +177,7 @@ class DataWatch:
     def __init__(self, train_loader: TrainLoader, val_set: SegmentationDataset, *, cores: float | None = None) -> None:
         self._train_loader = train_loader
         self._datasets = {"training": train_loader.dataset, "validation": val_set}
-        self._caches = [
-            CacheWatch(name, each.cache, has_filler=bool(each.cache_part))
-            for name, each in self._datasets.items()
-            if each.cache is not None
-        ]
+        self._caches = [CacheWatch(name, each.cache) for name, each in self._datasets.items() if each.cache is not None]
         self._cores = cores_of_rank() if cores is None else cores
         self._wait_s = self._elapsed_s = 0.0
         self._has_advised = False
@@ -220,15 +216,10 @@ class DataWatch:
 
 
 class CacheWatch:
-    """Watches a cache: its location if it is on a disk, and problems in any case.
+    """Watches a cache: its location if it is on a disk, and problems in any case."""
 
-    Args:
-        has_filler: True if each machine has its own cache, which its ranks fill in the background.
-    """
-
-    def __init__(self, name: str, cache: PixelCache, *, has_filler: bool = False) -> None:
+    def __init__(self, name: str, cache: PixelCache) -> None:
         self._name, self._cache = name, cache
-        self._when = "by the ranks of each machine in the background" if has_filler else "when they are first read"
         self._num_damaged = 0
         self._is_stopped = False
 
@@ -240,7 +231,7 @@ class CacheWatch:
         free = files.free_bytes()
         return [
             f"data.cache = disk: {state.num_stored} of {state.num_images} {self._name} images are in {files.place} "
-            f"({size(state.stored_bytes)}); the others are stored {self._when}, {size(state.missing_bytes)}"
+            f"({size(state.stored_bytes)}); the others are stored when they are first read, {size(state.missing_bytes)}"
             + ("" if free is None else f" of {size(free)} that are free")
         ]
 

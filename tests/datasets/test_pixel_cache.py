@@ -31,7 +31,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.pool import LoadOptions
 from segapp.datasets.resources import available_bytes, remote_file_system
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from tests.support.drawn_data import draw_image, draw_mask
 
@@ -504,88 +504,6 @@ def test_ranks_share_one_ram_cache(caches: Caches) -> None:
     fill(sets[0])
     assert sets[1].cache is not None
     assert sets[1].cache.state().num_stored == NUM_IMAGES
-
-
-class OnMachines(Ranks):
-    """One of several ranks on machines with the given names; the first that makes a cache in memory shares it."""
-
-    def __init__(self, rank: int, machines: list[str], made: list[object] | None = None) -> None:
-        super().__init__()
-        self.rank, self.world_size, self.machines = rank, len(machines), machines
-        self.made: list[object] = [] if made is None else made
-
-    def gather(self, value: object) -> list[object]:
-        if isinstance(value, str):
-            return list(self.machines)
-        self.made += [value] if value is not None else []
-        return [pickle.loads(pickle.dumps(self.made[0]))] * self.world_size
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_ranks_of_a_machine_fill_its_cache_in_parts(
-    caches: Caches, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks 1 and 2 of machine b store all images without reading one for training; the pixels are the decoded ones."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = config_of(caches, cache=kind)
-    made: list[object] = []
-    sets = [
-        build_dataset(
-            data,
-            build_scheme(data),
-            "train",
-            is_training=True,
-            seed=0,
-            ranks=OnMachines(rank, ["a", "b", "b"], made),
-        )
-        for rank in (1, 2)
-    ]
-    assert [list(each.cache_part) for each in sets] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
-    loaders = [TrainLoader(each, 3, rank=0, world_size=1) for each in sets]
-    cache = sets[0].cache
-    assert cache is not None
-    loaders[0].epoch(0)  # starts the process
-    wait_until(lambda: cache.state().num_stored == 5)
-    loaders[1].epoch(0)
-    wait_until(lambda: cache.state().num_stored == NUM_IMAGES)
-    for loader in loaders:
-        loader.close()
-    plain = build_dataset(data, build_scheme(data), "train", is_training=True, seed=0)
-    for index in range(NUM_IMAGES):
-        stored, read = cache.get(index), plain.read(index)
-        assert stored is not None
-        assert all(np.array_equal(one, other) for one, other in zip(stored, read, strict=True))
-
-
-def test_filler_leaves_errors_to_the_training(caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be read ends nothing: the others are stored, and the training names it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = config_of(caches, cache="disk")
-    ranks = OnMachines(0, ["a", "b"])
-    dataset = build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=ranks)
-    dataset.pairs[1].image.write_bytes(b"no image")
-    loader = TrainLoader(dataset, NUM_IMAGES, drop_last=False)
-    batches = loader.epoch(0)
-    cache = dataset.cache
-    assert cache is not None
-    wait_until(lambda: cache.state().num_stored == NUM_IMAGES - 1)
-    with pytest.raises(DataError, match=dataset.pairs[1].image.name):
-        list(batches)
-    loader.close()
-
-
-def test_one_machine_has_no_filler(caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = config_of(caches, cache="disk")
-    ranks = OnMachines(1, ["a", "a"])
-    assert not build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=ranks).cache_part
 
 
 def test_cache_on_a_network_file_system_is_named(tmp_path: Path) -> None:
