@@ -124,11 +124,12 @@ class ImageOutputs:
 
     def __init__(self, plan: OutputPlan, picture: Picture, coco: CocoFile | None = None) -> None:
         self._plan, self._picture, self._coco = plan, picture, coco
-        self._writers: list[_Writer | _CocoImage] = []
+        self._rows: list[NDArray[Any]] = []  # for the COCO file
+        self._writers: list[_Writer] = []
 
     def __enter__(self) -> ImageOutputs:
         try:
-            for writer in _writers(self._plan, self._picture, self._coco):
+            for writer in _writers(self._plan, self._picture):
                 self._writers.append(writer)
         except BaseException:
             self.__exit__(RuntimeError)
@@ -138,17 +139,21 @@ class ImageOutputs:
     @property
     def paths(self) -> list[Path]:
         """The files of this image; complete after the context has ended."""
-        return [writer.path for writer in self._writers if isinstance(writer, _Writer)]
+        return [writer.path for writer in self._writers]
 
     def add(self, strip: Strip) -> None:
         """Append the rows of a strip to every file."""
         strip = self._plan.without_doubtful(strip)
         for writer in self._writers:
             writer.add(strip)
+        if self._coco is not None:
+            self._rows.append(strip.labels)
 
     def __exit__(self, error: object, *_: object) -> None:
         for writer in self._writers:
             writer.close(keep=error is None)
+        if self._coco is not None and error is None:
+            self._coco.add(self._picture, np.concatenate(self._rows))
 
 
 class _Writer:
@@ -275,27 +280,10 @@ class _Vectors(_Writer):
         write_vectors(self._temporary, np.concatenate(self._rows), self._picture, self._scheme, self._plan)
 
 
-class _CocoImage:
-    """Polygons of an image in the COCO file of all images."""
-
-    def __init__(self, coco: CocoFile, picture: Picture) -> None:
-        self._coco, self._picture = coco, picture
-        self._rows: list[NDArray[Any]] = []
-
-    def add(self, strip: Strip) -> None:
-        self._rows.append(strip.labels)
-
-    def close(self, *, keep: bool) -> None:
-        if keep:
-            self._coco.add(self._picture, np.concatenate(self._rows))
-
-
-def _writers(plan: OutputPlan, picture: Picture, coco: CocoFile | None) -> Iterator[_Writer | _CocoImage]:
+def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
     """Open and yield the files of an image."""
     scheme = plan.scheme
-    if coco is not None:
-        yield _CocoImage(coco, picture)
-    elif plan.polygons is not None:
+    if plan.polygons is not None and plan.polygons.format != "coco":
         yield _Vectors(plan.folder / "polygons", picture, scheme, plan.polygons)
     undecided = undecided_id(scheme) if plan.min_confidence else 0
     few, ids = max(scheme.num_classes - 1, undecided) < 256, label_id_table(scheme)

@@ -6,7 +6,6 @@ many small ones.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -82,10 +81,9 @@ def predict_files(
     workspace = workspace or plan_workspace(predictor)
     job = _Job(predictor, plan, workspace, batch or (1 if gpu_of(predictor.device) is None else MAX_BATCH), progress)
     start = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_large_pictures_allowed())
-        if plan.polygons is not None and plan.polygons.format == "coco":
-            job.coco = stack.enter_context(CocoFile(plan.folder, plan.scheme, plan.polygons, files))
+    if plan.polygons is not None and plan.polygons.format == "coco":
+        job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)
+    with _large_pictures_allowed():
         for is_video, group in itertools.groupby(files, key=lambda file: file.is_video):
             if is_video:
                 for file in group:
@@ -96,6 +94,7 @@ def predict_files(
     job.tally.seconds = time.perf_counter() - start
     job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
     if job.coco is not None:
+        job.coco.write(files)
         job.tally.paths.append(job.coco.path)
     return job.tally
 

@@ -11,9 +11,6 @@ Shapes: H x W pixels of an image, V vertices of a ring, P polygons.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,7 +26,7 @@ from segapp.datasets.images.raster import IDENTITY, Georeference, crs_name, outl
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, StorageError, accepted_words, storage_errors
 from segapp.inference.predict.reading import InputFile, Picture
-from segapp.run.files import remove_quietly, temporary_name
+from segapp.run.files import write_atomic
 
 PolygonFormat = Literal["geojson", "gpkg", "coco"]
 POLYGON_FORMATS: tuple[PolygonFormat, ...] = get_args(PolygonFormat)
@@ -226,63 +223,34 @@ def _coco_line(class_id: int, area_px: int, rings: Sequence[NDArray[Any]]) -> st
 
 
 class CocoFile:
-    """Context manager of the COCO file of all images.
+    """The COCO file of all images; several threads may add images, whose polygons stay in memory until `write`."""
 
-    Several threads may add images; the file has them in the order of `files`. It is written at the end of the context,
-    or removed if there was an exception. Until then, a temporary file has one line per polygon.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-
-    def __init__(self, folder: Path, scheme: ClassScheme, plan: PolygonPlan, files: Sequence[InputFile]) -> None:
+    def __init__(self, folder: Path, scheme: ClassScheme, plan: PolygonPlan) -> None:
         self._scheme, self._plan = scheme, plan
         self.path = folder / "polygons" / "coco.json"
-        self._order = {file.name: number for number, file in enumerate(files)}
-        self._images: dict[str, tuple[dict[str, Any], int, int]] = {}  # fields, and the first byte and end of its lines
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> CocoFile:
-        with storage_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._parts = tempfile.TemporaryFile(dir=self.path.parent)
-        return self
+        self._images: dict[str, tuple[dict[str, Any], list[str]]] = {}  # fields of an image, and of its annotations
 
     def add(self, picture: Picture, labels_HW: NDArray[Any]) -> None:
-        """Append the polygons of an image."""
-        lines = "".join(f"{line}\n" for line in coco_lines(labels_HW, self._scheme, self._plan)).encode()
-        name = picture.file.name
-        shown = (PurePath(name).parent / picture.file.path.name).as_posix()
+        """Add the polygons of an image."""
         height, width = labels_HW.shape
-        with self._lock, storage_errors(self.path):
-            first = self._parts.seek(0, os.SEEK_END)
-            self._parts.write(lines)
-            fields = {"file_name": shown, "height": height, "width": width}
-            self._images[name] = fields, first, first + len(lines)
+        name = (PurePath(picture.file.name).parent / picture.file.path.name).as_posix()
+        lines = list(coco_lines(labels_HW, self._scheme, self._plan))
+        self._images[picture.file.name] = {"file_name": name, "height": height, "width": width}, lines
 
-    def __exit__(self, error: object, *_: object) -> None:
-        temporary = self.path.parent / temporary_name()
-        try:
-            if error is None:
-                with storage_errors(self.path):
-                    with open(temporary, "w", encoding="utf-8") as file:
-                        file.writelines(self._text())
-                    os.replace(temporary, self.path)
-        finally:
-            self._parts.close()
-            remove_quietly(temporary)
-
-    def _text(self) -> Iterator[str]:
-        images = [self._images[name] for name in sorted(self._images, key=self._order.__getitem__)]
+    def write(self, files: Sequence[InputFile]) -> None:
+        """Write the images in the order of `files`; StorageError if the file cannot be written."""
+        found = [self._images[file.name] for file in files if file.name in self._images]
+        images = [{"id": number, **fields} for number, (fields, _) in enumerate(found, start=1)]
+        numbered = [
+            f'"image_id": {number}, {line}' for number, (_, lines) in enumerate(found, start=1) for line in lines
+        ]
+        annotations = ",\n".join(f'{{"id": {number}, {line}}}' for number, line in enumerate(numbered, start=1))
         names = [(number + 1, name) for number, name in enumerate(self._scheme.names) if not is_background(name)]
-        yield f'{{"categories": {json.dumps([{"id": number, "name": name} for number, name in names])},\n'
-        listed = [{"id": image, **fields} for image, (fields, _, _) in enumerate(images, start=1)]
-        yield f'"images": {json.dumps(listed)},\n"annotations": ['
-        number = 0
-        for image, (_, first, end) in enumerate(images, start=1):
-            self._parts.seek(first)
-            while self._parts.tell() < end:
-                number += 1
-                line = self._parts.readline().decode().rstrip("\n")
-                yield f'{"," if number > 1 else ""}\n{{"id": {number}, "image_id": {image}, {line}}}'
-        yield "\n]}\n"
+        categories = [{"id": number, "name": name} for number, name in names]
+        with storage_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(
+                self.path,
+                f'{{"categories": {json.dumps(categories)},\n"images": {json.dumps(images)},\n'
+                f'"annotations": [\n{annotations}\n]}}\n',
+            )
