@@ -477,7 +477,6 @@ def predict(
     *,
     save: str | Sequence[str] = (),
     label_ids: bool = False,
-    min_confidence: float = 0.0,
     polygons: str | None = None,
     min_area_px: int = 0,
     simplify_px: float = 0.0,
@@ -495,7 +494,6 @@ def predict(
         out: folder of the results.
         save: labels, color, overlay, confidence, probabilities; empty: the first three.
         label_ids: write the ids of the data set, such as Cityscapes labelIds, instead of class ids.
-        min_confidence: mark pixels as ignored if the probability of their class is lower than this.
         polygons: write polygons as geojson, gpkg or coco; without `save`, nothing else is written.
         min_area_px: leave out smaller polygons and holes, in square pixels.
         simplify_px: tolerance of simplified borders in pixels; 0: exact outlines.
@@ -511,7 +509,7 @@ def predict(
         >>> predict("demo", "photos/", "out", save=["overlay"]).paths  # doctest: +SKIP
         >>> predict("demo", "photos/", "out", polygons="coco", min_area_px=50).problems  # doctest: +SKIP
     """
-    from segapp.commands.predict import PredictOptions, build_predictor, output_plan, parse_batch, parse_confidence
+    from segapp.commands.predict import PredictOptions, build_predictor, output_plan, parse_batch
     from segapp.inference.predict import find_images, parse_polygons, parse_saved, predict_files
 
     files = find_images([Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)])
@@ -522,7 +520,6 @@ def predict(
         tta,
         parse_batch("auto" if batch is None else str(batch)),
         None if config is None else str(config),
-        parse_confidence(str(min_confidence)),
         parse_polygons(polygons, min_area_px, simplify_px),
     )
     predictor = build_predictor(_listed(target), options)

@@ -385,14 +385,6 @@ def predict(
     label_ids: Annotated[
         bool, typer.Option("--label-ids", help="Write the ids of the data set, such as Cityscapes labelIds.")
     ] = False,
-    min_confidence: Annotated[
-        str,
-        typer.Option(
-            "--min-confidence",
-            metavar="P",
-            help="Set pixels below this probability to data.ignore_index.",
-        ),
-    ] = "0",
     polygons: Annotated[
         str | None,
         typer.Option(
@@ -431,7 +423,6 @@ def predict(
     from segapp.commands.predict import (
         PredictOptions,
         parse_batch,
-        parse_confidence,
         predict_target,
         split_networks,
     )
@@ -444,7 +435,6 @@ def predict(
         tta,
         parse_batch(batch),
         config,
-        parse_confidence(min_confidence),
         parse_polygons(polygons, min_area_px, simplify_px),
     )
     networks, files = split_networks([target, *paths])

@@ -128,8 +128,6 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
         assert bool(json.loads(drawn.paths[0].read_text())["annotations"]) == has_polygons
     with pytest.raises(ConfigError, match="--polygons shape is not known"):
         predict(run, path, tmp_path / "out", polygons="shape")
-    with pytest.raises(ConfigError, match="--min-confidence 2 is not a probability"):
-        predict(run, path, tmp_path / "out", min_confidence=2)
     with pytest.raises(DataError, match=r"nosuch\.jpg is neither a file nor a folder: check the path"):
         predict(run, "nosuch.jpg", tmp_path / "out")
     assert np.array_equal(cv2.imread(str(tmp_path / "out" / "labels" / "00.png"), cv2.IMREAD_UNCHANGED), labels)

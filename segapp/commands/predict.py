@@ -34,7 +34,6 @@ class PredictOptions:
     Attributes:
         save: kinds of output; empty: labels, color and overlay (for a video: color and overlay).
         label_ids: write the ids of the data set instead of class ids.
-        min_confidence: pixels whose most likely class has a lower probability are written as ignored.
         polygons: the polygons to write; without `save`, nothing else is written.
         batch: images per batch; None: depending on the free memory.
         config: config of the network for a file with only weights; None: from the file.
@@ -46,7 +45,6 @@ class PredictOptions:
     tta: bool = False
     batch: int | None = None
     config: str | None = None
-    min_confidence: float = 0.0
     polygons: PolygonPlan | None = None
 
 
@@ -108,16 +106,14 @@ def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> Out
         predictor.scheme,
         pixels=predictor.pixels,
         label_ids=options.label_ids,
-        min_confidence=options.min_confidence,
         polygons=options.polygons,
     )
     if options.save or options.polygons:
         plan = replace(plan, kinds=options.save, video_kinds=options.save)
-    if predictor.scheme.multilabel is not None and (options.min_confidence or "confidence" in plan.kinds):
-        option = "--min-confidence" if options.min_confidence else "--save confidence"
+    if predictor.scheme.multilabel is not None and "confidence" in plan.kinds:
         raise ConfigError(
-            f"{option} is for one class per pixel, and this model predicts sets of classes (data.multilabel): use "
-            "--save probabilities"
+            "--save confidence is for one class per pixel, and this model predicts sets of classes (data.multilabel): "
+            "use --save probabilities"
         )
     return plan
 
@@ -131,17 +127,6 @@ def _speed(num_images: int, seconds: float) -> str:
     per_s = num_images / max(seconds, 1e-9)
     each = f" ({seconds / num_images:.1f} s each)" if num_images and seconds > num_images else ""
     return f"{per_s:.2f} images/s" if per_s >= 1 else f"{per_s:.3g} images/s{each}"
-
-
-def parse_confidence(text: str) -> float:
-    """Return the probability in `--min-confidence`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ConfigError(f"--min-confidence {text} is not a probability: give a number from 0 to 1")
-    return value
 
 
 def parse_batch(text: str) -> int | None:

@@ -119,9 +119,7 @@ def test_checkpoint_file_predicts_without_its_run(trained: Path, tmp_path: Path)
     assert "is in no manifest" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--save", "labels,colour"), ("--batch", "0"), ("--batch", "many"), ("--min-confidence", "2")]
-)
+@pytest.mark.parametrize(("option", "value"), [("--save", "labels,colour"), ("--batch", "0"), ("--batch", "many")])
 def test_unknown_predict_option_is_refused(trained: Path, option: str, value: str) -> None:
     result = segapp("predict", "run", ".", "--out", "refused", option, value, cwd=trained)
     assert result.returncode == 2

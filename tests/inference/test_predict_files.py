@@ -118,7 +118,6 @@ def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = No
         tuple(kinds),
         tuple(kinds),
         options.pop("label_ids", False),
-        min_confidence=options.pop("min_confidence", 0.0),
     )
     options.setdefault("workspace", Workspace(10**9))
     return predict_files(predictor or Blur(), find_images([source]), plan, **options)
@@ -126,40 +125,14 @@ def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = No
 
 @pytest.mark.parametrize("workspace", [Workspace(10**9), Workspace(30_000)])
 def test_confidence_is_that_of_the_likeliest_class(tmp_path: Path, workspace: Workspace) -> None:
-    """Below the limit a pixel has no class: id 255, black, and the photo in the overlay."""
     image = photo(400, 300)
     cv2.imwrite(str(tmp_path / "big.png"), image[..., ::-1])
-    kinds: tuple[Saved, ...] = ("labels", "color", "overlay", "confidence")
-    predict(tmp_path / "big.png", tmp_path / "all", kinds, workspace=workspace)
-    predict(tmp_path / "big.png", tmp_path / "sure", kinds, workspace=workspace, min_confidence=0.6)
-    predict(tmp_path / "big.png", tmp_path / "ids", ["labels"], label_ids=True, min_confidence=0.6)
+    predict(tmp_path / "big.png", tmp_path / "all", ("labels", "confidence"), workspace=workspace)
+    predict(tmp_path / "big.png", tmp_path / "ids", ["labels"], workspace=workspace, label_ids=True)
     top = Blur().probabilities(image[None])[0].max(0)
-    is_sure = top >= 0.6
-    assert 0.1 < is_sure.mean() < 0.9
-    found = {name: {kind: read(tmp_path / name / kind / "big.png") for kind in kinds} for name in ("all", "sure")}
-    for name in found:
-        assert np.array_equal(found[name]["confidence"], np.rint(255 * top).astype(np.uint8))
-    assert np.array_equal(found["sure"]["labels"], np.where(is_sure, found["all"]["labels"], 255))
-    ids = np.array(SCHEME.file_ids)[found["all"]["labels"]]
-    assert np.array_equal(read(tmp_path / "ids" / "labels" / "big.png"), np.where(is_sure, ids, 255))
-    colors = np.array(Image.open(tmp_path / "sure" / "color" / "big.png").convert("RGB"))
-    every = np.array(Image.open(tmp_path / "all" / "color" / "big.png").convert("RGB"))
-    assert np.array_equal(colors, np.where(is_sure[..., None], every, 0))
-    assert np.array_equal(found["sure"]["overlay"], np.where(is_sure[..., None], found["all"]["overlay"], image))
-
-
-def test_frames_of_a_video_leave_doubtful_pixels_black(tmp_path: Path) -> None:
-    source = tmp_path / "drive.avi"
-    writer = cv2.VideoWriter(str(source), cv2.VideoWriter.fourcc(*"MJPG"), 5.0, (64, 48))
-    writer.write(photo(48, 64)[..., ::-1])
-    writer.release()
-    tally = predict(source, tmp_path / "out", ["color", "labels"], min_confidence=1.0)
-    labels = [read(path) for path in tally.paths if path.suffix == ".png"]
-    assert len(labels) == 1
-    assert set(np.unique(labels[0])) <= {0, 1, 2, 255}
-    assert (labels[0] == 255).any()
-    frame = cv2.VideoCapture(str(next(path for path in tally.paths if path.suffix != ".png"))).read()[1]
-    assert frame[labels[0] == 255].mean() < 20
+    assert np.array_equal(read(tmp_path / "all" / "confidence" / "big.png"), np.rint(255 * top).astype(np.uint8))
+    ids = np.array(SCHEME.file_ids)[read(tmp_path / "all" / "labels" / "big.png")]
+    assert np.array_equal(read(tmp_path / "ids" / "labels" / "big.png"), ids)
 
 
 def test_output_files_of_tiles_equal_those_of_the_whole_image(tmp_path: Path) -> None:

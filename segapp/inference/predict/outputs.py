@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -51,29 +51,12 @@ class OutputPlan:
     video_kinds: tuple[Saved, ...] = ("color", "overlay")  # labels and probabilities are one file per frame
     label_ids: bool = False  # write the ids of the data set instead of class ids
     pixels: PixelFormat = RGB8
-    min_confidence: float = 0.0  # pixels with a lower confidence are written as `undecided_id`
     polygons: PolygonPlan | None = None
 
     @property
     def needs_probabilities(self) -> bool:
         """True if an output cannot be made from only the class ids."""
-        return self.min_confidence > 0 or not {"confidence", "probabilities"}.isdisjoint(
-            (*self.kinds, *self.video_kinds)
-        )
-
-    def without_doubtful(self, strip: Strip) -> Strip:
-        """Return a strip in which pixels with too low confidence have the id `undecided_id`."""
-        if not self.min_confidence:
-            return strip
-        undecided = undecided_id(self.scheme)
-        labels = strip.labels.astype(np.promote_types(strip.labels.dtype, np.min_scalar_type(undecided)))
-        labels[confidence(strip) < self.min_confidence] = undecided
-        return replace(strip, labels=labels)
-
-
-def undecided_id(scheme: ClassScheme) -> int:
-    """Return the id of pixels without a class in label maps: `ignore_index`, or the largest id if that is negative."""
-    return scheme.ignore_index if scheme.ignore_index >= 0 else 255 if scheme.num_classes < 256 else 65_535
+        return not {"confidence", "probabilities"}.isdisjoint((*self.kinds, *self.video_kinds))
 
 
 def confidence(strip: Strip) -> NDArray[np.float32]:
@@ -87,21 +70,11 @@ def label_id_table(scheme: ClassScheme) -> NDArray[Any]:
     return np.array(scheme.file_ids, dtype=np.uint8 if max(scheme.file_ids) < 256 else np.uint16)
 
 
-def _of_ids(labels: NDArray[Any], values: NDArray[Any], undecided: int) -> NDArray[Any]:
-    """Return the value of each class id, from values (C, ...); `undecided` for ids that are no class."""
-    has_class = labels < len(values)
-    if has_class.all():
-        return np.asarray(values[labels])
-    found = values[np.where(has_class, labels, 0)]
-    found[~has_class] = undecided
-    return np.asarray(found)
-
-
 def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
     """Return class ids (H, W) as uint8 RGB colors (H, W, 3); for several classes their mean, for none black."""
     table = np.array(scheme.palette, dtype=np.uint8)
     if scheme.multilabel is None:
-        return _of_ids(labels, table[: scheme.num_classes], 0)
+        return np.asarray(table[labels])
     own = (labels[..., None] >> np.arange(scheme.num_classes)) & 1
     return np.asarray((own @ table.astype(np.int64) // np.maximum(own.sum(-1, keepdims=True), 1)).astype(np.uint8))
 
@@ -109,8 +82,7 @@ def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
 def blend(image: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
     """Return an image (H, W, 3) blended with the colors of its class ids (H, W), except for pixels without a class."""
     mixed = np.asarray(cv2.addWeighted(image, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0))
-    has_class = labels < scheme.num_classes if scheme.multilabel is None else labels != 0
-    return mixed if has_class.all() else np.where(has_class[..., None], mixed, image)
+    return mixed if scheme.multilabel is None else np.where((labels != 0)[..., None], mixed, image)
 
 
 class ImageOutputs:
@@ -143,7 +115,6 @@ class ImageOutputs:
 
     def add(self, strip: Strip) -> None:
         """Append the rows of a strip to every file."""
-        strip = self._plan.without_doubtful(strip)
         for writer in self._writers:
             writer.add(strip)
         if self._coco is not None:
@@ -285,9 +256,7 @@ def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
     scheme = plan.scheme
     if plan.polygons is not None and plan.polygons.format != "coco":
         yield _Vectors(plan.folder / "polygons", picture, scheme, plan.polygons)
-    undecided = undecided_id(scheme) if plan.min_confidence else 0
-    few, ids = max(scheme.num_classes - 1, undecided) < 256, label_id_table(scheme)
-    ids = ids.astype(np.promote_types(ids.dtype, np.min_scalar_type(undecided)))
+    few, ids = scheme.num_classes <= 256, label_id_table(scheme)
     for kind in plan.kinds:
         folder = plan.folder / kind
         if kind == "probabilities":
@@ -308,8 +277,7 @@ def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
                 is_photo=True,
             )
         elif kind == "color" and few and scheme.multilabel is None:
-            colors = scheme.palette[: scheme.num_classes]
-            palette = [*colors, *[(0, 0, 0)] * (undecided + 1 - len(colors))]
+            palette = scheme.palette[: scheme.num_classes]
             yield _PictureFile(folder, picture, lambda strip: strip.labels, palette=palette)
         elif kind == "color":
             yield _PictureFile(folder, picture, lambda strip: colorize(strip.labels, scheme), channels=3)
@@ -318,7 +286,7 @@ def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
                 name = re.sub(r"[^\w.-]", "_", name).lstrip(".") or str(number)
                 yield _PictureFile(folder / name, picture, partial(_mask_of, number), dtype=np.uint8)
         elif plan.label_ids:
-            yield _PictureFile(folder, picture, lambda strip: _of_ids(strip.labels, ids, undecided), dtype=ids.dtype)
+            yield _PictureFile(folder, picture, lambda strip: ids[strip.labels], dtype=ids.dtype)
         else:
             dtype = np.uint8 if few else np.uint16
             yield _PictureFile(folder, picture, lambda strip: strip.labels, dtype=dtype)

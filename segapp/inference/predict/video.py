@@ -104,7 +104,6 @@ class VideoOutputs:
 
     def add(self, picture: Picture, strips: list[Strip]) -> None:
         """Append a frame."""
-        strips = [self._frames.without_doubtful(strip) for strip in strips]
         labels = strips[0].labels if len(strips) == 1 else np.concatenate([strip.labels for strip in strips])
         for video in self._videos:
             video.add(picture.pixels, labels)
