@@ -455,7 +455,7 @@ def evaluate(
     from segapp.commands.evaluate import EvalOptions, as_json, score_lines, score_target
 
     root, config = (None if each is None else str(each) for each in (data_root, config))
-    options = EvalOptions(split, slide, tta, root, devices, config=config)
+    options = EvalOptions(split, slide, tta, root, devices, config)
     scored = score_target(_listed(target), options)
     raw = as_json(scored)
     return EvalResult(

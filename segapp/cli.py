@@ -322,16 +322,11 @@ def evaluate(
         typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs or checkpoints. Several are averaged."),
     ],
     split: SplitOption = None,
-    json_out: Annotated[
-        bool, typer.Option("--json", help="Print JSON. --json NAME.json writes it to that file instead.")
-    ] = False,
+    json_out: JsonFlag = False,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
     data_root: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder of the data set, if it has moved.")
-    ] = None,
-    per_image: Annotated[
-        Path | None, option("--per-image", "Write the scores of each image to a CSV file.", "FILE.csv")
     ] = None,
     devices: Annotated[
         str | None, option("--devices", "Divide the images among devices, e.g. 0,1 or cpu,cpu.", "LIST")
@@ -344,21 +339,8 @@ def evaluate(
     """
     from segapp.commands.evaluate import EvalOptions, evaluate_target
 
-    json_file = next((word for word in targets if json_out and word.endswith(".json")), None)
-    if [json_file] == targets:
-        raise ConfigError(f"--json {json_file} is the file to write: also name a run or a checkpoint")
-    options = EvalOptions(
-        split,
-        slide,
-        tta,
-        data_root,
-        devices,
-        as_json=json_out,
-        json_file=None if json_file is None else Path(json_file),
-        per_image=per_image,
-        config=config,
-    )
-    evaluate_target([word for word in targets if word != json_file], options)
+    options = EvalOptions(split, slide, tta, data_root, devices, config)
+    evaluate_target(targets, options, is_json=json_out)
 
 
 @app.command()

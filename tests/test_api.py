@@ -137,7 +137,7 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
 
 @pytest.mark.parametrize(
     ("function", "command", "only_printed"),
-    [(predict, "predict", set()), (evaluate, "eval", {"json_out", "per_image"})],
+    [(predict, "predict", set()), (evaluate, "eval", {"json_out"})],
 )
 def test_functions_have_the_options_of_their_commands(function: Any, command: str, only_printed: set[str]) -> None:
     options = {each.name for each in typer.main.get_command(app).commands[command].params}  # type: ignore[attr-defined]

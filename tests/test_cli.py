@@ -84,9 +84,9 @@ def test_whole_run_from_the_command_line_writes_its_files(config_file: Path, tmp
     assert verified.returncode == 0, verified.stderr
     (row,) = [line.split() for line in verified.stdout.splitlines() if "epoch_0002.pt" in line]
     assert row[-5:-3] == ["2", "10"]  # EPOCH and STEP
-    evaluated = segapp("eval", "tiny", "--split", "train", "--json", "e.json", cwd=tmp_path)
+    evaluated = segapp("eval", "tiny", "--split", "train", "--json", cwd=tmp_path)
     assert evaluated.returncode == 0, evaluated.stderr
-    assert json.loads((tmp_path / "e.json").read_text())["num_images"] == 10
+    assert json.loads(evaluated.stdout)["num_images"] == 10
 
 
 DDP = ("parallel.mode=ddp", "parallel.devices=[cpu,cpu]")

@@ -78,7 +78,7 @@ def test_a_failure_is_json_and_a_sentence(
         (["status", "--json"], "Missing argument 'RUN'"),
         (["compare", "a", "b", "--json", "--images", "many"], "Invalid value for '--images'"),
         (["no-command", "--json"], "No such command 'no-command'"),
-        (["eval", "run", "--json", "result.json", "--nonsense"], "No such option: --nonsense"),
+        (["eval", "run", "--json", "--nonsense"], "No such option: --nonsense"),
     ],
 )
 def test_a_wrong_word_is_json_too(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,12 @@
-"""`segapp eval`: scores of a run, or of the mean of several, as a table, JSON and per-image CSV."""
+"""`segapp eval`: scores of a run, or of the mean of several, as a table or JSON."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +21,13 @@ from segapp.commands.predict import predictor_of
 from segapp.custom.names import is_part
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
-from segapp.errors import ConfigError, SegappError, storage_errors
+from segapp.errors import ConfigError, SegappError
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
-from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
-from segapp.run.files import write_atomic
+from segapp.metrics import SegmentationScores, group_iou, mean_of_known
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
 from segapp.training.console import iou_table, progress_bar, worst_first
@@ -39,19 +35,13 @@ from segapp.training.console import iou_table, progress_bar, worst_first
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of `segapp eval`; if `split` is None, the run's validation split is used.
-
-    `as_json` replaces the table by JSON, or with `json_file` writes it to that file.
-    """
+    """Options of `segapp eval`; if `split` is None, the run's validation split is used."""
 
     split: str | None = None
     slide: bool = False
     tta: bool = False
     data_root: str | None = None
     devices: str | None = None
-    as_json: bool = False
-    json_file: Path | None = None
-    per_image: Path | None = None
     config: str | None = None
 
 
@@ -78,16 +68,10 @@ class ScoredSplit:
         return next(iter(self.networks.values()))
 
 
-def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
-    """Evaluate a network, or the mean of several; print the table of classes or JSON, and write the requested files."""
+def evaluate_target(target: str | Sequence[str], options: EvalOptions, *, is_json: bool = False) -> None:
+    """Evaluate a network, or the mean of several, and print the table of classes or JSON."""
     scored = score_target(target, options)
-    content = json.dumps(as_json(scored), indent=2, allow_nan=False)
-    is_printed = options.as_json and options.json_file is None
-    print(content if is_printed else "\n".join(score_lines(scored)))
-    if options.json_file is not None:
-        _write(options.json_file, content + "\n")
-    if options.per_image is not None:
-        _write(options.per_image, per_image_csv(scored))
+    print(json.dumps(as_json(scored), indent=2, allow_nan=False) if is_json else "\n".join(score_lines(scored)))
 
 
 def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSplit:
@@ -218,10 +202,9 @@ def _build_evaluators(
         criterion if has_loss else None,
         host=HostLimit(len(devices)) if ensemble is None else None,
     )
-    with_images = options.per_image is not None
     if ensemble is not None:
-        return [EnsembleEvaluator(ensemble, settings, with_images=with_images)]
-    first = Evaluator(trained.model, settings, with_images=with_images)
+        return [EnsembleEvaluator(ensemble, settings)]
+    first = Evaluator(trained.model, settings)
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
 
@@ -296,31 +279,3 @@ def as_json(scored: ScoredSplit) -> dict[str, Any]:
         iou = group_iou(found.matrix, tuple(groups.values()))
         result |= {"groups": dict(zip(groups, iou, strict=True)), "groups_miou": mean_of_known(iou)}
     return result
-
-
-def per_image_csv(scored: ScoredSplit) -> str:
-    """Return a CSV with one row per image in the order of the data set; undefined scores are empty."""
-    scheme, text = scored.trained.scheme, io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    per_class = [f"iou {name}" for name in scheme.names]
-    writer.writerow(["image", "num_valid_px", "pixel_accuracy", "miou", "num_scored", *per_class])
-    for index, counts in scored.found.per_image.items():
-        scores = _scores(counts, scheme.ignore_index)
-        accuracy, miou, *iou = (
-            "" if value is None else f"{value:.6f}" for value in (scores.pixel_accuracy, scores.miou, *scores.iou)
-        )
-        name = printable(scored.dataset.pairs[index].name)
-        writer.writerow([name, scores.num_valid_px, accuracy, miou, count_scored(scores.iou), *iou])
-    return text.getvalue()
-
-
-def _scores(counts: torch.Tensor, ignore_index: int) -> SegmentationScores:
-    matrix = counts_for(len(counts), ignore_index, multilabel=counts.dim() == 3)
-    matrix.matrix.add_(counts)
-    return matrix.scores()
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    with storage_errors(path, "choose another file"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content)

@@ -1,4 +1,4 @@
-"""Detailed evaluation of one or several trained models: per image, on several devices, in windows if memory is short.
+"""Detailed evaluation of one or several trained models: on several devices, in windows if memory is short.
 
 `segapp.inference.evaluate` is the evaluation during training.
 
@@ -33,7 +33,6 @@ from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.predict.predictor import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
-from segapp.metrics import Counts, counts_for
 from segapp.models import SegmentationModel
 
 MIN_WINDOW_PX = 64
@@ -46,25 +45,19 @@ class EvaluationResult:
     evaluation: Evaluation
     # int64 (C, C) on the CPU, row: target's class, column: predicted class; (C, 2, 2) with several classes per pixel.
     matrix: Tensor
-    per_image: dict[int, Tensor] = field(default_factory=dict)  # index in the data set -> counts, if requested
     notes: list[str] = field(default_factory=list)  # for the user, such as the use of windows
 
 
 class Evaluator(DeviceCounter):
-    """Evaluation on one device; if the device runs out of memory, windows are used.
+    """Evaluation on one device; if the device runs out of memory, windows are used."""
 
-    If requested, it also keeps the counts of every image.
-    """
-
-    def __init__(self, model: SegmentationModel, settings: EvaluationSettings, *, with_images: bool = False) -> None:
+    def __init__(self, model: SegmentationModel, settings: EvaluationSettings) -> None:
         super().__init__(model, settings)
-        self.with_images = with_images
-        self.per_image: dict[int, Tensor] = {}
         self.notes: list[str] = []
 
     def on(self, device: torch.device) -> Evaluator:
         """Return an evaluator for another device, with copies of the model and the criterion and empty counts."""
-        return Evaluator(copy_to(self.model, device), self.settings.on(device), with_images=self.with_images)
+        return Evaluator(copy_to(self.model, device), self.settings.on(device))
 
     @torch.no_grad()
     def add(self, batch: Batch | LargeBatch) -> None:
@@ -73,20 +66,19 @@ class Evaluator(DeviceCounter):
         Raises:
             OutOfMemoryError: not even the smallest window fits.
         """
-        is_single = self.with_images or not self.settings.fits(self.model, batch.images)
-        for number, (images, target) in enumerate(split_batch(batch, is_single=is_single)):
-            counts = self._count_where_it_fits(images, target)
-            if self.with_images:
-                self.per_image[batch.indices[number]] = counts.cpu()
+        is_single = not self.settings.fits(self.model, batch.images)
+        for images, target in split_batch(batch, is_single=is_single):
+            self._count_where_it_fits(images, target)
         self.counts.num_images += len(batch.indices)
 
-    def _count_where_it_fits(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> Tensor:
-        """Return (C, C) counts, computed whole or in windows that are halved after each out-of-memory error."""
+    def _count_where_it_fits(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
+        """Add the counts of images, computed whole or in windows that are halved after each out-of-memory error."""
         height, width = images.shape[-2:]
         inference = self.settings.inference
         while True:
             try:
-                return self._count(inference, images, target)
+                self._count(inference, images, target)
+                return
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -110,12 +102,11 @@ class Evaluator(DeviceCounter):
         )
         return replace(inference, window_px=window)
 
-    def _count(self, inference: Inference, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> Tensor:
-        """Add the counts of images after all of their parts are computed, and return the pixel counts."""
+    def _count(self, inference: Inference, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
+        """Add the counts of images after all of their parts are computed."""
         parts = list(evaluate_parts(self.model, images, target, replace(self.settings, inference=inference)))
         for counts, statistics in parts:
             self.counts.add(counts, statistics)
-        return torch.stack([counts for counts, _ in parts]).sum(0)
 
 
 class EnsembleEvaluator(Evaluator):
@@ -127,12 +118,10 @@ class EnsembleEvaluator(Evaluator):
     The settings give the classes and the criterion; their inference is not used.
     """
 
-    def __init__(
-        self, predictor: EnsemblePredictor, settings: EvaluationSettings, *, with_images: bool = False
-    ) -> None:
+    def __init__(self, predictor: EnsemblePredictor, settings: EvaluationSettings) -> None:
         first = predictor.members[0]
         assert isinstance(first, TrainedPredictor)
-        super().__init__(first.model, settings, with_images=with_images)
+        super().__init__(first.model, settings)
         self._predictor, self._workspace = predictor, plan_workspace(predictor)
 
     @torch.no_grad()
@@ -143,17 +132,12 @@ class EnsembleEvaluator(Evaluator):
             torch.OutOfMemoryError: not even a small tile fits.
         """
         assert isinstance(batch, Batch)  # the loader reads no windows for an ensemble
-        for number, index in enumerate(batch.indices):
-            image, target = batch.images[number, ...], batch.target[number, ...]
-            counts = self._count_strips(image.cpu().permute(1, 2, 0).numpy(), target)
-            self.counts.confusion.counts += counts.counts.to(self.settings.device)
-            if self.with_images:
-                self.per_image[index] = counts.matrix.clone()
+        for image, target in zip(batch.images, batch.target, strict=True):
+            self._count_strips(image.cpu().permute(1, 2, 0).numpy(), target)
             self.counts.num_images += 1
 
-    def _count_strips(self, image: NDArray[Any], target: Tensor) -> Counts:
+    def _count_strips(self, image: NDArray[Any], target: Tensor) -> None:
         settings = self.settings
-        counts = counts_for(settings.num_classes, settings.ignore_index, multilabel=settings.inference.multilabel)
         if image.shape[0] * image.shape[1] > self._workspace.max_px:
             self.notes.append("images that do not fit into memory were evaluated in overlapping tiles")
         strips = predict_strips(
@@ -162,11 +146,10 @@ class EnsembleEvaluator(Evaluator):
         for strip in strips:
             aim = target[..., strip.rows, :][None]
             found = torch.from_numpy(strip.labels.astype(np.int64))[None]
-            counts.update(found, aim)
+            self.counts.confusion.update(found, aim)
             if settings.criterion is not None and strip.probabilities is not None:
                 logits = _as_logits(torch.from_numpy(strip.probabilities)[None].to(settings.device), settings)
                 self.counts.add_statistics(settings.criterion.statistics((logits,), aim.to(settings.device)))
-        return counts
 
 
 def _as_logits(probabilities: Tensor, settings: EvaluationSettings) -> Tensor:
@@ -190,7 +173,6 @@ def evaluate_on_devices(
     counts = first.counts
     for other in evaluators[1:]:
         counts.merge(other.counts)
-        first.per_image |= other.per_image
         first.notes += other.notes
     progress(counts.num_images)
     if first.settings.host is not None and (note := first.settings.host.take_note()) is not None:
@@ -198,6 +180,5 @@ def evaluate_on_devices(
     return EvaluationResult(
         counts.result(),
         counts.confusion.matrix.cpu().clone(),
-        dict(sorted(first.per_image.items())),
         sorted(set(first.notes)),
     )

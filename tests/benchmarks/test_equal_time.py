@@ -157,10 +157,10 @@ class SegappSide:
 
     def result(self) -> Trained:
         """Return the numbers of the training, and the mIoU of its last weights, which `segapp eval` confirms."""
-        last, scores = self.run / "checkpoints/last.pt", self.out / "eval.json"
+        last, scores = self.run / "checkpoints/last.pt", self.out / "eval.log"
         predict = ["segapp", "predict", str(last), str(self.camvid / "val"), "--out", str(self.out), "--save", "labels"]
         on_core(self.core, predict, self.out / "predict.log")
-        on_core(self.core, ["segapp", "eval", str(last), "--json", str(scores)], self.out / "eval.log")
+        on_core(self.core, ["segapp", "eval", str(last), "--json"], scores)
         miou = miou_of(self.camvid, self.out / "labels")
         assert json.loads(scores.read_text())["miou"] == pytest.approx(miou, abs=1e-6)
         steps = json.loads((self.run / "events.jsonl").read_text().splitlines()[-1])["step"]

@@ -44,13 +44,10 @@ def test_validation_split_of_the_run_is_evaluated(
     (val,) = events(tmp_path / "run", "val")
 
     capsys.readouterr()
-    assert command("eval", tmp_path / "run", "--json", tmp_path / "scores.json") == 0
-    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert command("eval", tmp_path / "run") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("holdout: mIoU")
-    assert command("eval", "--json", tmp_path / "run") == 0
-    assert json.loads(capsys.readouterr().out) == scores
-    assert command("eval", "--json", "scores.json") == 2
-    assert "scores.json is the file to write" in capsys.readouterr().err
+    assert command("eval", tmp_path / "run", "--json") == 0
+    scores = json.loads(capsys.readouterr().out)
     assert scores["split"] == "holdout"
     assert scores["miou"] == pytest.approx(val["miou"], abs=1e-6)
     write_report(str(tmp_path / "run"), tmp_path / "report.html")
@@ -82,9 +79,10 @@ def test_ensemble_scores_what_predict_writes(
     runs: Path, tiny_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [str(runs / "a"), str(runs / "b")]
-    files = {"json_file": tmp_path / "scores.json", "per_image": tmp_path / "images.csv"}
-    evaluate_target(names, EvalOptions(**files))
+    evaluate_target(names, EvalOptions())
     shown = capsys.readouterr()
+    evaluate_target(names, EvalOptions(), is_json=True)
+    scores = json.loads(capsys.readouterr().out)
     predict_target(names, [tiny_root / "images" / "val"], tmp_path / "out", PredictOptions(save=("labels",)))
     confusion = np.zeros((3, 3), np.int64)
     masks = sorted((tiny_root / "masks" / "val").glob("*.png"))
@@ -92,13 +90,11 @@ def test_ensemble_scores_what_predict_writes(
         target = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED)
         labels = cv2.imread(str(tmp_path / "out" / "labels" / mask.name), cv2.IMREAD_UNCHANGED)
         np.add.at(confusion, (target[target != 255], labels[target != 255]), 1)
-    scores = json.loads(files["json_file"].read_text())
     assert scores["confusion"] == confusion.tolist()
     union = confusion.sum(0) + confusion.sum(1) - confusion.diagonal()
     assert scores["miou"] == pytest.approx(np.mean(confusion.diagonal()[union > 0] / union[union > 0]))
     assert (scores["num_images"], scores["num_scored"], scores["checkpoint"]) == (len(masks), (union > 0).sum(), None)
     assert [Path(each["checkpoint"]).parent.parent.name for each in scores["networks"]] == ["a", "b"]
-    assert len(files["per_image"].read_text().splitlines()) == 1 + len(masks)
     assert f"(mean of 2: {names[0]}, {names[1]})" in shown.out
     assert (
         f"was trained on {len(masks)} of the {len(masks)} images evaluated here: the scores are too good" in shown.err

@@ -89,9 +89,9 @@ def test_bare_weights_with_config_are_evaluated_and_exported(folder: Path, tmp_p
     save_file(trained.model.state_dict(), tmp_path / "bare.safetensors")
     scores = []
     for target in ([folder / "run"], ["bare.safetensors", "--config", folder / "tiny.yaml"]):
-        result = segapp("eval", *target, "--json", "out.json", cwd=tmp_path)
+        result = segapp("eval", *target, "--json", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-        scores.append(json.loads((tmp_path / "out.json").read_text()))
+        scores.append(json.loads(result.stdout))
     assert scores[0]["confusion"] == scores[1]["confusion"]
     words = ("export", "bare.safetensors", "--config", folder / "tiny.yaml", "--out", "again.safetensors")
     result = segapp(*words, cwd=tmp_path)

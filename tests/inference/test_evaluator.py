@@ -79,14 +79,13 @@ def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) 
     settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
     expected = evaluate(ColorNet(), BATCHES, settings)
     done: list[int] = []
-    first = evaluator(with_images=True)
+    first = evaluator()
     evaluators = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
     found = evaluate_on_devices(evaluators, BATCHES, done.append)
     assert found.evaluation.scores == expected.scores
     assert found.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.evaluation.num_images == done[-1] == len(BATCHES)
-    assert list(found.per_image) == list(range(len(BATCHES)))
-    assert torch.equal(sum(found.per_image.values()), found.matrix)
+    assert int(found.matrix.sum()) == expected.scores.num_valid_px
 
 
 def test_failing_device_ends_the_evaluation() -> None:
@@ -194,12 +193,11 @@ def test_large_tiff_in_parts_equals_the_decoded_whole(
     results = []
     for reads_windows in (False, True):
         batches = partial(EvalLoader(dataset).batches, reads_windows=reads_windows)
-        evaluator = Evaluator(BlurNet(), settings, with_images=True)
+        evaluator = Evaluator(BlurNet(), settings)
         results.append((evaluate_on_devices([evaluator], batches()), evaluate(BlurNet(), batches(), settings).scores))
         assert [type(each).__name__ == "LargeBatch" for each in batches()] == [reads_windows, False, reads_windows]
     (whole, scores), (parts, scores_of_parts) = results
     assert torch.equal(parts.matrix, whole.matrix)
-    assert all(torch.equal(parts.per_image[i], whole.per_image[i]) for i in range(3))
     assert scores_of_parts == scores
     assert parts.evaluation.loss == pytest.approx(whole.evaluation.loss, rel=1e-6)
 
@@ -244,18 +242,15 @@ def test_batches_of_several_images_score_as_single_images(batch_size: int, tmp_p
     single, several = (
         (
             evaluate(ColorNet(), EvalLoader(dataset, batch_size=size), settings),
-            evaluate_on_devices(
-                [Evaluator(ColorNet(), settings, with_images=with_images)], EvalLoader(dataset, batch_size=size)
-            ),
+            evaluate_on_devices([Evaluator(ColorNet(), settings)], EvalLoader(dataset, batch_size=size)),
         )
-        for size, with_images in ((1, True), (batch_size, batch_size > 2))
+        for size in (1, batch_size)
     )
     assert len(next(iter(EvalLoader(dataset, batch_size=batch_size))).indices) == batch_size
     assert several[0].scores == single[0].scores == several[1].evaluation.scores
     assert several[0].loss == pytest.approx(single[0].loss, rel=1e-9)
     assert several[1].evaluation.loss == pytest.approx(single[0].loss, rel=1e-9)
-    for index, counts in several[1].per_image.items():
-        assert torch.equal(counts, single[1].per_image[index])
+    assert torch.equal(several[1].matrix, single[1].matrix)
 
 
 def test_counts_of_parts_add_up_to_those_of_the_whole() -> None:
