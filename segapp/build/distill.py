@@ -28,10 +28,8 @@ from segapp.training.step.distill import (
     PIXEL_WISE,
     CriticTrainer,
     DistilledInput,
-    PenaltySettings,
     Teacher,
     TeacherIdentity,
-    TermSettings,
 )
 from segapp.training.step.participant import StepParticipant
 
@@ -139,12 +137,10 @@ def build_distilled_input(
         normalizer,
         teacher,
         critic,
-        TermSettings(
-            _factors(config),
-            distill.temperature,
-            config.loss.align_corners,
-            critic_size(config.data.crop_px),
-        ),
+        factors=_factors(config),
+        temperature=distill.temperature,
+        align_corners=config.loss.align_corners,
+        critic_size=critic_size(config.data.crop_px),
         channels_last=uses_channels_last(config.train, model, device),
         autocast=_critic_precision(config, device).autocast,
     )
@@ -183,8 +179,10 @@ def build_distillation(
         own,
         _build_optimizer(critic, lr_factor=CRITIC_LR / config.optim.lr),
         _critic_precision(config, device),
-        PenaltySettings(config.distill.critic_penalty, PENALTY_WEIGHT, config.seed),
         ranks,
+        penalty=config.distill.critic_penalty,
+        factor=PENALTY_WEIGHT,
+        seed=config.seed,
     )
     return [identity, trainer]
 

@@ -91,21 +91,17 @@ measurements with other numbers of samples. `planned`: simulated, or a line thro
 memory plan. `bound`: an upper bound from one number of samples."""
 
 
-class LineFit(NamedTuple):
-    """Lines with a common slope."""
-
-    slope: float | None
-    """None if it was not given, and no group has points with different x."""
-    fixed: tuple[float | None, ...]
-    """The constant of each group, for slope 0 if there is none; None for a group without points."""
-
-
-def fit_lines(groups: Sequence[Sequence[Point]], slope: float | None = None) -> LineFit:
+def fit_lines(
+    groups: Sequence[Sequence[Point]], slope: float | None = None
+) -> tuple[float | None, tuple[float | None, ...]]:
     """Fit `y = fixed[group] + slope * x` by least squares, with one slope for all groups, which may be given.
+
+    The slope is None if it was not given, and no group has points with different x; then the lines have slope 0. The
+    constant of a group without points is None.
 
     Example:
         >>> fit_lines([[(2, 500.0), (4, 700.0)], [(1, 50.0)]])
-        LineFit(slope=100.0, fixed=(300.0, -50.0))
+        (100.0, (300.0, -50.0))
     """
     if slope is None:
         covariance, variance = 0.0, 0.0
@@ -117,7 +113,7 @@ def fit_lines(groups: Sequence[Sequence[Point]], slope: float | None = None) -> 
                 variance += sum((x - mean_x) ** 2 for x, _ in points)
         slope = covariance / variance if variance > 0 else None
     used = slope or 0.0
-    return LineFit(slope, tuple(sum(y - used * x for x, y in own) / len(own) if own else None for own in groups))
+    return slope, tuple(sum(y - used * x for x, y in own) / len(own) if own else None for own in groups)
 
 
 Numbers = dict[str, float]
@@ -262,7 +258,7 @@ def _through(samples: tuple[int, int], low: Numbers, high: Numbers) -> dict[str,
         key: fit_lines([[(samples[0], low.get(key, 0.0)), (samples[1], high.get(key, 0.0))]])
         for key in dict.fromkeys((*low, *high))
     }
-    return {key: Line(fit.fixed[0] or 0.0, fit.slope or 0.0) for key, fit in fits.items()}
+    return {key: Line(fixed or 0.0, slope or 0.0) for key, (slope, (fixed,)) in fits.items()}
 
 
 def _flat(phases: Mapping[str, PhasePeak], time: StepTime | None) -> Numbers:
@@ -326,7 +322,7 @@ class PeakModel:
     @property
     def is_proven(self) -> bool:
         """True if devices were measured with different numbers of samples, so that the slope is known."""
-        return self._fit.slope is not None
+        return self._fitted_slope_mib is not None
 
     @property
     def largest_slope_mib(self) -> float:
@@ -369,12 +365,10 @@ class PeakModel:
         return [[point for point in own if point[0]] or own for own in self._observed]
 
     @cached_property
-    def _fit(self) -> LineFit:
-        """The lines through the measurements; if no single device gives a slope, all but the first share one."""
-        found = fit_lines(self._points)
-        if found.slope is None:
-            found = fit_lines([[point for own in self._points[1:] for point in own]])
-        return found
+    def _fitted_slope_mib(self) -> float | None:
+        """The slope of the measurements; if no single device gives one, all but the first share one."""
+        slope, _ = fit_lines(self._points)
+        return fit_lines([[point for own in self._points[1:] for point in own]])[0] if slope is None else slope
 
     @property
     def _basis(self) -> Basis:
@@ -382,12 +376,12 @@ class PeakModel:
 
     @cached_property
     def _slope_mib(self) -> float:
-        return max(0.0, self._fit.slope or 0.0) if self.is_proven else self.slope_mib or 0.0
+        return max(0.0, self._fitted_slope_mib or 0.0) if self.is_proven else self.slope_mib or 0.0
 
     @cached_property
     def _fixed_mib(self) -> list[float | None]:
         """The constant of each device's line; None for a device that was never measured."""
-        fixed = list(fit_lines(self._points, self._slope_mib).fixed)
+        fixed = list(fit_lines(self._points, self._slope_mib)[1])
         if self._basis == "bound":
             return fixed
         was_busy = [any(samples for samples, _ in own) for own in self._points]

@@ -7,10 +7,8 @@ training would allow it. No torch here.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -180,8 +178,6 @@ class MemoryPlan:
     current: PlanRow | None = None
     max_batch: int = 0
     max_row: PlanRow | None = None
-    shares: tuple[int, ...] | None = None
-    """`parallel.shares` of a larger batch than any `gpu0_bsz` allows, on unequal GPUs."""
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     keeps_images: bool = False
@@ -265,19 +261,6 @@ class Planner:
             low, high = (middle, high) if self._best_fit(middle) is not None else (low, middle)
         return low, self._best_fit(low) if low else None
 
-    def largest_shares(self) -> tuple[int, ...]:
-        """Return the number of samples each GPU can hold, independent of the other GPUs."""
-        counts = range(1, LARGEST_BATCH + 1)
-
-        def is_too_large(count: int, device: int) -> bool:
-            split = [0] * len(self.gpus)
-            split[device] = count
-            required = self.required_mib(self.model.peak_mib(split))
-            return not fits(required[device], self.gpus[device].total_mib)
-
-        devices = range(len(self.gpus))
-        return tuple(bisect_left(counts, True, key=functools.partial(is_too_large, device=i)) for i in devices)
-
     def _best_fit(self, batch_size: int) -> PlanRow | None:
         if self.model.mode == "ddp" and batch_size < len(self.gpus):
             return None
@@ -346,7 +329,6 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "best": asdict(plan.best),
         "max_batch": plan.max_batch,
         "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
-        "max_batch_shares": plan.shares,
         "fits": [asdict(fit) for fit in plan.fits],
         "fastest": fastest and {**asdict(fastest), "words": fastest.words(keeps_images=plan.keeps_images)},
         "recompute": None if plan.chosen is None else plan.chosen.sets,

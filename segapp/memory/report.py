@@ -1,4 +1,4 @@
-"""Text of a memory plan: a table of splits, a bar per GPU, and ways to make a step. No torch here."""
+"""Text of a memory plan: a table of splits, the memory of each GPU by kind, and ways to make a step. No torch here."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from segapp.memory.peaks import KINDS
 from segapp.memory.plan import MemoryPlan, PlanRow
 from segapp.run.words import aligned
 
-BAR_CELLS = 48
 MAX_ROWS = 40
-_LETTERS = {
-    "weights": "W", "buffers": "W", "masters": "M", "optimizer": "O", "average": "E", "replicas": "R",
-    "gradients": "G", "buckets": "B", "input": "I", "activations": "A", "loss": "L", "temporaries": "T",
-    "evaluation": "V", "workspaces": "x", "overhead": "x",
-}  # fmt: skip
 _FIRST_GPU = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
-_LEGEND = (
-    "W weights  M fp32 masters  O optimizer  E average of weights  R replica  G gradients  B buckets  A activations  "
-    "L loss  T temporaries of backward  V evaluation  x overhead: context, cuBLAS and allocator  . free"
-)
 
 
 def plan_lines(plan: MemoryPlan) -> list[str]:
@@ -35,7 +25,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         "",
         *_best_lines(plan),
         "",
-        *gpu_bars(plan, plan.best),
+        *gpu_lines(plan, plan.best),
         "",
         *fit_lines(plan),
     ]
@@ -69,24 +59,22 @@ def split_table(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def gpu_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
-    """Return a bar per GPU: its memory by kind at its peak, under one split."""
+def gpu_lines(plan: MemoryPlan, row: PlanRow) -> list[str]:
+    """Return the memory of each GPU by kind at its peak, under one split."""
     numbers = plan.model.numbers(row.split)
     lines = [f"split {_joined(row.split)}, each GPU at its peak:"]
     for i, gpu in enumerate(plan.gpus):
         own, phase = numbers[i], row.phase[i]
         parts = {kind: own.get(f"{phase}/{kind}", 0.0) for kind in KINDS}
         parts["overhead"] = row.peak_mib[i] - row.tensors_mib[i]
-        bar = _bar(parts, gpu.total_mib)
         over = "" if row.peak_mib[i] <= gpu.total_mib else "  OVER"
         free = gpu.total_mib - row.peak_mib[i]
         lines.append(
-            f"  {gpu.name or f'GPU {i}':8s} |{bar}| {row.peak_mib[i]:.0f} of {gpu.total_mib:.0f} MiB, "
+            f"  {gpu.name or f'GPU {i}':8s} {row.peak_mib[i]:.0f} of {gpu.total_mib:.0f} MiB, "
             f"{phase}, {free:+.0f} free{over}"
         )
         largest = sorted(((mib, kind) for kind, mib in parts.items() if mib >= 1.0), reverse=True)[:6]
         lines.append("           " + "  ".join(f"{kind} {mib:.0f}" for mib, kind in largest))
-    lines.append(f"  {_LEGEND}")
     return lines
 
 
@@ -140,8 +128,6 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     else:
         value = "" if plan.max_row.gpu0_bsz is None else f" at gpu0_bsz {plan.max_row.gpu0_bsz}"
         lines.append(f"largest batch that fits: {plan.max_batch}{value}, split {_joined(plan.max_row.split)}")
-    if plan.shares is not None:
-        lines.append(f"  with parallel.shares={list(plan.shares)}: {sum(plan.shares)}")
     if not plan.fits:
         lines.append("  with other batches and with blocks computed again: add --fit")
     a = plan.overhead
@@ -159,15 +145,6 @@ def _shown_rows(plan: MemoryPlan) -> Sequence[PlanRow]:
     middle = plan.rows.index(plan.best)
     first = max(0, min(middle - MAX_ROWS // 2, len(plan.rows) - MAX_ROWS))
     return plan.rows[first : first + MAX_ROWS]
-
-
-def _bar(parts: dict[str, float], total_mib: float) -> str:
-    """Return letters in proportion to the parts, cut off at the end of the bar."""
-    bar, reached = "", 0.0
-    for kind, mib in parts.items():
-        reached += mib
-        bar = bar.ljust(min(BAR_CELLS, round(BAR_CELLS * reached / total_mib)), _LETTERS[kind])
-    return bar.ljust(BAR_CELLS, ".")
 
 
 def _joined(split: Sequence[int]) -> str:

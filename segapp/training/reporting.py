@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from segapp.config import RecomputeChoice
 from segapp.datasets.cache import CacheState, PixelCache
@@ -31,13 +31,6 @@ Activity = Literal["train", "load", "eval", "save", "paused"]
 """`load`: from the start of an epoch, or of its rest after an evaluation, to its first batch."""
 
 
-class Spent(NamedTuple):
-    """Time spent so far on an activity that is repeated."""
-
-    times: int = 0
-    seconds: float = 0.0
-
-
 class Clock:
     """Times by activity since the training began, and counts since the last `step` event."""
 
@@ -46,14 +39,14 @@ class Clock:
         self._activity: Activity = "train"
         self._since = now()
         self._seconds: dict[str, float] = defaultdict(float)
-        self._times: dict[str, int] = defaultdict(int)
+        self.num_evaluations = 0
         self.wait_s = 0.0
         """Seconds of the interval in which the training waited for data."""
         self.restart()
 
     def restart(self) -> None:
         """Begin a new interval."""
-        self._began, self._paused_s = self._now(), self.spent("paused").seconds
+        self._began, self._paused_s = self._now(), self.spent_s("paused")
         self.wait_s, self.num_images, self.num_steps = 0.0, 0, 0
 
     def count_step(self, num_images: int) -> None:
@@ -63,7 +56,7 @@ class Clock:
 
     def elapsed_s(self) -> float:
         """Return the seconds of the interval, without pauses."""
-        return self._now() - self._began - (self.spent("paused").seconds - self._paused_s)
+        return self._now() - self._began - (self.spent_s("paused") - self._paused_s)
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
@@ -71,14 +64,14 @@ class Clock:
         around = self._switch(activity)
         try:
             yield
-            self._times[activity] += 1
+            self.num_evaluations += activity == "eval"
         finally:
             self._switch(around)
 
-    def spent(self, activity: Activity) -> Spent:
-        """Return how often an activity was finished, and the seconds spent in it so far."""
+    def spent_s(self, activity: Activity) -> float:
+        """Return the seconds spent in an activity so far."""
         running_s = self._now() - self._since if activity == self._activity else 0.0
-        return Spent(self._times[activity], self._seconds[activity] + running_s)
+        return self._seconds[activity] + running_s
 
     def _switch(self, activity: Activity) -> Activity:
         now, before = self._now(), self._activity
@@ -365,8 +358,8 @@ class TrainingReporter:
         )
         self._remaining.observe(clock.num_steps, elapsed_s, way)
         steps_left = math.ceil((len(self.train_loader) - at.batch) / self.settings.accumulate)
-        num_evaluations, eval_s = clock.spent("eval")
-        eta_epoch_s, eta_run_s = self._remaining.etas_s(at.epoch, at.step, steps_left, eval_s / max(num_evaluations, 1))
+        eval_s = clock.spent_s("eval") / max(clock.num_evaluations, 1)
+        eta_epoch_s, eta_run_s = self._remaining.etas_s(at.epoch, at.step, steps_left, eval_s)
         self.event_log.emit(
             Step(
                 epoch=at.epoch,

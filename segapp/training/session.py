@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import PosixPath
 from types import MappingProxyType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -328,13 +328,6 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
     ]
 
 
-class _LogHandler(logging.StreamHandler[TextIO]):
-    """Writes the log of a run; lines without space on the disk are left out, because alerts report a full disk."""
-
-    def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802, a name of logging
-        """Do nothing: logging would print a traceback."""
-
-
 @contextlib.contextmanager
 def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Iterator[None]:
     """Write the log of this process to the file of its rank; `first_line` identifies the rank."""
@@ -342,7 +335,8 @@ def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Itera
     with storage_errors_of("write", path):
         path.parent.mkdir(exist_ok=True)
         file = io.TextIOWrapper(append_to_run(path))
-    handler = _LogHandler(file)
+    handler = logging.StreamHandler(file)
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # alerts report a full disk
     if first_line:
         with contextlib.suppress(OSError):
             print(time.strftime("%F %T"), first_line, file=file, flush=True)

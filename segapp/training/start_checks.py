@@ -9,7 +9,7 @@ from typing import Any
 from segapp.accelerator import CUDA
 from segapp.build.optimizer import build_schedule
 from segapp.build.pairs import split_note
-from segapp.config import DataConfig, RunConfig, ScheduleConfig, TrainConfig
+from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_part
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.targets import Targets, absent_note, classes_present, has_shades, ignored_note
@@ -90,7 +90,7 @@ def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
     section = config.schedule
     if is_part(section.name):
         return []
-    _, total_steps, steps_per_epoch = run_length(config.train, num_batches)
+    _, total_steps, _ = run_length(config.train, num_batches)
     notes = []
     share = section.warmup_steps / max(total_steps, 1)
     if share > 0.2:
@@ -99,7 +99,7 @@ def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
             f"schedule.warmup_steps = {section.warmup_steps}: the learning rate rises towards optim.lr for {rises} of "
             f"the {total_steps} steps of this run: set it to {max(total_steps // 20, 0)}, or train longer"
         )
-    return [*notes, *_past_the_end(section, total_steps, steps_per_epoch)]
+    return notes
 
 
 def changed_length_note(
@@ -132,23 +132,6 @@ def changed_length_note(
     elif total > old_total and stable:
         move += f", or, since the decay began after step {stable}, resume from a checkpoint up to that step"
     return f"{words}: the learning rate of step {step + 1} is {lr}, under the old length {old_words}: {move}"
-
-
-def _past_the_end(section: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Iterator[str]:
-    """Yield a sentence for each list of `schedule.name: step` with an entry after which there is no step."""
-    if section.name != "step":
-        return
-    last_epoch = math.ceil(total_steps / max(steps_per_epoch, 1))
-    for key, entries, unit, end in (
-        ("epochs", section.options["epochs"], "epoch", last_epoch),
-        ("steps", section.options["steps"], "step", total_steps),
-    ):
-        late = [entry for entry in entries if entry >= end]
-        if late:
-            yield (
-                f"schedule.options.{key} = {entries}: the run ends with {unit} {end}, so the learning rate is not "
-                f"lowered after {unit} {', '.join(map(str, late))}: name {unit}s before {end}, or train longer"
-            )
 
 
 def _of_data(data: DataConfig, largest_px: tuple[int, int] | None) -> Iterator[str]:

@@ -348,11 +348,11 @@ class Trainer:
             self.activities.report_evaluated(num_done, self.validation.num_images)
 
         with self.activities.during("eval"):
-            before_s = clock.spent("eval").seconds
+            before_s = clock.spent_s("eval")
             found = self.oom_policy.make_evaluation(
                 lambda fallbacks: self.validation.run(fallbacks, check, progress), self.position
             )
-            self.reporter.validation(found, clock.spent("eval").seconds - before_s)
+            self.reporter.validation(found, clock.spent_s("eval") - before_s)
             self.validation.draw_samples(self.position.epoch, self.oom_policy.fallbacks)
         return found
 
@@ -446,16 +446,9 @@ class Trainer:
             )
 
     def _judge_epoch(self) -> None:
-        """Report an epoch whose losses stayed above the first loss, and end a run that has diverged."""
-        found = self.loss_watch.end_epoch(self.settings.timetable.steps_per_epoch)
-        if found is None:
-            return
-        has_diverged, words = found
-        if has_diverged:
+        """End a run that has diverged."""
+        if words := self.loss_watch.end_epoch(self.settings.timetable.steps_per_epoch):
             self._end_diverged(f"in epoch {self.position.epoch} {words}")
-        self.reporter.alert(
-            "diverged", f"in epoch {self.position.epoch} {words}: if it does not decrease, lower optim.lr"
-        )
 
     def _end_diverged(self, words: str) -> None:
         """Emit an alert and raise NonFiniteError; nothing is saved from here on."""

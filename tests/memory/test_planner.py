@@ -87,20 +87,6 @@ def test_splits_refused_by_batchnorm_are_left_out():
     assert all("BatchNorm" in reason for _, reason in refused)
 
 
-def test_unequal_gpus_get_unequal_shares():
-    gpus = (GpuSpec(10_000.0), GpuSpec(10_000.0), GpuSpec(3_000.0))
-    own = planner(gpus=gpus)
-    shares = own.largest_shares()
-    assert shares == (8, 8, 1)  # 500 + (1000 + 8000) / 0.95 = 9974; 500 + (500 + 1000) / 0.95 = 2079
-    largest, _ = own.largest_batch()
-    assert largest < sum(shares)
-
-
-def test_shares_fill_each_gpu_to_its_last_mib():
-    own = Planner(model(), GPUS, OverheadEstimate((0.0,) * 3, room=1.0))
-    assert own.largest_shares() == (9, 9, 9)  # 1000 + 9 * 1000 = 10000
-
-
 @pytest.mark.parametrize(
     ("mode", "num_gpus", "expected"),
     [("single", 1, 500.0), ("dp", 1, 500.0), ("dp", 2, 500.0), ("ddp", 2, 700.0), ("model", 2, 500.0)],
@@ -270,15 +256,12 @@ def test_every_simulated_device_has_two_samples_or_none():
         assert {part for split in splits for part in split} & {1} == set()
 
 
-def test_bar_and_kinds_of_a_gpu_by_hand():
+def test_kinds_of_a_gpu_by_hand():
     lines = {"backward": Line(100.0), "backward/activations": Line(60.0), "backward/weights": Line(40.0)}
     memory = PlannedPeaks("single", (lines,))
     own = Planner(memory, (GpuSpec(200.0),), OverheadEstimate((10.0,)))
     plan = MemoryPlan("x", "single", 1, own.gpus, memory, own.overhead, own.rows(1)[0])
-    (at,) = [i for i, line in enumerate(plan_lines(plan)) if "|" in line]
+    (at,) = [i for i, line in enumerate(plan_lines(plan)) if line.startswith("  GPU 0")]
     picture, kinds = plan_lines(plan)[at : at + 2]
     assert kinds.split() == ["activations", "60", "weights", "40", "overhead", "15"]  # 10 and 5 % of 105
     assert "115 of 200 MiB, backward, +85 free" in picture
-    bar = picture.split("|")[1]
-    shares = {letter: bar.count(letter) / len(bar) for letter in "WAx."}
-    assert shares == pytest.approx({"W": 0.2, "A": 0.3, "x": 0.075, ".": 0.425}, abs=1 / len(bar))

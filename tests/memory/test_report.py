@@ -16,7 +16,7 @@ from segapp.memory.plan import (
     plan_as_json,
     read_saved_plan,
 )
-from segapp.memory.report import fit_lines, gpu_bars, plan_lines, split_table
+from segapp.memory.report import fit_lines, gpu_lines, plan_lines, split_table
 
 
 def plan_of_one(total_mib):
@@ -41,9 +41,9 @@ def plan_of_two(slope=1000.0, **fields):
 @pytest.mark.parametrize(("total_mib", "end"), [(111.0, "+1 free"), (110.0, "+0 free"), (109.0, "-1 free  OVER")])
 def test_gpu_is_over_only_if_it_lacks_memory(total_mib, end):
     plan = plan_of_one(total_mib)
-    line = gpu_bars(plan, plan.best)[1]
-    assert line.startswith("  GPU 0    |")
-    assert line.endswith(f"| 110 of {total_mib:.0f} MiB, backward, {end}")
+    line = gpu_lines(plan, plan.best)[1]
+    assert line.startswith("  GPU 0    ")
+    assert line.endswith(f" 110 of {total_mib:.0f} MiB, backward, {end}")
 
 
 def test_plan_names_its_batch_its_gpus_and_its_overhead():
@@ -67,11 +67,10 @@ def test_plan_names_its_batch_its_gpus_and_its_overhead():
     )
 
 
-def test_largest_batch_is_given_with_its_split_and_its_shares():
-    plan = plan_of_two(max_batch=17, shares=(8, 9))
+def test_largest_batch_is_given_with_its_split():
+    plan = plan_of_two(max_batch=17)
     at = plan_lines(MemoryPlan(**{**vars(plan), "max_row": plan.rows[1]}))
     assert "largest batch that fits: 17 at gpu0_bsz 1, split 1+1" in at
-    assert "  with parallel.shares=[8, 9]: 17" in at
     one = plan_of_one(200.0)
     at = plan_lines(MemoryPlan(**{**vars(one), "max_batch": 1, "max_row": one.rows[0]}))
     assert "largest batch that fits: 1, split 1" in at

@@ -63,17 +63,6 @@ def test_first_step_names_what_it_waits_for(train: dict[str, Any], device: str, 
         ({"schedule": {"warmup_steps": 60}}, None, ""),
         ({"schedule": {"warmup_steps": 61}}, "schedule", "for 20% of the 300 steps of this run: set it to 15,"),
         ({"schedule": {"warmup_steps": 45}, "train": {"steps": 3}}, "schedule", "for all of the 3 steps of this run"),
-        ({"schedule": {"name": "step", "options": {"epochs": [1, 2]}}}, None, ""),
-        (
-            {"schedule": {"name": "step", "options": {"epochs": [2, 3]}}},
-            "schedule",
-            "ends with epoch 3, so the",
-        ),
-        (
-            {"schedule": {"name": "step", "options": {"steps": [9, 400]}}},
-            "schedule",
-            "after step 400: name steps",
-        ),
         ({"schedule": {"name": "poly"}}, None, ""),
         ({"data": {"crop_px": [96, 128]}}, None, ""),  # data.scale reaches 2
         ({"data": {"crop_px": [96, 160]}}, "data", "(at most 48 x 64 px, enlarged by at most 2 (data.scale))"),

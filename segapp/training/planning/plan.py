@@ -386,7 +386,6 @@ def _assembled(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) ->
         )
     current = _current_row(config, planner)
     max_batch, max_row = planner.largest_batch()
-    shares = planner.largest_shares() if planner.has_split else ()
     return MemoryPlan(
         name=config.name,
         mode=planner.model.mode,
@@ -399,7 +398,6 @@ def _assembled(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) ->
         current=current,
         max_batch=max_batch,
         max_row=max_row,
-        shares=shares if sum(shares) > max_batch else None,
         notes=_notes(config, planner, facts),
         facts={key: facts[key] for key in ("num_params", "eval_px", "eval_px_from", "smallest_chunk")},
     )

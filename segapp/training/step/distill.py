@@ -12,7 +12,6 @@ compute. So the critic runs as a bare module, over replicas with `DataParallelMo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,15 +38,6 @@ if TYPE_CHECKING:
     from segapp.models import SegmentationModel
 
 
-@dataclass(frozen=True)
-class PenaltySettings:
-    """The gradient penalty of a critic, with the seed of the training."""
-
-    kind: PenaltyKind
-    factor: float
-    seed: int
-
-
 class CriticTrainer(StepParticipant):
     """Updates the critic in every step: Wasserstein distance and gradient penalty, exact for any batch split.
 
@@ -57,7 +47,7 @@ class CriticTrainer(StepParticipant):
     image).
 
     The network is a `DataParallelModel` around the critic, or the critic itself. The optimizer's groups have
-    `lr_factor`.
+    `lr_factor`; `factor` is the weight of the penalty.
     """
 
     name = "distillation"
@@ -68,11 +58,14 @@ class CriticTrainer(StepParticipant):
         network: nn.Module,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
-        penalty: PenaltySettings,
         ranks: Ranks,
+        *,
+        penalty: PenaltyKind,
+        factor: float,
+        seed: int,
     ) -> None:
         self.critic, self.network, self.optimizer, self.precision = critic, network, optimizer, precision
-        self.penalty, self.ranks = penalty, ranks
+        self.ranks, self.penalty, self.factor, self.seed = ranks, penalty, factor, seed
         self.device = precision.device
         self.num_steps = 0
         self.values: dict[str, Tensor] = {}
@@ -115,7 +108,7 @@ class CriticTrainer(StepParticipant):
                 gap = gap * per_image.to(gap.dtype)
                 part = self._penalty(batch, real, fake)
                 part = part * share.to(part.dtype)
-                self.precision.scale(gap + self.penalty.factor * part).backward()  # type: ignore[no-untyped-call]
+                self.precision.scale(gap + self.factor * part).backward()  # type: ignore[no-untyped-call]
                 distances.append(-gap.detach() / self.ranks.world_size)
                 penalties.append(part.detach())
             all_reduce_gradients(self.critic.parameters())
@@ -126,14 +119,14 @@ class CriticTrainer(StepParticipant):
         self.values = {"critic": distance, "penalty": torch.stack(penalties).sum()}
 
     def _penalty(self, batch: Batch, real: Tensor, fake: Tensor) -> Tensor:
-        is_dragan = self.penalty.kind == "dragan"
+        is_dragan = self.penalty == "dragan"
         drawn = self._uniform(batch, real.shape[1:] if is_dragan else ()).to(real)
         alpha, noise = (None, drawn) if is_dragan else (drawn, None)
-        return gradient_penalty(self._run, real, fake, self.penalty.kind, alpha=alpha, noise=noise)
+        return gradient_penalty(self._run, real, fake, self.penalty, alpha=alpha, noise=noise)
 
     def _uniform(self, batch: Batch, shape: Sequence[int]) -> Tensor:
         """Return (N, *shape) random numbers in 0..1 that depend only on (seed, step, image)."""
-        seeds = [mix_seed("critic", self.penalty.seed, self.num_steps, index) for index in batch.indices]
+        seeds = [mix_seed("critic", self.seed, self.num_steps, index) for index in batch.indices]
         rows = [torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         return torch.stack(rows) if rows else torch.zeros(0, *shape)
 
@@ -241,19 +234,11 @@ PAIR_GRID = 8, 8
 """Number of image regions of the pair-wise term along height and width."""
 
 
-@dataclass(frozen=True)
-class TermSettings:
-    """The terms of the distillation."""
-
-    factors: Mapping[str, float]
-    temperature: float
-    align_corners: bool
-    critic_size: tuple[int, int]
-    """Height and width of the critic's input."""
-
-
 class DistilledInput(NormalizedInput):
-    """A student that takes uint8 images and returns its outputs and the values of the distillation's terms."""
+    """A student that takes uint8 images and returns its outputs and the values of the distillation's terms.
+
+    `critic_size` has height and width of the critic's input.
+    """
 
     model: SegmentationModel
 
@@ -263,36 +248,38 @@ class DistilledInput(NormalizedInput):
         normalizer: Normalizer,
         teacher: Teacher,
         critic: Critic | None,
-        settings: TermSettings,
         *,
+        factors: Mapping[str, float],
+        temperature: float,
+        align_corners: bool,
+        critic_size: tuple[int, int],
         channels_last: bool,
         autocast: Callable[[], Any],
     ) -> None:
         super().__init__(model, normalizer, channels_last=channels_last)
         self.critic = critic
-        self.teacher, self._settings, self._autocast = teacher, settings, autocast
+        self.teacher, self._autocast, self._factors = teacher, autocast, factors
+        self._temperature, self._align_corners, self._critic_size = temperature, align_corners, critic_size
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> tuple[Any, ...]:
         """Return the student's outputs, the terms' values (N, terms), and the critic's real and fake maps."""
-        settings = self._settings
+        factors = self._factors
         normalized = self.normalized(images)
         with sample_masks(keys):
             heads, features = self.model.compute_with_features(normalized)
-        told, told_nodes = self.teacher(images, with_nodes=PAIR_WISE in settings.factors)
+        told, told_nodes = self.teacher(images, with_nodes=PAIR_WISE in factors)
         values: list[Tensor] = []
         maps: tuple[Tensor, ...] = ()
-        if PIXEL_WISE in settings.factors:
-            values.append(
-                pixel_wise_divergence(heads[0], told, settings.temperature, align_corners=settings.align_corners)
-            )
+        if PIXEL_WISE in factors:
+            values.append(pixel_wise_divergence(heads[0], told, self._temperature, align_corners=self._align_corners))
         if told_nodes is not None:
             values.append(pair_wise_difference(node_features(features, PAIR_GRID), told_nodes))
         if self.critic is not None:
-            fake = critic_input(normalized, heads[0], settings.critic_size)
+            fake = critic_input(normalized, heads[0], self._critic_size)
             with self._autocast():
                 values.append(-self.critic(fake).float())
             with torch.no_grad():
-                real = critic_input(normalized, told, settings.critic_size)
+                real = critic_input(normalized, told, self._critic_size)
             maps = (real, fake.detach())
         return heads, torch.stack(values, 1), maps
 

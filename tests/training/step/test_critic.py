@@ -18,7 +18,7 @@ from segapp.optim import adam
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step import distill as module
-from segapp.training.step.distill import CriticTrainer, PenaltySettings
+from segapp.training.step.distill import CriticTrainer
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,9 @@ def build(kind: Any = "wgan-gp", seed: int = 7) -> CriticTrainer:
     torch.manual_seed(0)
     critic = Critic(5, (8, 8), width=2)
     optimizer = adam([{"params": list(critic.parameters()), "lr_factor": 1.0}], 0.01, (0.0, 0.9))
-    penalty = PenaltySettings(kind, 10.0, seed)
-    return CriticTrainer(critic, critic, optimizer, Precision("fp32", CPU), penalty, Ranks())
+    return CriticTrainer(
+        critic, critic, optimizer, Precision("fp32", CPU), Ranks(), penalty=kind, factor=10.0, seed=seed
+    )
 
 
 def test_shapes_of_the_layers_by_hand() -> None:

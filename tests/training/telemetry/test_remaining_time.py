@@ -101,12 +101,11 @@ def test_remaining_time_is_within_15_percent_of_the_truth(
                 time.pass_by(paused_s[step])
         if step % log_every == 0 or in_epoch == 0:
             estimate.observe(clock.num_steps, clock.elapsed_s(), is_changed)
-            num_evaluations, eval_s = clock.spent("eval")
-            if num_evaluations and (changed_at is None or is_changed):
-                at_s = time.now_s - clock.spent("paused").seconds
-                found.append((place, at_s, estimate.etas_s(*place, eval_s / num_evaluations)[1]))
+            if clock.num_evaluations and (changed_at is None or is_changed):
+                at_s = time.now_s - clock.spent_s("paused")
+                found.append((place, at_s, estimate.etas_s(*place, clock.spent_s("eval") / clock.num_evaluations)[1]))
             clock.restart()
-    end_s = time.now_s - clock.spent("paused").seconds
+    end_s = time.now_s - clock.spent_s("paused")
     assert found or changed_at is not None
     for place, at_s, eta_s in found:
         assert eta_s == pytest.approx(end_s - at_s, rel=0.15), place
