@@ -505,8 +505,7 @@ def init(
 ) -> None:
     """Write a config for your data folder, with the reason for each choice. The folder itself is not changed.
 
-    If the folder can be read in several ways, segapp asks which one is right; without a terminal, the exit code is 3,
-    and the message names the option to use.
+    If the folder can be read in several ways, the exit code is 3, and the message names the option to use.
     """
     from segapp.onboarding.init import InitRequest, init_folder
 

@@ -5,7 +5,6 @@ Objects of COCO and YOLO are drawn by area, larger ones first, the others in the
 """
 
 import base64
-import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,10 +25,8 @@ from segapp.onboarding.conversion import (
     area_of,
     check_classes,
     decode_runs,
-    draw_lines,
     fill_area,
     fill_box,
-    fill_ellipse,
     fill_polygon,
     json_files,
     paste,
@@ -228,11 +225,8 @@ def _draw_cvat(mask: Mask, kind_and_shape: tuple[str, Mapping[str, str]], values
         left, top, width, height = (int(shape[key]) for key in ("left", "top", "width", "height"))
         counts = [int(count) for count in shape["rle"].split(",")]
         paste(mask, decode_runs(counts, height, width, num_px=mask.size), left, top, value)
-    elif kind == "ellipse":
-        x, y, rx, ry = (round(float(shape[key])) for key in ("cx", "cy", "rx", "ry"))
-        fill_ellipse(mask, (x, y), (rx, ry), value, float(shape.get("rotation", 0)))
     else:
-        raise ValueError("a line has no area: draw it as a polygon")
+        raise ValueError(f"the shape {kind} is not read: draw it as a polygon")
 
 
 def find_label_studio(tree: Tree) -> Layout | None:
@@ -295,17 +289,11 @@ def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Values) -> None:
     elif kind == "rectangle":
         first, last = points
         fill_box(mask, first, last, value)
-    elif kind == "circle":
-        (x0, y0), (x1, y1) = points
-        radius = round(math.hypot(x1 - x0, y1 - y0))
-        fill_ellipse(mask, (round(x0), round(y0)), (radius, radius), value)
-    elif kind in ("line", "linestrip"):
-        draw_lines(mask, points, value)
     elif kind == "mask":
         piece = _bitmap(base64.b64decode(shape["mask"]), cv2.IMREAD_GRAYSCALE, mask.size)
         paste(mask, piece, round(points[0][0]), round(points[0][1]), value)
     elif kind not in ("point", "points"):
-        raise ValueError(f"shape_type {kind!r} is not known")
+        raise ValueError(f"shape_type {kind!r} is not read: draw it as a polygon")
 
 
 def _bitmap(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:

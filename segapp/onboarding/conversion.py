@@ -12,7 +12,6 @@ are rounded and the outline is included, as cv2.fillPoly does. An outline and it
 from __future__ import annotations
 
 import io
-import math
 import os
 import stat
 import zlib
@@ -402,29 +401,6 @@ def _fill_inside(mask: Mask, points: Sequence[NDArray[np.float64]], value: int) 
     is_inside = np.logical_xor.accumulate(crossings, axis=1)
     paste(mask, is_inside, left, top, value)
     return bool(is_inside.any())
-
-
-def draw_lines(mask: Mask, points: Sequence[Sequence[float]], value: int) -> None:
-    """Draw the lines from each point (x, y) to the next, one pixel wide, in place; see `fill_polygon`."""
-    cv2.polylines(mask, [np.rint(_checked(np.asarray(points, np.float64))).astype(np.int32)], False, value)
-
-
-def fill_ellipse(
-    mask: Mask, center: tuple[float, float], radii: tuple[float, float], value: int, rotation_deg: float = 0.0
-) -> None:
-    """Set the pixels whose centers lie in an ellipse, in place.
-
-    (0, 0) is the center of the first pixel. ValueError is raised for numbers that are not finite.
-    """
-    (x, y), (rx, ry) = center, (max(radius, 1e-3) for radius in radii)
-    if not all(abs(number) <= _MAX_CORNER for number in (*center, *radii, rotation_deg)):
-        raise ValueError(f"an ellipse around ({x:g}, {y:g}) with the radii {rx:g} and {ry:g}")
-    reach = max(rx, ry)
-    (top, bottom), (left, right) = ((max(0, math.ceil(c - reach)), max(0, math.floor(c + reach) + 1)) for c in (y, x))
-    part = mask[top:bottom, left:right]
-    dy, dx = top - y + np.arange(part.shape[0])[:, None], left - x + np.arange(part.shape[1])
-    cos, sin = math.cos(math.radians(rotation_deg)), math.sin(math.radians(rotation_deg))
-    part[((dx * cos + dy * sin) / rx) ** 2 + ((dy * cos - dx * sin) / ry) ** 2 <= 1 + 1e-12] = value
 
 
 def fill_box(mask: Mask, first: Sequence[float], last: Sequence[float], value: int) -> None:

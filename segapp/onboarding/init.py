@@ -11,11 +11,9 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -276,19 +274,8 @@ def _listed(pairs: Sequence[Pair]) -> bytes:
 
 
 def init_folder(request: InitRequest) -> None:
-    """Write the configs of a request; print the findings and the next commands.
-
-    Open questions are asked in a terminal, and raised as OpenQuestionError in a pipe.
-    """
-    while True:
-        try:
-            result = propose_config(request)
-            break
-        except OpenQuestionError as question:
-            if not (sys.stdin.isatty() and sys.stderr.isatty()):
-                raise
-            chosen: dict[str, Any] = {question.attribute: _answer(question)}
-            request = replace(request, **chosen)
+    """Write the configs of a request; print the findings and the next commands."""
+    result = propose_config(request)
     print(*map(printable, result.lines), sep="\n")
     first = result.configs[0]
     print(f"written: {', '.join(map(str, result.configs))}")
@@ -296,18 +283,6 @@ def init_folder(request: InitRequest) -> None:
     if len(result.configs) > 1:
         train = f"segapp sweep {' '.join(map(str, result.configs))}"
     print(f"next: segapp check --config {first}; {train}")
-
-
-def _answer(question: OpenQuestionError) -> str:
-    """Return the value that the user chooses in the terminal; raise the question if the input is no answer's number."""
-    print(f"{printable(question.question)}:", file=sys.stderr)
-    for number, answer in enumerate(question.answers, start=1):
-        print(f"  {number}  {printable(answer.value)}: {printable(answer.words)}", file=sys.stderr)
-    print(f"number for {question.option} (none: stop): ", end="", file=sys.stderr, flush=True)
-    said = sys.stdin.readline().strip()
-    if not said.isdigit() or not 1 <= int(said) <= len(question.answers):
-        raise question
-    return question.answers[int(said) - 1].value
 
 
 def _check_place(root: Path, out: Path) -> None:

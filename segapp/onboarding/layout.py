@@ -102,7 +102,7 @@ class Answer:
 class OpenQuestionError(DataError):
     """A folder has several plausible interpretations, or an unlikely one, and no option chooses one.
 
-    In a terminal the question is asked; in a pipe, the message names the option and its possible values.
+    The message names the option and its possible values.
 
     Attributes:
         question: the sentence without the answers.

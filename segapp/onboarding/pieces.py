@@ -458,20 +458,12 @@ def _image_in(value: str, is_joined: bool) -> str:
 
 
 def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | None:
-    """Return the run column: by its name, or the only column whose runs ascend."""
-    by_name, by_content = [], []
+    """Return the only column that is named like run lengths and holds some."""
+    found = []
     for i, name in enumerate(head):
         cells = [row[i] for row in rows if row[i].strip().lower() not in _EMPTY]
-        if not cells or not all(_RUNS.fullmatch(cell) for cell in cells):
-            continue
-        if _normal(name) in _RUN_NAMES:
-            by_name.append(i)
-            continue
-        runs = [np.array(cell.split(), np.int64) for cell in cells]
-        ascend = all((own[2::2] >= own[:-2:2] + own[1:-2:2]).all() for own in runs)
-        if ascend and any(len(own) >= 6 for own in runs):
-            by_content.append(i)
-    found = by_name or by_content
+        if _normal(name) in _RUN_NAMES and cells and all(_RUNS.fullmatch(cell) for cell in cells):
+            found.append(i)
     return found[0] if len(found) == 1 else None
 
 

@@ -108,10 +108,6 @@ def labelme(root: Path, shape: dict[str, Any]) -> None:
         path.write_text(json.dumps(content))
 
 
-def circles(root: Path) -> None:
-    labelme(root, {"shape_type": "circle", "points": [[20, 20], [2e9, 2e9]]})
-
-
 def many_corners(root: Path) -> None:
     """A polygon of 20,001 corners, whose lines cross each other in every row, and leave the image far behind."""
     rng = np.random.default_rng(0)
@@ -140,7 +136,6 @@ BOMBS: dict[Callable[[Path], None], str] = {
     yaml_aliases: "classes: background, class_0, class_1",
     npy_header: "images.npy: its header is too large",
     zigzag: "a polygon of 200000 corners that crosses itself would take",
-    circles: "an ellipse around (20, 20) with the radii",
     many_corners: "masks: 6 in",
     value_of_mask: "",
 }

@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.onboarding.conversion import area_of, blank_mask, fill_area, fill_ellipse, fill_polygon, paste
+from segapp.onboarding.conversion import area_of, blank_mask, fill_area, fill_polygon, paste
 
 
 def test_pasted_piece_is_cut_off_at_every_side() -> None:
@@ -115,40 +115,9 @@ def test_polygons_inside_the_image_are_those_of_opencv() -> None:
         np.testing.assert_array_equal(mask, wanted)
 
 
-@pytest.mark.parametrize(
-    ("center", "radii", "rotation_deg"),
-    [
-        ((20.0, 14.0), (9.0, 9.0), 0.0),
-        ((20.0, 14.0), (0.0, 0.0), 0.0),
-        ((-30.0, 14.0), (45.0, 60.0), 0.0),
-        ((20.3, 14.7), (12.5, 4.25), 33.0),
-        ((2e8 + 0.3, 14.0), (2e8 - 17, 2e8 - 17), 0.0),
-        ((20.0, 14.0), (2e8, 2e8), 0.0),
-        ((20.3, 14.7), (2e8, 5.0), 90.0),
-    ],
-)
-def test_ellipses_hold_the_centers_of_pixels_by_their_formula(
-    center: tuple[float, float], radii: tuple[float, float], rotation_deg: float
-) -> None:
-    mask = blank_mask(30, 40)
-    fill_ellipse(mask, center, radii, 1, rotation_deg)
-    rows, columns = (side.astype(np.longdouble) for side in np.mgrid[:30, :40])
-    turn = np.deg2rad(np.longdouble(rotation_deg))
-    along = (columns - center[0]) * np.cos(turn) + (rows - center[1]) * np.sin(turn)
-    across = (rows - center[1]) * np.cos(turn) - (columns - center[0]) * np.sin(turn)
-    rx, ry = (max(radius, 1e-3) for radius in radii)
-    distance = np.hypot(along / rx, across / ry)
-    doubtful = np.abs(distance - 1) * min(rx, ry) < 1e-5
-    assert doubtful.sum() <= 4
-    np.testing.assert_array_equal(np.where(doubtful, 0, mask), np.where(doubtful, 0, distance <= 1))
-
-
 @pytest.mark.parametrize("far", [math.inf, -math.inf, math.nan, 1e300])
 def test_shapes_that_are_not_finite_are_refused(far: float) -> None:
     mask = blank_mask(4, 4)
-    for center, radii in (((far, 0.0), (1.0, 1.0)), ((0.0, 0.0), (abs(far), 1.0))):
-        with pytest.raises(ValueError, match="an ellipse around"):
-            fill_ellipse(mask, center, radii, 1)
     with pytest.raises(ValueError, match="a corner is not a number"):
         fill_area(mask, [[(0, 0), (far, 1), (2, 2)]], 1)
     assert not mask.any()

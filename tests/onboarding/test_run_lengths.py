@@ -115,8 +115,8 @@ def test_severstal_rows_are_classes_and_no_row_is_background(is_joined: bool, tm
 
 @pytest.mark.parametrize(
     ("head", "order", "ending"),
-    [(("img", "rle_mask"), "C", ".jpg"), (("id", "rle_mask"), "F", ""), (("file", "pixels"), "C", ".jpg")],
-    ids=["Carvana", "TGS", "unknown columns"],
+    [(("img", "rle_mask"), "C", ".jpg"), (("id", "rle_mask"), "F", ""), (("file", "rle"), "C", ".jpg")],
+    ids=["Carvana", "TGS", "any image column"],
 )
 def test_order_of_the_pixels_is_that_of_smooth_shapes(
     head: tuple[str, str], order: str, ending: str, tmp_path: Path
@@ -138,7 +138,7 @@ def test_order_that_nothing_tells_is_asked(tmp_path: Path) -> None:
         draw_image(root / "images" / f"{name}.png", (48, 48))
     rows = [(f"{name}.png", runs_of(disk(name, (48, 48)), "C", 0)) for name in NAMES]
     rows[0] = (rows[0][0], "0 4 48 4 96 4")
-    table(root / "train.csv", ("file", "pixels"), rows)
+    table(root / "train.csv", ("file", "rle"), rows)
     request = InitRequest(root, tmp_path / "made.yaml")
     with pytest.raises(OpenQuestionError, match="shapes of square images do not tell") as caught:
         propose_config(request)

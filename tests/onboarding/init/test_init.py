@@ -19,7 +19,6 @@ from segapp.onboarding.layout import OpenQuestionError
 from tests.support import drawn_folders
 from tests.support.drawn_folders import BINARY, listing
 from tests.support.runs import segapp
-from tests.support.terminals import terminal
 
 
 def draw(
@@ -198,16 +197,6 @@ def readable_in_two_ways(root: Path) -> None:
     names = [f"{i:04}" for i in range(10)]
     drawn_folders.draw(root, names, "images/{}.jpg", "masks/{}.png")
     drawn_folders.draw(root, names, "images/{}.jpg", "labels/{}.png", BINARY)
-
-
-def test_terminal_asks_for_the_layout_and_takes_the_answer(tmp_path: Path) -> None:
-    readable_in_two_ways(tmp_path / "d")
-    with terminal("init", "d", "--out", "made.yaml", cwd=tmp_path) as shown:
-        shown.wait_for("number for --layout (none: stop): ")
-        (number,) = re.findall(rb"\n  (\d)  labels: ", shown.output)
-        shown.type(f"{number.decode()}\n")
-        assert shown.wait() == 0, shown.output
-    assert load_config(tmp_path / "made.yaml").data.label_map == {255: 1}
 
 
 def test_two_likely_layouts_are_named_and_one_is_taken(tmp_path: Path) -> None:
