@@ -234,33 +234,25 @@ _READERS: Sequence[tuple[str, Callable[[str, str], ClassFile | None]]] = (
 
 PALETTES = tuple(known for known in PUBLISHED.values() if known.colors)
 """The data sets whose masks may be images of colors."""
-_LEAST_SHARE = 0.4
-_LEAST_COLORS = 4
 _MIN_RARE = 2  # number of colors that no other palette has and that do not occur by chance
 
 
-def recognise(colors: Collection[Color]) -> list[PublishedSet]:
-    """Return the palettes that have all the colors, best match first; none if there are few colors."""
+def recognise(colors: Collection[Color], mask: str) -> list[PublishedSet]:
+    """Return the data sets from which the colors are almost certainly, best match first; `mask` is a mask's path.
+
+    All colors are in the palette, and either it has no others, or two of them are in no other palette, or a folder is
+    named after the data set. Few colors may come from an unknown data set: black, red, green and blue occur in most
+    palettes.
+    """
     found = []
     for palette in PALETTES:
         own, named = set(colors) - set(palette.ignored_colors), set(palette.colors)
-        least = max(_LEAST_COLORS, len(named) // 15)  # many colors of a large palette also occur in others
-        if own <= named and (len(own) >= least or (len(own) >= 2 and len(own) / len(named) >= _LEAST_SHARE)):
+        others = {color for other in PALETTES if _family(other) != _family(palette) for color in other.colors}
+        plain = {color for color in own if set(color) <= {0, 255} or set(color) <= {0, 128}}  # red, green, blue, sums
+        is_certain = len(own - plain - others) >= _MIN_RARE or own == named or _family(palette) in mask.lower()
+        if own and own <= named and is_certain:
             found.append((len(own) / len(named), palette))
     return [palette for _, palette in sorted(found, key=lambda one: -one[0])]
-
-
-def is_certain(palette: PublishedSet, colors: Collection[Color], mask: str) -> bool:
-    """Return True if the colors are almost certainly from this data set.
-
-    That is the case if all colors of the palette occur, or two that no other palette has, or if a folder is named after
-    the data set. Few colors may come from an unknown data set: black, red, green and blue occur in most palettes.
-    """
-    own = set(colors) & set(palette.colors)
-    others = {color for other in PALETTES if _family(other) != _family(palette) for color in other.colors}
-    plain = {color for color in own if set(color) <= {0, 255} or set(color) <= {0, 128}}  # red, green, blue, their sums
-    num_rare = len(own - plain - others)
-    return num_rare >= _MIN_RARE or len(own) == len(set(palette.colors)) or _family(palette) in mask.lower()
 
 
 def _family(palette: PublishedSet) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,16 +93,17 @@ def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> 
             if counted is None:
                 content.unread.append(mask)
                 continue
+            values, colors, format = counted
             content.num_masks += 1
-            content.values.update(counted.values)
-            content.colors.update(counted.colors)
-            content.masks_with.update([*counted.values, *counted.colors])
-            known = counted.values.keys() | {0}
+            content.values.update(values)
+            content.colors.update(colors)
+            content.masks_with.update([*values, *colors])
+            known = values.keys() | {0}
             if (last := max(known)) and min(known) == 0 and len(known) == last + 1:
                 content.counts_up_to[last] += 1
-            if counted.is_lossy:
+            if format in ("JPEG", "MPO"):
                 content.lossy.append(mask)
-            if counted.is_smooth:
+            if len(colors) > MAX_COLORS:
                 content.smooth.append(mask)
 
 
@@ -119,26 +119,17 @@ def _size(pair: ImagePair) -> tuple[int, int] | DataError:
     return header.height_px, header.width_px
 
 
-class _Counted(NamedTuple):
-    values: dict[int, int]
-    colors: dict[Color, int]
-    is_lossy: bool
-    is_smooth: bool
-
-
-def count_pixels(path: Path, *, as_rgb: bool) -> _Counted | None:
-    """Return the pixels by value or by color of one mask; None if it cannot be read."""
+def count_pixels(path: Path, *, as_rgb: bool) -> tuple[dict[int, int], dict[Color, int], str] | None:
+    """Return the pixels of one mask by value and by color, and its format; None if it cannot be read."""
     try:
         pixels, format = stored_pixels(path, as_rgb=as_rgb)
     except UNREADABLE:
         return None
-    is_lossy = format in ("JPEG", "MPO")
     if pixels.ndim == 2:
-        return _Counted(_histogram(pixels), {}, is_lossy, False)
+        return _histogram(pixels), {}, format
     histogram = _histogram(color_codes(pixels))
-    most = sorted(histogram, key=lambda code: -histogram[code])[:MAX_COLORS]
-    colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
-    return _Counted({}, colors, is_lossy, len(histogram) > MAX_COLORS)
+    most = sorted(histogram, key=lambda code: -histogram[code])[: MAX_COLORS + 1]
+    return {}, {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}, format
 
 
 def reason_unread(path: Path) -> str:

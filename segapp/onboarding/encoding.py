@@ -17,7 +17,6 @@ from segapp.onboarding.class_files import (
     ClassFile,
     described,
     is_background,
-    is_certain,
     is_void,
     recognise,
     recognise_values,
@@ -40,7 +39,6 @@ CLEANING = (
 """What to do about smoothed masks; COLORS.png has a pixel of each class."""
 STRAY_SHARE = 1e-5  # share of the pixels below which a single value is a stray one
 _MAX_NAMED = 6
-_MAX_PALETTES = 4
 _LEVEL_SHARE, _LEVEL_GAP = 0.005, 40  # values of smoothed masks that are as frequent and as far apart are classes
 _BINARY_SMOOTH_SHARE = 0.1
 _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
@@ -217,12 +215,7 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
     for file in files:
         if file.colors and content.share([color for color in colors if color not in file.colors]) <= 0.05:
             return _from_named_colors(content, file, colors, strays, choices, notes)
-    possible = recognise(colors)
-    known = [one for one in possible if is_certain(one, colors, mask)]
-    if possible and not known:
-        titles = " or ".join(one.title for one in possible[:_MAX_PALETTES])
-        notes = (*notes, f"the colors are also in {titles}: a file such as class_dict.csv names the classes")
-    if known:
+    if known := recognise(colors, mask):
         first = known[0]
         ignored = list(dict.fromkeys([*first.ignored_colors, *strays]))
         seen = [color for color in first.ignored_colors if color in content.colors]
