@@ -39,7 +39,7 @@ CLEANING = (
 """What to do about smoothed masks; COLORS.png has a pixel of each class."""
 STRAY_SHARE = 1e-5  # share of the pixels below which a single value is a stray one
 _MAX_NAMED = 6
-_LEVEL_SHARE, _LEVEL_GAP = 0.005, 40  # values of smoothed masks that are as frequent and as far apart are classes
+_MANY_VALUES = 32  # values that no file names, from which masks were probably smoothed
 _BINARY_SMOOTH_SHARE = 0.1
 _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
 
@@ -166,7 +166,7 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _refuse_instances(content: MaskContent, stored: Sequence[Value], choices: MaskChoices) -> None:
-    """Raise DataError for values or colors that are numbers of instances; ask if they were probably smoothed."""
+    """Raise DataError for values or colors that are numbers of instances, or so many that the masks were smoothed."""
     if choices.masks is not None:
         return
     values = [value for value in stored if isinstance(value, int)]
@@ -183,19 +183,10 @@ def _refuse_instances(content: MaskContent, stored: Sequence[Value], choices: Ma
         look = f"hold {len(stored)} {kind}, {lone} of which occur in one mask each, as numbers of instances do"
     if look:
         raise DataError(f"the {content.num_masks} masks {look}: {_INSTANCES}; if each is a class, add --masks ids")
-    ids = Answer("ids", f"{len(stored)} classes: each value is a class")
-    levels: list[int] = []
-    for value, _ in content.values.most_common() if len(values) >= 32 else ():
-        if content.share([value]) >= _LEVEL_SHARE and all(abs(value - level) > _LEVEL_GAP for level in levels):
-            levels.append(value)
-    near = [value for value in values if any(abs(value - level) <= 3 for level in levels)]
-    if 2 <= len(levels) <= 16 and content.share(near) >= 0.7:
-        raise open_question(
-            f"the masks hold {len(values)} values, but {content.percent(near)} are near {listed(sorted(levels))}, as "
-            "in masks that were smoothed or saved with loss",
-            "--masks",
-            (ids,),
-            f"if they were smoothed, {CLEANING}",
+    if len(values) >= _MANY_VALUES:
+        raise DataError(
+            f"the masks hold {len(values)} values without names, up to {values[-1]}, as smoothed masks do: {CLEANING}; "
+            "if each is a class, add --masks ids"
         )
 
 
