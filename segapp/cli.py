@@ -284,7 +284,6 @@ def attach(
         typer.Argument(metavar="[RUN]", help="A run. Default: the newest live run, or else the newest run."),
     ] = None,
     readonly: Annotated[bool, typer.Option("--readonly", help="Show the run without sending commands.")] = False,
-    theme: Annotated[str | None, typer.Option(metavar="NAME", help="Color theme of the TUI.")] = None,
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Use ASCII characters only.")] = False,
 ) -> None:
     """Show a run in the TUI, while it trains or afterwards. Leaving the TUI does not stop the run."""
@@ -292,7 +291,7 @@ def attach(
     from segapp.tui.app import run_ui
 
     folder = run_to_attach(run)
-    sys.exit(run_ui(folder.path, readonly=readonly, theme=theme, ascii_only=ascii_only))
+    sys.exit(run_ui(folder.path, readonly=readonly, ascii_only=ascii_only))
 
 
 @app.command()

@@ -24,7 +24,6 @@ from segapp.export.write import Format
 from segapp.inference.predict import parse_saved
 from segapp.inference.predict.outputs import SAVED
 from segapp.run.commands import COMMAND_NAMES, SETTINGS, parse_command
-from segapp.tui.settings import THEMES, find_theme
 
 MINIMAL = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
 
@@ -120,7 +119,6 @@ COMMAND_LINE: dict[str, tuple[Callable[[str], object], list[str]]] = {
     "export --out": (lambda word: _format(Path(f"x.{word}"), None), [*get_args(Format), "safetensors"]),
     "predict --save": (lambda word: parse_saved([word]), list(SAVED)),
     "check-part --as": (lambda word: check_part("a:b", word, None), list(CHECKS)),
-    "attach --theme": (find_theme, ["dark", "light", *THEMES]),
     "ctl COMMAND": (parse_command, list(COMMAND_NAMES)),
     "ctl set": (lambda word: parse_command(f"set {word}=1"), list(SETTINGS)),
     "docs TOPIC": (find_page, [page.topic for page in pages()]),

@@ -7,10 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
@@ -25,7 +24,8 @@ from segapp.run.commands import CheckpointCommand, Command, PauseCommand, Resume
 from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
 from segapp.tui import header, keys, layout
-from segapp.tui.chart import ChartOptions
+from segapp.tui.chart import SMOOTHING_CHOICES
+from segapp.tui.classes import SORTS
 from segapp.tui.devices import undo_gpu0, why_no_split
 from segapp.tui.dialogs import (
     EventScreen,
@@ -40,17 +40,6 @@ from segapp.tui.dialogs import (
 from segapp.tui.events import GROUPS
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
-from segapp.tui.settings import (
-    CHOICES,
-    THEMES,
-    UiSettings,
-    find_theme,
-    load_settings,
-    next_choice,
-    save_settings,
-    set_up_themes,
-    settings_path,
-)
 from segapp.tui.shown_run import Severity, ShownRun
 from segapp.tui.terminal import (
     RESTORE_TITLE,
@@ -61,7 +50,8 @@ from segapp.tui.terminal import (
     is_ascii_only,
     is_hung_up,
 )
-from segapp.tui.widgets import ASCII, UNICODE, LiteralText
+from segapp.tui.themes import set_up_themes
+from segapp.tui.widgets import ASCII, UNICODE, LiteralText, next_choice
 from segapp.view.plot import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
@@ -76,7 +66,7 @@ LEAVE_S = 5.0
 class MonitorApp(App[None]):
     """The TUI of a run, with keys that change the display and keys that send commands to the run.
 
-    Its arguments are `run_ui`'s. Without a file, settings are not saved.
+    Its arguments are `run_ui`'s.
     """
 
     TITLE = "segapp"
@@ -89,14 +79,13 @@ class MonitorApp(App[None]):
         *,
         readonly: bool = False,
         starts_with_list: bool = False,
-        settings: UiSettings | None = None,
-        settings_file: Path | None = None,
         ascii_only: bool = False,
         has_trainer_ended: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         self.readonly, self.starts_with_list = readonly, starts_with_list
-        self.settings = settings or UiSettings()
+        self.sort = SORTS[0]
+        """Order of the classes."""
         self.glyphs = ASCII if ascii_only else UNICODE
         self.is_ascii = ascii_only
         has_color = not ascii_only and "NO_COLOR" not in os.environ
@@ -104,17 +93,16 @@ class MonitorApp(App[None]):
         self.chart = self.columns.chart
         self.failure: Exception | None = None
         """The error that ended the TUI; None if the user left."""
-        self._settings_file = settings_file
         self.shown = ShownRun(source, has_trainer_ended)
         self.pane = "loss"
         self.is_zoomed = False
         self.layout_plan: layout.ScreenLayout | None = None
         self._screen_size: Size | None = None
-        self._announcer = Announcer(self._write_control, self.settings.notify)
+        self._announcer = Announcer(self._write_control)
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = False
         self._is_starting: bool | None = None
-        set_up_themes(self, self.settings.theme)
+        set_up_themes(self)
 
     @property
     def view(self) -> View:
@@ -138,9 +126,6 @@ class MonitorApp(App[None]):
 
     def on_mount(self) -> None:
         self.set_class(self.is_ascii, "-ascii")
-        if self.settings.keymap:
-            self.set_keymap(self.settings.keymap)
-        self.chart.options = self._chart_options()
         self.chart.focus()
         if not self.is_headless:
             for number in (signal.SIGHUP, signal.SIGTERM):
@@ -154,10 +139,8 @@ class MonitorApp(App[None]):
         self.set_interval(0.5, self.tick)
 
     def on_unmount(self) -> None:
-        """Save the settings, and restore the terminal's title."""
+        """Restore the terminal's title."""
         self._write_control(RESTORE_TITLE)
-        if self._settings_file is not None:
-            save_settings(self._settings_file, self.settings)
 
     def on_resize(self, event: events.Resize) -> None:
         """Select the panes for the new size, before the app's own `size` is updated."""
@@ -216,7 +199,7 @@ class MonitorApp(App[None]):
         self.shown = ShownRun(source)
         self._is_starting = None
         self._announcer.restart()
-        self.chart.options = self._chart_options(metric="loss")
+        self.chart.change(metric="loss")
         self.apply_layout()
         self.tick()
         self.show_view()
@@ -251,7 +234,7 @@ class MonitorApp(App[None]):
         self._num_ticks, self._num_drawn = 0, view.num_events
         if plan.num_summary_rows:
             self._text("summary").show(header.small_summary(view, width - 2, plan.num_summary_rows, self.glyphs))
-        self.columns.show(self.shown, self.settings.sort, is_readonly=self.readonly)
+        self.columns.show(self.shown, self.sort, is_readonly=self.readonly)
         self._show_keys(self.pane, width)
 
     def _show_status(self) -> bool:
@@ -290,12 +273,7 @@ class MonitorApp(App[None]):
         labels = {"toggle_pause": "Resume" if self.view.is_paused else "Pause"}
         is_readonly = self.readonly or self.status().is_over or pane == "starting"  # no trainer can answer yet
         shown = keys.here(keys.available(is_readonly), pane)
-        self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
-
-    def _chart_options(self, **changes: Any) -> ChartOptions:
-        """Return the chart's options from the saved settings, with changes."""
-        kept = {name: getattr(self.settings, name) for name in ("smoothing", "is_log")}
-        return replace(self.chart.options, **kept, **changes)
+        self._text("keys").show(keys.key_bar(shown, labels, width))
 
     def _text(self, name: str) -> LiteralText:
         return self.query_one(f"#{name}", LiteralText)
@@ -335,25 +313,20 @@ class MonitorApp(App[None]):
         self.action_show_metric(names[(at + by) % len(names)])
 
     def action_show_metric(self, name: str) -> None:
-        self.chart.options = self._chart_options(metric=name)
+        self.chart.change(metric=name)
         if self.pane == "pictures" or (self.is_zoomed and self.pane != "loss"):
             self.action_pane("loss")
         self.show_view()
 
-    def _next_setting(self, name: str) -> None:
-        """Select the next choice of a saved setting."""
-        setattr(self.settings, name, next_choice(CHOICES[name], getattr(self.settings, name)))
-        self.chart.options = self._chart_options()
-        self.show_view()
-
     def action_toggle_log(self) -> None:
-        self._next_setting("is_log")
+        self.chart.change(is_log=not self.chart.options.is_log)
 
     def action_smooth(self) -> None:
-        self._next_setting("smoothing")
+        self.chart.change(smoothing=next_choice(SMOOTHING_CHOICES, self.chart.options.smoothing))
 
     def action_sort(self) -> None:
-        self._next_setting("sort")
+        self.sort = next_choice(SORTS, self.sort)
+        self.show_view()
 
     def action_kind(self) -> None:
         self.columns.events.group = next_choice(tuple(GROUPS), self.columns.events.group)
@@ -418,30 +391,15 @@ class MonitorApp(App[None]):
             self.action_seen()
         self.show_view()
 
-    def action_theme(self) -> None:
-        self.action_set_theme(next_choice(THEMES, self.theme))
-
-    def action_set_theme(self, name: str) -> None:
-        self.theme = self.settings.theme = name
-        self.say(f"theme {name}")
-
     def action_help(self) -> None:
-        found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, glyphs=self.glyphs)
+        found = keys.help_lines(keys.available(self.readonly), glyphs=self.glyphs)
         self.push_screen(ScrolledDialog("Keys", found))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Yield the commands of the palette: every key's action, every metric, every theme, and the screenshot."""
-        offered = keys.available(self.readonly)
-        for title, hint, action in keys.palette(offered, self.settings.keymap, self.view, is_ascii=self.is_ascii):
+        """Yield the commands of the palette: every key's action, every metric, and Textual's, such as the theme."""
+        for title, hint, action in keys.palette(keys.available(self.readonly), self.view, is_ascii=self.is_ascii):
             yield SystemCommand(title, hint, partial(self.run_action, action))
-        save = partial(self.set_timer, 0.3, self._save_screenshot)  # the palette must be closed
-        yield SystemCommand("screenshot", "save this screen as an SVG file", save)
-
-    def _save_screenshot(self) -> None:
-        try:
-            self.say(f"saved {self.save_screenshot(f'segapp-{self.shown.name}.svg')}")
-        except OSError as error:
-            self.say(f"the screenshot cannot be written: {error.strerror}: start segapp in another folder", "error")
+        yield from super().get_system_commands(screen)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disable the keys that the view does not offer."""
@@ -505,7 +463,6 @@ def run_ui(
     run: Path | str | RunFolder,
     *,
     readonly: bool = False,
-    theme: str | None = None,
     ascii_only: bool = False,
     starts_with_list: bool = False,
     has_trainer_ended: Callable[[], bool] | None = None,
@@ -515,7 +472,6 @@ def run_ui(
     Args:
         run: Name of the run, path to its folder, or the folder of a run that may not have begun yet.
         readonly: Hide and disable all keys that send commands.
-        theme: One of `THEMES`, `dark` or `light`; None: the last one used.
         ascii_only: Draw without Unicode; always used if the locale does not support it.
         starts_with_list: Show the list of the runs first.
         has_trainer_ended: For a trainer that is starting: called until it trains; if it returns True, the TUI closes.
@@ -524,21 +480,15 @@ def run_ui(
         0.
 
     Raises:
-        ConfigError: There is no such run or theme, or there is no terminal.
+        ConfigError: There is no such run, or there is no terminal.
         RunError: The TUI failed.
     """
     folder = run if isinstance(run, RunFolder) else find_run(run)
-    file = settings_path()
-    settings = load_settings(file)
-    if theme is not None:
-        settings.theme = find_theme(theme)
     check_terminal()
     app = MonitorApp(
         LiveSource(folder),
         readonly=readonly,
         starts_with_list=starts_with_list,
-        settings=settings,
-        settings_file=file,
         ascii_only=ascii_only or is_ascii_only(),
         has_trainer_ended=has_trainer_ended,
     )

@@ -83,6 +83,8 @@ class Canvas:
 AUTO = -1.0
 """Select the smoothing by the length of the curve."""
 
+SMOOTHING_CHOICES = (AUTO, *reversed(SMOOTHINGS), 0.0)
+
 GUTTER = 8
 
 _BLANK, _RAW, _MARK, _AVERAGE, _VAL, _BAD, _BEST, _AXIS = range(8)

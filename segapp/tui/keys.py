@@ -6,7 +6,6 @@ from typing import NamedTuple
 from textual.binding import Binding
 from textual.content import Content
 
-from segapp.tui.settings import THEMES
 from segapp.tui.widgets import Glyphs
 from segapp.view.plot import CLASS, metric_names, metric_title
 from segapp.view.view import View
@@ -24,7 +23,7 @@ class Key(NamedTuple):
     """One action and its keys."""
 
     action: str
-    """Name of the app's action; its `binding_id` is the name in `[keymap]` of ui.toml."""
+    """Name of the app's action."""
     keys: str
     """Comma-separated; the key bar shows the first."""
     label: str
@@ -76,7 +75,6 @@ KEYS = (
     Key("pane('events')", "4", "", "show the events of the run"),
     Key("pictures", "i,5", "", "show the sample images, or the chart again", words="images"),
     Key("zoom", "f", "Zoom", "show only the selected pane, or all panes again", words="full screen"),
-    Key("theme", "t", "", "next theme", words="colors, dark, light"),
     Key("help", "question_mark,h", "Help", "show this page"),
     Key("escape", "escape", "", "close, clear, or dismiss an alert"),
     Key("redraw", "r", "", "redraw the screen"),
@@ -85,12 +83,7 @@ KEYS = (
 
 def bindings() -> list[Binding]:
     """Return the bindings of the app; `MonitorApp.check_action` disables the commands of a read-only view."""
-    return [Binding(key.keys, key.action, key.help, id=binding_id(key)) for key in KEYS if key.is_bound]
-
-
-def binding_id(key: Key) -> str:
-    """Return the name of a key in `[keymap]`: `pane_loss` for `pane('loss')`."""
-    return "".join(c if c.isalnum() else "_" for c in key.action.replace("-1", "back").replace("1", "on")).strip("_")
+    return [Binding(key.keys, key.action, key.help) for key in KEYS if key.is_bound]
 
 
 def available(is_readonly: bool) -> list[Key]:
@@ -98,32 +91,28 @@ def available(is_readonly: bool) -> list[Key]:
     return [key for key in KEYS if not (is_readonly and key.ctl)]
 
 
-def shown_key(key: Key, keymap: Mapping[str, str], *, is_ascii: bool = False) -> str:
+def shown_key(key: Key, *, is_ascii: bool = False) -> str:
     """Return the name of a key as displayed."""
-    first = keymap.get(binding_id(key), key.keys).split(",")[0]
+    first = key.keys.split(",")[0]
     shown = _SHOWN.get(first, first)
     return _ASCII.get(shown, shown) if is_ascii else shown
 
 
-def key_bar(keys: Sequence[Key], keymap: Mapping[str, str], labels: Mapping[str, str], width: int) -> Content:
+def key_bar(keys: Sequence[Key], labels: Mapping[str, str], width: int) -> Content:
     """Return the key bar: as many keys as fit, in order, and always the last one, which is help in the table."""
     shown = [key for key in keys if key.label]
-    return bar([(shown_key(key, keymap), labels.get(key.action, key.label)) for key in shown], width)
+    return bar([(shown_key(key), labels.get(key.action, key.label)) for key in shown], width)
 
 
-def palette(
-    keys: Sequence[Key], keymap: Mapping[str, str], view: View, *, is_ascii: bool
-) -> Iterator[tuple[str, str, str]]:
-    """Yield title, hint and action of the command palette's entries: keys, metrics and classes of the run, themes."""
+def palette(keys: Sequence[Key], view: View, *, is_ascii: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield title, hint and action of the command palette's entries: keys, metrics and classes of the run."""
     for key in keys:
         if key.is_bound:
-            name = shown_key(key, keymap, is_ascii=is_ascii)
+            name = shown_key(key, is_ascii=is_ascii)
             title = f"{key.help} ({key.words})" if key.words else key.help
             yield title, f"key {name}" + (f", ctl {key.ctl}" if key.ctl else ""), key.action
     for metric in (*metric_names(view), *(CLASS + name for name in view.classes)):
         yield f"chart: {metric_title(metric)}", "metric", f"show_metric({metric!r})"
-    for theme in THEMES:
-        yield f"theme {theme}", "colors", f"set_theme({theme!r})"
 
 
 def here(keys: Sequence[Key], pane: str) -> list[Key]:
@@ -140,12 +129,12 @@ def bar(items: Sequence[tuple[str, str]], width: int) -> Content:
     return Content(" ").join(pieces)
 
 
-def help_lines(keys: Sequence[Key], keymap: Mapping[str, str], *, glyphs: Glyphs) -> Content:
+def help_lines(keys: Sequence[Key], *, glyphs: Glyphs) -> Content:
     """Return the help page: the keys, and the signs of the chart."""
     is_ascii = glyphs.diamond.isascii()
     lines = [
         Content.assemble(
-            (f"{shown_key(key, keymap, is_ascii=is_ascii):>11}  ", "$text-accent bold"),
+            (f"{shown_key(key, is_ascii=is_ascii):>11}  ", "$text-accent bold"),
             key.help,
             (f"  ({key.panes.replace(' ', ', ')})" if key.panes else "", "$text-muted"),
             (f"  (ctl: {key.ctl})" if key.ctl else "", "$text-muted"),

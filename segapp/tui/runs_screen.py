@@ -18,8 +18,7 @@ from segapp.run.words import age, number, plural, printable
 from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
-from segapp.tui.settings import next_choice
-from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, drawable, spark
+from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, drawable, next_choice, spark
 from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
 from segapp.view.wording import clip, fit_cells
 

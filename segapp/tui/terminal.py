@@ -81,9 +81,9 @@ _ENDS = ("finished", "stopped", "failed", "crashed")
 class Announcer:
     """Writes the title of one run to the terminal, and rings the bell at an alert and at its end."""
 
-    def __init__(self, write: Callable[[str], None], how: str) -> None:
+    def __init__(self, write: Callable[[str], None]) -> None:
         is_silent = "NO_COLOR" in os.environ or os.environ.get("TERM", "") in ("", "dumb")
-        self._write, self._rings = write, how == "bell" and not is_silent
+        self._write, self._rings = write, not is_silent
         self._title = ""
         self._alerts: dict[str, float] | None = None
         self._is_over: bool | None = None

@@ -95,6 +95,11 @@ def thinned(values: Sequence[Item], width: int) -> list[Item]:
     return [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
 
 
+def next_choice(choices: Sequence[Item], current: Item) -> Item:
+    """Return the choice after the current one; the first after the last."""
+    return choices[(choices.index(current) + 1) % len(choices)]
+
+
 class LiteralText(Widget):
     """Literal text; only lines that differ are redrawn."""
 

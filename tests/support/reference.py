@@ -362,7 +362,6 @@ ENVIRONMENT = {
     "SEGAPP_LAUNCH_SECRET": "The secret that the machines of `segapp launch` share, at least 16 characters. Default: a "
     "file next to the run folder.",
     "XDG_CACHE_HOME": "Decoded images and class weights are cached in `$XDG_CACHE_HOME/segapp`. Default: `~/.cache`.",
-    "XDG_CONFIG_HOME": "Settings of the TUI are in `$XDG_CONFIG_HOME/segapp/ui.toml`. Default: `~/.config`.",
     "XDG_STATE_HOME": "Trusted custom components, named trackers and seen alerts are noted in "
     "`$XDG_STATE_HOME/segapp`. Default: `~/.local/state`.",
     "NO_COLOR": "Set to any value: the TUI uses no color.",

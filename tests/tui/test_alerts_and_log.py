@@ -246,11 +246,11 @@ def test_tail_reads_whole_lines_of_the_end_only(tmp_path: Path) -> None:
 # --- what reaches the terminal ---------------------------------------------------------------------------------------
 
 
-def announced(run: RecordedRun, how: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def announced(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     written: list[str] = []
-    announcer = Announcer(written.append, how)
+    announcer = Announcer(written.append)
     source = source_of(run)
     run.alert("hang", "an old alert")
 
@@ -269,26 +269,17 @@ def announced(run: RecordedRun, how: str, monkeypatch: pytest.MonkeyPatch) -> li
     return written
 
 
-@pytest.mark.parametrize(
-    ("how", "wanted"),
-    [
-        ("off", []),
-        ("bell", ["\x07", "\x07"]),
-    ],
-)
-def test_new_alerts_and_the_end_are_announced_once(
-    fresh: RecordedRun, monkeypatch: pytest.MonkeyPatch, how: str, wanted: list[str]
-) -> None:
-    written = announced(fresh, how, monkeypatch)
+def test_new_alerts_and_the_end_are_announced_once(fresh: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = announced(fresh, monkeypatch)
     titles = [each for each in written if each.startswith("\x1b]2;")]
-    assert [each for each in written if each not in titles] == wanted
+    assert [each for each in written if each not in titles] == ["\x07", "\x07"]
     assert titles[0] == "\x1b]2;run 2/8 mIoU 0.114 (11/11)\x07"
     assert titles[-1].startswith("\x1b]2;FINISHED run")
 
 
 def test_nothing_rings_with_no_color(fresh: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not Announcer(lambda _: None, "bell")._rings
+    assert not Announcer(lambda _: None)._rings
 
 
 def test_title_of_the_terminal_has_no_control_codes(fresh: RecordedRun) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,6 @@ from segapp.run.words import age, duration, gib, learning_rate, memory_text, num
 from segapp.tui import keys
 from segapp.tui.header import LinePart, fit_parts
 from segapp.tui.layout import plan_layout
-from segapp.tui.settings import UiSettings, load_settings, save_settings
 from segapp.tui.widgets import ASCII, UNICODE, ascii_text, progress, spark
 from segapp.view.wording import clip, fit_cells
 
@@ -114,8 +112,6 @@ def test_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, 
 def test_keys_are_unique_and_control_keys_are_marked() -> None:
     names = [name for key in keys.KEYS if key.is_bound for name in key.keys.split(",")]
     assert len(names) == len(set(names))
-    ids = [keys.binding_id(key) for key in keys.KEYS]
-    assert len(ids) == len(set(ids))
     assert {"toggle_pause", "edit_gpu0", "edit_lr_factor", "edit_shares", "undo_gpu0", "checkpoint", "stop"} == {
         key.action for key in keys.available(False) if key not in keys.available(True)
     }
@@ -123,39 +119,10 @@ def test_keys_are_unique_and_control_keys_are_marked() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120, 10])
 def test_key_bar_always_shows_help(width: int) -> None:
-    bar = keys.key_bar(keys.KEYS, {}, {}, width).plain
+    bar = keys.key_bar(keys.KEYS, {}, width).plain
     assert "?" in bar
     if width >= 60:
         assert len(bar) <= width
         assert "Leave" in bar
     for pane in ("loss", "gpu", "classes", "events", "pictures", "starting"):
-        assert "?" in keys.key_bar(keys.here(keys.available(False), pane), {}, {}, width).plain
-
-
-@given(
-    st.builds(
-        UiSettings,
-        theme=st.sampled_from(["segapp-dark", "ansi-light"]),
-        smoothing=st.sampled_from([-1.0, 0.0, 0.6, 0.98]),
-        is_log=st.booleans(),
-        notify=st.sampled_from(["off", "bell"]),
-        sort=st.sampled_from(["worst", "name"]),
-        keymap=st.dictionaries(st.text(max_size=5), st.text(min_size=1, max_size=5), max_size=3),
-    )
-)
-def test_settings_are_read_back_as_saved(tmp_path_factory: pytest.TempPathFactory, settings: UiSettings) -> None:
-    path = tmp_path_factory.mktemp("ui") / "segapp" / "ui.toml"
-    save_settings(path, settings)
-    assert load_settings(path) == settings
-
-
-@pytest.mark.parametrize(
-    "text", ["", "garbage [", 'sort = "sideways"', "smoothing = 7.0", "is_log = 3", 'keymap = "x"', "theme = 3", "\x00"]
-)
-def test_bad_settings_are_ignored(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "ui.toml"
-    path.write_text(text)
-    assert load_settings(path) == UiSettings()
-    path.write_bytes(b"\xff\xfe")
-    assert load_settings(path) == UiSettings()
-    save_settings(Path("/proc/no/such/place/ui.toml"), UiSettings())
+        assert "?" in keys.key_bar(keys.here(keys.available(False), pane), {}, width).plain

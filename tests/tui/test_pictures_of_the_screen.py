@@ -30,7 +30,6 @@ from segapp.run.events import Oom
 from segapp.run.folder import RunFolder
 from segapp.run.lock import ProcessId
 from segapp.tui.app import MonitorApp
-from segapp.tui.settings import UiSettings
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import Clock, RecordedRun
@@ -279,7 +278,8 @@ def test_screen_equals_its_stored_snapshot(case: Case, tmp_path: Path, monkeypat
     of_the_picture = ProcessId(host="trainer-box", pid=23168)  # that of this process has another number each time
     source._look = lambda: replace(looked(), process=of_the_picture)  # type: ignore[method-assign]
     try:
-        app = MonitorApp(source, settings=UiSettings(theme=case.theme))
+        app = MonitorApp(source)
+        app.theme = case.theme
         found = shoot(app, case.size, case.keys, run.clock)
     finally:
         run.folder.release()

@@ -18,7 +18,6 @@ from segapp.run.events import CommandAnswer
 from segapp.tui import keys
 from segapp.tui.app import MonitorApp
 from segapp.tui.layout import plan_layout
-from segapp.tui.settings import THEMES, UiSettings, load_settings
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import CAMVID, RecordedRun, live_run
 from tests.support.screens import press, run_screen, screen_rows, screen_text, settle, toasts
@@ -480,60 +479,10 @@ def test_command_palette_offers_the_actions(live: RecordedRun) -> None:
         assert all(
             any(title.startswith(key.help) for title in offered) for key in keys.available(False) if key.is_bound
         )
-        for word in ("quit", "detach", "resume", "screenshot", "learning rate"):
+        for word in ("quit", "detach", "resume", "Theme", "Screenshot", "learning rate"):
             assert any(word in title for title in offered), word
-        assert {f"theme {name}" for name in THEMES} <= offered
 
     run_screen(live, act)
-
-
-def test_screenshot_that_cannot_be_written_names_the_next_move(
-    live: RecordedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(app: MonitorApp, name: str) -> str:
-        assert name == "segapp-camvid-042.svg"
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(MonitorApp, "save_screenshot", save)
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        commands = {command.title: command.callback for command in app.get_system_commands(app.screen)}
-        commands["screenshot"]()
-        await pilot.pause(0.5)  # the palette must be closed
-        message = "the screenshot cannot be written: Permission denied: start segapp in another folder"
-        assert toasts(app)[-1] == message
-
-    run_screen(live, act)
-
-
-def test_screen_choices_are_saved(live: RecordedRun, tmp_path: Path) -> None:
-    file = tmp_path / "segapp" / "ui.toml"
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "y", "o", "t")
-
-    run_screen(live, act, settings_file=file)
-    found = load_settings(file)
-    assert (found.is_log, found.sort, found.theme) == (True, "best", "segapp-light")
-
-
-def test_keys_can_be_remapped(fresh: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        assert "w Save" in screen_text(app).replace("  ", " ")
-        await press(app, pilot, "w")
-        assert sent(fresh) == ["checkpoint"]
-
-    run_screen(fresh, act, settings=UiSettings(keymap={"checkpoint": "w"}))
-
-
-@pytest.mark.parametrize("theme", [THEMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in THEMES[1:])])
-def test_every_theme_is_applied(live: RecordedRun, theme: str) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        assert app.theme == theme
-        assert "LIVE" in screen_text(app)
-        assert app.export_screenshot().startswith("<svg")
-
-    run_screen(live, act, settings=UiSettings(theme=theme))
 
 
 def test_screen_without_colour_has_no_colour_codes(live: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,6 @@ def test_q_exits_with_attach_hint_and_restores_the_terminal(run: RecordedRun, tm
     shown.read_until(b"segapp attach")
     assert shown.wait() == 0
     assert b"\x1b[?1049l" in shown.output
-    assert (tmp_path / "segapp" / "ui.toml").is_file()
 
 
 @pytest.mark.sampled(2)
@@ -134,5 +133,3 @@ def test_user_errors_of_attach_are_named(tmp_path: Path, run: RecordedRun, monke
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="no such run"):
         run_ui(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="no such theme: use one of dark, light"):
-        run_ui(run.folder.path, theme="pink")
