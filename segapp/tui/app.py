@@ -37,7 +37,6 @@ from segapp.tui.dialogs import (
     lr_factor_screen,
     shares_screen,
 )
-from segapp.tui.events import GROUPS
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
@@ -120,7 +119,6 @@ class MonitorApp(App[None]):
         yield LiteralText(id="banner", classes="lines")
         yield LiteralText(id="starting", classes="wrapped")
         yield self.columns
-        yield LiteralText(id="summary", classes="lines")
         yield LiteralText(id="keys", classes="lines")
         yield LiteralText(id="notice")
 
@@ -219,7 +217,7 @@ class MonitorApp(App[None]):
         if plan != self.layout_plan:
             self.layout_plan = plan
             shown = dict.fromkeys(("head", "progress", "main", "keys"), not plan.is_notice)
-            shown |= {"notice": plan.is_notice, "summary": plan.num_summary_rows > 0}
+            shown["notice"] = plan.is_notice
             for name, is_shown in shown.items():
                 self.query_one(f"#{name}").display = is_shown
             self.columns.select(plan)
@@ -232,8 +230,6 @@ class MonitorApp(App[None]):
             return
         view, (width, _) = self.view, self._screen_size or self.size
         self._num_ticks, self._num_drawn = 0, view.num_events
-        if plan.num_summary_rows:
-            self._text("summary").show(header.small_summary(view, width - 2, plan.num_summary_rows, self.glyphs))
         self.columns.show(self.shown, self.sort, is_readonly=self.readonly)
         self._show_keys(self.pane, width)
 
@@ -326,11 +322,6 @@ class MonitorApp(App[None]):
 
     def action_sort(self) -> None:
         self.sort = next_choice(SORTS, self.sort)
-        self.show_view()
-
-    def action_kind(self) -> None:
-        self.columns.events.group = next_choice(tuple(GROUPS), self.columns.events.group)
-        self.action_pane("events")
         self.show_view()
 
     def action_filter(self) -> None:

@@ -4,7 +4,6 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-import numpy as np
 from rich.cells import cell_len
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -16,7 +15,6 @@ from segapp.run.events import DeviceMemory
 from segapp.run.words import dots, duration, memory_text, percent, printable, share_text
 from segapp.tui.header import LinePart, device_kind, device_label, etas_s, fit_parts
 from segapp.tui.widgets import Glyphs, LiteralText, progress
-from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
 from segapp.view.source import Status
 from segapp.view.view import Gpu0, View
 from segapp.view.wording import clip, recomputed, topology
@@ -56,8 +54,8 @@ def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
 def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, glyphs: Glyphs) -> Content:
     """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
 
-    Logical devices share one line. If there is room, each line is followed by the allocator's numbers, the plan's
-    predicted peak, and a graph of the memory. The lines of `_notes` come first.
+    Logical devices share one line. If there is room, each line is followed by the allocator's numbers and the plan's
+    predicted peak. The lines of `_notes` come first.
     """
     if not view.devices:
         text = "no memory sample yet" if view.start is None or view.end is None else "no memory sample was written"
@@ -71,8 +69,6 @@ def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, g
         if num_more >= 1:
             predicted = predicted_mib[i] if i < len(predicted_mib) else None
             lines.append(_numbers(view, i, device, predicted, size.width))
-        if num_more >= 3:
-            lines += memory_graph(view, i, device.total_mib, Size(size.width, min(num_more - 1, 6)), glyphs)
     return Content("\n").join(lines)
 
 
@@ -102,24 +98,6 @@ def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float 
     if device.phase and peak is not None:
         parts.append(LinePart(9, f"in {printable(device.phase)}"))
     return Content.styled("  " + fit_parts(parts, width - 2).plain, "$text-muted")
-
-
-def memory_graph(view: View, index: int, total_mib: float | None, size: Size, glyphs: Glyphs) -> list[Content]:
-    """Return a graph of a device's used memory in dots, from 0 to its total or its highest value."""
-    rows, columns = glyphs.dots_per_cell
-    num = (size.width - 2) * columns
-    samples = [sample[index][0] if index < len(sample) else np.nan for sample in list(view.memory)[-num:]]
-    values = np.array(samples)
-    known = values[np.isfinite(values)]
-    if len(known) < 2 or num < 8:
-        return []
-    scale = Scale(0.0, max(total_mib or 0.0, float(known.max()), 1.0))
-    curve = np.full(num, np.nan)
-    curve[num - len(values) :] = values
-    filled = CurveColumns(np.where(np.isfinite(curve), 0.0, np.nan), curve, np.zeros(num, dtype=bool))
-    packed = pack_dots(draw_columns(filled, scale, size.height * rows), glyphs.dot_weights)
-    table = glyphs.dot_cells
-    return [Content.styled("  " + "".join(table[int(cell)] for cell in row), "$secondary") for row in packed]
 
 
 def _device_line(view: View, group: list[int], device: DeviceMemory, width: int, glyphs: Glyphs) -> Content:

@@ -1,4 +1,4 @@
-"""The events pane: the log of the run, filtered by kind and text."""
+"""The events pane: the log of the run, filtered by a text."""
 
 import time
 
@@ -24,15 +24,6 @@ KIND_STYLES = {
     "start": "$text-warning",
     "thaw": "$text-accent",
 }
-GROUPS: dict[str, frozenset[str]] = {
-    "all": frozenset(),
-    "alerts": frozenset({"alert", "oom", "end"}),
-    "commands": frozenset({"ctl", "gpu0", "mem", "thaw"}),
-    "evaluations": frozenset({"val", "best"}),
-    "checkpoints": frozenset({"saved", "best"}),
-    "starts": frozenset({"start", "load", "ranks", "end"}),
-}
-"""Name of a filter -> kinds of lines that it shows; empty: every kind."""
 
 
 class EventsPane(Vertical):
@@ -42,22 +33,17 @@ class EventsPane(Vertical):
         self.search = SearchLine("text in an event", id="search", lines="event-lines")
         self._list = _EventList(id="event-lines", compact=True)
         super().__init__(self.search, self._list, id="events", classes="pane")
-        self.group = "all"
         self._lines: list[LogLine] = []
-        self._filter: tuple[object, ...] = ()
+        self._wanted = ""
 
     def show(self, view: View) -> Content:
-        """Show the lines of a view that belong to the group and match the search text; return the title."""
-        kinds, wanted = GROUPS[self.group], self.search.text
+        """Show the lines of a view that match the search text; return the title."""
+        wanted = self.search.text
         text = wanted.casefold()
-        lines = [
-            line
-            for line in view.log
-            if (not kinds or line.kind in kinds) and text in f"{line.kind} {line.text}".casefold()
-        ]
-        chosen = self.group, wanted
+        lines = [line for line in view.log if text in f"{line.kind} {line.text}".casefold()]
+        is_same = wanted == self._wanted
         moved = next((i for i, (a, b) in enumerate(zip(self._lines, lines, strict=False)) if a[:3] != b[:3]), None)
-        if self._filter == chosen and moved is not None and self._lines[moved].kind == "epoch":
+        if is_same and moved is not None and self._lines[moved].kind == "epoch":
             at, is_following = self._list.highlighted, self._list.is_following
             self._list.remove_option_at_index(moved)  # the line of the present epoch has moved down
             del self._lines[moved]
@@ -67,19 +53,17 @@ class EventsPane(Vertical):
         num_before = len(self._lines)
         ends = (0, num_before - 1) if num_before else ()
         is_longer = len(lines) >= num_before and all(lines[i][:3] == self._lines[i][:3] for i in ends)
-        if self._filter == chosen and is_longer:
+        if is_same and is_longer:
             new, kept = lines[num_before:], None
         else:
             new, kept = lines, self.selected
             self._list.clear_options()
-            self._list.is_following |= self._filter != chosen
-        self._filter, self._lines = chosen, lines
+            self._list.is_following |= not is_same
+        self._wanted, self._lines = wanted, lines
         if new:
             self._list.add_options([drawable(self, log_content(line)) for line in new])
             self._list.show_newest_or(next((i for i, line in enumerate(lines) if kept and line[:3] == kept[:3]), None))
-        shown = f" {self.group}" if self.group != "all" else ""
-        if wanted:
-            shown += f" /{wanted} {len(lines)} of {len(view.log)}"
+        shown = f" /{wanted} {len(lines)} of {len(view.log)}" if wanted else ""
         return Content.assemble(("4 Events", "bold"), (shown, "$text-warning"))
 
     @property

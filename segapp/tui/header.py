@@ -1,4 +1,4 @@
-"""The lines around the panes: state, progress, throughput, summary of hidden panes, and alerts."""
+"""The lines around the panes: state, progress, throughput, and alerts."""
 
 import math
 import shlex
@@ -11,20 +11,17 @@ from textual.content import Content
 
 from segapp.run.words import (
     age,
-    dots,
     duration,
     last_announced,
     learning_rate,
-    memory_text,
     number,
     percent,
     printable,
-    share_text,
 )
 from segapp.tui.widgets import Glyphs, progress, spark
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
-from segapp.view.wording import best_miou, clip, miou
+from segapp.view.wording import clip
 from segapp.view.wording import loss as loss_text
 
 MIN_WIDTH, MIN_HEIGHT = 60, 15
@@ -214,68 +211,6 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
         LinePart(3, f"skipped {step.skipped}", "$text-error") if step.skipped else None,
         LinePart(5, f"scale {step.loss_scale:g}") if step.loss_scale is not None else None,
         *(LinePart(6 + i, f"{name} {number(value)}") for i, (name, value) in enumerate(terms)),
-    ]
-    return fit_parts(parts, width)
-
-
-def small_summary(view: View, width: int, num_rows: int, glyphs: Glyphs) -> Content:
-    """Return a summary of the hidden panes, in at most three rows."""
-    rows = [_gpu_summary(view, width, glyphs), _gpu0_summary(view, width, glyphs), _class_summary(view, width)]
-    if num_rows < 3:
-        rows = [_class_summary(view, width)] if view.gpu0.pending is None else [_gpu0_summary(view, width, glyphs)]
-    return Content("\n").join([row for row in rows if row.cell_length][:num_rows])
-
-
-def _gpu_summary(view: View, width: int, glyphs: Glyphs) -> Content:
-    """Return the memory of every device; if they do not fit, the fullest first."""
-    fracs = [
-        (d.used_mib / d.total_mib if d.used_mib is not None and d.total_mib else -1.0, i)
-        for i, d in ((group[0], view.devices[group[0]]) for group in view.device_groups)
-    ]
-    order = sorted(fracs, reverse=True) if len(fracs) > 4 else fracs
-    with_bars = fit_parts([_one_device(view, i, frac, glyphs) for frac, i in order], 10**6)
-    bars = glyphs if with_bars.cell_length <= width else None
-    parts = [_one_device(view, i, frac, bars)._replace(rank=rank) for rank, (frac, i) in enumerate(order)]
-    return fit_parts(parts, width)
-
-
-def _one_device(view: View, index: int, frac: float, bars: Glyphs | None) -> LinePart:
-    device = view.devices[index]
-    label = device_kind(device.device) if view.has_logical_devices else device_label(device.device, index)
-    text = f"{label} {memory_text(device.used_mib)}"
-    if frac >= 0:
-        text += f"/{memory_text(device.total_mib).removesuffix('.0')}"
-    style = "$text-error" if frac > 0.95 else "$text-warning" if frac > 0.9 else ""
-    if bars is None or frac < 0:
-        return LinePart(0, Content.assemble((text, style)))
-    done, left = progress(frac, 6, bars)
-    return LinePart(0, Content.assemble((text, style), (f" {done}", "$text-primary"), (left, "$text-muted")))
-
-
-def _gpu0_summary(view: View, width: int, glyphs: Glyphs) -> Content:
-    gpu0, pending = view.gpu0, view.gpu0.pending
-    if view.num_devices < 2:
-        return Content("")
-    if pending is None:
-        value = Content(f"gpu0_bsz {share_text(gpu0.value)}")
-        split = Content.styled(f"split {dots(view.split)}", "$text-muted")
-    else:
-        epoch = f" at epoch {pending.epoch}" if pending.epoch is not None else ""
-        change = f"gpu0_bsz {share_text(gpu0.value)} {glyphs.arrow} {share_text(pending.new)}"
-        value = Content.styled(f"{change} PENDING{epoch}", "$text-warning bold")
-        split = Content(f"split {dots(pending.split)}")
-    return fit_parts([LinePart(0, value), LinePart(1, split)], width)
-
-
-def _class_summary(view: View, width: int) -> Content:
-    if not view.vals:
-        return Content.styled("no evaluation yet", "$text-muted")
-    val, best = view.vals[-1], view.best
-    known = sorted((iou, i) for i, iou in enumerate(val.iou) if iou is not None and i < len(view.classes))
-    parts = [
-        LinePart(0, f"mIoU {miou(val)}", "bold"),
-        LinePart(1, f"best {best_miou(best, val)}", "$text-success") if best is not None else None,
-        *(LinePart(2 + rank, f"{clip(view.classes[i], 16)} {number(iou)}") for rank, (iou, i) in enumerate(known[:3])),
     ]
     return fit_parts(parts, width)
 

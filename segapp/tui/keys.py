@@ -59,8 +59,6 @@ KEYS = (
     Key("select", "enter", "Chart", "show the IoU of the selected class in the chart", panes="classes", is_bound=False),
     Key("sort", "o", "Sort", "order of the classes: worst, best, drop, name, id", panes="classes"),
     Key("open", "enter", "Open", "show the selected event in full", panes="events", is_bound=False),
-    Key("kind", "k", "Kind", "events: all, alerts, commands, evaluations, checkpoints, starts", panes="events",
-        words="filter events"),
     Key("filter", "slash", "Find", "find a text in the events or in the classes", panes="events classes",
         words="search"),
     Key("details", "d", "", "show the alert or the selected event in full", words="event"),

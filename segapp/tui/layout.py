@@ -35,7 +35,6 @@ class ScreenLayout:
     """Names of `PANES`, and `gpu0`; empty if only a notice fits."""
     right_width: int = 0
     has_throughput: bool = False
-    num_summary_rows: int = 0
 
     @property
     def is_notice(self) -> bool:
@@ -54,10 +53,7 @@ def plan_layout(width: int, height: int, pane: str = "loss", *, is_zoomed: bool 
         return ScreenLayout(frozenset())
     if width < WIDE or is_zoomed:
         shown = {"gpu", "gpu0"} if pane == "gpu" else {pane}
-        rows = 0 if is_zoomed else 3 if height >= 20 else 1
-        return ScreenLayout(
-            frozenset(shown), width, has_throughput=height >= 20 and bool(shown & _LEFT), num_summary_rows=rows
-        )
+        return ScreenLayout(frozenset(shown), width, has_throughput=height >= 20 and bool(shown & _LEFT))
     left = {"pictures"} if pane == "pictures" else {"loss"}
     if height >= 30:
         left.add("events")
@@ -122,10 +118,10 @@ class Columns(Horizontal):
             self._set_title(self.table, classes_title(view, sort, self.table.search.text, room, glyphs))
 
     def _show_devices(self, run: ShownRun) -> None:
-        """Show the devices, with a graph each if the classes and gpu0_bsz leave room."""
+        """Show the devices, with two lines each if the classes and gpu0_bsz leave room."""
         view, room = run.view, self._right.size.height
         other_rows = len(view.classes) + 3 + 5  # gpu0_bsz has five, with its border
-        free = min(room - other_rows, 5 * len(view.devices) + 2)  # two lines and a graph each
+        free = min(room - other_rows, 2 * len(view.devices) + 2)
         most = max(int(0.4 * room), free) - 2
         is_shared = "classes" in self._layout.panes
         self.devices.styles.max_height = most + 2 if is_shared else "100%"

@@ -102,8 +102,6 @@ class View:
     topologies: list[events.Topology] = field(default_factory=list)
     """The resumes with other ranks or devices."""
     devices: list[events.DeviceMemory] = field(default_factory=list)
-    memory: deque[tuple[tuple[float, float], ...]] = field(default_factory=lambda: deque(maxlen=600))
-    """The last samples per device: used memory and highest allocation since the previous one, MiB; nan: unknown."""
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
     """Split -> highest allocation of each device with it, MiB."""
     vals: Evaluations = field(default_factory=Evaluations)
@@ -331,14 +329,12 @@ def _note_memory(view: View, raw: dict[str, Any]) -> None:
     devices = raw.get("devices")
     if not isinstance(devices, list):
         return
-    sample = tuple([_memory_of(device) for device in devices[:64]])
-    view.memory.append(sample)
     if view.split is None or not all(isinstance(each, dict) for each in devices):
         return
     if view._is_memory_stale:  # its peak may belong to the previous split
         view._is_memory_stale = False
         return
-    _keep_peaks(view, view.split, [peak for _, peak in sample])
+    _keep_peaks(view, view.split, [as_float(device.get("peak_mib")) for device in devices[:64]])
 
 
 def _keep_peaks(view: View, split: tuple[int, ...], peaks_mib: Sequence[float | None]) -> None:
@@ -347,11 +343,6 @@ def _keep_peaks(view: View, split: tuple[int, ...], peaks_mib: Sequence[float | 
     for i, peak in enumerate(peaks_mib[: len(highest)]):
         if peak is not None and math.isfinite(peak) and peak > (highest[i] or 0.0):
             highest[i] = peak
-
-
-def _memory_of(device: Any) -> tuple[float, float]:
-    known = device if isinstance(device, dict) else {}
-    return as_float(known.get("used_mib")), as_float(known.get("peak_mib"))
 
 
 def _set_paused(view: View, is_paused: bool, t: float) -> None:

@@ -170,7 +170,7 @@ def test_log_follows_its_end_through_bursts(tmp_path: Path) -> None:
     run_screen(run, act)
 
 
-def test_log_is_searched_and_filtered_by_kind(fresh: RecordedRun) -> None:
+def test_log_is_searched_for_texts_and_kinds(fresh: RecordedRun) -> None:
     fresh.alert("hang", "no progress")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -180,7 +180,7 @@ def test_log_is_searched_and_filtered_by_kind(fresh: RecordedRun) -> None:
         assert "/MIOU 1 of" in screen_text(app)
         await press(app, pilot, "escape", "slash", *"val", "enter")  # the word in front of the line of an evaluation
         assert "/val 1 of" in screen_text(app)
-        await press(app, pilot, "escape", "k")
+        await press(app, pilot, "escape", "slash", *"alert", "enter")
         assert lines.option_count == 1
         assert "no progress" in screen_text(app).split("4 Events")[1]
         await press(app, pilot, "enter")

@@ -6,7 +6,7 @@ import pytest
 from textual.geometry import Size
 
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
-from segapp.tui.devices import gpu0_content, gpu_content, headroom_level, memory_graph
+from segapp.tui.devices import gpu0_content, gpu_content, headroom_level
 from segapp.tui.dialogs import gpu0_screen
 from segapp.tui.widgets import ASCII
 from segapp.view.source import Status
@@ -29,7 +29,6 @@ def view() -> View:
                      allocated_mib=2048, reserved_mib=3072, peak_mib=6144, phase="backward"),
         DeviceMemory(device="cuda:1", used_mib=9830.5, total_mib=10_240),
     ]  # fmt: skip
-    view.memory.extend([((0.0, 0.0), (1.0, 1.0)), ((2560.0, 1.0),), ((5120.0, 1.0), (1.0, 1.0)), ((10_240.0, 1.0),)])
     return view
 
 
@@ -60,16 +59,14 @@ def test_devices_of_several_machines_have_their_names(view: View) -> None:
     assert gpu_content(view, (), Size(59, 3), ASCII).plain.startswith("node1     0 =")
 
 
-def test_taller_pane_has_the_allocator_and_a_graph(view: View) -> None:
+def test_taller_pane_has_the_allocator(view: View) -> None:
     lines = gpu_content(view, (7168.0, None), Size(80, 4), ASCII).plain.splitlines()
     assert lines[1::2] == [
         "  allocated 2.0  reserved 3.0  peak 6.0  predicted 7.0  in backward", "  peak 9.2"
     ]  # fmt: skip
     narrow = gpu_content(view, (7168.0,), Size(50, 4), ASCII).plain.splitlines()
     assert narrow[1] == "  allocated 2.0  reserved 3.0  peak 6.0"
-    assert len(gpu_content(view, (), Size(80, 7), ASCII).plain.splitlines()) == 4
-    assert len(gpu_content(view, (), Size(80, 8), ASCII).plain.splitlines()) == 2 + 2 + 2 + 2  # two rows of a graph
-    assert len(gpu_content(view, (), Size(80, 40), ASCII).plain.splitlines()) == 2 + 2 + 6 + 6
+    assert len(gpu_content(view, (), Size(80, 40), ASCII).plain.splitlines()) == 4
 
 
 def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
@@ -116,24 +113,6 @@ def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
     assert gpu_content(view, (), Size(60, 2), ASCII).plain.startswith("GPU0")  # no room beside the devices
     fold_events(view, [{**change.model_copy(update={"blocks": [[], []]}).model_dump(), "t": 62.0}])
     assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith("GPU0")
-
-
-def test_graph_of_memory_ends_at_the_right(view: View) -> None:
-    def graph(index: int, total_mib: float | None, width: int) -> list[str]:
-        return [line.plain for line in memory_graph(view, index, total_mib, Size(width, 2), ASCII)]
-
-    assert graph(0, 10_240.0, 12) == ["           :", "        .:::"]  # 0, a quarter, a half, all of it
-    assert graph(0, 20_480.0, 12) == [" " * 12, "        ..::"]
-    assert graph(0, None, 12) == graph(0, 10_240.0, 12)
-    assert graph(1, 1.0, 12) == ["        : : ", "        : : "]  # no sample of this device in between
-    assert graph(0, 10_240.0, 10) == ["         :", "      .:::"]
-    assert graph(0, 10_240.0, 9) == []
-    view.memory.clear()
-    view.memory.extend([((0.0, 0.0),), ((0.0, 0.0),)])
-    assert graph(0, None, 12) == [" " * 12, "          .."]
-    view.memory.clear()
-    view.memory.append(((1.0, 1.0),))
-    assert graph(0, 10_240.0, 12) == []
 
 
 @pytest.mark.parametrize(

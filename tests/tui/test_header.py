@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from segapp.run.events import Alert, Device, DeviceMemory, Gpu0Bsz, RunEnd, RunStart, Step, Val
+from segapp.run.events import Alert, Device, RunEnd, RunStart, Step
 from segapp.tui import header
 from segapp.tui.widgets import ASCII
-from segapp.view.history import Evaluations
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
 
@@ -109,49 +108,6 @@ def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
     found = header.throughput_line(view, 200, ASCII)
     assert {found.plain[span.start : span.end]: span.style for span in found.spans}["25%"] == "$text-warning bold"
     assert header.throughput_line(View(), 200, ASCII).plain == "no step yet"
-
-
-def test_summary_of_hidden_panes_names_the_most_important(view: View) -> None:
-    view.vals = Evaluations(
-        [
-            Val(epoch=2, step=40, loss=0.5, miou=0.6, iou=[0.9, 0.8, 0.1, 0.6]),
-            Val(epoch=3, step=50, loss=0.5, miou=0.5, iou=[0.8, None, 0.2, 0.5]),
-        ]
-    )
-    view.best = view.vals[0]
-    view.devices = [
-        DeviceMemory(device=f"cuda:{i}", used_mib=mib, total_mib=10_240) for i, mib in enumerate((5120, 512))
-    ]
-    rows = header.small_summary(view, 120, 3, ASCII).plain.splitlines()
-    assert rows == [
-        "GPU0 5.0/10 ===...  GPU1 512M/10 ......",
-        "gpu0_bsz even  split 3·5",
-        "mIoU 0.500 (3/4)  best 0.600 (4/4) e2  pole 0.200  car 0.500  road 0.800",
-    ]
-    assert header.small_summary(view, 34, 3, ASCII).plain.splitlines()[0] == "GPU0 5.0/10  GPU1 512M/10"
-    assert header.small_summary(view, 42, 1, ASCII).plain == "mIoU 0.500 (3/4)  best 0.600 (4/4) e2"
-    view.gpu0.pending = Gpu0Bsz(status="pending", old=None, new=2, split=[2, 6], epoch=4)
-    shown = "gpu0_bsz even -> 2 PENDING at epoch 4"
-    assert header.small_summary(view, 120, 2, ASCII).plain == f"{shown}  split 2·6"
-    assert header.small_summary(view, len(shown), 2, ASCII).plain == shown
-    assert view.start is not None
-    view.start = view.start.model_copy(update={"devices": view.start.devices[:1]})
-    assert "gpu0_bsz" not in header.small_summary(view, 120, 3, ASCII).plain
-    view.vals = Evaluations()
-    assert header.small_summary(view, 120, 3, ASCII).plain.splitlines()[-1] == "no evaluation yet"
-
-
-def test_of_many_devices_the_fullest_are_named(view: View) -> None:
-    used_mib = (0, 9216, None, 10_000, 2048, 5120)
-    view.devices = [DeviceMemory(device=f"cuda:{i}", used_mib=mib, total_mib=10_240) for i, mib in enumerate(used_mib)]
-    found = header.small_summary(view, 40, 3, ASCII)
-    assert found.plain.splitlines()[0] == "GPU3 9.8/10  GPU1 9.0/10  GPU5 5.0/10"
-    styles = {found.plain[span.start : span.end]: span.style for span in found.spans}
-    assert styles["GPU3 9.8/10"] == "$text-error"
-    assert styles.get("GPU1 9.0/10", "") == ""  # 90 % is not above it
-    wide = header.small_summary(view, 200, 3, ASCII).plain.splitlines()[0]
-    assert [part.split()[0] for part in wide.split("  ")] == ["GPU3", "GPU1", "GPU5", "GPU4", "GPU0", "GPU2"]
-    assert wide.endswith("GPU4 2.0/10 =.....  GPU0 0.0/10 ......  GPU2 n/a")
 
 
 @pytest.mark.parametrize(

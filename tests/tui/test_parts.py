@@ -48,8 +48,6 @@ def test_layout_gives_room_to_lines_and_columns_by_size() -> None:
     assert [plan_layout(120, height).has_throughput for height in (21, 22)] == [False, True]
     assert [plan_layout(80, height).has_throughput for height in (19, 20)] == [False, True]
     assert not plan_layout(80, 30, "gpu").has_throughput
-    assert [plan_layout(80, height).num_summary_rows for height in (19, 20)] == [1, 3]
-    assert plan_layout(120, 40, is_zoomed=True).num_summary_rows == plan_layout(120, 40).num_summary_rows == 0
     assert (plan_layout(80, 24, "gpu").has_left, plan_layout(80, 24).has_left) == (False, True)
 
 
