@@ -24,7 +24,7 @@ from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, B
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, CrossEntropyTerms
 from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, own_classes
 from segapp.losses.fused.grid import grid_of
-from segapp.losses.fused.pixel_sums import CrossEntropySums
+from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
 from segapp.losses.fused.reference import compute_dtype
 
 
@@ -469,7 +469,7 @@ class _Counter:
 
     def __init__(self, like: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings) -> None:
         self._target, self._options, self._num_classes = target, options, like.shape[1]
-        self._losses = CrossEntropySums(weight, options.label_smoothing)
+        self._weight = weight
         counts = torch.zeros((self._num_classes + 1) * self._num_classes, dtype=torch.int64, device=like.device)
         loss_sum, weight_sum = torch.zeros(2, dtype=wide_dtype(like.device), device=like.device)
         self.sums: PartSums = counts, loss_sum, weight_sum
@@ -485,7 +485,8 @@ class _Counter:
         else:  # bincount would wait for the device
             counts += count_pairs(rows_of, columns_of, self._num_classes + 1, self._num_classes).flatten()
         if with_loss:
-            loss, pixels = self._losses(values, ids, valid)
+            smoothing = self._options.label_smoothing
+            loss, pixels = cross_entropy_sums_of(values, ids, valid, weight=self._weight, label_smoothing=smoothing)
             self.sums = counts, loss_sum + loss, weight_sum + pixels
         return labels
 

@@ -8,6 +8,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from segapp.losses.fused.checks import (
     needs_plain_operators,
 )
 from segapp.losses.fused.kernels import MAX_CLASSES, KernelError, has_kernels, load_kernels, note_failure
-from segapp.losses.fused.pixel_sums import CrossEntropySums, PixelOptions, upsampled_sums
+from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of, upsampled_sums
 from segapp.losses.fused.reference import (
     compute_dtype,
     cross_entropy_sums,
@@ -186,7 +187,8 @@ def _sums(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
 ) -> tuple[Tensor, Tensor]:
     pixels = PixelOptions(options.align_corners, options.ignore_index)
-    loss_sum, weight_sum = upsampled_sums(CrossEntropySums(weight, options.label_smoothing), logits, target, pixels)
+    function = partial(cross_entropy_sums_of, weight=weight, label_smoothing=options.label_smoothing)
+    loss_sum, weight_sum = upsampled_sums(function, logits, target, pixels)
     return loss_sum, weight_sum
 
 

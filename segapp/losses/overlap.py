@@ -9,7 +9,6 @@ Shapes: N images, C classes, P = H W pixels of an image, h x w of the logits, H 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,21 +20,6 @@ from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_eager, own_classes, valid_pixels
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import compute_dtype, upsample
-
-
-@dataclass(frozen=True)
-class OverlapSums:
-    """Per class over valid pixels: probability sum on the class's pixels, probability sum on all, number of pixels."""
-
-    multilabel: bool = False
-    num_differentiable: int = 2
-
-    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """See `PixelSums`."""
-        probability = (torch.sigmoid(values) if self.multilabel else torch.softmax(values, 1)) * valid
-        own = own_classes(ids, values.shape[1], multilabel=self.multilabel) & valid
-        intersection = torch.where(own, probability, 0.0).sum((0, 2, 3))
-        return intersection, probability.sum((0, 2, 3)), wide(own.sum((0, 2, 3)))
 
 
 class _OverlapCriterion(HeadCriterion):
@@ -54,7 +38,9 @@ class _OverlapCriterion(HeadCriterion):
             raise ValueError(f"smooth={smooth}: give a number of at least 0")
         check_classes(classes)
         self.smooth, self.classes, self.is_sigmoid = float(smooth), classes, multilabel
-        self.options = PixelOptions(align_corners, ignore_index, multilabel, is_sigmoid=multilabel)
+        self.options = PixelOptions(
+            align_corners, ignore_index, multilabel, is_sigmoid=multilabel, num_differentiable=2
+        )
 
     def class_losses(self, intersection: Tensor, mass: Tensor, count: Tensor) -> Tensor:
         """Return the loss of each class, (C,), from its sums."""
@@ -62,7 +48,14 @@ class _OverlapCriterion(HeadCriterion):
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
         """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
-        return upsampled_sums(OverlapSums(self.options.multilabel), logits, target, self.options)
+        return upsampled_sums(self._sums, logits, target, self.options)
+
+    def _sums(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """Return per class the probability on its pixels and on all, and its number of pixels; see `PixelSums`."""
+        probability = (torch.sigmoid(values) if self.is_sigmoid else torch.softmax(values, 1)) * valid
+        own = own_classes(ids, values.shape[1], multilabel=self.is_sigmoid) & valid
+        intersection = torch.where(own, probability, 0.0).sum((0, 2, 3))
+        return intersection, probability.sum((0, 2, 3)), wide(own.sum((0, 2, 3)))
 
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the loss of one head; 0 if no pixel was valid."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,26 +24,6 @@ from segapp.losses.additive import HeadCriterion, MeanCriterion, Statistics, rec
 from segapp.losses.fused.checks import as_class_weight, check_label_smoothing, has_values, own_classes
 from segapp.losses.fused.pixel_sums import PixelOptions, pixel_cross_entropy, upsampled_sums
 from segapp.losses.fused.reference import target_weight_sum
-
-
-@dataclass(frozen=True)
-class BinaryCrossEntropySum:
-    """Sum over valid pixels of the weighted mean over the classes of the binary cross-entropy; see `CriterionBCE`."""
-
-    weight: Tensor | None  # (C,) with sum 1, or None for 1 / C
-    pos_weight: float
-    label_smoothing: float
-    multilabel: bool
-    num_differentiable: int = 1
-
-    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """See `PixelSums`."""
-        own = own_classes(ids, values.shape[1], multilabel=self.multilabel).to(values.dtype)
-        own = own * (1 - self.label_smoothing) + self.label_smoothing / 2
-        factor = None if self.pos_weight == 1 else values.new_full((), self.pos_weight)
-        losses = F.binary_cross_entropy_with_logits(values, own, reduction="none", pos_weight=factor)
-        losses = mean_over_classes(losses, self.weight)
-        return (wide_sum(torch.where(valid, losses, 0.0)).to(values.dtype),)
 
 
 def mean_over_classes(losses: Tensor, weight: Tensor | None) -> Tensor:
@@ -116,9 +95,17 @@ class CriterionBCE(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, number of valid pixels) of one head."""
-        function = BinaryCrossEntropySum(self.weight, self.pos_weight, self.label_smoothing, self.options.multilabel)
-        (total,) = upsampled_sums(function, logits, target, self.options)
+        (total,) = upsampled_sums(self._sum, logits, target, self.options)
         return total, self.denominator(target)
+
+    def _sum(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """Return the sum over valid pixels of the weighted mean over the classes; see `PixelSums`."""
+        own = own_classes(ids, values.shape[1], multilabel=self.options.multilabel).to(values.dtype)
+        own = own * (1 - self.label_smoothing) + self.label_smoothing / 2
+        factor = None if self.pos_weight == 1 else values.new_full((), self.pos_weight)
+        losses = F.binary_cross_entropy_with_logits(values, own, reduction="none", pos_weight=factor)
+        losses = mean_over_classes(losses, self.weight)
+        return (wide_sum(torch.where(valid, losses, 0.0)).to(values.dtype),)
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the number of valid pixels."""
@@ -129,30 +116,6 @@ def focal(nll: Tensor, gamma: float) -> Tensor:
     """Return (1 - p)^gamma (-log p) from -log p."""
     one_minus_p = (-torch.expm1(-nll)).clamp_min(torch.finfo(nll.dtype).tiny)
     return one_minus_p**gamma * nll
-
-
-@dataclass(frozen=True)
-class FocalSum:
-    """Sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), where p_t is the target's probability.
-
-    With `multilabel`, a pixel adds the mean over the classes, weighted by alpha (C,) with sum 1, and p_t is a sigmoid.
-    """
-
-    gamma: float
-    alpha: Tensor | None
-    multilabel: bool
-    num_differentiable: int = 1
-
-    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """See `PixelSums`."""
-        if self.multilabel:
-            own = own_classes(ids, values.shape[1], multilabel=True)
-            losses = focal(F.softplus(torch.where(own, -values, values)), self.gamma)
-            return (torch.where(valid, mean_over_classes(losses, self.alpha), 0.0).sum(),)
-        loss = torch.where(valid, focal(pixel_cross_entropy(values, ids), self.gamma), 0.0)
-        if self.alpha is not None:
-            loss = loss * self.alpha.to(loss.device, loss.dtype)[ids]
-        return (loss.sum(),)
 
 
 class CriterionFocal(MeanCriterion):
@@ -200,8 +163,22 @@ class CriterionFocal(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, sum of alpha) of one head."""
-        (total,) = upsampled_sums(FocalSum(self.gamma, self.alpha, self.is_sigmoid), logits, target, self.options)
+        (total,) = upsampled_sums(self._sum, logits, target, self.options)
         return total, self.denominator(target)
+
+    def _sum(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """Return the sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), p_t the target's probability.
+
+        With `multilabel`, a pixel adds the mean over the classes, weighted by alpha, and p_t is a sigmoid.
+        """
+        if self.is_sigmoid:
+            own = own_classes(ids, values.shape[1], multilabel=True)
+            losses = focal(F.softplus(torch.where(own, -values, values)), self.gamma)
+            return (torch.where(valid, mean_over_classes(losses, self.alpha), 0.0).sum(),)
+        loss = torch.where(valid, focal(pixel_cross_entropy(values, ids), self.gamma), 0.0)
+        if self.alpha is not None:
+            loss = loss * self.alpha.to(loss.device, loss.dtype)[ids]
+        return (loss.sum(),)
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the sum of alpha over the valid pixels; with `multilabel` the number of valid pixels."""
@@ -241,38 +218,6 @@ def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_column
     empty = terms[0].new_zeros(num_bins * num_columns, len(terms))
     table = empty.index_put((place,), torch.stack(list(terms), 1), accumulate=True)
     return list(table.view(num_bins, num_columns, len(terms)).sum(1).unbind(1))
-
-
-@dataclass(frozen=True)
-class HardnessHistogram:
-    """Loss, weight and count of the valid pixels by hardness: bin 0 holds all hard pixels, later bins easier ones."""
-
-    limit: float  # loss above which a pixel is hard, -log(threshold)
-    weight: Tensor | None  # (C,)
-    num_differentiable: int = 1
-
-    @property
-    def num_bins(self) -> int:
-        """Number of bins: bin 0, and the bins from the limit down to `SMALLEST_LOSS`."""
-        return 2 + max(0, _bin_of(self.limit) - _bin_of(SMALLEST_LOSS))
-
-    def bins(self, nll: Tensor) -> Tensor:
-        """Return the bin of each loss, int64, in the shape of nll."""
-        bits = nll.detach().float().clamp_min(SMALLEST_LOSS).view(torch.int32)
-        easy = (_bin_of(max(self.limit, SMALLEST_LOSS)) + 1 - (bits >> DROPPED_BITS)).clamp(1, self.num_bins - 1)
-        return torch.where(nll.detach() > self.limit, 0, easy).long()
-
-    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """See `PixelSums`."""
-        nll = pixel_cross_entropy(values, ids)
-        bins = self.bins(nll).flatten()
-        count = valid.to(wide_dtype(nll.device))
-        weight = count if self.weight is None else self.weight.to(nll.device, count.dtype)[ids] * valid
-        terms = [torch.where(valid, weight * nll, 0.0).flatten(), count.flatten()]
-        if self.weight is not None:
-            terms.append(weight.flatten())
-        loss, counts, *weights = sums_by_bin(terms, bins, self.num_bins, CPU_COLUMNS if nll.is_cpu else DEVICE_COLUMNS)
-        return loss.to(nll.dtype), weights[0] if weights else counts, counts
 
 
 class CriterionOHEM(HeadCriterion):
@@ -324,8 +269,31 @@ class CriterionOHEM(HeadCriterion):
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
         """Return (loss, weight, count) of one head, each (bins,)."""
-        histogram = HardnessHistogram(-math.log(self.threshold), self.weight)
-        return upsampled_sums(histogram, logits, target, PixelOptions(self.align_corners, self.ignore_index))
+        return upsampled_sums(self._histogram, logits, target, PixelOptions(self.align_corners, self.ignore_index))
+
+    @property
+    def num_bins(self) -> int:
+        """Number of bins: bin 0 of all hard pixels, and the bins from the threshold down to `SMALLEST_LOSS`."""
+        return 2 + max(0, _bin_of(-math.log(self.threshold)) - _bin_of(SMALLEST_LOSS))
+
+    def _bins(self, nll: Tensor) -> Tensor:
+        """Return the bin of each loss, int64, in the shape of nll; bin 0 holds the hard pixels."""
+        limit = -math.log(self.threshold)
+        bits = nll.detach().float().clamp_min(SMALLEST_LOSS).view(torch.int32)
+        easy = (_bin_of(max(limit, SMALLEST_LOSS)) + 1 - (bits >> DROPPED_BITS)).clamp(1, self.num_bins - 1)
+        return torch.where(nll.detach() > limit, 0, easy).long()
+
+    def _histogram(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """Return loss, weight and count of the valid pixels by hardness; see `PixelSums`."""
+        nll = pixel_cross_entropy(values, ids)
+        bins = self._bins(nll).flatten()
+        count = valid.to(wide_dtype(nll.device))
+        weight = count if self.weight is None else self.weight.to(nll.device, count.dtype)[ids] * valid
+        terms = [torch.where(valid, weight * nll, 0.0).flatten(), count.flatten()]
+        if self.weight is not None:
+            terms.append(weight.flatten())
+        loss, counts, *weights = sums_by_bin(terms, bins, self.num_bins, CPU_COLUMNS if nll.is_cpu else DEVICE_COLUMNS)
+        return loss.to(nll.dtype), weights[0] if weights else counts, counts
 
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the mean loss over the kept bins: bin 0, and each bin with fewer than `min_kept` pixels before it."""

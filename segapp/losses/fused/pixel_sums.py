@@ -8,9 +8,9 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target, R rows of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +34,14 @@ class PixelOptions:
         ignore_index: target id of the pixels that are left out.
         multilabel: the target holds sets of classes: bit c of an id is class c.
         is_sigmoid: a pixel's logits are used one by one; otherwise a constant may be added to all of them.
+        num_differentiable: number of differentiable sums; the others are counts.
     """
 
     align_corners: bool = True
     ignore_index: int = 255
     multilabel: bool = False
     is_sigmoid: bool = False
+    num_differentiable: int = 1
 
     def num_ids(self, num_classes: int) -> int:
         """Return the number of ids that a valid pixel can have."""
@@ -55,23 +57,12 @@ class PixelOptions:
         return check_target_range(target, self.num_ids(logits.shape[1]), self.ignore_index)
 
 
-class PixelSums(Protocol):
-    """Function that returns sums over the valid pixels, each a vector or a scalar."""
+PixelSums = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+"""Function that returns sums over the valid pixels, each a vector or a scalar; the differentiable ones come first.
 
-    @property
-    def num_differentiable(self) -> int:
-        """Number of differentiable sums, which come first; the others are counts."""
-        ...
-
-    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """Return the sums.
-
-        Args:
-            values: (N, C, R, W) logits, up to an additive constant per pixel unless the options say sigmoid.
-            ids: (N, 1, R, W) int64 class ids.
-            valid: (N, 1, R, W) bool.
-        """
-        ...
+Its arguments are logits (N, C, R, W), up to an additive constant per pixel unless the options say sigmoid, int64 class
+ids (N, 1, R, W), and the bool mask of the valid pixels (N, 1, R, W).
+"""
 
 
 def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions) -> tuple[Tensor, ...]:
@@ -135,7 +126,7 @@ class _BandedSums(torch.autograd.Function):
         size = (target.shape[-2], target.shape[-1])
         parts, _ = sweep_bands(work, logits, size, options.align_corners, is_shifted=not options.is_sigmoid)
         sums = [torch.stack(entry).sum(0) for entry in zip(*parts, strict=True)]
-        live = function.num_differentiable
+        live = options.num_differentiable
         outputs = tuple(entry.to(compute_dtype(logits)) for entry in sums[:live]) + tuple(sums[live:])
         ctx.save_for_backward(logits, target)
         ctx.options = function, options
@@ -146,7 +137,7 @@ class _BandedSums(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         logits, target = ctx.saved_tensors
         function, options = ctx.options
-        live = slopes[: function.num_differentiable]
+        live = slopes[: options.num_differentiable]
         if torch.is_grad_enabled():
             sums = _at_full_resolution(function, logits, target, options)
             (gradient,) = torch.autograd.grad(sums[: len(live)], logits, live, create_graph=True)
@@ -174,27 +165,15 @@ def _gradient_on_bands(
     return gradient.to(logits.dtype)
 
 
-@dataclass(frozen=True)
-class CrossEntropySums:
-    """Sum of the valid pixels' cross-entropies and of their class weights, as `F.cross_entropy` defines them.
+def cross_entropy_sums_of(
+    values: Tensor, ids: Tensor, valid: Tensor, *, weight: Tensor | None, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of the valid pixels' cross-entropies and of their class weights, as `F.cross_entropy` has them.
 
-    Attributes:
-        weight: (C,) or None.
-        label_smoothing: share of the target spread evenly over the classes.
+    The weight is (C,) or None; `label_smoothing` is the share of the target spread evenly over the classes. For the
+    other arguments see `PixelSums`.
     """
-
-    weight: Tensor | None
-    label_smoothing: float
-
-    @property
-    def num_differentiable(self) -> int:
-        """1: the loss sum."""
-        return 1
-
-    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """See `PixelSums`."""
-        weight = None if self.weight is None else self.weight.to(values.device, values.dtype)
-        marked = torch.where(valid, ids, -100).squeeze(1)
-        loss = sum_of_cross_entropy(values, marked, weight, self.label_smoothing)
-        count = wide_sum(valid) if weight is None else wide_sum(wide(weight)[ids] * valid)
-        return loss, count
+    weight = None if weight is None else weight.to(values.device, values.dtype)
+    marked = torch.where(valid, ids, -100).squeeze(1)
+    loss = sum_of_cross_entropy(values, marked, weight, label_smoothing)
+    return loss, wide_sum(valid) if weight is None else wide_sum(wide(weight)[ids] * valid)
