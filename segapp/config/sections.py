@@ -82,8 +82,8 @@ class DataConfig(Section):
     """Random changes of brightness, contrast, saturation and hue: true, false, or a strength (1.0 equals true). Change
     it to false if colors carry the class."""
     augment: Transforms = None
-    """Transforms in order: a list of albumentations names or custom components, or a file written by A.save; null: the
-    built-in crop, flip and color changes. Change it for rotations, blur, noise or custom transforms."""
+    """Transforms in order: a list of albumentations names or custom components; null: the built-in crop, flip and color
+    changes. Change it for rotations, blur, noise or custom transforms."""
     cutmix: Fraction = 0.0
     """Probability of CutMix, which pastes a rectangle of another image and mask. Change it to 0.5 if the model
     overfits."""

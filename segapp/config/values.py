@@ -1,21 +1,14 @@
-"""Base class of the config sections, and the types of their values.
-
-The list of transforms in `data.augment` is YAML, or a file that albumentations wrote.
-"""
+"""Base class of the config sections, and the types of their values."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from segapp.config.yaml_reader import MAX_CHARS, parse_yaml
 from segapp.custom.names import PART_PATTERN, is_part
-from segapp.errors import ConfigError
 
 
 class Section(BaseModel):
@@ -103,18 +96,12 @@ Workers = Annotated[
 ]
 
 
-_CLASS = "__class_fullname__"
-_COMPOSE_OPTIONS = {_CLASS, "p", "transforms", "is_check_shapes", "seed", "strict", "save_applied_params"}
-_DEFAULTS_IN_FILES = {"fill_mask": 0, "mask_interpolation": 0}
-"""Arguments that albumentations writes with these values if they were not given; segapp has better defaults."""
-
-
 def parse_transforms(value: object) -> object:
     """Return a list of transforms in one form: {name: {argument: value}}.
 
     Args:
-        value: a list whose entries are names, or names with their arguments; the path of a file with such a list or
-            with the result of `A.to_dict`; or the name of a custom transform, `package.module:factory`.
+        value: a list whose entries are names, or names with their arguments; or the name of a custom transform,
+            `package.module:factory`.
 
     Raises:
         ValueError: it is none of these.
@@ -122,9 +109,9 @@ def parse_transforms(value: object) -> object:
     if value is None:
         return None
     if isinstance(value, str):
-        return [{value: {}}] if is_part(value) else _read_transforms(Path(value))
+        value = [value] if is_part(value) else value
     if not isinstance(value, list | tuple):
-        raise ValueError("a list of transforms is expected, or a file, or package.module:factory")
+        raise ValueError("a list of transforms is expected, or package.module:factory")
     return [_entry(each, f"entry {number}") for number, each in enumerate(value)]
 
 
@@ -145,63 +132,6 @@ def _entry(value: object, place: str) -> dict[str, dict[str, Any]]:
         inner = arguments["transforms"]
         arguments["transforms"] = [_entry(each, f"{place}: {name}[{number}]") for number, each in enumerate(inner)]
     return {str(name): arguments}
-
-
-def _read_transforms(path: Path) -> list[dict[str, dict[str, Any]]]:
-    """Return the transforms in a file of `A.save` or `A.to_dict` (JSON or YAML), or in a file with such a list."""
-    try:
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}: give a list, a file of A.save, or package.module:factory")
-        if path.stat().st_size > MAX_CHARS:
-            raise ValueError(f"{path} is larger than {MAX_CHARS} bytes: is it a list of transforms?")
-        content, _ = parse_yaml(path.read_text(encoding="utf-8"), os.fspath(path), path=path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the file cannot be read: {error}") from None
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    if isinstance(content, list):
-        return [_entry(each, f"entry {number}") for number, each in enumerate(content)]
-    root = content.get("transform") if isinstance(content, dict) else None
-    if not isinstance(root, dict) or _CLASS not in root:
-        raise ValueError(f"{path} holds neither a list of transforms nor what A.save writes: save it with A.save")
-    if root[_CLASS] == "Compose" and root.get("p", 1) == 1:
-        _check_compose(root)
-        return _all_from_file(root)
-    return [_from_file(root)]
-
-
-def _from_file(saved: object) -> dict[str, dict[str, Any]]:
-    """Return one transform of an albumentations file as an entry of the list."""
-    if not isinstance(saved, dict) or not isinstance(saved.get(_CLASS), str):
-        raise ValueError(f"a transform without {_CLASS}: save the file with A.save")
-    name: str = saved[_CLASS]
-    if "." in name:
-        raise ValueError(f"{name} is not from albumentations: name a factory that creates it, package.module:name")
-    if name == "Compose":
-        _check_compose(saved)
-        return {"Sequential": {"transforms": _all_from_file(saved), "p": saved.get("p", 1.0)}}
-    arguments = {
-        key: value
-        for key, value in saved.items()
-        if key != _CLASS and not (key in _DEFAULTS_IN_FILES and value == _DEFAULTS_IN_FILES[key])
-    }
-    if "transforms" in arguments:
-        arguments["transforms"] = _all_from_file(arguments)
-    return {name: arguments}
-
-
-def _all_from_file(saved: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
-    """Return the transforms inside a composition of such a file as entries."""
-    inner = saved.get("transforms")
-    if not isinstance(inner, list):
-        raise ValueError("a composition without a list of transforms: save the file with A.save")
-    return [_from_file(each) for each in inner]
-
-
-def _check_compose(saved: Mapping[str, Any]) -> None:
-    extra = [key for key, value in saved.items() if key not in _COMPOSE_OPTIONS and value not in (None, {}, [])]
-    if extra:
-        raise ValueError(f"Compose with {', '.join(extra)}: only the transforms are used here, save it without")
 
 
 Transforms = Annotated[

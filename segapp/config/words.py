@@ -97,6 +97,10 @@ REMOVED: Mapping[str, str] = {
     ),
     "parallel.stages": "the layers are balanced by memory: `parallel.mode=model`",
     "distill.pair_grid": "the grid has 8 x 8 regions",
+    **dict.fromkeys(
+        [f"model.adapters.{name}" for name in ("rank", "kind", "alpha", "dropout", "targets")],
+        "the number is the rank, and alpha equals it: `model.adapters=16`",
+    ),
     "distill.critic": "write `distill.critic_penalty` or `distill.critic_width`",
 }
 """What segapp accepted once -> what to do instead, the end of a sentence.
@@ -149,6 +153,8 @@ def why_removed(key: str, value: object = None) -> str | None:
     path = ".".join(part for part in key.split(".") if not part.isdecimal())
     if path in REMOVED:
         return f"{key} was removed: {REMOVED[path]}"
+    if isinstance(value, Mapping):
+        return next(filter(None, (why_removed(f"{key}.{inner}") for inner in value)), None)
     instead = REMOVED.get(f"{path}={value}")
     return None if instead is None else f"{key} = {value!r} was removed: {instead}"
 

@@ -1,7 +1,6 @@
 """`data.augment`: lists of transforms, their problems, and equal samples in any process."""
 
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -109,76 +108,12 @@ def test_every_form_of_an_entry_means_the_same() -> None:
     assert validate_config(yaml.safe_load(dump_config(listed))) == listed
 
 
-@pytest.mark.parametrize("value", [3, {"Blur": {}}, [3], [{"Blur": {}, "Rotate": {}}], [{"Blur": 3}], [["Blur"]]])
+@pytest.mark.parametrize(
+    "value", [3, "list.json", {"Blur": {}}, [3], [{"Blur": {}, "Rotate": {}}], [{"Blur": 3}], [["Blur"]]]
+)
 def test_other_forms_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"config: data.augment = .*expected"):
         config(value)
-
-
-@pytest.mark.parametrize("form", ["json", "yaml"])
-def test_file_of_albumentations_gives_its_transforms(form: str, tmp_path: Path) -> None:
-    saved = [
-        A.RandomCrop(24, 32, pad_if_needed=True),
-        A.Rotate(limit=45, border_mode=cv2.BORDER_CONSTANT, p=1.0),
-        A.OneOf([A.GaussNoise(std_range=(0.1, 0.2)), A.Sequential([A.Blur(p=1.0)], p=1.0)], p=0.7),
-    ]
-    path = tmp_path / f"list.{form}"
-    A.save(A.Compose(saved), path, data_format=form)
-    given = config(str(path))
-    path.unlink()  # the config of a run holds the list itself
-    read = validate_config(yaml.safe_load(dump_config(given))).data
-    listed = config(
-        [
-            {"RandomCrop": {"height": 24, "width": 32, "pad_if_needed": True}},
-            {"Rotate": {"limit": 45, "border_mode": "BORDER_CONSTANT", "p": 1.0}},
-            {"OneOf": {"p": 0.7, "transforms": [
-                {"GaussNoise": {"std_range": [0.1, 0.2]}}, {"Sequential": {"transforms": [{"Blur": {"p": 1}}], "p": 1}}
-            ]}},
-        ]
-    ).data  # fmt: skip
-    image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
-    mask[mask == 255] = 1
-    outside = 0
-    for seed in range(8):
-        results = [TrainTransform(CROP, each.transforms)(image, mask, seed) for each in (read, listed)]
-        for one, other in zip(*results, strict=True):
-            np.testing.assert_array_equal(one, other)
-        outside += int((results[0][1] == 255).sum())
-    assert outside > 500  # the file says fill_mask = 0, albumentations' default, which would be a class
-
-
-@pytest.mark.parametrize(
-    ("probability", "form"),
-    [("", "{}"), (', "p": 1', "{}"), (', "p": 0.5', '{"Sequential": {"transforms": [{}], "p": 0.5}}')],
-)
-def test_composition_without_a_probability_is_its_list(probability: str, form: str, tmp_path: Path) -> None:
-    flip = '{"__class_fullname__": "HorizontalFlip", "p": 0.25}'
-    path = tmp_path / "list.json"
-    path.write_text(f'{{"transform": {{"__class_fullname__": "Compose", "transforms": [{flip}]{probability}}}}}')
-    listed = json.loads(f"[{form}]".replace("{}", '{"HorizontalFlip": {"p": 0.25}}'))
-    assert config(str(path)).data.augment == config(listed).data.augment
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "holds neither a list of transforms nor what A.save writes"),
-        ("[1", "not valid YAML"),
-        ('{"transform": {"__class_fullname__": "my.module.Own", "p": 1}}', "name a factory"),
-        ('{"transform": {"__class_fullname__": "Compose"}}', "without a list of transforms"),
-        ('{"transform": {"__class_fullname__": "OneOf", "transforms": [3]}}', "without __class_fullname__"),
-        ('{"transform": {"__class_fullname__": "Compose", "transforms": [], "bbox_params": {"a": 1}}}', "bbox_params"),
-    ],
-)
-def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        config(str(tmp_path / "list.json"))
-    for name in ("missing.json", "", "a\0b"):
-        with pytest.raises(ConfigError, match="there is no file"):
-            config(f"{tmp_path}/{name}")
-    with pytest.raises(ConfigError, match="there is no file /dev/zero"):
-        config("/dev/zero")
 
 
 @pytest.fixture
