@@ -40,15 +40,7 @@ from segapp.tui.dialogs import (
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
-from segapp.tui.terminal import (
-    RESTORE_TITLE,
-    SAVE_TITLE,
-    Announcer,
-    check_terminal,
-    end_with_terminal,
-    is_ascii_only,
-    is_hung_up,
-)
+from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up
 from segapp.tui.themes import set_up_themes
 from segapp.tui.widgets import ASCII, UNICODE, LiteralText, next_choice
 from segapp.view.plot import metric_names
@@ -97,7 +89,6 @@ class MonitorApp(App[None]):
         self.is_zoomed = False
         self.layout_plan: layout.ScreenLayout | None = None
         self._screen_size: Size | None = None
-        self._announcer = Announcer(self._write_control)
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = False
         self._is_starting: bool | None = None
@@ -130,15 +121,10 @@ class MonitorApp(App[None]):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave)
             end_with_terminal(LEAVE_S)
         self.apply_layout()
-        self._write_control(SAVE_TITLE)
         self.call_after_refresh(self.tick)
         if self.starts_with_list:
             self.action_runs()
         self.set_interval(0.5, self.tick)
-
-    def on_unmount(self) -> None:
-        """Restore the terminal's title."""
-        self._write_control(RESTORE_TITLE)
 
     def on_resize(self, event: events.Resize) -> None:
         """Select the panes for the new size, before the app's own `size` is updated."""
@@ -165,7 +151,6 @@ class MonitorApp(App[None]):
             return
         for message in self.shown.take_answers():
             self.say(*message)
-        self._announcer.update(self.view, self.status(), self.shown.name)
         self._num_ticks += 1
         if self._num_ticks >= (IDLE_EVERY if self.view.num_events == self._num_drawn else PANES_EVERY):
             self.show_view()
@@ -180,11 +165,6 @@ class MonitorApp(App[None]):
         elif was_reading:
             self.show_view()
 
-    def _write_control(self, codes: str) -> None:
-        """Write control codes to the terminal, between Textual's own."""
-        if self._driver is not None and not self.is_headless:
-            self._driver.write(codes)
-
     def action_runs(self) -> None:
         beside = self.shown.source.folder.path.parent
         runs = RunList(beside.parent if is_sweep(beside) else beside)
@@ -196,7 +176,6 @@ class MonitorApp(App[None]):
         source = LiveSource(folder)
         self.shown = ShownRun(source)
         self._is_starting = None
-        self._announcer.restart()
         self.chart.change(metric="loss")
         self.apply_layout()
         self.tick()

@@ -1,7 +1,7 @@
 """The class pane: the IoU of each class and its change since the previous evaluation."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from rich.cells import cell_len
@@ -20,14 +20,6 @@ from segapp.view.wording import best_miou, fit_cells, miou
 SORTS = ("worst", "best", "drop", "name", "id")
 FALL = -0.02
 """Minimum change of IoU between two evaluations for which a class is marked."""
-
-
-class TableOptions(NamedTuple):
-    """Display options of the table."""
-
-    sort: str = "worst"
-    wanted: str = ""
-    cursor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,23 +68,25 @@ def _sort_key(row: ClassRow, sort: str) -> tuple[bool, float | str, int]:
     return row.iou is None, -iou if sort == "best" else iou, row.index
 
 
-def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyphs) -> Content:
+def classes_content(
+    view: View, size: Size, glyphs: Glyphs, *, sort: str = "worst", wanted: str = "", cursor: int | None = None
+) -> Content:
     """Return the classes one below the other; in several columns if they would not all be visible."""
     if not view.classes:
         return Content.styled("no classes yet", "$text-muted")
-    rows = class_rows(view, options.sort, options.wanted)
+    rows = class_rows(view, sort, wanted)
     if not rows:
         return Content.styled("no class has this name: press esc to show all", "$text-muted")
     num_columns = min(max(1, size.width // 46), -(-len(rows) // max(1, size.height - 1)))
     width = (size.width - 2 * (num_columns - 1)) // num_columns
     longest = max(cell_len(row.name) for row in rows)
     name_width = max(6, min(longest, width // 2 - 8, 28 if width < 80 else 60))
-    layout = _RowLayout(width, name_width, 24 if width - name_width >= 60 else 0, glyphs)
-    cells = [_row_content(view, row, layout, is_selected=i == options.cursor) for i, row in enumerate(rows)]
+    widths = width, name_width
+    cells = [_row_content(view, row, widths, glyphs, is_selected=i == cursor) for i, row in enumerate(rows)]
     num_rows = -(-len(cells) // num_columns)
     lines = [Content("  ").join(cells[i::num_rows]) for i in range(num_rows)]
     course = _known(view.vals.values("miou"))
-    if len(course) > 1 and not options.wanted:
+    if len(course) > 1 and not wanted:
         room = size.width - name_width - 17
         bars = spark(thinned(course, room), room, glyphs).ljust(room)
         mean = Content.assemble((fit_cells("mean", name_width), "bold"), " ", (bars, "$text-success"))
@@ -100,26 +94,14 @@ def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyph
     return Content("\n").join(lines)
 
 
-class _RowLayout(NamedTuple):
-    """Widths of the parts of a class's row."""
-
-    width: int
-    name_width: int
-    course_width: int
-    """Cells of the sparkline of the evaluations; 0: none."""
-    glyphs: Glyphs
-
-    @property
-    def bar_width(self) -> int:
-        """Cells of the bar."""
-        return self.width - self.name_width - 17 - (self.course_width + 1 if self.course_width else 0)
-
-
-def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: bool) -> Content:
-    glyphs, bar_width = layout.glyphs, layout.bar_width
-    name = fit_cells(row.name, layout.name_width), "reverse" if is_selected else ""
+def _row_content(view: View, row: ClassRow, widths: tuple[int, int], glyphs: Glyphs, *, is_selected: bool) -> Content:
+    """Return the row of a class; the widths are those of the row and of the name, in cells."""
+    width, name_width = widths
+    room = 24 if width - name_width >= 60 else 0  # for the sparkline of the evaluations
+    bar_width = width - name_width - 17 - (room + 1 if room else 0)
+    name = fit_cells(row.name, name_width), "reverse" if is_selected else ""
     if row.iou is None:
-        empty = " " * max(0, layout.width - layout.name_width - 16)
+        empty = " " * max(0, width - name_width - 16)
         return Content.assemble(name, (f" {empty} {'-':>5}{' ' * 9}", "$text-muted"))
     if row.delta is None:
         change, style = "", ""
@@ -129,7 +111,7 @@ def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: 
         style = "$text-success" if row.delta > 0 else "$text-error" if row.delta < FALL else "$text-muted"
     warning = " !" if row.delta is not None and row.delta < FALL else "  "
     done, left = progress(row.iou, bar_width, glyphs) if bar_width >= 3 else ("", "")
-    course, room = "", layout.course_width
+    course = ""
     if room:
         values = _known(view.vals.class_iou(row.index))
         course = spark(thinned(values, room), room, glyphs).ljust(room) + " "
@@ -188,14 +170,14 @@ class ClassesPane(Vertical):
     def show(self, view: View, sort: str, glyphs: Glyphs) -> None:
         """Show the table of a view; it is made anew after a change of the evaluations, the options or the size."""
         self._arguments = view, sort, glyphs
-        options = TableOptions(sort, self.search.text, self.cursor)
+        wanted = self.search.text
         size = Size(max(1, self._box.scrollable_content_region.width), max(1, self.size.height - 2))
-        shown = options, size, id(view), view.start, view.vals[-1] if view.vals else None
+        shown = sort, wanted, self.cursor, size, id(view), view.start, view.vals[-1] if view.vals else None
         if shown == self._shown:
             return
         self._shown = shown
-        self._lines.show(classes_content(view, options, size, glyphs))
-        self.names = [row.name for row in class_rows(view, sort, options.wanted)]
+        self._lines.show(classes_content(view, size, glyphs, sort=sort, wanted=wanted, cursor=self.cursor))
+        self.names = [row.name for row in class_rows(view, sort, wanted)]
 
     def action_move(self, by: int) -> None:
         if not self.names or self._arguments is None:

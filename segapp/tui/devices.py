@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Sequence
 
 from rich.cells import cell_len
-from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
 
@@ -14,7 +13,7 @@ from segapp.run.commands import CancelCommand, Command, SetCommand
 from segapp.run.events import DeviceMemory
 from segapp.run.words import dots, duration, memory_text, percent, printable, share_text
 from segapp.tui.header import LinePart, device_kind, device_label, etas_s, fit_parts
-from segapp.tui.widgets import Glyphs, LiteralText, progress
+from segapp.tui.widgets import Glyphs, progress
 from segapp.view.source import Status
 from segapp.view.view import Gpu0, View
 from segapp.view.wording import clip, recomputed, topology
@@ -28,19 +27,6 @@ WORD_STYLES = {
 
 _MACHINE_CELLS = 12
 """Maximum number of cells for the name of a machine."""
-
-
-class DevicesPane(VerticalScroll, can_focus=True):
-    """The device pane; it scrolls if the devices need more rows."""
-
-    def __init__(self) -> None:
-        self._lines = LiteralText(classes="lines")
-        super().__init__(self._lines, id="gpu", classes="pane -scroll")
-
-    def show(self, view: View, predicted_mib: Sequence[float | None], num_rows: int, glyphs: Glyphs) -> None:
-        """Show the devices of a run in a number of rows; see `gpu_content`."""
-        size = Size(max(1, self.scrollable_content_region.width), num_rows)
-        self._lines.show(gpu_content(view, predicted_mib, size, glyphs))
 
 
 def headroom_level(used_mib: float | None, total_mib: float | None) -> str:

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
+from textual.geometry import Size
 from textual.widget import Widget
 
 from segapp.tui import header
 from segapp.tui.chart import LossChart
 from segapp.tui.classes import ClassesPane, classes_title
-from segapp.tui.devices import DevicesPane, gpu0_content
+from segapp.tui.devices import gpu0_content, gpu_content
 from segapp.tui.events import EventsPane
 from segapp.tui.pictures import PictureView
 from segapp.tui.shown_run import ShownRun
@@ -71,7 +72,10 @@ class Columns(Horizontal):
         self._layout = ScreenLayout(frozenset())
         self.chart = LossChart(glyphs, id="loss", classes="pane")
         self.pictures = PictureView(has_color=has_color, id="pictures", classes="pane")
-        self.events, self.devices, self.table = EventsPane(), DevicesPane(), ClassesPane()
+        self.events, self.table = EventsPane(), ClassesPane()
+        self._device_lines = LiteralText(classes="lines")
+        self.devices = VerticalScroll(self._device_lines, id="gpu", classes="pane -scroll")  # for many devices
+        self.devices.can_focus = True
         self.gpu0 = LiteralText(id="gpu0", classes="pane lines")
         self._throughput = LiteralText(id="throughput", classes="lines")
         self._left = Vertical(self.chart, self.pictures, self._throughput, self.events, id="left")
@@ -126,7 +130,8 @@ class Columns(Horizontal):
         is_shared = "classes" in self._layout.panes
         self.devices.styles.max_height = most + 2 if is_shared else "100%"
         num_rows = most if is_shared else self.devices.size.height
-        self.devices.show(view, run.predicted_mib(), num_rows, self._glyphs)
+        size = Size(max(1, self.devices.scrollable_content_region.width), num_rows)
+        self._device_lines.show(gpu_content(view, run.predicted_mib(), size, self._glyphs))
         self._set_title(self.devices, Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted")))
 
     def _set_title(self, pane: Widget, title: Content) -> None:

@@ -12,11 +12,10 @@ from textual.widgets import OptionList
 
 from segapp.run.events import Alert, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Oom
 from segapp.tui.app import MonitorApp
-from segapp.tui.terminal import Announcer, terminal_title
 from segapp.view.source import LiveSource, LogTail
 from segapp.view.view import NUM_WHOLE_EVENTS, View, fold_events
 from tests.support.recorded_runs import RecordedRun
-from tests.support.screens import press, run_screen, screen_text, settle, source_of
+from tests.support.screens import press, run_screen, screen_text, settle
 
 DISK_FULL = (
     "cannot write a checkpoint in /data/runs/camvid/checkpoints: no space left on device: 117 MB are needed and 9 MB "
@@ -241,51 +240,6 @@ def test_tail_reads_whole_lines_of_the_end_only(tmp_path: Path) -> None:
     assert "�" in second or "\\x" in second
     path.write_bytes(b"new\n")
     assert tail.read() == ["new"]
-
-
-# --- what reaches the terminal ---------------------------------------------------------------------------------------
-
-
-def announced(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    written: list[str] = []
-    announcer = Announcer(written.append)
-    source = source_of(run)
-    run.alert("hang", "an old alert")
-
-    def update() -> None:
-        while source.poll():
-            pass
-        announcer.update(source.view, source.status(), "run")
-
-    update()
-    run.alert("checkpoint", "disk full; free 117 MB")
-    update()
-    update()
-    run.end()
-    update()
-    update()
-    return written
-
-
-def test_new_alerts_and_the_end_are_announced_once(fresh: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = announced(fresh, monkeypatch)
-    titles = [each for each in written if each.startswith("\x1b]2;")]
-    assert [each for each in written if each not in titles] == ["\x07", "\x07"]
-    assert titles[0] == "\x1b]2;run 2/8 mIoU 0.114 (11/11)\x07"
-    assert titles[-1].startswith("\x1b]2;FINISHED run")
-
-
-def test_nothing_rings_with_no_color(fresh: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not Announcer(lambda _: None)._rings
-
-
-def test_title_of_the_terminal_has_no_control_codes(fresh: RecordedRun) -> None:
-    source = source_of(fresh)
-    source.poll()
-    assert "\x1b" not in terminal_title(source.view, source.status(), "a\x1b]0;b\x07")
 
 
 # --- states that were told wrong -------------------------------------------------------------------------------------

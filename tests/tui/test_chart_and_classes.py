@@ -17,7 +17,7 @@ from segapp.run.events import CommandAnswer, EventReader, Step, Val
 from segapp.run.words import number
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
-from segapp.tui.classes import TableOptions, classes_content
+from segapp.tui.classes import classes_content
 from segapp.tui.devices import gpu_content
 from segapp.tui.widgets import UNICODE
 from segapp.view.history import LossHistory
@@ -228,15 +228,15 @@ def test_classes_fill_columns_where_there_is_room(tmp_path: Path) -> None:
                       steps_per_epoch=5)  # fmt: skip
     run.epoch()
     run.epoch()
-    text = classes_content(folded(run), TableOptions(), Size(196, 54), UNICODE).plain
+    text = classes_content(folded(run), Size(196, 54), UNICODE).plain
     assert all(f"class number {i} " in text for i in range(150))
     assert len(text.splitlines()) <= 54
-    one = classes_content(folded(run), TableOptions(), Size(46, 30), UNICODE).plain
+    one = classes_content(folded(run), Size(46, 30), UNICODE).plain
     assert len(one.splitlines()) == 151
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "3", "f", *["pagedown"] * 6)
-        worst = classes_content(folded(run), TableOptions(), Size(76, 200), UNICODE).plain.splitlines()
+        worst = classes_content(folded(run), Size(76, 200), UNICODE).plain.splitlines()
         name = re.match(r"class number \d+", worst[1 + 50]).group()  # type: ignore[union-attr]
         assert f"{name} " in screen_text(app), "the cursor stays in view"
 
@@ -244,7 +244,7 @@ def test_classes_fill_columns_where_there_is_room(tmp_path: Path) -> None:
 
 
 def test_zoomed_classes_show_their_history(run: RecordedRun) -> None:
-    text = classes_content(folded(run), TableOptions("name"), Size(150, 40), UNICODE).plain
+    text = classes_content(folded(run), Size(150, 40), UNICODE, sort="name").plain
     row = next(line for line in text.splitlines() if line.startswith("bicyclist"))
     assert re.search("[▁▂▃▄▅▆▇█]{3}", row)
 
@@ -253,7 +253,7 @@ def test_zoomed_classes_show_their_history(run: RecordedRun) -> None:
 def test_class_rows_fill_the_line_and_show_the_change(run: RecordedRun, width: int) -> None:
     run.write(Val(epoch=4, step=80, loss=0.5, miou=0.5, iou=[0.5, 0.5, 0.5, *[None] * 8]))
     run.write(Val(epoch=5, step=100, loss=0.5, miou=0.5, iou=[0.5, 0.6, 0.2, *[None] * 8]))
-    _, *rows = classes_content(folded(run), TableOptions("name"), Size(width, 40), UNICODE).plain.splitlines()
+    _, *rows = classes_content(folded(run), Size(width, 40), UNICODE, sort="name").plain.splitlines()
     rows = [row for row in rows if row.split()[0] in CAMVID]
     assert {cell_len(row) for row in rows} == {width}
     found = {row.split()[0]: row.split()[-2 if row.endswith("!") else -1] for row in rows}

@@ -6,7 +6,7 @@ import pytest
 from textual.geometry import Size
 
 from segapp.run.events import Val
-from segapp.tui.classes import TableOptions, class_rows, classes_content, classes_title
+from segapp.tui.classes import class_rows, classes_content, classes_title
 from segapp.tui.widgets import ASCII
 from segapp.view.history import Evaluations
 from segapp.view.view import View
@@ -53,7 +53,7 @@ def test_changes_are_since_the_evaluation_of_the_same_classes(view: View) -> Non
 
 
 def test_rows_have_a_bar_a_number_and_a_change(view: View) -> None:
-    lines = classes_content(view, TableOptions("id"), Size(46, 9), ASCII).plain.splitlines()
+    lines = classes_content(view, Size(46, 9), ASCII, sort="id").plain.splitlines()
     assert lines == [
         "mean   " + "_#.".ljust(23) + " 0.400",
         "road   " + "===========-".ljust(23) + " 0.500  +0.100  ",
@@ -62,26 +62,26 @@ def test_rows_have_a_bar_a_number_and_a_change(view: View) -> None:
         "car    " + "====-".ljust(23) + " 0.200          ",
         "bus    " + " " * 25 + "    -         ",
     ]
-    wide = classes_content(view, TableOptions("id"), Size(90, 9), ASCII).plain.splitlines()
+    wide = classes_content(view, Size(90, 9), ASCII, sort="id").plain.splitlines()
     course = "*_#".ljust(24)  # 0.4, 0.1, 0.5
     assert wide[1] == f"road   {course} {'=' * 21}{' ' * 21} 0.500  +0.100  "
-    columns = classes_content(view, TableOptions("id"), Size(94, 4), ASCII).plain.splitlines()
+    columns = classes_content(view, Size(94, 4), ASCII, sort="id").plain.splitlines()
     assert [line.split()[0] for line in columns] == ["mean", "road", "Sky", "pole"]
     assert [len(line) for line in columns[1:]] == [94, 94, 46]
     assert "  car  " in columns[1]
-    narrow = classes_content(view, TableOptions("id"), Size(25, 9), ASCII).plain.splitlines()
+    narrow = classes_content(view, Size(25, 9), ASCII, sort="id").plain.splitlines()
     assert narrow[1] == "road    0.500  +0.100  "
 
 
 def test_selected_row_is_reversed_and_low_values_are_marked(view: View) -> None:
-    found = classes_content(view, TableOptions("id", "", 1), Size(46, 9), ASCII)
+    found = classes_content(view, Size(46, 9), ASCII, sort="id", cursor=1)
     styles = [(found.plain[span.start : span.end].strip(), span.style) for span in found.spans]
     assert [text for text, style in styles if style == "reverse"] == ["Sky"]
     bars = {text: style for text, style in styles if text.startswith("==")}
     assert bars == {"===========-": "$text-primary", "====================-": "$text-primary", "====-": "$text-error"}
     assert [style for text, style in styles if text.endswith("0.100")] == ["$text-success", "$text-error"]
-    assert classes_content(View(), TableOptions(), Size(46, 9), ASCII).plain == "no classes yet"
-    shown = classes_content(view, TableOptions(wanted="x"), Size(46, 9), ASCII).plain
+    assert classes_content(View(), Size(46, 9), ASCII).plain == "no classes yet"
+    shown = classes_content(view, Size(46, 9), ASCII, wanted="x").plain
     assert shown == "no class has this name: press esc to show all"
 
 
