@@ -60,14 +60,14 @@ def families(names: list[ModelName]) -> list[str]:
 
 def table(facts: list[dict[str, Any]]) -> list[str]:
     """Return measurements as lines of aligned columns."""
-    rows = [("NETWORK", "PARAMETERS", "GFLOPS", "SIZE", "STRIDE", "WEIGHTS")]
+    rows = [("NETWORK", "PARAMETERS", "GFLOPS", "SIZE", "STRIDE")]
     for each in facts:
         if each["problem"] is not None:
-            rows.append((each["label"], *"----", each["problem"].partition(";")[0]))
+            rows.append((each["label"], *"---", each["problem"].partition(";")[0]))
             continue
-        size, weights = "x".join(map(str, each["size_px"])), ", ".join(each["weights_here"]) or "-"
+        size = "x".join(map(str, each["size_px"]))
         cost = f"{each['num_params'] / 1e6:.1f} M", f"{each['gflops']:.1f}"
-        rows.append((each["label"], *cost, size, str(each["stride"]), weights))
+        rows.append((each["label"], *cost, size, str(each["stride"])))
     return aligned(rows)
 
 
@@ -105,15 +105,13 @@ def measure_model(name: ModelName, size_px: tuple[int, int]) -> dict[str, Any]:
     """Return the measurements of a network for an image of about this size.
 
     Its keys are `label`, `num_params`, `gflops` (1e9 floating-point operations of a forward pass; a multiply-add counts
-    as two), `size_px` (the nearest size that the network takes), `stride` (pixels per logit along each axis),
-    `weights_here` (its weights in the local caches), and `problem` (why it cannot be built; None if it can).
+    as two), `size_px` (the nearest size that the network takes), `stride` (pixels per logit along each axis), and
+    `problem` (why it cannot be built; None if it can).
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from segapp.models.by_name import weights_in_cache
-
-    facts = {"label": name.label, "num_params": 0, "gflops": 0.0, "size_px": None, "stride": 0, "weights_here": []}
+    facts = {"label": name.label, "num_params": 0, "gflops": 0.0, "size_px": None, "stride": 0}
     try:
         model = _built(name)
         size_px = model.suitable_size(*size_px)
@@ -121,7 +119,7 @@ def measure_model(name: ModelName, size_px: tuple[int, int]) -> dict[str, Any]:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model.to("meta").eval()(torch.empty(1, 3, *size_px, device="meta"))
         facts |= {"num_params": num_params, "gflops": counter.get_total_flops() / 1e9, "size_px": size_px}
-        facts |= {"stride": model.logits_stride, "weights_here": weights_in_cache(model)}
+        facts |= {"stride": model.logits_stride}
     except (SegappError, RuntimeError, ValueError) as error:
         return facts | {"problem": first_line(error)}
     return facts | {"problem": None}

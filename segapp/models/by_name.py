@@ -17,8 +17,6 @@ from segapp.models.inspection import inspect_model
 from segapp.models.names import unknown_name
 from segapp.models.network import SegmentationModel
 from segapp.models.weights import (
-    cached_hub_file,
-    cached_url,
     fetch_hub_file,
     fetch_url,
     load_weights,
@@ -180,23 +178,6 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
         )
     error = unknown_name(key, weights, what, named)
     raise error.reworded(f"{error}; or give the path of a file")
-
-
-def weights_in_cache(model: SegmentationModel) -> list[str]:
-    """Return the named weights of a network and its backbone whose files are on this machine, without a download."""
-    from torchvision.models import get_model_weights, list_models
-
-    if model.library != "torchvision":
-        files = _hub_files(model.encoder_name)
-        return [f"weights_backbone={name}" for name, file in files.items() if cached_hub_file(*file)]
-    names = {"weights": _torchvision_name(model), "weights_backbone": model.encoder_name}
-    return [
-        f"{key}={weights.name}"
-        for key, name in names.items()
-        if name in list_models()
-        for weights in get_model_weights(name)
-        if cached_url(weights.url)
-    ]
 
 
 def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:

@@ -142,20 +142,8 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
         raise _refused(key, folder, _not_fetched(f"{HUB_FILE} of {repo_id}", url, error, advice, key), name) from error
 
 
-def cached_url(url: str) -> bool:
-    """Return True if the file of a torchvision weights URL is in torch's hub folder."""
-    return _torch_hub_file(url).is_file()
-
-
 def _torch_hub_file(url: str) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
-
-
-def cached_hub_file(repo_id: str, revision: str | None) -> bool:
-    """Return True if encoder weights are in the Hugging Face cache."""
-    import huggingface_hub
-
-    return isinstance(huggingface_hub.try_to_load_from_cache(repo_id, HUB_FILE, revision=revision), str)
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> None:
