@@ -23,7 +23,7 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import most_workers, plan_workers, sample_seconds
 from segapp.datasets.pool import LoadOptions
-from segapp.datasets.resources import cores_of_rank, remote_file_system, shared_bytes_of_rank
+from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
 from segapp.datasets.sampling import Order, aimed_order
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.errors import ConfigError
@@ -95,12 +95,6 @@ def build_dataset(
         try:
             files = _cache_files(data, split, scheme, pixels, ranks, machines)
             cache = PixelCache(files, pairs, sizes, scheme.dtype, pixels)
-            remote = remote_file_system(Path(files.path)) if files.kind == "disk" else None
-            if remote is not None:
-                notes.append(
-                    f"data.cache = disk: {files.place} is on a network file system ({remote}): name a folder on a "
-                    "local disk of each machine in XDG_CACHE_HOME"
-                )
         except OSError as error:
             notes.append(
                 f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "

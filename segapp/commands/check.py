@@ -252,7 +252,6 @@ def _split_as_dict(report: SplitReport) -> dict[str, Any]:
         if unknown is None
         else [{"id": i, "pixels": n, "masks": unknown.masks[i]} for i, n in unknown.pixels.items()],
         "likely_cause": None if unknown is None else unknown.cause,
-        "lookalikes": None if report.comparison is None else asdict(report.comparison),
     }
 
 
@@ -290,10 +289,6 @@ def print_report(
             _print_group(group, console)
     if not groups:
         console.print("\nno problems found")
-    for report in reports:
-        if report.comparison is not None:
-            lines = "\n".join(report.comparison.lines(printable(report.split)))
-            console.print(Text(f"\n{lines}"), soft_wrap=True)
 
 
 def _print_group(group: FindingGroup, console: Console) -> None:

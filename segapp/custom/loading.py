@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from segapp.custom.names import find_source, is_file_name, is_installed, is_part, split_name
@@ -286,18 +286,5 @@ def raised_at(error: BaseException, parts: Mapping[str, str]) -> tuple[str, str]
             path = Path(frame.f_code.co_filename).resolve()
             keys = [key for key, source in sources.items() if source == path]
             if keys:
-                held = _holders(keys, parts, frame.f_code)
-                return " or ".join(f"{key} = {parts[key]}" for key in held), f"{path.name}:{line}"
+                return " or ".join(f"{key} = {parts[key]}" for key in keys), f"{path.name}:{line}"
     return None
-
-
-def _holders(keys: list[str], parts: Mapping[str, str], code: CodeType) -> list[str]:
-    """Return the components of a file that a function belongs to: the one whose factory contains its lines, or all."""
-    for key in keys:
-        try:
-            lines, first = inspect.getsourcelines(load_part(parts[key], key))
-        except (ConfigError, OSError, TypeError):
-            continue
-        if first <= code.co_firstlineno < first + len(lines):
-            return [key]
-    return keys

@@ -95,27 +95,6 @@ class DataProblem:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Number of images of a split that were compared with the training images, and that look like one."""
-
-    num_images: int  # images of the split
-    num_plain: int  # flat images, which are not compared
-    num_alike: int  # images that look like a training image, copies included
-    num_others: int  # training images
-
-    def lines(self, split: str) -> list[str]:
-        """Return how many images look like training images, and which kinds of look-alikes cannot be seen."""
-        plain = f"; {self.num_plain} are too flat to compare" if self.num_plain else ""
-        return [
-            f"look-alikes: {self.num_alike} of {self.num_images} {split} images look like one of "
-            f"{self.num_others} training images{plain}",
-            "  compared: copies in another size, compression or brightness, still video frames",
-            "  not seen: overlapping tiles, flipped images, and other views of the same patient or scene: name those "
-            "with segapp init --group REGEX",
-        ]
-
-
-@dataclass(frozen=True)
 class SplitReport:
     """Contents of a split."""
 
@@ -128,7 +107,6 @@ class SplitReport:
     unknown_ids: UnknownIds | None = None  # None if every id is known
     valid_px: int = 0  # pixels of the readable masks that are not ignored
     ignored: str | None = None  # the share of ignored pixels with its cause; None if it is small
-    comparison: Comparison | None = None  # with the images of the first split; None for the first split itself
 
 
 @dataclass(frozen=True)
@@ -208,10 +186,8 @@ def examine(
         counted = [each.mask for each in pairs if each.mask is not None]
         targets = Targets.of(name, counted, scheme.num_classes, num_masks=len(counted), num_images=len(pairs))
         findings = [*_of_pairs(name, pairs), *twice[name]]
-        comparison = None
         if not is_training:
-            alike, comparison = _lookalikes(name, pairs, first_split, examined[first_split], twice[name])
-            findings += alike
+            findings += _lookalikes(name, pairs, first_split, examined[first_split], twice[name])
         findings += _of_targets(targets, scheme, is_training=is_training)
         if is_training:
             findings += _of_crop(name, pairs, crop_px, resize_px)
@@ -227,7 +203,6 @@ def examine(
                 unknown_ids=all_unknown([each.ids for each in pairs if each.ids is not None], scheme),
                 valid_px=targets.valid_px,
                 ignored=ignored_note(targets, scheme),
-                comparison=comparison,
             )
         )
     return reports
@@ -321,7 +296,7 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[D
 
 def _lookalikes(
     split: str, pairs: Sequence[_Examined], first_split: str, firsts: Sequence[_Examined], copies: Iterable[DataProblem]
-) -> tuple[list[DataProblem], Comparison]:
+) -> list[DataProblem]:
     """Return the images of a split that look like one of the first split; exact copies are reported separately."""
     own = [each for each in pairs if each.hash is not None]
     others = [each for each in firsts if each.hash is not None]
@@ -333,8 +308,7 @@ def _lookalikes(
             same = f"{1 - bits / _HASH_SIDE**2:.0%} of their structure agree"
             message = f"{shown(pair.image)} looks like {shown(other.image)} of {first_split}: {same}"
             findings.append(DataProblem("warning", "lookalike", split, message, pair, other))
-    num_flat = sum(each.size is not None and each.hash is None for each in pairs)
-    return findings, Comparison(len(pairs), num_flat, len(findings) + len(known), len(firsts))
+    return findings
 
 
 def perceptual_hash(grey: NDArray[np.uint8]) -> NDArray[np.bool_] | None:

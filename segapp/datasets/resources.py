@@ -1,14 +1,11 @@
 """Memory and processors that this process may use, within the limits of its control group; reader threads."""
 
 import os
-import re
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-from segapp.run.files import MOUNTS, file_system_of
 
 _GROUP = Path("/sys/fs/cgroup")
 _END_S = 1.0  # a thread without a Python function ends within milliseconds
@@ -32,15 +29,6 @@ def _counters(path: Path) -> dict[str, int]:
     """Return the numbers in a file of "name number" lines."""
     words = (line.split() for line in path.read_text().splitlines())
     return {word[0]: int(word[1]) for word in words if len(word) > 1}
-
-
-_REMOTE = re.compile(r"(fuse\.)?(9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs|panfs|smb|sshfs|wekafs)")
-
-
-def remote_file_system(path: Path, mounts: Path = MOUNTS) -> str | None:
-    """Return the type of the network file system of a path, such as "nfs4"; None if it is local or unknown."""
-    found = file_system_of(path, mounts)
-    return found if found is not None and _REMOTE.match(found) else None
 
 
 def usable_cores() -> float:

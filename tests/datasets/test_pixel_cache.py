@@ -30,7 +30,7 @@ from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pai
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.pool import LoadOptions
-from segapp.datasets.resources import available_bytes, remote_file_system
+from segapp.datasets.resources import available_bytes
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from tests.support.drawn_data import draw_image, draw_mask
@@ -504,20 +504,6 @@ def test_ranks_share_one_ram_cache(caches: Caches) -> None:
     fill(sets[0])
     assert sets[1].cache is not None
     assert sets[1].cache.state().num_stored == NUM_IMAGES
-
-
-def test_cache_on_a_network_file_system_is_named(tmp_path: Path) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
-        f"30 22 0:41 / {tmp_path}/home\\040dir rw shared:2 - nfs4 server:/home rw\n"
-        f"31 30 8:2 / {tmp_path}/home\\040dir/local rw - xfs /dev/sdb1 rw\n"
-        f"32 22 0:50 / {tmp_path}/ssh rw - fuse.sshfs host: rw\n"
-    )
-    assert remote_file_system(tmp_path / "home dir" / "x", mounts) == "nfs4"
-    assert remote_file_system(tmp_path / "home dir" / "local", mounts) is None
-    assert remote_file_system(tmp_path / "ssh", mounts) == "fuse.sshfs"
-    assert remote_file_system(tmp_path / "home dirs", mounts) is None
 
 
 def test_disk_cache_in_the_data_set_is_refused(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
