@@ -56,10 +56,6 @@ class CacheFiles:
     kind: Literal["disk", "ram"]
     path: str  # the folder of the records on a disk, or the file of the records in memory
     place: str  # in words
-    owner: Any = None  # keeps records in memory alive; None in other processes and on a disk
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CacheFiles, (self.kind, self.path, self.place)
 
     def free_bytes(self) -> int | None:
         """Return the free space for more records; None if unknown."""
@@ -105,14 +101,9 @@ def memory_files() -> CacheFiles:
     if not hasattr(os, "memfd_create"):
         raise OSError("this system cannot share memory without a name (memfd_create)")
     fd = os.memfd_create("segapp-pixels")
-    return CacheFiles("ram", f"/proc/{os.getpid()}/fd/{fd}", "memory", _Owner(fd))
-
-
-class _Owner:
-    """Closes a file descriptor when it is no longer used."""
-
-    def __init__(self, fd: int) -> None:
-        weakref.finalize(self, os.close, fd)
+    files = CacheFiles("ram", f"/proc/{os.getpid()}/fd/{fd}", "memory")
+    weakref.finalize(files, os.close, fd)
+    return files
 
 
 @dataclass(frozen=True)

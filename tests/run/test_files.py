@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp import failpoints
-from segapp.run.files import remove_dead_temporaries, temporary_name, write_atomic, write_json
+from segapp.run.files import file_system_of, remove_dead_temporaries, temporary_name, write_atomic, write_json
 from segapp.run.words import encodable, printable
 
 
@@ -71,3 +71,15 @@ def test_failpoints_trigger_at_their_count(armed):
     armed("a=raise:Nonsense")
     with pytest.raises(ValueError, match="neither an errno"):
         failpoints.failpoint("a")
+
+
+def test_file_system_is_that_of_the_innermost_mount(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"30 22 0:41 / {tmp_path}/home\\040dir rw shared:2 - nfs4 server:/home rw\n"
+        f"31 30 8:2 / {tmp_path}/home\\040dir/local rw - xfs /dev/sdb1 rw\n"
+    )
+    assert file_system_of(tmp_path / "home dir" / "x", mounts) == "nfs4"
+    assert file_system_of(tmp_path / "home dir" / "local", mounts) == "xfs"
+    assert file_system_of(tmp_path / "home dirs", mounts) == "ext4"
