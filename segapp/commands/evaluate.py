@@ -59,7 +59,6 @@ class ScoredSplit:
     networks: dict[str, TrainedModel]
     groups: dict[str, tuple[int, ...]]
     split: str
-    dataset: SegmentationDataset
     has_loss: bool = True
 
     @property
@@ -107,7 +106,7 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
         print(f"note: {printable(note)}", file=sys.stderr)
     names = [name if targets.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(targets, start=1)]
     by_name = {name: network for name, (_, network) in zip(names, networks, strict=True)}
-    return ScoredSplit(found, by_name, groups, split, dataset, evaluators[0].settings.criterion is not None)
+    return ScoredSplit(found, by_name, groups, split, evaluators[0].settings.criterion is not None)
 
 
 def _load_ensemble(

@@ -329,13 +329,6 @@ class PeakModel:
         """The largest slope that the measured peaks allow: the slope if a device needed no fixed memory."""
         return min((mib / samples for own in self._points for samples, mib in own if samples), default=0.0)
 
-    @cached_property
-    def spread_mib(self) -> float:
-        """Root mean square distance of the measured peaks from their lines."""
-        lines = zip(self._points, self._fixed_mib, strict=True)
-        errors = [y - self._slope_mib * x - (fixed or 0.0) for own, fixed in lines for x, y in own]
-        return (sum(error * error for error in errors) / len(errors)) ** 0.5 if errors else 0.0
-
     def _estimate(self, device: int, samples: int) -> Peak:
         fixed = self._fixed_mib[device] if device < len(self._fixed_mib) else None
         if fixed is None:

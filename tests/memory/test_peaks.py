@@ -74,12 +74,6 @@ def test_fit_with_given_slope_keeps_it_and_skips_empty_groups() -> None:
     assert fit_lines([[(2.0, 500.0)], []]) == (None, (500.0, None))
 
 
-def test_spread_is_the_mean_distance_from_the_lines() -> None:
-    model = PeakModel({(1, 3): (100.0, 310.0), (2, 2): (200.0, 200.0), (3, 1): (300.0, 90.0)})
-    assert PeakModel({(4, 4): (1.0, 2.0)}).spread_mib == 0.0
-    assert 0 < model.spread_mib < 10
-
-
 @given(
     st.integers(2, 5),
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 10**6)), min_size=2, max_size=6, unique_by=lambda p: p[0]),
@@ -96,5 +90,3 @@ def test_fit_equals_numpy_least_squares(num_devices: int, requests: list[tuple[i
         unseen = tuple(range(100, 100 + num_devices))
         expected = [solution[i] + solution[-1] * n for i, n in enumerate(unseen)]
         assert model.peak_mib(unseen) == pytest.approx(expected, abs=1e-4)
-        errors = measured - np.array(rows) @ solution
-        assert model.spread_mib == pytest.approx(float(np.sqrt(np.mean(errors**2))), abs=1e-4)

@@ -73,19 +73,6 @@ def _start(path: Path) -> tuple[bytes | None, TiffTags | None]:
     return data, tiff_tags(path) if is_tiff(data) else None
 
 
-def read_picture_of(path: Path) -> NDArray[np.uint8]:
-    """Return any image as RGB (H, W, 3) for display: bands of other dtypes are stretched to their range."""
-    stored = read_header(path).stored
-    if stored is None or RGB8.problem(stored) is None:
-        return read_image(path)
-    bands = tuple(range(1, min(stored.bands, 3) + 1))
-    values = read_image(path, PixelFormat(bands, stored.dtype))
-    finite = values[np.isfinite(values)] if stored.dtype == "float32" else values
-    low, high = (float(v) for v in np.percentile(finite, (1, 99))) if finite.size else (0.0, 1.0)
-    spread = PixelFormat(bands, stored.dtype, ((low, max(high, low + 1e-6 * max(1.0, abs(low)))),) * len(bands))
-    return spread.as_rgb(values)
-
-
 def _read_tiff(path: Path, tags: TiffTags, pixels: PixelFormat, max_pixels: int) -> Pixels:
     """Return the bands of a TIFF, or RGB of a large image, upright."""
     require_rasterio(path, f"a TIFF of pixels {tags.stored}")

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from segapp.datasets.files import ImagePair, check_pairs, read_header
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels, per_band
 from segapp.datasets.images.raster import encode_bands
-from segapp.datasets.images.reading import read_image, read_picture_of, upright
+from segapp.datasets.images.reading import read_image, upright
 from segapp.datasets.images.tiff_tags import TiffTags, read_tiff_tags
 from segapp.errors import DataError
 
@@ -216,24 +216,6 @@ def test_pictures_show_the_first_three_bands_over_their_ranges() -> None:
     np.testing.assert_array_equal(first, [[[128] * 3, [255] * 3]])  # of two bands
     grey = PixelFormat((1,), "float32", ((-1.0, 1.0),))
     np.testing.assert_array_equal(grey.as_rgb(np.array([[[0.0], [np.nan]]], np.float32)), [[[128] * 3, [0] * 3]])
-
-
-def test_any_image_has_a_picture(tmp_path: Path) -> None:
-    image = drawn("uint16", 4)
-    picture = read_picture_of(write_tiff(tmp_path / "a.tif", image))
-    low, high = np.percentile(image[..., :3], (1, 99))
-    expected = ((image[..., :3] - low) / (high - low) * 255).clip(0, 255)
-    assert np.abs(picture - expected).max() <= 0.51
-
-
-def test_picture_of_small_numbers_shows_their_whole_range(tmp_path: Path) -> None:
-    image = np.linspace(0, 0.01, 600, dtype=np.float32).reshape(20, 30, 1)
-    picture = read_picture_of(write_tiff(tmp_path / "a.tif", image))
-    low, high = np.percentile(image, (1, 99))
-    assert np.abs(picture - ((image - low) / (high - low) * 255).clip(0, 255)).max() <= 0.51
-    for value in (7.5, -3e9, 1000):  # of one value, which a float32 must tell from the end of its range
-        one = np.full((2, 3, 1), value, np.uint16 if isinstance(value, int) else np.float32)
-        assert not read_picture_of(write_tiff(tmp_path / "b.tif", one)).any()
 
 
 def test_statistics_of_rgb_are_continued_for_further_bands() -> None:
