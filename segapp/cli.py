@@ -126,7 +126,7 @@ def train(
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add --smoke, or use segapp status RUN --json for a run")
     from segapp.config import explain_config
-    from segapp.training.launchers import adopt_launcher, exit_code_for_launcher, loss_without_launch
+    from segapp.training.launchers import adopt_launcher, exit_code_for_launcher
     from segapp.training.request import plan_request
 
     request = plan_request(config, overrides or [], run, resume)
@@ -151,8 +151,6 @@ def train(
     outlast_readers()
     if not sys.stderr.isatty():
         announce("importing torch")  # on a terminal, every command prints this
-    if lost := loss_without_launch(os.environ):
-        print(lost, flush=True)
     from segapp.training.session import run_session
 
     code = run_session(request, with_resume_value(sys.argv[1:]))

@@ -56,39 +56,11 @@ def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
     return "srun"
 
 
-def other_launcher(environ: Mapping[str, str]) -> str | None:
-    """Return the launcher that started this process as a rank, if it is not segapp; otherwise None.
-
-    >>> other_launcher({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}), other_launcher({})
-    ('torchrun', None)
-    """
-    if "RANK" not in environ or "SEGAPP_PARENT_PID" in environ:
-        return None
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
-    return "srun" if _num_tasks(environ) > 1 else "RANK and WORLD_SIZE"
-
-
-def loss_without_launch(environ: Mapping[str, str]) -> str | None:
-    """Return the features that a training lacks without `segapp launch`, as a sentence; None on most ranks."""
-    launcher = other_launcher(environ)
-    if launcher is None or environ["RANK"] != "0":
-        return None
-    lost = "nothing restarts the ranks if one of them is lost"
-    if "TORCHELASTIC_RUN_ID" in environ:
-        lost = "its exit code is 1 instead of every other nonzero code, including 75 (stopped and saved)"
-        if _restarts_everything(environ):
-            lost = "it restarts a training that was stopped and saved, so the exit code is 0 instead of 75"
-    return f"started by {launcher}: {lost}; segapp launch preserves the exit codes (segapp docs several-machines)"
-
-
 def exit_code_for_launcher(code: int, environ: Mapping[str, str]) -> int:
-    """Return the exit code of a rank: 0 for a stop if the launcher would start the training again."""
-    return 0 if code == EXIT_STOPPED_AND_SAVED and _restarts_everything(environ) else code
-
-
-def _restarts_everything(environ: Mapping[str, str]) -> bool:
-    return other_launcher(environ) is not None and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    """Return the exit code of a rank: 0 for a stop if torchrun would start the training again."""
+    is_of_torchrun = "RANK" in environ and "SEGAPP_PARENT_PID" not in environ
+    is_restarted = is_of_torchrun and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return 0 if code == EXIT_STOPPED_AND_SAVED and is_restarted else code
 
 
 def _num_tasks(environ: Mapping[str, str]) -> int:

@@ -82,7 +82,7 @@ from segapp.training.planning.auto import is_planned, resolve_auto
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
-from segapp.training.start_checks import changed_length_note, first_step_words
+from segapp.training.start_checks import changed_length_note
 from segapp.training.trackers import make_trackers
 from segapp.training.trainer import Trainer
 from segapp.training.watchdog import Watchdog, exchange_timeout_s, rank_words
@@ -415,7 +415,7 @@ def _run_in(
                 if ranks.is_main:
                     for note in trainer.facts.notes:
                         print(printable(note), flush=True)
-                    announce(first_step_words(request.config.train, devices.devices[0].type))
+                    announce("first step (loads images, compiles kernels)")
                 reason = trainer.fit()
             return end("finished", reason, 0)
         except StopRequest as stop:

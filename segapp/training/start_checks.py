@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from segapp.accelerator import CUDA
 from segapp.build.optimizer import build_schedule
 from segapp.build.pairs import split_note
 from segapp.config import DataConfig, RunConfig, TrainConfig
@@ -26,18 +25,6 @@ def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
     per_epoch = math.ceil(num_batches / train.accumulate)
     epochs = train.epochs if train.steps is None else math.ceil(train.steps / max(per_epoch, 1))
     return epochs, train.steps or epochs * per_epoch, per_epoch
-
-
-def first_step_words(train: TrainConfig, device_type: str) -> str:
-    """Return a line that names what the first step waits for; later runs find the kernels of the loss compiled."""
-    waits = ["loads its images"]
-    if device_type == CUDA.kind:
-        waits.append("compiles the kernels of the loss")
-        if not train.deterministic:
-            waits.append("lets cuDNN time its algorithms")
-    if train.compile:
-        waits.append("compiles the model")
-    return f"first step ({', '.join(waits)})"
 
 
 def start_alerts(

@@ -1,4 +1,4 @@
-"""Send a run's metrics and sample images to TensorBoard, Weights & Biases and MLflow.
+"""Send a run's metrics to TensorBoard, Weights & Biases and MLflow.
 
 Trackers get the events of the main rank. They cannot stop a training: a tracker that raises is switched off.
 """
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from segapp.config import RunConfig
-from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, without_secrets
-from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
+from segapp.run.events import Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.run.words import first_line, printable
 from segapp.scores import SCORES, count_scored
@@ -29,9 +28,6 @@ class Tracker(Protocol):
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log finite numbers of one step."""
 
-    def picture(self, file: Path, step: int) -> None:
-        """Log a PNG file."""
-
     def close(self, status: str, best: Mapping[str, float]) -> None:
         """Flush and end the tracker's run."""
 
@@ -39,17 +35,15 @@ class Tracker(Protocol):
 class TrackerListener:
     """Sends events to a tracker."""
 
-    def __init__(self, name: str, tracker: Tracker, classes: Sequence[str], pictures: Path) -> None:
+    def __init__(self, name: str, tracker: Tracker, classes: Sequence[str]) -> None:
         self.name, self.classes = name, list(classes)
         self._tracker: Tracker | None = tracker
-        self._pictures = pictures
-        self._seen = set(_pictures_in(pictures))
         self._step = 0
         self._status = "failed"
         self._best: dict[str, float] = {}
 
     def handle(self, event: Event) -> None:
-        """Send the metrics and new pictures of one event."""
+        """Send the metrics of one event."""
         match event:
             case Step():
                 self._step = event.step
@@ -68,11 +62,8 @@ class TrackerListener:
                 names = [device.device or f"device {i}" for i, device in enumerate(event.devices)]
                 peaks = zip(names, event.devices, strict=True)
                 self._scalars({f"memory/{i}_{name}_peak_mib": d.peak_mib for i, (name, d) in enumerate(peaks)})
-            case EpochStart():
-                self._new_pictures()
             case RunEnd():
                 self._status = event.status
-                self._new_pictures()
 
     def close(self) -> None:
         """Close the tracker; idempotent."""
@@ -84,12 +75,6 @@ class TrackerListener:
         if finite:
             self._try(lambda tracker: tracker.scalars(finite, self._step))
 
-    def _new_pictures(self) -> None:
-        for file in _pictures_in(self._pictures):
-            if file not in self._seen:
-                self._seen.add(file)
-                self._try(lambda tracker, file=file: tracker.picture(file, self._step))
-
     def _try(self, call: Callable[..., None]) -> None:
         if self._tracker is None:
             return
@@ -99,10 +84,6 @@ class TrackerListener:
             self._tracker = None
             what = without_secrets(f"{type(error).__name__}: {first_line(error)}")
             print(f"note: {self.name} is switched off for this training: {printable(what)[:300]}", file=sys.stderr)
-
-
-def _pictures_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.png")) if folder.is_dir() else []
 
 
 class TensorBoardTracker:
@@ -118,10 +99,6 @@ class TensorBoardTracker:
         """See `Tracker`."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
-
-    def picture(self, file: Path, step: int) -> None:
-        """See `Tracker`."""
-        self._writer.add_image(f"samples/{_series(file)}", read_image(file), step, dataformats="HWC")
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
         """See `Tracker`."""
@@ -143,7 +120,6 @@ class WandbTracker:
             raise ValueError(f"{files[0]} names a server, which would get your key: set WANDB_BASE_URL to its address")
         import wandb
 
-        self._wandb: Any = wandb
         self._run: Any = wandb.init(
             project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(settings),
             settings=wandb.Settings(console="off", silent=True),
@@ -152,10 +128,6 @@ class WandbTracker:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """See `Tracker`."""
         self._run.log(dict(values), step=step)
-
-    def picture(self, file: Path, step: int) -> None:
-        """See `Tracker`."""
-        self._run.log({f"samples/{_series(file)}": self._wandb.Image(str(file))}, step=step)
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
         """See `Tracker`."""
@@ -166,8 +138,7 @@ class WandbTracker:
 class MlflowTracker:
     """Logs to MLflow: a server, a database, or a folder, such as `sqlite:///mlflow.db` or `http://box:5000`.
 
-    A resumed run continues with the `run_id` of the segapp run. The images of a database are in `mlruns` of the working
-    directory, MLflow's default.
+    A resumed run continues with the `run_id` of the segapp run.
     """
 
     _ENDS = {"finished": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012 -- a constant
@@ -199,10 +170,6 @@ class MlflowTracker:
         metrics = [self._metric(_allowed(tag), value, now_ms, step) for tag, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def picture(self, file: Path, step: int) -> None:
-        """See `Tracker`."""
-        self._client.log_artifact(self._id, str(file), "samples")
-
     def close(self, status: str, best: Mapping[str, float]) -> None:
         """See `Tracker`."""
         for key, value in best.items():
@@ -213,11 +180,6 @@ class MlflowTracker:
 def _allowed(tag: str) -> str:
     """Replace the characters that MLflow does not allow in metric names."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-. /") else "_" for c in tag)
-
-
-def _series(file: Path) -> str:
-    """Return the number of the image in `epoch_0004_2.png`; pictures of the same image form a series."""
-    return file.stem.rsplit("_", 1)[-1]
 
 
 def make_trackers(
@@ -245,7 +207,7 @@ def make_trackers(
             raise ConfigError(
                 f"log.{name} cannot be used: {printable(what)[:300]}: fix it, or set log.{name}: {_OFF[name]}"
             ) from None
-        made.append(TrackerListener(name, tracker, classes, folder.samples))
+        made.append(TrackerListener(name, tracker, classes))
 
     if log.tensorboard:
         purge = None if step is None else step + 1

@@ -10,13 +10,12 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.config import TrainConfig, dump_config, validate_config
+from segapp.config import dump_config, validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import ClassFrequencies, Targets
 from segapp.errors import DataError
 from segapp.training.start_checks import (
     changed_length_note,
-    first_step_words,
     schedule_notes,
     start_alerts,
     start_notes,
@@ -40,20 +39,6 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
         config, SCHEME, train_set, val_set, largest_px=(48, 64), num_batches=num_batches or 0, device_type="cpu"
     )
     return [(alert.kind, alert.message) for alert in alerts]
-
-
-@pytest.mark.parametrize(
-    ("train", "device", "words"),
-    [
-        ({}, "cpu", "loads its images"),
-        ({}, "cuda", "loads its images, compiles the kernels of the loss, lets cuDNN time its algorithms"),
-        ({"deterministic": True}, "cuda", "loads its images, compiles the kernels of the loss"),
-        ({"deterministic": True, "compile": True}, "cuda",
-         "loads its images, compiles the kernels of the loss, compiles the model"),
-    ],
-)  # fmt: skip
-def test_first_step_names_what_it_waits_for(train: dict[str, Any], device: str, words: str) -> None:
-    assert first_step_words(TrainConfig(**train), device) == f"first step ({words})"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from segapp.errors import ConfigError
-from segapp.run.events import DeviceMemory, EpochStart, Memory, RunEnd, Step, Val
+from segapp.run.events import DeviceMemory, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.training import trackers
 from segapp.training.trackers import TrackerListener, WandbTracker, make_trackers
@@ -37,23 +37,16 @@ class Notes:
             raise ConnectionError("no \x1b[31mroute\nto host")
         self.told.append((step, dict(values)))
 
-    def picture(self, file: Path, step: int) -> None:
-        self.told.append((step, file.name))
-
     def close(self, status: str, best: Any) -> None:
         self.told.append((status, dict(best)))
 
 
 def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
     notes = Notes()
-    (tmp_path / "epoch_0001_0.png").write_bytes(b"")
-    listener = TrackerListener("x", notes, ["road", "sky"], tmp_path)
+    listener = TrackerListener("x", notes, ["road", "sky"])
     listener.handle(Step(epoch=1, step=3, loss=math.nan, lr=0.1))
     listener.handle(Val(epoch=1, step=4, loss=0.5, miou=0.25, iou=[0.5, None]))
     listener.handle(Memory(devices=[DeviceMemory(device="cuda:0", peak_mib=7.0), DeviceMemory()]))
-    (tmp_path / "epoch_0002_1.png").write_bytes(b"")
-    for _ in range(2):
-        listener.handle(EpochStart(epoch=2, lr=0.1))
     listener.handle(RunEnd(status="finished"))
     listener.close()
     listener.close()
@@ -61,14 +54,13 @@ def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
         (3, {"train/lr": 0.1}),
         (4, {"val/loss": 0.5, "val/miou": 0.25, "val/num_scored": 1, "iou/road": 0.5}),
         (4, {"memory/0_cuda:0_peak_mib": 7.0}),
-        (4, "epoch_0002_1.png"),
         ("finished", {"best_miou": 0.25}),
     ]
 
 
 def test_failing_tracker_is_disabled_with_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     notes = Notes(fails=True)
-    listener = TrackerListener("wandb", notes, [], tmp_path)
+    listener = TrackerListener("wandb", notes, [])
     for step in range(3):
         listener.handle(Step(epoch=1, step=step, loss=1.0, lr=None))
     listener.close()
@@ -90,7 +82,7 @@ def test_wandb_run_ends_as_the_training_did(
     assert (ended, run.summary) == ([exit_code], {"best_miou": 0.5})
 
 
-def test_tensorboard_has_scalars_images_memory_and_settings(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_tensorboard_has_scalars_and_settings(tiny: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -98,11 +90,9 @@ def test_tensorboard_has_scalars_images_memory_and_settings(tiny: dict[str, Any]
     assert train(merged(tiny, train={"epochs": 2}, log={"tensorboard": True}), run) == 0
     found = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0, "scalars": 0})
     found.Reload()
-    tags = found.Tags()
     assert [s.step for s in found.Scalars("train/loss")] == [e["step"] for e in events(run, "step")]
     assert found.Scalars("train/loss")[-1].value == pytest.approx(events(run, "step")[-1]["loss"], rel=1e-6)
     assert found.Scalars("val/miou")[-1].value == pytest.approx(events(run, "val")[-1]["miou"], rel=1e-6)
-    assert any(tag.startswith("samples/") for tag in tags["images"])
     assert "_hparams_/session_start_info" in found.summary_metadata
 
 
@@ -212,9 +202,6 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     made = make_trackers(config, RunFolder(run), ["a"], 5)
     made[0].close()
     assert len(client.search_runs([experiment.experiment_id])) == 1
-    pictures = list((working_directory / "mlruns").rglob("*.png"))
-    assert {path.name for path in pictures} == {path.name for path in (run / "samples").glob("*.png")}
-    assert pictures
 
 
 def test_missing_tracker_package_is_one_clear_error(
