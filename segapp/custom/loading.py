@@ -203,14 +203,9 @@ def build_part(
 ) -> Any:
     """Import the component that a config key names, and return the result of its factory.
 
-    Args:
-        name: name of the component.
-        key: config key that holds the name, for messages.
-        options: keyword arguments from the config.
-        given: positional arguments.
-        offered: further keyword arguments, passed only to a factory that has a parameter with that name.
-        options_key: config key of the options; None: `options` next to `key`.
-        is_built_in: the name comes from a table of segapp and not from a config.
+    The factory gets the positional arguments `given`, the keyword arguments `options` of the config, and those in
+    `offered` for which it has a parameter. `options_key` is the config key of the options; None: `options` next to
+    `key`. With `is_built_in`, the name comes from a table of segapp and not from a config.
 
     Raises:
         ConfigError: the component cannot be imported, does not accept the options, or raises.

@@ -120,12 +120,7 @@ class CacheState:
 class PixelCache:
     """Cache of the images and masks of one data set, by index; forked workers share its counters.
 
-    Args:
-        files: Location of the cache.
-        pairs: The files of the data set.
-        sizes: Height and width of every image in pixels.
-        dtype: Dtype of the masks.
-        pixels: Bands and dtype of the images.
+    `sizes` has height and width of every image in pixels, `dtype` is that of the masks.
 
     Raises:
         OSError: The location cannot be opened.

@@ -22,13 +22,7 @@ class ExportNetwork(nn.Module):
     """Normalization, network, upsampling and optional argmax in one module.
 
     Images whose size the network does not accept are padded at the bottom and right with the mean color, as in
-    evaluation, and the logits are cropped.
-
-    Args:
-        model: a float32 model, which is copied.
-        mean: normalization, with `std` and `ranges` as in `Normalizer`.
-        align_corners: the value for the upsampling, as in training.
-        argmax: return class ids instead of logits.
+    evaluation, and the logits are cropped. The model is copied; `mean`, `std` and `ranges` are those of `Normalizer`.
     """
 
     def __init__(

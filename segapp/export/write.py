@@ -61,12 +61,8 @@ def write_export(
 ) -> CheckResult:
     """Write an exported file under a temporary name, check it, and rename it if it passes.
 
-    Args:
-        model: the trained network; it is copied.
-        info: output and the other metadata of the file.
-        path: the file.
-        format: onnx, or pt2 (`torch.export`).
-        pictures: images (H, W, B) as stored in files, of any size, cropped for the check; if empty, synthetic ones.
+    The network is copied. `pictures` are images (H, W, B) as stored in files, of any size, which are cropped for the
+    check; if there are none, synthetic ones are used.
 
     Raises:
         ConfigError: a package is missing.

@@ -27,10 +27,7 @@ def add_adapters(model: SegmentationModel, rank: int) -> None:
     """Freeze the backbone and put LoRA layers of peft around the linear layers of its attention and MLPs, in place.
 
     Its BatchNorms stay in evaluation mode. `model.base` is set if tensors of the backbone came from weights files.
-
-    Args:
-        model: the network, with its pretrained weights.
-        rank: r, the width of an adapter, and alpha.
+    `rank` is r, the width of an adapter, and alpha.
 
     Raises:
         ConfigError: peft is missing, the network has no backbone, or no layer of it can be adapted.

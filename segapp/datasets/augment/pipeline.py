@@ -110,11 +110,7 @@ def check_transform(
 ) -> None:
     """Check that a list of transforms gives valid training samples, on synthetic images of extreme sizes.
 
-    Args:
-        transform: The list.
-        sizes_px: Height and width of the images.
-        image_type: Number of bands and numpy type.
-        mask_type: Numpy type.
+    `sizes_px` has height and width of the images, `image_type` their number of bands and numpy type.
 
     Raises:
         ConfigError: A transform fails, changes the dtype of image or mask, mixes class ids, or does not depend only on

@@ -28,12 +28,9 @@ class OutsideError(PartialError):
 
 
 class RootGuard:
-    """Check that paths are inside a root folder, with links resolved; the root itself may be a link.
+    """Check that paths are inside the folder that a config key names, with links resolved; it may be a link itself.
 
-    Args:
-        root: The folder.
-        key: Config key that names the folder.
-        is_open: Accept every path.
+    With `is_open`, every path is accepted.
     """
 
     def __init__(self, root: Path, key: str = "data.root", *, is_open: bool = False) -> None:

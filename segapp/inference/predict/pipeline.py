@@ -266,13 +266,9 @@ def ahead(
 ) -> Generator[Item, None, None]:
     """Yield the results of calls in order, computed ahead in threads.
 
-    Close this iterator if you may stop early: ending the threads during garbage collection can deadlock.
-
-    Args:
-        calls: weight and function of each call.
-        num_threads: number of concurrent calls.
-        limit: total weight of the running calls and the results that are not yet yielded; a heavier call runs on its
-            own.
+    Close this iterator if you may stop early: ending the threads during garbage collection can deadlock. A call is its
+    weight and a function. `limit` is the total weight of the running calls and of the results that are not yet yielded;
+    a heavier call runs on its own.
     """
     waiting: deque[tuple[int, Future[Item]]] = deque()
     with ThreadPool(num_threads, "read") as pool:
