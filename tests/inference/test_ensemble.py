@@ -104,26 +104,6 @@ def test_workspace_is_below_that_of_each_member(models: list[SegmentationModel])
     assert plan_workspace(ensemble).max_px <= min(plan_workspace(member).max_px for member in members) * 1.05
 
 
-def test_weights_beyond_the_budget_wait_on_the_cpu(
-    models: list[SegmentationModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves: list[tuple[int, str]] = []
-    members = [predictor(model, i) for i, model in enumerate(models)]
-    resident = EnsemblePredictor(zip("ab", members, strict=True))
-    for i, model in enumerate(models):
-        monkeypatch.setattr(model, "to", lambda where, i=i: moves.append((i, str(where))))
-    parked = EnsemblePredictor(zip("ab", members, strict=True), budget_bytes=1000)
-    assert resident.is_resident
-    assert not parked.is_resident
-    meta = torch.device("meta")  # stands for a GPU: the computation stays here, the moves are recorded
-    moves.clear()
-    for member in members:
-        monkeypatch.setattr(member, "device", meta)
-        with parked.on_device(member):
-            assert moves[-1][1] == "meta"
-    assert moves == [(0, "meta"), (0, "cpu"), (1, "meta"), (1, "cpu")]
-
-
 def test_networks_of_other_classes_are_refused_by_name(models: list[SegmentationModel]) -> None:
     other = ClassScheme(("ground", "disc", "box"), SCHEME.palette)
     second = predictor(models[1], 1)

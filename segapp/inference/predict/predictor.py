@@ -8,7 +8,6 @@ Shapes: N images, B bands, C classes, H x W pixels of an image, R rows of a stri
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -124,33 +123,23 @@ def _views(
     return inference.views(model, inference.normalizer(planes))
 
 
-WEIGHTS_SHARE = 0.5
-"""Share of a GPU's free memory that the weights of all networks may use; above it, they are kept on the CPU."""
-
-
 class EnsemblePredictor:
     """The same as `TrainedPredictor`, with the mean of its members' probabilities; each normalizes its own input.
 
     The members may differ in architecture, stride, precision and device, but not in their classes, nor in the bands and
-    dtype of their images. If a GPU cannot hold all weights, they are kept on the CPU, and each network is moved to the
-    GPU for its part of a batch (`is_resident` is False).
-
-    The members are consumed one after the other with their names, so a generator may load them. `budget_bytes` is the
-    memory for weights on the first member's device; None: a share of its free memory, no limit on the CPU.
+    dtype of their images. They are consumed one after the other with their names, so a generator may load them.
 
     Raises:
         ConfigError: the classes or images of two networks differ.
     """
 
-    def __init__(self, members: Iterable[tuple[str, TrainedPredictor]], *, budget_bytes: float | None = None) -> None:
+    def __init__(self, members: Iterable[tuple[str, TrainedPredictor]]) -> None:
         self.members: list[TrainedPredictor] = []
-        self.is_resident = True
         first_name = ""
         for name, member in members:
             if not self.members:
                 first_name, self.scheme, self.device = name, member.scheme, member.device
                 self.threshold, self.pixels = member.threshold, member.pixels
-                budget_bytes = _budget_bytes(member) if budget_bytes is None else budget_bytes
             if (member.threshold is None) != (self.threshold is None):
                 raise ConfigError(
                     f"only one of {first_name} and {name} has several classes per pixel: they cannot be averaged",
@@ -159,7 +148,6 @@ class EnsemblePredictor:
             check_same_pixels(first_name, self.pixels, name, member.pixels)
             check_same_classes(first_name, self.scheme.names, name, member.scheme.names)
             self.members.append(member)
-            self._park_beyond(budget_bytes)
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return class ids (N, H, W) of images (N, H, W, B), as `TrainedPredictor.labels` does."""
@@ -174,38 +162,16 @@ class EnsemblePredictor:
         probabilities: NDArray[Any] = self._mean(images).cpu().numpy()
         return probabilities
 
-    @contextlib.contextmanager
-    def on_device(self, member: TrainedPredictor) -> Iterator[TrainedPredictor]:
-        """Yield a member with its weights on its device."""
-        if self.is_resident:
-            yield member
-            return
-        member.model.to(member.device)
-        try:
-            yield member
-        finally:
-            member.model.to("cpu")
-
     @torch.no_grad()
     def _mean(self, images: NDArray[Any]) -> Tensor:
         """Return the mean probabilities, float32 (N, C, H, W) on the device of the first member."""
         total: Tensor | None = None
         for member in self.members:
-            with self.on_device(member):
-                found = member.probability_tensor(images).to(self.device)
+            found = member.probability_tensor(images).to(self.device)
             total = found if total is None else total.add_(found)
             del found
         assert total is not None
         return total.div_(len(self.members))
-
-    def _park_beyond(self, budget_bytes: float | None) -> None:
-        """Move all weights to the CPU if those on the ensemble's device exceed the budget."""
-        used = sum(_weight_bytes(member) for member in self.members if member.device == self.device)
-        if self.is_resident and (budget_bytes is None or used <= budget_bytes):
-            return
-        self.is_resident = False
-        for member in self.members:
-            member.model.to("cpu")
 
 
 Predictor = TrainedPredictor | EnsemblePredictor
@@ -235,19 +201,6 @@ def check_same_classes(first: str, names: tuple[str, ...], other: str, other_nam
     )
 
 
-def _budget_bytes(member: TrainedPredictor) -> float | None:
-    """Return the memory for weights on the device of the first member, which is already loaded there."""
-    gpu = gpu_of(member.device)
-    if gpu is None:
-        return None
-    return WEIGHTS_SHARE * (gpu.free_and_total_bytes(member.device)[0] + _weight_bytes(member))
-
-
-def _weight_bytes(member: TrainedPredictor) -> int:
-    tensors = itertools.chain(member.model.parameters(), member.model.buffers())
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 DEVICE_SHARE = 0.8
 """Share of a GPU's free memory that is used."""
 
@@ -264,10 +217,7 @@ def _bytes_per_px(predictor: Predictor) -> float:
     """Return the peak memory of a prediction per pixel."""
     if isinstance(predictor, TrainedPredictor):
         return measure_bytes_per_px(predictor.model, predictor.inference, predictor.device)
-    peaks = []
-    for member in predictor.members:
-        with predictor.on_device(member):
-            peaks.append(_bytes_per_px(member))
+    peaks = map(_bytes_per_px, predictor.members)
     # The sum of the probabilities and one member's probabilities, both float32, while that member computes.
     return max(peaks) + 2 * 4 * predictor.scheme.num_classes
 
