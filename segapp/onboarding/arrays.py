@@ -94,9 +94,10 @@ def find_arrays(tree: Tree) -> Layout | None:
             raise ValueError(problems[0])
         return None
     pairs = [pair for pair in pairs if _kind(pair) == _kind(pairs[0])]
-    axes = next((axes for axes in _possible(pairs[0]) if all(_agree(pair, axes) for pair in pairs)), None)
+    image, mask = pairs[0]
+    possible = [(own, _MASK_AXES[len(mask.shape)]) for own in _IMAGE_AXES[len(image.shape)]]
+    axes = next((axes for axes in possible if all(_agree(pair, axes) for pair in pairs)), None)
     if axes is None:
-        image, mask = pairs[0]
         raise ValueError(f"the axes of {image} and {mask} do not agree; save masks as ids (N, H, W), or (H, W) each")
     used = {side for pair in pairs for side in pair}
     unused = [side for side in sides if side not in used]
@@ -154,12 +155,6 @@ def _with_size(tree: Tree, side: _Side) -> _Side:
 
 def _kind(pair: tuple[_Side, _Side]) -> tuple[object, ...]:
     return tuple((side.dtype is None, len(side.shape)) for side in pair)
-
-
-def _possible(pair: tuple[_Side, _Side]) -> list[tuple[str, str]]:
-    """Return the axes that an image and a mask with their numbers of dimensions can have."""
-    image, mask = pair
-    return [(own, _MASK_AXES[len(mask.shape)]) for own in _IMAGE_AXES[len(image.shape)]]
 
 
 def _agree(pair: tuple[_Side, _Side], axes: tuple[str, str]) -> bool:

@@ -1,8 +1,7 @@
 """Annotations that become masks: collecting their images, painting their objects, and writing the masks.
 
 Each file has a mark in a PNG text chunk or a TIFF description, is written under a temporary name, and then renamed.
-Files
-without the mark are never overwritten.
+Files without the mark are never overwritten.
 
 There are two kinds of polygons. If (0, 0) is the corner of the first pixel (COCO, CVAT, Label Studio), a pixel belongs
 to a polygon if its center is inside, as in pycocotools. If (0, 0) is its center (labelme, YOLO, Supervisely), corners

@@ -309,10 +309,10 @@ def find_candidates(tree: Tree) -> list[Layout]:
     tables = read_tables(tree)
     layouts = [layout for layout in find_layouts(tree) if layout.confidence >= MIN_CONFIDENCE]
     listed = paired_lists(tree, tables)
-    if listed is not None:
-        layouts = _next_to_table(listed, layouts)
-    else:
+    if listed is None:
         _refuse_channels(tree)
+    elif not _adds_nothing(listed, layouts):
+        layouts = [listed]  # a table says which mask belongs to which image
     divided = [with_listed_splits(tables, layout) for layout in layouts]
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
     found: list[Layout] = with_layouts(conversions, divided)
@@ -345,20 +345,11 @@ def _refuse_channels(tree: Tree) -> None:
             )
 
 
-def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
-    """Return the layout of a table of pairs, and the other layouts that it neither contradicts nor repeats.
-
-    A table says which mask belongs to which image, so another pairing of the same masks by names is not used. A table
-    that lists only some of the pairs found by names, and no others, adds nothing.
-    """
+def _adds_nothing(listed: Layout, layouts: Sequence[Layout]) -> bool:
+    """Return True for a table without splits that lists few of the pairs found by names, and no others."""
     said = listed.files
-    masks = {mask for _, mask in said}
-    for layout in layouts:
-        pairs = layout.files
-        if said < pairs and len(said) < 0.5 * len(pairs) and not any(pair.split for pair in listed.pairs):
-            return list(layouts)
-    others = [layout for layout in layouts if not masks & {pair.mask for pair in layout.pairs}]
-    return [listed, *(replace(one, confidence=0.85 * one.confidence) for one in others if one.confidence > 0.5)]
+    is_part = any(said < one.files and len(said) < 0.5 * len(one.files) for one in layouts)
+    return is_part and not any(pair.split for pair in listed.pairs)
 
 
 def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
