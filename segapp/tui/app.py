@@ -28,11 +28,10 @@ from segapp.tui.chart import SMOOTHING_CHOICES
 from segapp.tui.classes import SORTS
 from segapp.tui.devices import undo_gpu0, why_no_split
 from segapp.tui.dialogs import (
-    EventScreen,
     ScrolledDialog,
     StopScreen,
     TrainerLogScreen,
-    copy,
+    event_screen,
     gpu0_screen,
     lr_factor_screen,
     shares_screen,
@@ -47,7 +46,7 @@ from segapp.view.plot import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
-from segapp.view.wording import Detail, LogLine, details_text, event_details
+from segapp.view.wording import Detail, LogLine, event_details
 
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes with and without new events; the lines above change at every tick."""
@@ -330,7 +329,7 @@ class MonitorApp(App[None]):
 
     def _show_line(self, line: LogLine) -> None:
         details = event_details(line.event, self.shown.name) if line.event else [Detail(line.kind, line.text)]
-        self.push_screen(EventScreen(details))
+        self.push_screen(event_screen(details))
 
     def action_seen(self) -> None:
         """Acknowledge the alert in the banner; the previous one is shown next."""
@@ -339,17 +338,6 @@ class MonitorApp(App[None]):
 
     def action_trainer_log(self) -> None:
         self.push_screen(TrainerLogScreen(self.shown.source.folder.log))
-
-    def action_copy(self) -> None:
-        """Copy the selected text, else the event under the cursor."""
-        text = self.screen.get_selected_text()
-        line = self.columns.events.selected
-        if not text and line is not None and line.event is not None:
-            text = details_text(event_details(line.event, self.shown.name))
-        if text:
-            copy(self, text)
-        else:
-            self.say("nothing to copy: select text with the mouse, or select an event")
 
     def action_escape(self) -> None:
         """Close the first open thing of: a search, the zoom, the alert."""

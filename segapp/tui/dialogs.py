@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from textual.app import App, ComposeResult
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -17,33 +17,27 @@ from segapp.run.words import dots, learning_rate, memory_text, printable, share_
 from segapp.tui.widgets import drawable
 from segapp.view.source import LogTail
 from segapp.view.view import View
-from segapp.view.wording import Detail, details_text
+from segapp.view.wording import Detail
 
 StopChoice = Literal["epoch", "now"]
-
-
-def copy(app: App[Any], text: str) -> None:
-    """Copy a text to the clipboard (OSC 52: the terminal must allow it)."""
-    app.copy_to_clipboard(text)
-    app.notify("copied", markup=False, timeout=3)
 
 
 class ScrolledDialog(ModalScreen[None]):
     """A text in a box that scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,q,enter,space,question_mark,h", "dismiss", "close"),
+        ("escape,q,enter,space,question_mark,h,d", "dismiss", "close"),
         ("j", "scroll(1)", "down"),
         ("k", "scroll(-1)", "up"),
     ]
 
-    def __init__(self, title: str, content: Content, subtitle: str = "esc to close", *, is_wide: bool = False) -> None:
+    def __init__(self, title: str, content: Content, *, is_wide: bool = False) -> None:
         super().__init__()
-        self._title, self._content, self._subtitle, self._is_wide = title, content, subtitle, is_wide
+        self._title, self._content, self._is_wide = title, content, is_wide
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog -wide" if self._is_wide else "dialog") as box:
-            box.border_title, box.border_subtitle = Content(self._title), Content(self._subtitle)
+            box.border_title, box.border_subtitle = Content(self._title), Content("esc to close")
             text = drawable(self, self._content)
             yield Static(text, classes="wrapped" if self._is_wide else "lines", markup=False)
 
@@ -80,29 +74,21 @@ class StopScreen(ModalScreen[StopChoice | None]):
             yield Static(Content("\n").join(lines), classes="lines", markup=False)
 
 
-class EventScreen(ScrolledDialog):
-    """A whole event: every field in full, and the command that relates to it."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [("d", "dismiss", "close"), ("Y", "copy", "copy")]
-
-    def __init__(self, details: Sequence[Detail], title: str = "Event") -> None:
-        widest = max((len(detail.label) for detail in details), default=0)
-        indented = "\n" + " " * (widest + 2)
-        lines = [
-            Content.assemble((f"{label:<{widest}}  ", "$text-accent bold"), text.replace("\n", indented))
-            for label, text in details
-        ]
-        super().__init__(printable(title), Content("\n").join(lines), "Y to copy  esc to close", is_wide=True)
-        self._details = list(details)
-
-    def action_copy(self) -> None:
-        copy(self.app, details_text(self._details))
+def event_screen(details: Sequence[Detail]) -> ScrolledDialog:
+    """Return a dialog with a whole event: every field in full, and the command that relates to it."""
+    widest = max((len(detail.label) for detail in details), default=0)
+    indented = "\n" + " " * (widest + 2)
+    lines = [
+        Content.assemble((f"{label:<{widest}}  ", "$text-accent bold"), text.replace("\n", indented))
+        for label, text in details
+    ]
+    return ScrolledDialog("Event", Content("\n").join(lines), is_wide=True)
 
 
 class TrainerLogScreen(ModalScreen[None]):
     """The end of trainer.log, which is updated while it grows."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [("escape,L,q", "dismiss", "close"), ("Y", "copy", "copy")]
+    BINDINGS: ClassVar[list[BindingType]] = [("escape,L,q", "dismiss", "close")]
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -112,7 +98,7 @@ class TrainerLogScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         log = Log(max_lines=5000, classes="dialog -full")
         log.border_title = Content(printable(self._path.name))
-        log.border_subtitle = Content("end to follow  Y to copy  esc to close")
+        log.border_subtitle = Content("end to follow  esc to close")
         yield log
 
     def on_mount(self) -> None:
@@ -123,9 +109,6 @@ class TrainerLogScreen(ModalScreen[None]):
         lines = self._tail.read()
         if lines:
             self.query_one(Log).write_lines(drawable(self, Content(line)).plain for line in lines)
-
-    def action_copy(self) -> None:
-        copy(self.app, "\n".join(self.query_one(Log).lines))
 
 
 class SettingScreen(ModalScreen[SetCommand | None]):

@@ -65,7 +65,6 @@ KEYS = (
     Key("seen", "a", "", "dismiss the alert in the banner", words="acknowledge"),
     Key("runs", "R", "Runs", "list the runs, and open one", words="list"),
     Key("trainer_log", "L", "Log", "show the end of trainer.log", words="output, traceback"),
-    Key("copy", "Y", "", "copy the selected text, or the event, to the clipboard", words="clipboard"),
     Key("undo_gpu0", "u", "", "undo the gpu0_bsz change", "cancel"),
     Key("pane('loss')", "1", "", "show the chart"),
     Key("pane('gpu')", "2", "", "show the devices and gpu0_bsz", words="memory"),

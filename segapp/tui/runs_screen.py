@@ -18,8 +18,8 @@ from segapp.run.words import age, number, plural, printable
 from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
-from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, drawable, next_choice, spark
-from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
+from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, drawable, spark
+from segapp.view.runs import FollowedRun, RunList
 from segapp.view.wording import clip, fit_cells
 
 _SPARK = 14
@@ -34,7 +34,6 @@ class RunsScreen(Screen[RunFolder | None]):
         ("escape,R", "back", "back"),
         ("q", "app.detach", "leave"),
         ("slash", "find", "find"),
-        ("o", "sort", "sort"),
     ]
     AUTO_FOCUS = "#run-lines"
 
@@ -43,7 +42,6 @@ class RunsScreen(Screen[RunFolder | None]):
         self.runs = runs
         self._glyphs = glyphs
         self._shown: list[FollowedRun] = []
-        self._sort = SORTS[0]
 
     def compose(self) -> ComposeResult:
         yield LiteralText(id="runs-title", classes="lines")
@@ -66,7 +64,7 @@ class RunsScreen(Screen[RunFolder | None]):
 
     def _show(self) -> None:
         wanted = self.query_one(SearchLine).text
-        shown = sorted_runs(self.runs.runs, self._sort, wanted)
+        shown = [run for run in self.runs.runs if wanted.casefold() in run.folder.name.casefold()]
         listed = self.query_one("#run-lines", OptionList)
         width = max(20, self.size.width - 3)
         columns = name_widths(self.runs.runs)
@@ -88,12 +86,10 @@ class RunsScreen(Screen[RunFolder | None]):
         where = printable(_shown_path(self.runs.root))
         count = f"{plural(len(self.runs.runs), 'run')} in {where}{of_sweeps}, {live} training"
         found = f"  /{wanted}: {len(shown)}" if wanted else ""
-        title = Content.assemble(
-            ("segapp  ", "$text-muted"), (count, "bold"), (f"{found}  by {self._sort}", "$text-muted")
-        )
+        title = Content.assemble(("segapp  ", "$text-muted"), (count, "bold"), (found, "$text-muted"))
         self.query_one("#runs-title", LiteralText).show(title)
         self.query_one("#runs-header", LiteralText).show(run_header(width, columns))
-        items = (("enter", "Open"), ("esc", "Back"), ("/", "Find"), ("o", "Sort"), ("q", "Leave"))  # fmt: skip
+        items = (("enter", "Open"), ("esc", "Back"), ("/", "Find"), ("q", "Leave"))  # fmt: skip
         self.query_one("#runs-keys", LiteralText).show(keys.bar(items, self.size.width))
 
     @property
@@ -110,10 +106,6 @@ class RunsScreen(Screen[RunFolder | None]):
         """Close the search, or else go back to the shown run."""
         if not self.query_one(SearchLine).close():
             self.dismiss(None)
-
-    def action_sort(self) -> None:
-        self._sort = next_choice(SORTS, self._sort)
-        self._show()
 
     def action_find(self) -> None:
         self.query_one(SearchLine).open()

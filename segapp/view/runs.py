@@ -16,7 +16,6 @@ from segapp.view.history import LossHistory
 from segapp.view.source import LiveSource, fold_file
 from segapp.view.view import View
 
-SORTS = ("newest", "name", "state", "mIoU", "sweep")
 _NUM_POINTS = 2**10
 """Maximum number of loss points in a view whose curve is not drawn."""
 
@@ -209,18 +208,3 @@ class RunList:
         deadline = time.monotonic() + budget_s
         is_behind = [run.poll(deadline - time.monotonic()) for run in self.runs]
         return any(is_behind)
-
-
-def sorted_runs(runs: list[FollowedRun], sort: str, wanted: str = "") -> list[FollowedRun]:
-    """Return the runs whose names, or the names of their sweeps, contain a text, in one of the orders of `SORTS`."""
-    found = [run for run in runs if wanted.casefold() in run.folder.name.casefold()]
-    if sort == "name":
-        return sorted(found, key=lambda run: run.folder.name.casefold())
-    if sort == "sweep":
-        return sorted(found, key=lambda run: (not run.sweep, run.folder.name.casefold()))
-    if sort == "state":
-        order = ("live", "busy", "stale", "lost", "crashed", "failed", "stopped", "finished")
-        return sorted(found, key=lambda run: order.index(run.summary.state))
-    if sort == "mIoU":
-        return sorted(found, key=lambda run: -(run.summary.best_miou or 0.0))
-    return found

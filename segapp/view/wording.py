@@ -184,11 +184,6 @@ def event_details(event: events.Event, run: str) -> list[Detail]:
     ]
 
 
-def details_text(details: list[Detail]) -> str:
-    """Return details as plain text, for the clipboard."""
-    return "".join(f"{label}: {text}\n" for label, text in details)
-
-
 def _commands(event: events.Event, run: str) -> Iterator[str]:
     name = shlex.quote(printable(run))
     if isinstance(event, events.RunEnd) and event.status != "finished":

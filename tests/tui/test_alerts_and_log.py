@@ -99,8 +99,7 @@ def test_details_show_every_field_of_an_event(fresh: RecordedRun) -> None:
         text = screen_text(app)
         for wanted in ("cuda:0", "requested mib", "train.batch_size=4 saves 3.1 GiB", "reports/oom-1.txt"):
             assert wanted in text, (wanted, text)
-        await pilot.press("Y")
-        assert "train.precision=amp-bf16" in app.clipboard
+        assert "train.precision=amp-bf16" in text
         await pilot.press("escape")
         assert len(app.screen_stack) == 1
 

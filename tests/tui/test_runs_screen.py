@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
 from segapp.tui.runs_screen import name_widths, run_header, run_row
 from segapp.tui.widgets import UNICODE
-from segapp.view.runs import RunList, sorted_runs
+from segapp.view.runs import RunList
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle
@@ -59,11 +58,6 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
     for run in followed.runs:
         assert run.summary.state == run_state(run.folder.path)
     assert [len(run.mious) for run in followed.runs] == [5, 1, 3]
-    assert [run.folder.name for run in sorted_runs(followed.runs, "mIoU")] == ["gamma", "alpha", "beta"]
-    followed.runs[0].summary.best_miou = None
-    assert [run.folder.name for run in sorted_runs(followed.runs, "mIoU")] == ["alpha", "beta", "gamma"]
-    assert [run.folder.name for run in sorted_runs(followed.runs, "name", "A")] == ["alpha", "beta", "gamma"]
-    assert next(run.folder.name for run in sorted_runs(followed.runs, "state", "a")) == "gamma"
     runs[2].epoch()
     recorded(runs[0].folder.path.parent, "delta", 2, "stopped")
     while followed.poll():
@@ -100,23 +94,6 @@ def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
     assert not followed.poll(budget_s=60.0)
     run.folder.release()
     assert (alpha.mious[0], len(alpha.mious), alpha.summary.state) == (before, 2, "live")
-
-
-def test_runs_are_sorted_by_state_sweep_and_name() -> None:
-    names = {"b/two": "stopped", "b/One": "finished", "alone": "failed", "zeta": "live", "a/x": "crashed", "c": "busy"}
-    runs: list[Any] = [
-        SimpleNamespace(folder=SimpleNamespace(name=name), sweep=name.rpartition("/")[0],
-                        summary=SimpleNamespace(state=state, best_miou=None)) for name, state in names.items()
-    ]  # fmt: skip
-
-    def found(sort: str, wanted: str = "") -> list[str]:
-        return [run.folder.name for run in sorted_runs(runs, sort, wanted)]
-
-    assert found("newest") == list(names)
-    assert found("name") == ["a/x", "alone", "b/One", "b/two", "c", "zeta"]
-    assert found("sweep") == ["a/x", "b/One", "b/two", "alone", "c", "zeta"]
-    assert found("state") == ["zeta", "c", "a/x", "alone", "b/two", "b/One"]
-    assert found("name", "B/") == ["b/One", "b/two"]
 
 
 def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> None:
