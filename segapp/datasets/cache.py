@@ -120,7 +120,7 @@ class CacheState:
 class PixelCache:
     """Cache of the images and masks of one data set, by index; forked workers share its counters.
 
-    `sizes` has height and width of every image in pixels, `dtype` is that of the masks.
+    `sizes` has height and width of every image in pixels, and `dtype` is the dtype of the masks.
 
     Raises:
         OSError: The location cannot be opened.

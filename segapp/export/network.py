@@ -22,7 +22,7 @@ class ExportNetwork(nn.Module):
     """Normalization, network, upsampling and optional argmax in one module.
 
     Images whose size the network does not accept are padded at the bottom and right with the mean color, as in
-    evaluation, and the logits are cropped. The model is copied; `mean`, `std` and `ranges` are those of `Normalizer`.
+    evaluation, and the logits are cropped. The model is copied; see `Normalizer` for `mean`, `std` and `ranges`.
     """
 
     def __init__(

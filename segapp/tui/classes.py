@@ -95,7 +95,7 @@ def classes_content(
 
 
 def _row_content(view: View, row: ClassRow, widths: tuple[int, int], glyphs: Glyphs, *, is_selected: bool) -> Content:
-    """Return the row of a class; the widths are those of the row and of the name, in cells."""
+    """Return the row of a class; the widths of the row and of the name are in cells."""
     width, name_width = widths
     room = 24 if width - name_width >= 60 else 0  # for the sparkline of the evaluations
     bar_width = width - name_width - 17 - (room + 1 if room else 0)
