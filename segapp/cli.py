@@ -319,7 +319,9 @@ def evaluate(
         typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs or checkpoints. Several are averaged."),
     ],
     split: SplitOption = None,
-    json_out: JsonFlag = False,
+    json_out: Annotated[
+        bool, typer.Option("--json", help="Print JSON. --json NAME.json writes it to that file instead.")
+    ] = False,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
     data_root: Annotated[
@@ -336,8 +338,12 @@ def evaluate(
     """
     from segapp.commands.evaluate import EvalOptions, evaluate_target
 
+    json_file = next((word for word in targets if json_out and word.endswith(".json")), None)
+    if [json_file] == targets:
+        raise ConfigError(f"--json {json_file} is the file to write: also name a run or a checkpoint")
     options = EvalOptions(split, slide, tta, data_root, devices, config)
-    evaluate_target(targets, options, is_json=json_out)
+    targets = [word for word in targets if word != json_file]
+    evaluate_target(targets, options, is_json=json_out, json_file=None if json_file is None else Path(json_file))
 
 
 @app.command()

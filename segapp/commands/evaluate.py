@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ from segapp.commands.predict import predictor_of
 from segapp.custom.names import is_part
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
-from segapp.errors import ConfigError, SegappError
+from segapp.errors import ConfigError, SegappError, storage_errors
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
 from segapp.metrics import SegmentationScores, group_iou, mean_of_known
+from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
 from segapp.training.console import iou_table, progress_bar, worst_first
@@ -67,10 +69,17 @@ class ScoredSplit:
         return next(iter(self.networks.values()))
 
 
-def evaluate_target(target: str | Sequence[str], options: EvalOptions, *, is_json: bool = False) -> None:
-    """Evaluate a network, or the mean of several, and print the table of classes or JSON."""
+def evaluate_target(
+    target: str | Sequence[str], options: EvalOptions, *, is_json: bool = False, json_file: Path | None = None
+) -> None:
+    """Evaluate a network, or the mean of several, and print the table of classes or JSON; a file gets the JSON."""
     scored = score_target(target, options)
-    print(json.dumps(as_json(scored), indent=2, allow_nan=False) if is_json else "\n".join(score_lines(scored)))
+    content = json.dumps(as_json(scored), indent=2, allow_nan=False)
+    print(content if is_json and json_file is None else "\n".join(score_lines(scored)))
+    if json_file is not None:
+        with storage_errors(json_file, "choose another file"):
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(json_file, content + "\n")
 
 
 def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSplit:

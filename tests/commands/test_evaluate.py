@@ -48,6 +48,11 @@ def test_validation_split_of_the_run_is_evaluated(
     assert capsys.readouterr().out.splitlines()[-1].startswith("holdout: mIoU")
     assert command("eval", tmp_path / "run", "--json") == 0
     scores = json.loads(capsys.readouterr().out)
+    assert command("eval", tmp_path / "run", "--json", tmp_path / "scores.json") == 0
+    assert json.loads((tmp_path / "scores.json").read_text()) == scores
+    assert "mIoU" in capsys.readouterr().out, "the table"
+    assert command("eval", "--json", "scores.json") == 2
+    assert "scores.json is the file to write" in capsys.readouterr().err
     assert scores["split"] == "holdout"
     assert scores["miou"] == pytest.approx(val["miou"], abs=1e-6)
     write_report(str(tmp_path / "run"), tmp_path / "report.html")
