@@ -448,7 +448,7 @@ class LogConfig(Section):
     every_steps: PositiveInt = 10
     """Steps between `step` events. Change it to 1 for a detailed chart of a short run."""
     tensorboard: bool = True
-    """Write scalars, memory, sample images and settings for TensorBoard to the run folder. Change it to false to save
+    """Write scalars, memory and settings for TensorBoard to the run folder. Change it to false to save
     disk space."""
     wandb: Text | None = None
     """Weights & Biases project. Needs the package wandb (WANDB_MODE=offline: no upload); null: off. Change it to track

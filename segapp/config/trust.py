@@ -1,6 +1,6 @@
 """What a config names outside of segapp: custom components, and trackers, with the record of those that were named.
 
-The config of a run may come from someone else, and its trackers get metrics, settings and sample images. So no other
+The config of a run may come from someone else, and its trackers get metrics and settings. So no other
 tracker in a run's own config is used. Each line of `$XDG_STATE_HOME/segapp/trackers` is the override that names a
 tracker, such as `log.mlflow="http://box:5000"`.
 """

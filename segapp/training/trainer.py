@@ -292,7 +292,7 @@ class Trainer:
                 self.controller.after_epoch()
             if is_last or self.position.step % settings.log_every_steps == 0:
                 self.reporter.step(result, self._lr(self.position.step))
-                self._stop_if_diverged(group)
+                self._stop_if_diverged()
             if not is_last and self.saver.is_due(self.position.step):
                 self.saver.begin_or_skip()
             if not is_last:
@@ -436,12 +436,12 @@ class Trainer:
     def _lr(self, step: int) -> float:
         return self.lr_factor * self.settings.learning_rate(step)
 
-    def _stop_if_diverged(self, group: list[Batch]) -> None:
+    def _stop_if_diverged(self) -> None:
         """Raise NonFiniteError after too many consecutive bad steps, or if the loss scale fell below 1."""
-        if problem := self.engine.divergence(group[-1]):
+        if problem := self.engine.divergence():
             move = "use train.precision amp-bf16, or lower" if self.engine.precision.scaler is not None else "lower"
             raise NonFiniteError(
-                f"{problem[0]}, up to step {self.position.step}{problem[1]} (no bad step changed the weights): "
+                f"{problem}, up to step {self.position.step} (no bad step changed the weights): "
                 f"{move} optim.lr = {self.settings.base_lr}, add schedule.warmup_steps or optim.clip_grad_norm"
             )
 

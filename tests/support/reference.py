@@ -389,7 +389,6 @@ ENVIRONMENT = {
     "TORCHELASTIC_RESTART_COUNT": "Set by torchrun: the round of the job; above 0 as `SLURM_RESTART_COUNT`.",
     "TORCHELASTIC_MAX_RESTARTS": "Set by torchrun: if it is above 0, a stopped rank ends with 0 instead of 75, which "
     "torchrun would take for a failure and start again.",
-    "ACCELERATE_MIXED_PRECISION": "Set by `accelerate launch`, which `train` then names as its launcher.",
     "TORCHELASTIC_RUN_ID": "Set by torchrun: the job; `train` waits for a holder of the run that is of the same one.",
     "OMPI_COMM_WORLD_SIZE": "Set by Open MPI: the number of tasks; `train` refuses several, unless `RANK` is set.",
     "PMI_SIZE": "Set by MPICH and Intel MPI: the number of tasks, as with Open MPI.",

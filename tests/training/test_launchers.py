@@ -103,11 +103,6 @@ ALONE, REFUSED = "a training of its own", "refused"
         ({**TORCHRUN, **RESTARTS}, (0, 2), 0),
         ({**TORCHRUN, **RESTARTS, "RANK": "1"}, (1, 2), 0),
         ({**TORCHRUN, **RESTARTS, "SEGAPP_PARENT_PID": "7"}, (0, 2), 75),
-        (
-            {**TORCHRUN, **NO_RESTARTS, "ACCELERATE_MIXED_PRECISION": "no"},
-            (0, 2),
-            75,
-        ),
     ],
     ids=lambda value: None,
 )

@@ -314,21 +314,19 @@ class StepEngine:
         """True after a bad step in half precision: a lower loss scale is tried, which may still end the run."""
         return self.precision.scaler is not None and int(self.bad_in_row) > 0
 
-    def divergence(self, batch: Batch) -> tuple[str, str] | None:
-        """Return why no further step can be made, and the layer where it begins; None if one can."""
+    def divergence(self) -> str | None:
+        """Return why no further step can be made; None if one can."""
         for participant in self.participants:
             if problem := participant.divergence():
-                return problem, ""
+                return problem
         in_row, scaler = int(self.bad_in_row), self.precision.scaler
         is_collapsed = scaler is not None and float(scaler.scale) < 1.0
         # A scale that is still falling explains bad steps on its own.
         if not is_collapsed and (scaler is not None or in_row < MAX_BAD_STEPS):
             return None
-        layer = self.first_non_finite_layer(batch)
-        where = f", first in {layer}" if layer else ""
         if is_collapsed:
-            return "the loss scale fell below 1", where
-        return f"loss or gradient not finite for {in_row} steps in a row", where
+            return "the loss scale fell below 1"
+        return f"loss or gradient not finite for {in_row} steps in a row"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's part of a checkpoint."""
@@ -367,39 +365,6 @@ class StepEngine:
         self.bad_in_row.copy_(state["bad_in_row"])
         for participant in self.participants:
             participant.load_state_dict(state.get(participant.name))
-
-    def first_non_finite_layer(self, batch: Batch) -> str | None:
-        """Return the first layer whose output, or whose gradient, is not finite; None if all are finite.
-
-        It takes one forward and backward pass; the model's state is not changed.
-        """
-        found: list[str] = []
-
-        def look(name: str, _layer: nn.Module, _inputs: object, output: object) -> None:
-            if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
-                found.append(name)
-
-        layers = [(name, layer) for name, layer in self.model.named_modules() if not list(layer.children())]
-        handles = [layer.register_forward_hook(functools.partial(look, name)) for name, layer in layers]
-        self._begin()
-        rng = capture_torch_rng(self._rng_devices)
-        try:
-            with self.precision.autocast():
-                statistics = self._statistics(batch)
-            if not found:
-                self.precision.scale(self.criterion.finalize(statistics)).backward()  # type: ignore[no-untyped-call]
-                bad = [
-                    n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
-                ]
-                found += [f"gradient of {name}" for name in bad[-1:]]  # the last layer comes first in backward
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.guard.restore()
-            restore_torch_rng(rng)
-            self.model.zero_grad(set_to_none=True)
-            self._roll_back_participants()
-        return found[0] if found else None
 
     @torch.no_grad()
     def _finish_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
