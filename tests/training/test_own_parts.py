@@ -289,11 +289,3 @@ def test_a_loss_that_fails_is_named(tiny: dict[str, Any], broken: Path, tmp_path
     assert words in str(raised.value)
     assert "segapp check-part --config FILE" in str(raised.value)
     assert raised.value.exit_code == 1
-
-
-def test_outputs_that_are_probabilities_are_reported_once(tiny: dict[str, Any], broken: Path, tmp_path: Path) -> None:
-    model = {"library": "python", "name": f"{broken}:Soft"}
-    assert train(once({**tiny, "model": model}), tmp_path / "run") == 0
-    (alert,) = [each for each in events(tmp_path / "run", "alert") if each["kind"] == "model"]
-    assert "return logits" in alert["message"]
-    assert alert["step"] == 1
