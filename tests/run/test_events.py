@@ -119,7 +119,7 @@ def test_lines_have_the_contract_fields_as_plain_json(tmp_path):
         "recompute": "step choice blocks num_blocks reason",
         "topology": "step ranks machines old_ranks old_machines round reason split",
         "alert": "kind message",
-        "oom": "device phase step action largest advice",
+        "oom": "device phase step action advice",
         "heartbeat": "",
         "run_end": "status reason",
     }
