@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from segapp.config.trust import name_trackers
 from segapp.errors import ConfigError
 from segapp.run.events import DeviceMemory, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
@@ -172,8 +173,10 @@ def test_wandb_offline_logs_the_whole_run(
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tmp_path / "run"
-    assert train(merged(tiny, train={"epochs": 1}, log={"wandb": "tests", "tensorboard": False}), run) == 0
+    monkeypatch.setenv("SEGAPP_TRACKERS", "")  # ends with the test what the user names in it
+    run, config = tmp_path / "run", merged(tiny, train={"epochs": 1}, log={"wandb": "tests", "tensorboard": False})
+    name_trackers(config.log)
+    assert train(config, run) == 0
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
     history = finished_history(file)
     losses = [float(line["train/loss"]) for line in history if "train/loss" in line]
@@ -190,7 +193,9 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     uri, run, working_directory = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run", tmp_path / "elsewhere"
     working_directory.mkdir()
     monkeypatch.chdir(working_directory)
+    monkeypatch.setenv("SEGAPP_TRACKERS", "")  # as above
     config = merged(tiny, train={"epochs": 1}, log={"mlflow": uri, "tensorboard": False})
+    name_trackers(config.log)
     assert train(config, run) == 0
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("tiny")
