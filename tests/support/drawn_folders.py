@@ -32,10 +32,12 @@ def draw_image(path: Path, size: tuple[int, int] = SIZE) -> None:
     Image.fromarray(pixels).save(path)
 
 
-def draw_mask(path: Path, values: np.ndarray = IDS, size: tuple[int, int] = SIZE, **save: Any) -> None:
-    """Writes a mask of stripes of all the values, whose widths depend on the name."""
+def draw_mask(
+    path: Path, values: np.ndarray = IDS, size: tuple[int, int] = SIZE, *, key: str | None = None, **save: Any
+) -> None:
+    """Writes a mask of stripes of all the values, whose widths depend on the key, or on folder and name of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    edges = np.sort(seeded(str(path)).integers(2, size[1] - 2, len(values) - 1))
+    edges = np.sort(seeded(key or f"{path.parent.name}/{path.name}").integers(2, size[1] - 2, len(values) - 1))
     columns = np.searchsorted(edges, np.arange(size[1]), side="right")
     columns[: len(values)] = np.arange(len(values))
     Image.fromarray(np.broadcast_to(values[columns], (size[0], *values[columns].shape)).copy()).save(path, **save)

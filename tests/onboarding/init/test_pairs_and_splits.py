@@ -133,7 +133,7 @@ def annotators(root: Path) -> None:
     for name in NAMES:
         draw_image(root / f"images/{name}.jpg")
         for person in ("annotator1", "annotator2"):
-            draw_mask(root / "masks" / person / f"{name}.png", BINARY)
+            draw_mask(root / "masks" / person / f"{name}.png", BINARY, key=name)  # they agree
 
 
 def versions(root: Path) -> None:
@@ -156,7 +156,7 @@ def chase(root: Path) -> None:
     for name in (f"Image_{number:02}{side}" for number in range(1, 5) for side in "LR"):
         draw_image(root / f"{name}.jpg")
         for person in ("1stHO", "2ndHO"):
-            draw_mask(root / f"{name}_{person}.png", BINARY)
+            draw_mask(root / f"{name}_{person}.png", BINARY, key=name)
 
 
 def freiburg(root: Path) -> None:
