@@ -580,17 +580,14 @@ def suspects(
         int | None,
         typer.Option("--min-area", metavar="PX", min=1, help="Smallest region; by default 0.05 % of the image."),
     ] = None,
-    most: Annotated[
-        int, typer.Option("--most", metavar="N", min=0, help="Number of regions to show with images on the page.")
-    ] = 100,
 ) -> None:
     """Find masks that are probably wrong, with runs that were not trained on them.
 
-    Writes suspects.html with images, suspects.csv, and suspects.json, which Label Studio reads.
+    Writes suspects.html with images, and suspects.json, which Label Studio reads.
     """
     from segapp.commands.suspects import write_suspects
 
-    write_suspects(runs, split=split, out=out, min_area_px=min_area, most_pictured=most)
+    write_suspects(runs, split=split, out=out, min_area_px=min_area)
 
 
 @app.command("ls")

@@ -1,4 +1,4 @@
-"""`segapp suspects`: list masks that are probably wrong, as a page with images and as CSV and JSON files.
+"""`segapp suspects`: list masks that are probably wrong, as a page with images and as a JSON file.
 
 A region is a set of pixels, connected by their four neighbors, in which the mask has one class and the model predicts
 one other class. As in confident learning (Northcutt et al., Confident Learning: Estimating Uncertainty in Dataset
@@ -6,23 +6,17 @@ Labels, JAIR 2021), the prediction counts if its probability reaches the thresho
 probability that the model gives to this class over the class's pixels in the masks. The mean over the region is
 compared with the threshold, so a region is kept or dropped as a whole.
 
-An image is scored by the soft minimum of the label quality of its pixels, which is the probability of the mask's class
-(Lad and Mueller, Estimating Label Quality and Errors in Semantic Segmentation Data via Any Model, 2023).
-
 Shapes: C classes, H x W pixels of an image.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import cv2
 import numpy as np
@@ -46,11 +40,12 @@ from segapp.run.state import run_state
 from segapp.run.words import printable
 from segapp.training.console import progress_bar
 
-SOFTMIN_TEMPERATURE = 0.1
-"""Temperature of the soft minimum, as in cleanlab."""
-
 Kind = Literal["class", "missing", "outline"]
-Source = TypeVar("Source")
+MIN_AREA_SHARE = 0.0005
+"""Default minimum share of an image's pixels in a region."""
+MAX_PICTURED = 100
+"""Number of regions that the page shows."""
+_OUTLINE_RGB = (255, 0, 255)
 
 
 @dataclass(frozen=True)
@@ -88,14 +83,6 @@ class ClassCounts:
         found = np.full(len(totals), np.inf)
         np.divide(self._probability, totals, out=found, where=totals > 0)
         return found
-
-
-def image_quality(quality: NDArray[np.floating[Any]], temperature: float = SOFTMIN_TEMPERATURE) -> float:
-    """Return the soft minimum of the label quality of pixels with a class; 1 if there are none."""
-    if quality.size == 0:
-        return 1.0
-    weights = np.exp((quality.min() - quality.astype(np.float64)) / temperature)
-    return float((quality * weights).sum() / weights.sum())
 
 
 def label_quality(probabilities: NDArray[Any], target: NDArray[Any], ignore_index: int) -> NDArray[np.float32]:
@@ -166,9 +153,7 @@ def _parts(is_in: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
     return parts, boxes
 
 
-def rank_regions(
-    counts: ClassCounts, regions: Iterable[tuple[Source, SuspectedRegion]]
-) -> list[tuple[Source, SuspectedRegion, float]]:
+def rank_regions(counts: ClassCounts, regions: Iterable[tuple[JudgedImage, SuspectedRegion]]) -> list[Suspect]:
     """Return the regions that pass the thresholds, the most suspicious first, with scores from -1 to 1.
 
     The score is the probability of the predicted class minus the probability of the mask's class, multiplied by the
@@ -177,16 +162,11 @@ def rank_regions(
     """
     thresholds, rates = counts.thresholds, counts.pairs / np.maximum(counts.pairs.sum(1, keepdims=True), 1)
     found = [
-        (source, region, float((region.confidence - region.quality) * (1 - rates[region.given, region.suggested])))
-        for source, region in regions
+        Suspect(judged, region, (region.confidence - region.quality) * (1 - rates[region.given, region.suggested]))
+        for judged, region in regions
         if region.confidence >= thresholds[region.suggested]
     ]
-    return sorted(found, key=lambda each: -each[2])
-
-
-MIN_AREA_SHARE = 0.0005
-"""Default minimum share of an image's pixels in a region."""
-_OUTLINE_RGB = (255, 0, 255)
+    return sorted(found, key=lambda suspect: -suspect.score)
 
 
 @dataclass(frozen=True)
@@ -196,8 +176,6 @@ class JudgedImage:
     dataset: SegmentationDataset
     index: int
     run: str
-    quality: float
-    """Soft minimum of the label quality."""
     regions: list[SuspectedRegion]
     labels_png: bytes
     """Predicted class ids, as a PNG file."""
@@ -229,10 +207,8 @@ class JudgedMasks:
     split: str
 
 
-def write_suspects(
-    targets: Sequence[str], *, split: str | None, out: Path | None, min_area_px: int | None, most_pictured: int
-) -> None:
-    """Judge the masks by the runs that were not trained on them; write the page and the lists, and print a summary.
+def write_suspects(targets: Sequence[str], *, split: str | None, out: Path | None, min_area_px: int | None) -> None:
+    """Judge the masks by the runs that were not trained on them; write the page and the list, and print a summary.
 
     Raises:
         ConfigError: there is no such run, or the runs cannot be judged together.
@@ -242,16 +218,12 @@ def write_suspects(
     runs = [name for target in targets for name in _finished_runs(target)]
     found = judge_masks(runs, split, min_area_px)
     folder = out or (Path(runs[0]).parent if runs[0] != targets[0] else find_run(targets[0]).path)
-    page, table, listed = (folder / f"suspects.{suffix}" for suffix in ("html", "csv", "json"))
-    rows, text = rows_of(found), io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    page, listed = folder / "suspects.html", folder / "suspects.json"
+    rows = rows_of(found)
     with storage_errors(folder, "choose another --out"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(table, text.getvalue())
         write_atomic(listed, json.dumps(rows, indent=1) + "\n")
-    save_page(page, render("suspects.html.j2", template_values(found, most_pictured)))
+    save_page(page, render("suspects.html.j2", template_values(found)))
     for row in rows[:10]:
         print(f"{row['score']:.3f}  {row['mask']} at {row['left']}, {row['top']}: {printable(row['reason'])}")
     masks = {row["mask"] for row in rows}
@@ -259,10 +231,7 @@ def write_suspects(
         f"{len(rows)} regions of {len(masks)} of {len(found.images)} masks are listed, the most suspicious first; "
         f"{len(found.unjudged)} training images could not be judged"
     )
-    print(
-        f"written: {page}, {table.name}, {listed.name} (for labeling tools)",
-        file=sys.stderr,
-    )
+    print(f"written: {page}, {listed.name} (for labeling tools)", file=sys.stderr)
 
 
 def _finished_runs(target: str) -> list[str]:
@@ -308,9 +277,7 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
         )
     ranked = rank_regions(counts, ((image, region) for image in judged.values() for region in image.regions))
     unjudged = [path for key, path in trained_on.items() if key not in judged]
-    return JudgedMasks(
-        [Suspect(*each) for each in ranked], list(judged.values()), used, unjudged, ", ".join(sorted(splits))
-    )
+    return JudgedMasks(ranked, list(judged.values()), used, unjudged, ", ".join(sorted(splits)))
 
 
 def _key(pair: ImagePair) -> Path:
@@ -352,8 +319,7 @@ def _judge(
             quality, confidence = (cv2.resize(plane, shape[::-1]) for plane in (quality, confidence))
         least_px = max(1, round(MIN_AREA_SHARE * target.size)) if min_area_px is None else min_area_px
         regions = list(find_regions(target, labels, quality, confidence, ignored, min_area_px=least_px))
-        score = image_quality(quality[target != ignored])
-        yield JudgedImage(dataset, index, run, score, regions, cv2.imencode(".png", labels)[1].tobytes())
+        yield JudgedImage(dataset, index, run, regions, cv2.imencode(".png", labels)[1].tobytes())
 
 
 def reason_of(suspect: Suspect) -> str:
@@ -384,16 +350,13 @@ def rows_of(found: JudgedMasks) -> list[dict[str, Any]]:
     return rows
 
 
-def template_values(found: JudgedMasks, most_pictured: int) -> dict[str, Any]:
+def template_values(found: JudgedMasks) -> dict[str, Any]:
     """Return the values for the template of the page."""
     scheme = found.images[0].dataset.scheme
-    pairs = Counter((each.region.given, each.region.suggested) for each in found.suspects)
     return {
         "found": found,
         "classes": list(zip(scheme.names, scheme.palette, strict=False)),
-        "cards": [(each, reason_of(each), cut_out(each)) for each in found.suspects[:most_pictured]],
-        "pairs": [(scheme.names[a], scheme.names[b], count) for (a, b), count in pairs.most_common(12)],
-        "images": sorted(found.images, key=lambda image: image.quality)[:50],
+        "cards": [(each, reason_of(each), cut_out(each)) for each in found.suspects[:MAX_PICTURED]],
         "shown": shown,
     }
 

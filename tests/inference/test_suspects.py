@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cv2
 import numpy as np
@@ -15,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segapp.commands import suspects
 from segapp.commands.suspects import (
     ClassCounts,
+    JudgedImage,
     SuspectedRegion,
     find_regions,
-    image_quality,
     judge_masks,
     label_quality,
     rank_regions,
@@ -30,14 +30,6 @@ from segapp.custom.trust import TRUST_VARIABLE
 from segapp.errors import DataError
 from tests.support.label_errors import InjectedError, inject
 from tests.support.runs import train
-
-
-def test_soft_minimum_of_two_pixels_by_hand() -> None:
-    """The formula of Lad and Mueller with temperature 0.1: the sum of q * softmax((1 - q) / 0.1)."""
-    weights = math.exp((1 - 0.9) / 0.1), math.exp((1 - 0.2) / 0.1)
-    expected = (0.9 * weights[0] + 0.2 * weights[1]) / sum(weights)
-    assert image_quality(np.array([0.9, 0.2], np.float32)) == pytest.approx(expected, rel=1e-6)
-    assert image_quality(np.array([], np.float32)) == 1.0
 
 
 def drawn(seed: int, num_classes: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -109,9 +101,10 @@ def test_rare_confusions_come_first() -> None:
         SuspectedRegion(mask_id, 1, "class", 9, (0, 0, 3, 3), np.zeros((1, 2), np.int32), 0.1, confidence)
         for mask_id, confidence in ((0, 0.9), (2, 0.9), (2, 0.79))
     )
-    ranked = rank_regions(counts, [("common", common), ("rare", rare), ("doubtful", doubtful)])
-    assert [name for name, _, _ in ranked] == ["rare", "common"]
-    assert [score for _, _, score in ranked] == pytest.approx([0.8, 0.8 * 0.75])
+    judged = JudgedImage(cast(Any, None), 0, "run", [], b"")
+    ranked = rank_regions(counts, [(judged, common), (judged, rare), (judged, doubtful)])
+    assert [suspect.region for suspect in ranked] == [rare, common]
+    assert [suspect.score for suspect in ranked] == pytest.approx([0.8, 0.8 * 0.75])
 
 
 CASES = {
@@ -169,21 +162,14 @@ def folds(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return root, errors
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of suspects.json, which are those of suspects.csv."""
-    rows: list[dict[str, Any]] = json.loads((folder / "suspects.json").read_text())
-    with (folder / "suspects.csv").open(newline="") as file:
-        assert [list(row.values()) for row in csv.DictReader(file)] == [[str(v) for v in row.values()] for row in rows]
-    return rows
-
-
 def test_drawn_errors_are_the_regions_that_are_found(
-    folds: tuple[Path, list[InjectedError]], capsys: pytest.CaptureFixture[str]
+    folds: tuple[Path, list[InjectedError]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, errors = folds
     runs = [str(root / "fold0"), str(root / "fold1")]
-    write_suspects(runs, split=None, out=root / "out", min_area_px=20, most_pictured=3)
-    rows = rows_of(root / "out")
+    monkeypatch.setattr(suspects, "MAX_PICTURED", 3)
+    write_suspects(runs, split=None, out=root / "out", min_area_px=20)
+    rows = json.loads((root / "out" / "suspects.json").read_text())
     assert {row["run"] for row in rows} == set(runs)
     found = dict.fromkeys(range(len(errors)), 0)
     for row in rows:
