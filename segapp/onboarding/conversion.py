@@ -287,7 +287,7 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
 def _contents(pair: Pair, drawing: Drawing) -> dict[str, bytes]:
     """Return the files of a pair that are written, by name."""
     contents = {} if drawing.image_bytes is None else {pair.image: drawing.image_bytes()}
-    return contents if drawing.is_mask_there else {**contents, pair.mask: encode_png(drawing.paint())}
+    return contents if drawing.paint is None else {**contents, pair.mask: encode_png(drawing.paint())}
 
 
 def problem_of(error: Exception) -> str:

@@ -22,10 +22,9 @@ class Drawing:
     """How the mask of a pair, or its image, is made from an annotation."""
 
     origin: str  # file and entry of the annotation, for messages
-    # returns the mask, (H, W); raises DataError, or an error of an entry that cannot be read
-    paint: Callable[[], WideMask]
-    is_mask_there: bool = False  # the mask is a file of the data set; only the image is written
-    # returns the image's file, unless the image is a file on disk
+    # returns the mask, (H, W), unless it is a file of the data set; raises DataError, or an error of reading an entry
+    paint: Callable[[], WideMask] | None
+    # returns the image's file, unless the image is a file of the data set
     image_bytes: Callable[[], bytes] | None = None
 
 
@@ -70,7 +69,7 @@ class Layout:
     def writes(self) -> str:
         """Kind of the written files: "masks", with or without images; "images" if masks exist; "" for none."""
         first = self.pairs[0].drawing
-        return "" if first is None else "images" if first.is_mask_there else "masks"
+        return "" if first is None else "images" if first.paint is None else "masks"
 
     @property
     def files(self) -> frozenset[tuple[str, str]]:

@@ -12,7 +12,7 @@ from PIL import Image
 from segapp.config import RunConfig
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, propose_config
-from tests.support.drawn_folders import proposed, samples_read, seeded
+from tests.support.drawn_folders import draw_image, proposed, samples_read, seeded
 
 NUM, HEIGHT, WIDTH = 10, 40, 56
 NAMES = [f"case{number:04}_slice{number % 3:03}" for number in range(NUM)]
@@ -49,16 +49,16 @@ def assert_read(config: RunConfig, images: np.ndarray, masks: np.ndarray) -> Non
     assert sorted(numbers) == list(range(len(masks)))
 
 
-@pytest.mark.parametrize("axes", ["NHWC", "NCHW", "NHW"])
+@pytest.mark.parametrize("axes", ["NHWC", "NHW"])
 def test_one_array_of_images_and_one_of_masks(axes: str, tmp_path: Path) -> None:
     images, masks = drawn(channels=1 if axes == "NHW" else 3)
-    stored = {"NHWC": images, "NCHW": np.moveaxis(images, -1, 1), "NHW": images[..., 0]}[axes]
+    stored = images if axes == "NHWC" else images[..., 0]
     save(tmp_path / "d" / "images.npy", stored)
     save(tmp_path / "d" / "masks.npy", masks[..., None] if axes == "NHWC" else masks)
     config, lines = made(tmp_path / "d", tmp_path)
     assert config.data.classes == ["class_0", "class_1", "class_2"]
     assert_read(config, images, masks)
-    assert "10 images in 2 files" in lines
+    assert f"10 images in 2 files, such as images.npy {stored.shape} with masks.npy (10, 40, 56" in lines
 
 
 def test_floats_keep_their_values_and_get_their_range(tmp_path: Path) -> None:
@@ -67,13 +67,12 @@ def test_floats_keep_their_values_and_get_their_range(tmp_path: Path) -> None:
     for number, name in enumerate(NAMES):
         save(tmp_path / "d" / "images" / f"{name}.npy", images[number, ..., 0].astype(np.float64))
         save(tmp_path / "d" / "labels" / f"{name}.npy", masks[number].astype(np.float32))
-    config, lines = made(tmp_path / "d", tmp_path)
+    config, _ = made(tmp_path / "d", tmp_path)
     assert (config.data.bands, config.data.dtype) == ((1,), "float32")
     assert config.data.value_range is not None
     low, high = config.data.value_range[0]
     assert np.allclose([low, high], np.percentile(images, [0.5, 99.5]), rtol=0.1)
     assert_read(config, images, masks)
-    assert "images/case0000_slice000.npy (40, 56): height x width" in lines
 
 
 def test_splits_in_the_names_of_the_arrays_are_used(tmp_path: Path) -> None:
@@ -88,33 +87,34 @@ def test_splits_in_the_names_of_the_arrays_are_used(tmp_path: Path) -> None:
         assert (target == masks[number]).all()
 
 
-@pytest.mark.parametrize("images_are_files", [True, False])
-def test_files_and_arrays_of_one_name_are_pairs(images_are_files: bool, tmp_path: Path) -> None:
+def test_arrays_and_masks_in_files_of_one_name_are_pairs(tmp_path: Path) -> None:
     images, masks = drawn(classes=2)
+    (tmp_path / "d" / "masks").mkdir(parents=True)
     for number, name in enumerate(NAMES):
-        image, mask = tmp_path / "d" / "images" / name, tmp_path / "d" / "masks" / name
-        for path in (image, mask):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if images_are_files:
-            Image.fromarray(images[number]).save(f"{image}.png")
-            save(mask.with_suffix(".npy"), masks[number].astype(bool))
-        else:
-            save(image.with_suffix(".npy"), np.moveaxis(images[number], -1, 0))
-            Image.fromarray(masks[number]).save(f"{mask}.png")
+        save(tmp_path / "d" / "images" / f"{name}.npy", images[number])
+        Image.fromarray(masks[number]).save(tmp_path / "d" / "masks" / f"{name}.png")
     config, _ = made(tmp_path / "d", tmp_path)
     assert config.data.classes == ["background", "object"]
     assert_read(config, images, masks)
+
+
+def test_array_that_is_the_mask_of_a_file_is_refused(tmp_path: Path) -> None:
+    draw_image(tmp_path / "d" / "images" / "a.png", (HEIGHT, WIDTH))
+    save(tmp_path / "d" / "masks" / "a.npy", drawn()[1][0])
+    with pytest.raises(DataError, match=r'save it with PIL\.Image\.fromarray\(mask\)\.save\("masks/a\.png"\)'):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
 @pytest.mark.parametrize(
     ("arrays", "problem"),
     [
         ({"images": np.zeros((4, 32, 32, 3)), "masks": np.zeros((5, 32, 32))}, r"images\.npy \(4, 32, 32, 3\).*agree"),
+        ({"x": np.zeros((4, 3, 32, 32)), "y": np.zeros((4, 32, 32))}, r"channels of images last, such as np\.moveaxis"),
         ({"x": np.zeros((4, 32, 32, 3)), "y": np.zeros((4, 32, 32, 3))}, r"y\.npy.*save masks as ids"),
         ({"images": np.array([{}, {}], dtype=object)}, "Python objects.*save plain arrays"),
         ({"values": np.zeros((4, 32, 32))}, "npy.*own-parts"),
     ],
-    ids=["axes", "a channel for each class", "objects", "one array"],
+    ids=["axes", "channels first", "a channel for each class", "objects", "one array"],
 )
 def test_arrays_that_cannot_be_read_are_one_clear_error(
     arrays: dict[str, np.ndarray], problem: str, tmp_path: Path
