@@ -30,7 +30,6 @@ from segapp.onboarding.conversion import (
     fill_polygon,
     json_files,
     paste,
-    split_said,
 )
 from segapp.onboarding.layout import Layout, Mask
 from segapp.onboarding.tree import Tree
@@ -57,7 +56,7 @@ def find_coco(tree: Tree) -> Layout | None:
     others = [number for number in sorted(categories) if number != own_background]
     first = next(iter(files))
     names = check_classes(["background", *(categories[number] for number in others)], first)
-    found = Annotations(tree, "coco", "COCO", "annotation", _draw_coco, _area_of_coco)
+    found = Annotations(tree, "coco", "COCO", _draw_coco, _area_of_coco)
     found.values = {number: value for value, number in enumerate(others, start=1)}
     if own_background is not None:
         found.values[own_background] = 0
@@ -68,8 +67,7 @@ def find_coco(tree: Tree) -> Layout | None:
         for entry in content["images"]:
             name = str(entry.get("file_name", ""))
             found.add(path, name, by_image.get(entry.get("id"), []), f"image {shown(name)}")
-    evidence = [f"{len(files)} COCO files", f"{len(categories)} categories"]
-    return found.layout(names, f"the categories of {shown(first)}", evidence, [*files])
+    return found.layout(names, f"the categories of {shown(first)}", [*files])
 
 
 def _draw_coco(mask: Mask, annotation: Mapping[str, Any], values: Values) -> None:
@@ -125,7 +123,7 @@ def find_yolo(tree: Tree) -> Layout | None:
     num_polygons = sum(_YOLO_LINE.fullmatch(line) is not None for line in first_lines)
     if not num_polygons or num_polygons < 0.3 * len(first_lines):
         return None
-    found = Annotations(tree, "yolo", "YOLO polygons", "polygon", _draw_yolo, _area_of_yolo)
+    found = Annotations(tree, "yolo", "YOLO polygons", _draw_yolo, _area_of_yolo)
     lines = {}
     for image, path in sorted(labels.items()):
         lines[image] = [line for line in tree.read(path).splitlines() if line.strip()]
@@ -133,14 +131,8 @@ def find_yolo(tree: Tree) -> Layout | None:
     numbers = [int(line.split()[0]) for own in lines.values() for line in own if line.split()[0].isdigit()]
     names, reason, source = _yolo_names(tree, max(numbers, default=0))
     found.values = {number: number + 1 for number in range(len(names))}
-    splits = {split_said(image) for image in labels}
-    empty = [path for path in tree.images if path not in labels and split_said(path) in splits]
-    found.total += len(empty)
-    evidence = [f"{len(labels)} label files of YOLO with polygons", f"{len(names)} classes"]
-    if empty:
-        evidence.append(f"{len(empty)} images without a label file are left out")
     classes = check_classes(["background", *names], "the labels")
-    return found.layout(classes, reason, evidence, [*sorted(labels.values()), *source])
+    return found.layout(classes, reason, [*sorted(labels.values()), *source])
 
 
 def _yolo_names(tree: Tree, largest: int) -> tuple[list[str], str, list[str]]:
@@ -178,12 +170,12 @@ def yolo_shape(line: bytes, height: int, width: int) -> tuple[int, Sequence[tupl
 
 def find_cvat(tree: Tree) -> Layout | None:
     """Return the conversion of XML files of CVAT for images 1.1."""
-    found = Annotations(tree, "cvat", "CVAT", "shape", _draw_cvat)
+    found = Annotations(tree, "cvat", "CVAT", _draw_cvat)
     for path in tree.others_named(".xml"):
         if b"<annotations" not in tree.read(path, 4096):
             continue
         try:
-            top = parse_xml(read_bytes(tree.root / path))
+            top = ElementTree.fromstring(read_bytes(tree.root / path))  # expat refuses entities that multiply
         except (ElementTree.ParseError, ValueError, LookupError, DataError):
             continue
         found.labels.update(one.text for one in top.iterfind("./meta//labels/label/name") if one.text)
@@ -194,22 +186,6 @@ def find_cvat(tree: Tree) -> Layout | None:
             if found.add(path, name, shapes, f"image {shown(name)}"):
                 found.labels.update(shape["label"] for _, shape in shapes if "label" in shape)
     return found.by_label("entries in XML")
-
-
-class _PlainBuilder(ElementTree.TreeBuilder):
-    """Builder of XML without a document type, which could define entities; in any encoding, as the parser reads it."""
-
-    def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
-        raise ValueError("XML with a document type is not read: remove <!DOCTYPE ...>")
-
-
-def parse_xml(data: bytes) -> ElementTree.Element:
-    """Return the top element of XML; raise ValueError if it has a document type, and ParseError if it is damaged."""
-    parser = ElementTree.XMLParser(target=_PlainBuilder())
-    for start in range(0, len(data), 2**16):  # so that nothing after a document type is parsed
-        parser.feed(data[start : start + 2**16])
-    top: ElementTree.Element = parser.close()
-    return top
 
 
 def _draw_cvat(mask: Mask, kind_and_shape: tuple[str, Mapping[str, str]], values: Values) -> None:
@@ -231,7 +207,7 @@ def _draw_cvat(mask: Mask, kind_and_shape: tuple[str, Mapping[str, str]], values
 
 def find_label_studio(tree: Tree) -> Layout | None:
     """Return the conversion of Label Studio's JSON: the first annotation of each task that was not canceled."""
-    found = Annotations(tree, "label-studio", "Label Studio", "region", _draw_label_studio)
+    found = Annotations(tree, "label-studio", "Label Studio", _draw_label_studio)
     for path, tasks in json_files(tree, list):
         for number, task in enumerate(tasks):
             if not isinstance(task, dict) or "data" not in task or not isinstance(task.get("annotations"), list):
@@ -269,7 +245,7 @@ def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Values) ->
 
 def find_labelme(tree: Tree) -> Layout | None:
     """Return the conversion of labelme: a JSON file for each image."""
-    found = Annotations(tree, "labelme", "labelme", "shape", _draw_labelme)
+    found = Annotations(tree, "labelme", "labelme", _draw_labelme)
     for path, content in json_files(tree, dict):
         if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
             continue
@@ -312,7 +288,7 @@ def _bitmap(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:
 
 def find_supervisely(tree: Tree) -> Layout | None:
     """Return the conversion of a Supervisely project: meta.json, and ann/NAME.json for each img/NAME."""
-    found = Annotations(tree, "supervisely", "Supervisely", "object", _draw_supervisely)
+    found = Annotations(tree, "supervisely", "Supervisely", _draw_supervisely)
     for path, content in json_files(tree, dict, folder="ann"):
         objects = content.get("objects")
         if not isinstance(objects, list):

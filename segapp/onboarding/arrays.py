@@ -6,6 +6,7 @@ together. Images of 8 bits are written as PNG, others as TIFF. Files with pickle
 Shapes: images (N, H, W) or (N, H, W, C) with masks (N, H, W) or (N, H, W, 1); (H, W) or (H, W, C) with masks (H, W).
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from segapp.bounds import check_memory
 from segapp.datasets.files import shown
 from segapp.datasets.images.raster import encode_bands
-from segapp.onboarding.conversion import MARK, as_ids, encode_png, mask_target
+from segapp.onboarding.conversion import MARK, as_ids, encode_png
 from segapp.onboarding.layout import Drawing, Layout, Pair, WideMask
 from segapp.onboarding.tree import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, Tree, tokens
 from segapp.run.words import first_line
@@ -128,7 +129,7 @@ def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
         if image.dtype is not None:
             pairs.append((image, mask))
         elif mask.dtype is not None:
-            png = shown(f"{mask_target(mask.path)}.png")
+            png = shown(f"{os.path.splitext(mask.path)[0]}.png")
             raise ValueError(f'{mask} is the mask of {image}; save it with PIL.Image.fromarray(mask).save("{png}")')
     return sorted(pairs, key=lambda pair: pair[0].path)
 
@@ -174,7 +175,7 @@ def _pixels_of(file: Path, side: _Side, number: int | None) -> NDArray[Any]:
 
 def _pairs_of(tree: Tree, image: _Side, mask: _Side, *, several: bool) -> Iterator[Pair]:
     """Yield the images of two arrays with their masks; if there are several arrays, each is a scene."""
-    stem, is_stack = mask_target(image.path), _is_stack(mask)
+    stem, is_stack = os.path.splitext(image.path)[0], _is_stack(mask)
     ending = "png" if _is_png(image, image.shape[3 if is_stack else 2 :]) else "tif"
     for number in range(image.shape[0]) if is_stack else (None,):
         name = stem if number is None else f"{stem}/{number:05}"

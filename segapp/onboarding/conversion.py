@@ -113,20 +113,16 @@ class Annotations:
         tree: Tree,
         name: str,
         title: str,
-        noun: str,
         draw: Callable[[Mask, Any, dict[Any, int]], None],
         area: Callable[[Any], float] | None = None,
     ) -> None:
-        """`draw` draws an object in place, with `values`; with `area`, larger objects are drawn first.
-
-        `name` is the layout's name, `title` the format's, `noun` an object's.
-        """
+        """`draw` draws an object in place, with `values`; with `area`, larger objects are drawn first."""
         self.images = Images(tree)
         self.pairs: list[Pair] = []
         self.total = 0
         self.labels: set[str] = set()
         self.values: dict[Any, int] = {}
-        self._name, self._title, self._noun = name, title, noun
+        self._name, self._title = name, title
         self._draw, self._area = draw, area
         self._files: dict[str, None] = {}
         self._has_objects = False
@@ -146,18 +142,17 @@ class Annotations:
     def _paint(self, image: str, objects: Sequence[Any]) -> Mask:
         """Return the mask of an image: its objects one after the other, later ones on top.
 
-        ValueError with the noun and the number of an object is raised for an error in BAD_ENTRY.
+        ValueError with the number of an object is raised for an error in BAD_ENTRY.
         """
         mask = blank_mask(*self.images.size_of(image))
         numbered = list(enumerate(objects))
-        if self._area is not None:
-            area = self._area
+        if (area := self._area) is not None:
             numbered.sort(key=lambda one: -area(one[1]))
         for number, one in numbered:
             try:
                 self._draw(mask, one, self.values)
             except BAD_ENTRY as error:
-                raise ValueError(f"{self._noun} {number}: {problem_of(error)}") from error
+                raise ValueError(f"object {number}: {problem_of(error)}") from error
         return mask
 
     def by_label(self, entries: str, sources: Sequence[str] = ()) -> Layout | None:
@@ -178,26 +173,20 @@ class Annotations:
             names = ["background", *names]
         classes = check_classes(names, next(iter(self._files)))
         self.values = {label: number for number, label in enumerate(classes)} | dict.fromkeys(void, IGNORED)
-        evidence = [f"{self.total} {entries} of {self._title}", f"{len(classes)} classes"]
-        return self.layout(classes, "the labels, by name", evidence, [*sources, *self._files], entries)
+        return self.layout(classes, "the labels, by name", [*sources, *self._files], entries)
 
     def layout(
-        self,
-        classes: tuple[str, ...],
-        reason: str,
-        evidence: Sequence[str],
-        sources: Sequence[str],
-        entries: str = "entries",
+        self, classes: tuple[str, ...], reason: str, sources: Sequence[str], entries: str = "entries"
     ) -> Layout | None:
         """Return the conversion to masks of the classes; None if there are no images."""
         if not self.pairs:
             return None
-        there = f"{len(self.pairs)} of {self.total} {entries} name an image that is there"
+        there = f"{len(self.pairs)} of {self.total} {entries} of {self._title} name an image that is there"
         return Layout(
             self._name,
             self.pairs,
             0.97 * len(self.pairs) / self.total,
-            (*evidence, there),
+            (there,),
             tuple(sources),
             title=self._title,
             classes=classes,
@@ -212,7 +201,7 @@ def drawn_pair(image: str, origin: str, paint: Callable[[], WideMask], near: str
     The folders or the name of the file `near` give the split if the image's do not.
     """
     split = split_said(image) or split_said(near)
-    return Pair(image, f"{mask_target(image)}.png", split, drawing=Drawing(origin, paint))
+    return Pair(image, f"{os.path.splitext(image)[0]}.png", split, drawing=Drawing(origin, paint))
 
 
 def check_classes(classes: Sequence[Any], source: str) -> tuple[Any, ...]:
@@ -238,11 +227,6 @@ def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[st
 def split_said(path: str) -> str | None:
     """Return the split in the folders or the name of a file: train for annotations/instances_train2017.json."""
     return parse_file(path).split or parse_file(f"{PurePosixPath(path).stem}/x").split
-
-
-def mask_target(image: str) -> str:
-    """Return the path of an image's mask in the folder of masks: the same path without extension."""
-    return os.path.splitext(image)[0]
 
 
 def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
@@ -409,15 +393,10 @@ def fill_box(mask: Mask, first: Sequence[float], last: Sequence[float], value: i
 
 
 def _ring(ring: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Return a ring as (V, 2); raise ValueError for a ring without area or with corners that are not finite."""
+    """Return a ring as (V, 2); raise ValueError for one without area, or a corner too far away to be drawn."""
     points = np.asarray(ring, np.float64)
     if points.ndim != 2 or points.shape[1] < 2 or len(points) < 3:
         raise ValueError(f"a polygon of {len(points)} corners")
-    return _checked(points)
-
-
-def _checked(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return x and y of points (V, 2); raise ValueError if one is not finite, or too far away to be drawn exactly."""
     if not (np.abs(points) <= _MAX_CORNER).all():
         raise ValueError("a corner is not a number")
     return points[:, :2]

@@ -84,7 +84,7 @@ def test_coco_objects_become_masks_smaller_on_top(kind: Any, tmp_path: Path) -> 
     expected_order = expected()
     for name in NAMES:
         assert (written(tmp_path, f"images/{name}") == expected_order).all()
-    assert "6 of 6 entries name an image" in " ".join(result.lines)
+    assert "6 of 6 entries of COCO name an image that is there" in " ".join(result.lines)
     assert "set data.multilabel: files" in (tmp_path / "made.yaml").read_text()
 
 
@@ -107,9 +107,9 @@ def test_bad_entries_are_named_and_the_others_converted(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     lines = "\n".join(result.lines)
-    bad = "left out: annotations/instances.json: image 0000.jpg: the entry cannot be read (annotation 0: a polygon of 1"
+    bad = "left out: annotations/instances.json: image 0000.jpg: the entry cannot be read (object 0: a polygon of 1"
     assert bad in lines
-    assert "image 0001.jpg: the entry cannot be read (annotation 0: 'category_id' is missing)" in lines
+    assert "image 0001.jpg: the entry cannot be read (object 0: 'category_id' is missing)" in lines
     assert len(names["train"] + names["val"]) == 4
 
 
@@ -136,7 +136,7 @@ def test_polygons_of_yolo_are_drawn_largest_first(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(f"{large}\n-1{large[2:]}")
     layout = find_yolo(survey_tree(tmp_path))
     assert layout is not None
-    with pytest.raises(ValueError, match="polygon 1: class -1 has no name"):
+    with pytest.raises(ValueError, match="object 1: class -1 has no name"):
         painted(layout)
 
 
@@ -151,7 +151,7 @@ def test_labelme_shapes_become_masks_later_on_top(tmp_path: Path) -> None:
     labelme(tmp_path / "d")
     config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["background", "car", "road"]
-    assert "6 files of labelme" in " ".join(result.lines)
+    assert "6 of 6 files of labelme name" in " ".join(result.lines)
     wanted = expected(2, 1)
     wanted[30:40, 40:50] = 255
     assert (written(tmp_path, "0003") == wanted).all()
