@@ -14,6 +14,7 @@ from typing import ClassVar
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
+from textual.content import Content
 from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import OptionList
@@ -31,7 +32,6 @@ from segapp.tui.dialogs import (
     ScrolledDialog,
     StopScreen,
     TrainerLogScreen,
-    event_screen,
     gpu0_screen,
     lr_factor_screen,
     shares_screen,
@@ -46,7 +46,7 @@ from segapp.view.plot import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
-from segapp.view.wording import Detail, LogLine, event_details
+from segapp.view.wording import LogLine, event_text
 
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes with and without new events; the lines above change at every tick."""
@@ -328,8 +328,8 @@ class MonitorApp(App[None]):
             self._show_line(LogLine(event.t, "", "", event))
 
     def _show_line(self, line: LogLine) -> None:
-        details = event_details(line.event, self.shown.name) if line.event else [Detail(line.kind, line.text)]
-        self.push_screen(event_screen(details))
+        text = event_text(line.event) if line.event else f"{line.kind} {line.text}"
+        self.push_screen(ScrolledDialog("Event", Content(text), is_wide=True))
 
     def action_seen(self) -> None:
         """Acknowledge the alert in the banner; the previous one is shown next."""

@@ -1,6 +1,6 @@
 """The dialogs: the help page, how to stop, a whole event, and the trainer's log."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -17,7 +17,6 @@ from segapp.run.words import dots, learning_rate, memory_text, printable, share_
 from segapp.tui.widgets import drawable
 from segapp.view.source import LogTail
 from segapp.view.view import View
-from segapp.view.wording import Detail
 
 StopChoice = Literal["epoch", "now"]
 
@@ -72,17 +71,6 @@ class StopScreen(ModalScreen[StopChoice | None]):
         with VerticalScroll(classes="dialog") as box:
             box.border_title = Content("Stop the training?")
             yield Static(Content("\n").join(lines), classes="lines", markup=False)
-
-
-def event_screen(details: Sequence[Detail]) -> ScrolledDialog:
-    """Return a dialog with a whole event: every field in full, and the command that relates to it."""
-    widest = max((len(detail.label) for detail in details), default=0)
-    indented = "\n" + " " * (widest + 2)
-    lines = [
-        Content.assemble((f"{label:<{widest}}  ", "$text-accent bold"), text.replace("\n", indented))
-        for label, text in details
-    ]
-    return ScrolledDialog("Event", Content("\n").join(lines), is_wide=True)
 
 
 class TrainerLogScreen(ModalScreen[None]):

@@ -1,18 +1,16 @@
-"""Events as lines of text, and whole events as labeled lines. Text from data is printable and literal."""
+"""Events as lines of text, and whole events. Text from data is printable and literal."""
 
 import math
 import re
-import shlex
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from pydantic import BaseModel
 from rich.cells import cell_len, set_cell_size
+from rich.pretty import pretty_repr
 
 from segapp.run import events
 from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
-from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
+from segapp.scores import NOT_FINITE, count_scored, with_count
 
 
 class LogLine(NamedTuple):
@@ -160,59 +158,10 @@ def _gpu0_bsz(event: events.Gpu0Bsz) -> str:
     return f"{change} {event.status}{when}{split}{reason}"
 
 
-_FRAME = {"v", "seq", "t", "type"}
-
-
-class Detail(NamedTuple):
-    """One labeled text; it may have several lines."""
-
-    label: str
-    text: str
-
-
-def event_details(event: events.Event, run: str) -> list[Detail]:
-    """Return everything that an event contains; the command that relates to its run is last."""
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.t))
-    return [
-        Detail("event", f"{event.type}, line {event.seq} of events.jsonl, {clock}"),
-        *(
-            Detail(name.replace("_", " "), text)
-            for name in type(event).model_fields
-            if name not in _FRAME and (text := _field_text(event, name))
-        ),
-        *(Detail("next", command) for command in _commands(event, run)),
-    ]
-
-
-def _commands(event: events.Event, run: str) -> Iterator[str]:
-    name = shlex.quote(printable(run))
-    if isinstance(event, events.RunEnd) and event.status != "finished":
-        yield f"segapp train --resume {name}"
-    if isinstance(event, events.Gpu0Bsz) and event.status == "reverted" and event.old is not None:
-        yield f"segapp ctl {name} set gpu0_bsz={share_text(event.old)}"
-
-
-def _field_text(event: events.Event, name: str) -> str:
-    value = getattr(event, name)
-    if name == "loss" and value is None:
-        return NOT_FINITE
-    text = _text(value)
-    if name == "miou" and isinstance(event, events.Val) and text:
-        return f"{text} over {of_classes(count_scored(event.iou), len(event.iou))}"
-    return text
-
-
-def _text(value: Any) -> str:
-    """Return a field's value as text; empty for None and empty collections."""
-    if value is None:
-        return ""
-    if isinstance(value, BaseModel):
-        return ", ".join(f"{name} {text}" for name, field in value if (text := _text(field)))
-    if isinstance(value, dict):
-        return "\n".join(f"{printable(str(name))}: {_text(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        is_plain = all(isinstance(item, int | float | None) for item in value)
-        return (", " if is_plain else "\n").join("-" if item is None else _text(item) for item in value)
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return "\n".join(printable(line) for line in str(value).splitlines())
+def event_text(event: events.Event) -> str:
+    """Return the fields of an event that have a value, each as `name: value`."""
+    fields = event.model_dump(exclude={"v"}, exclude_none=True)
+    text = "\n".join(
+        f"{name}: {value if isinstance(value, str) else pretty_repr(value)}" for name, value in fields.items()
+    )
+    return "\n".join(map(printable, text.splitlines()))

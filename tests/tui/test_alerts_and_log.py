@@ -97,7 +97,7 @@ def test_details_show_every_field_of_an_event(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "d")
         text = screen_text(app)
-        for wanted in ("cuda:0", "requested mib", "train.batch_size=4 saves 3.1 GiB", "reports/oom-1.txt"):
+        for wanted in ("cuda:0", "requested_mib", "train.batch_size=4 saves 3.1 GiB", "reports/oom-1.txt"):
             assert wanted in text, (wanted, text)
         assert "train.precision=amp-bf16" in text
         await pilot.press("escape")
@@ -182,7 +182,7 @@ def test_log_is_searched_for_texts_and_kinds(fresh: RecordedRun) -> None:
         assert lines.option_count == 1
         assert "no progress" in screen_text(app).split("4 Events")[1]
         await press(app, pilot, "enter")
-        assert "line " in screen_text(app)
+        assert "type: alert" in screen_text(app)
         await press(app, pilot, "escape")
         assert len(app.screen_stack) == 1
 
