@@ -29,12 +29,10 @@ from segapp.tui.chart import SMOOTHING_CHOICES
 from segapp.tui.classes import SORTS
 from segapp.tui.devices import undo_gpu0, why_no_split
 from segapp.tui.dialogs import (
+    Gpu0Screen,
     ScrolledDialog,
     StopScreen,
     TrainerLogScreen,
-    gpu0_screen,
-    lr_factor_screen,
-    shares_screen,
 )
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
@@ -393,22 +391,12 @@ class MonitorApp(App[None]):
         self.push_screen(dialog, lambda choice: self.send(StopCommand(when=choice) if choice else None))
 
     def action_edit_gpu0(self) -> None:
-        if self._can_split("gpu0_bsz"):
-            self.push_screen(gpu0_screen(self.view), self.send)
-
-    def _can_split(self, setting: str) -> bool:
-        """Return True if the run's batch can be split; otherwise show why not."""
+        """Ask for `gpu0_bsz`, or show why the batch of the run cannot be split."""
         why = why_no_split(self.view)
-        if why is not None:
-            self.say(f"{setting}: {why}")
-        return why is None
-
-    def action_edit_lr_factor(self) -> None:
-        self.push_screen(lr_factor_screen(self.view), self.send)
-
-    def action_edit_shares(self) -> None:
-        if self._can_split("shares"):
-            self.push_screen(shares_screen(self.view), self.send)
+        if why is None:
+            self.push_screen(Gpu0Screen(self.view), self.send)
+        else:
+            self.say(f"gpu0_bsz: {why}")
 
     def action_undo_gpu0(self) -> None:
         command = undo_gpu0(self.view.gpu0)

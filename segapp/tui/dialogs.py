@@ -1,6 +1,5 @@
-"""The dialogs: the help page, how to stop, a whole event, and the trainer's log."""
+"""The dialogs: a text such as the help page, how to stop, the trainer's log, and `gpu0_bsz`."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -13,7 +12,7 @@ from textual.widgets import Input, Log, Static
 
 from segapp.errors import CommandError
 from segapp.run.commands import SetCommand, parse_command
-from segapp.run.words import dots, learning_rate, memory_text, printable, share_text
+from segapp.run.words import dots, memory_text, printable, share_text
 from segapp.tui.widgets import drawable
 from segapp.view.source import LogTail
 from segapp.view.view import View
@@ -99,91 +98,48 @@ class TrainerLogScreen(ModalScreen[None]):
             self.query_one(Log).write_lines(drawable(self, Content(line)).plain for line in lines)
 
 
-class SettingScreen(ModalScreen[SetCommand | None]):
-    """Asks for the value of a setting, and checks it at every key; closes with the command, or None.
-
-    `check` returns the command for a text, None if it cannot be sent, and a sentence about its effect or its problem.
-    """
+class Gpu0Screen(ModalScreen[SetCommand | None]):
+    """Asks for the images of the first device, and checks them at every key; closes with the command, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape", "dismiss", "cancel")]
     AUTO_FOCUS = "Input"
 
-    def __init__(self, title: str, hint: str, check: Callable[[str], tuple[SetCommand | None, str]]) -> None:
+    def __init__(self, view: View) -> None:
         super().__init__()
-        self._title, self._hint, self._check = title, hint, check
+        self._view = view
+        self._hint = f"images of the first device, 0 to {sum(view.split or (0,))}, or even, or auto"
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog -setting") as box:
-            box.border_title = Content(self._title)
+            box.border_title = Content(f"gpu0_bsz is {share_text(self._view.gpu0.value)}")
             box.border_subtitle = Content("enter to send  esc to close")
             yield Input(placeholder=self._hint, compact=True)
             yield Static(self._hint, classes="wrapped", id="verdict", markup=False)
 
+    def check(self, text: str) -> tuple[SetCommand | None, str]:
+        """Return the command for a text, None if it cannot be sent, and the peaks that it would need or its problem."""
+        try:
+            command = parse_command(f"set gpu0_bsz={text}")
+        except CommandError as error:
+            return None, str(error)
+        assert isinstance(command, SetCommand)
+        if command.gpu0_bsz == "auto":
+            return command, "the trainer chooses it from the measured memory"
+        verdict = self._view.judge.verdict(command.gpu0_bsz)
+        peaks = [] if self._view.has_logical_devices else [memory_text(mib) for mib in verdict.predicted_mib]
+        predicted = f", peaks {', '.join(peaks)} GiB" if peaks else ""
+        meaning = f"{verdict.level}: split {dots(verdict.split)}{predicted}; {verdict.reason}"
+        return command if verdict.is_allowed else None, meaning
+
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
-        command, text = self._check(event.value) if event.value else (None, self._hint)
+        command, text = self.check(event.value) if event.value else (None, self._hint)
         style = "$text-muted" if not event.value else "$text-error" if command is None else "$text-success"
         self.query_one("#verdict", Static).update(drawable(self, Content.styled(text, style)))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Close with the command, if there is one."""
         event.stop()
-        command = self._check(event.value)[0] if event.value else None
+        command = self.check(event.value)[0] if event.value else None
         if command is not None:
             self.dismiss(command)
-
-
-def lr_factor_screen(view: View) -> SettingScreen:
-    """Return the dialog that asks for the factor on the learning rate."""
-
-    def explain(command: SetCommand) -> tuple[bool, str]:
-        lr, before, factor = view.lr, view.lr_factor, command.lr_factor
-        now = (
-            f": lr {learning_rate(lr)} becomes {learning_rate(lr / before * factor)}"
-            if lr and before and factor
-            else ""
-        )
-        return True, f"from the next epoch on{now}"
-
-    return _dialog("lr_factor", f"lr_factor is {view.lr_factor:g}", "a number above 0, such as 0.5", explain)
-
-
-def gpu0_screen(view: View) -> SettingScreen:
-    """Return the dialog that asks for the images of the first device, with the peaks that a split would need."""
-
-    def explain(command: SetCommand) -> tuple[bool, str]:
-        if command.gpu0_bsz == "auto":
-            return True, "the trainer chooses it from the measured memory"
-        verdict = view.judge.verdict(command.gpu0_bsz)
-        peaks = [] if view.has_logical_devices else [memory_text(mib) for mib in verdict.predicted_mib]
-        predicted = f", peaks {', '.join(peaks)} GiB" if peaks else ""
-        return verdict.is_allowed, f"{verdict.level}: split {dots(verdict.split)}{predicted}; {verdict.reason}"
-
-    hint = f"images of the first device, 0 to {sum(view.split or (0,))}, or even, or auto"
-    return _dialog("gpu0_bsz", f"gpu0_bsz is {share_text(view.gpu0.value)}", hint, explain)
-
-
-def shares_screen(view: View) -> SettingScreen:
-    """Return the dialog that asks for the images of a batch on each device."""
-
-    def explain(command: SetCommand) -> tuple[bool, str]:
-        verdict = view.judge.verdict(None, command.shares)
-        return verdict.is_allowed, f"{verdict.level}: {dots(verdict.split)} {verdict.reason}"
-
-    hint = f"{view.num_devices} numbers separated by commas, with the sum {sum(view.split or (0,))}"
-    return _dialog("shares", f"shares: {dots(view.split)}", hint, explain)
-
-
-def _dialog(name: str, title: str, hint: str, explain: Callable[[SetCommand], tuple[bool, str]]) -> SettingScreen:
-    """Return the dialog of a setting; `explain` says if its command may be sent, and its effect."""
-
-    def check(text: str) -> tuple[SetCommand | None, str]:
-        try:
-            command = parse_command(f"set {name}={text}")
-        except CommandError as error:
-            return None, str(error)
-        assert isinstance(command, SetCommand)
-        is_allowed, meaning = explain(command)
-        return command if is_allowed else None, meaning
-
-    return SettingScreen(title, hint, check)

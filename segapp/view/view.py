@@ -87,8 +87,6 @@ class View:
     """Printable names."""
     epoch: int | None = None
     lr: float | None = None
-    lr_factor: float = 1.0
-    """Set by the last applied command."""
     step: events.Step | None = None
     history: LossHistory = field(default_factory=LossHistory)
     loss: EpochLoss = field(default_factory=EpochLoss)
@@ -512,9 +510,6 @@ def _fold_answer(view: View, event: events.CommandAnswer) -> None:
         del view.answers[next(iter(view.answers))]
     if event.status == "applied" and event.command in ("pause", "resume"):
         _set_paused(view, event.command == "pause", event.t)
-    factor = (event.changes or {}).get("lr_factor") if event.status == "applied" else None
-    if isinstance(factor, int | float):
-        view.lr_factor = factor
 
 
 def _parse_latest(view: View) -> None:

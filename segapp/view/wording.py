@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
-from rich.pretty import pretty_repr
 
 from segapp.run import events
 from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
@@ -161,7 +160,5 @@ def _gpu0_bsz(event: events.Gpu0Bsz) -> str:
 def event_text(event: events.Event) -> str:
     """Return the fields of an event that have a value, each as `name: value`."""
     fields = event.model_dump(exclude={"v"}, exclude_none=True)
-    text = "\n".join(
-        f"{name}: {value if isinstance(value, str) else pretty_repr(value)}" for name, value in fields.items()
-    )
+    text = "\n".join(f"{name}: {value}" for name, value in fields.items())
     return "\n".join(map(printable, text.splitlines()))

@@ -28,7 +28,7 @@ from segapp.training.commands import CommandController, RecomputeController
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
 from segapp.tui.devices import gpu0_content
-from segapp.tui.dialogs import gpu0_screen
+from segapp.tui.dialogs import Gpu0Screen
 from segapp.tui.widgets import ASCII
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
@@ -160,7 +160,7 @@ def test_split_that_the_trainer_refuses_is_refused_by_all(
     assert run.view.judge.verdict(gpu0_bsz) == verdict
     assert run.ctl(gpu0_bsz) == verdict.reason
     assert run.plan().judge(8).verdict(gpu0_bsz) == verdict
-    assert gpu0_screen(run.view)._check("even" if gpu0_bsz is None else str(gpu0_bsz))[0] is None
+    assert Gpu0Screen(run.view).check("even" if gpu0_bsz is None else str(gpu0_bsz))[0] is None
 
 
 def test_screen_offers_no_editor_in_mode_model(tmp_path: Path) -> None:

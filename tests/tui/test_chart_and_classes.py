@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from textual.geometry import Size
 from textual.pilot import Pilot
 
-from segapp.run.events import CommandAnswer, EventReader, Step, Val
+from segapp.run.events import EventReader, Step, Val
 from segapp.run.words import number
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
@@ -35,7 +35,6 @@ from segapp.view.source import SeriesReader
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import CAMVID, RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle
-from tests.tui.test_screen import sent
 
 
 @pytest.fixture
@@ -297,30 +296,6 @@ def test_gpu_pane_of_one_column_shows_every_device(tmp_path: Path) -> None:
     run_screen(run, act, (80, 24))
 
 
-def test_lr_factor_and_shares_are_edited_with_a_check(run: RecordedRun) -> None:
-    run.shift_to_now()
-    run.folder.acquire()
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "l", *"-1")
-        assert "lr_factor is 1" in screen_text(app)
-        await press(app, pilot, "enter")
-        assert sent(run) == []
-        await press(app, pilot, "backspace", "backspace", *"0.5", "enter")
-        assert sent(run) == ["set lr_factor=0.5"]
-        await press(app, pilot, "2", "G", *"8,8,8")
-        await press(app, pilot, "enter")
-        assert len(sent(run)) == 0 or sent(run)[-1] != "set shares=8,8,8"
-        await press(app, pilot, *",8", "enter")
-        await press(app, pilot, "escape")
-        assert sent(run)[-1:] == ["set shares=8,8,8,8"]
-
-    try:
-        run_screen(run, act)
-    finally:
-        run.folder.release()
-
-
 def test_longer_curves_are_smoothed_more() -> None:
     chart, history = LossChart(), LossHistory()
     chart._curve = Curve(history, NO_POINTS)
@@ -332,12 +307,6 @@ def test_longer_curves_are_smoothed_more() -> None:
     assert found == sorted(set(found))
     chart.options = replace(chart.options, smoothing=0.0)
     assert chart.smoothing == 0
-
-
-def test_applied_lr_factor_is_known(run: RecordedRun) -> None:
-    run.write(CommandAnswer(id="a" * 12, command="set lr_factor=0.5", by="a@b", status="applied",
-                            changes={"lr_factor": 0.5}))  # fmt: skip
-    assert folded(run).lr_factor == 0.5
 
 
 def test_focus_selects_the_pane_that_keys_act_on(run: RecordedRun) -> None:

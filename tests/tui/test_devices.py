@@ -7,7 +7,7 @@ from textual.geometry import Size
 
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
 from segapp.tui.devices import gpu0_content, gpu_content, headroom_level
-from segapp.tui.dialogs import gpu0_screen
+from segapp.tui.dialogs import Gpu0Screen
 from segapp.tui.widgets import ASCII
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
@@ -80,7 +80,7 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
     assert "2.3.3 img" in lines[1].replace("·", ".")
     assert lines[2:] == ["  peak 6.0"]
     assert gpu_content(view, (), Size(50, 4), ASCII).plain.splitlines()[1].startswith("0-2 ===")
-    assert "GiB" not in gpu0_screen(view)._check("1")[1]
+    assert "GiB" not in Gpu0Screen(view).check("1")[1]
     ranks = view.start.model_copy(update={"mode": "ddp"})  # each rank is a process of its own
     view.start = ranks
     assert [line[:4] for line in gpu_content(view, (), Size(70, 3), ASCII).plain.splitlines()] == [
@@ -156,7 +156,7 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
 
 def test_dialog_shows_the_memory_that_a_split_would_need(view: View) -> None:
     view.peaks_mib = {(3, 5): [6144.0, 8192.0], (2, 6): [5120.0, 9216.0]}  # 3 GiB and 1 GiB for each sample
-    check = gpu0_screen(view)._check
+    check = Gpu0Screen(view).check
     command, text = check("4")
     assert command is not None
     assert (command.gpu0_bsz, text.startswith("ok: split 4·4, peaks 7.0, 7.0 GiB; device 0 would need")) == (4, True)

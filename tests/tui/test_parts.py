@@ -110,7 +110,7 @@ def test_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, 
 def test_keys_are_unique_and_control_keys_are_marked() -> None:
     names = [name for key in keys.KEYS if key.is_bound for name in key.keys.split(",")]
     assert len(names) == len(set(names))
-    assert {"toggle_pause", "edit_gpu0", "edit_lr_factor", "edit_shares", "undo_gpu0", "checkpoint", "stop"} == {
+    assert {"toggle_pause", "edit_gpu0", "undo_gpu0", "checkpoint", "stop"} == {
         key.action for key in keys.available(False) if key not in keys.available(True)
     }
 
