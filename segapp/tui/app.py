@@ -25,8 +25,6 @@ from segapp.run.commands import CheckpointCommand, Command, PauseCommand, Resume
 from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
 from segapp.tui import header, keys, layout
-from segapp.tui.chart import SMOOTHING_CHOICES
-from segapp.tui.classes import SORTS
 from segapp.tui.devices import undo_gpu0, why_no_split
 from segapp.tui.dialogs import (
     Gpu0Screen,
@@ -39,7 +37,7 @@ from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
 from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up
 from segapp.tui.themes import set_up_themes
-from segapp.tui.widgets import ASCII, UNICODE, LiteralText, next_choice
+from segapp.tui.widgets import ASCII, UNICODE, LiteralText
 from segapp.view.plot import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
@@ -72,8 +70,6 @@ class MonitorApp(App[None]):
     ) -> None:
         super().__init__()
         self.readonly, self.starts_with_list = readonly, starts_with_list
-        self.sort = SORTS[0]
-        """Order of the classes."""
         self.glyphs = ASCII if ascii_only else UNICODE
         self.is_ascii = ascii_only
         has_color = not ascii_only and "NO_COLOR" not in os.environ
@@ -165,7 +161,7 @@ class MonitorApp(App[None]):
     def action_runs(self) -> None:
         beside = self.shown.source.folder.path.parent
         runs = RunList(beside.parent if is_sweep(beside) else beside)
-        self.push_screen(RunsScreen(runs, self.glyphs), self._open)
+        self.push_screen(RunsScreen(runs), self._open)
 
     def _open(self, folder: RunFolder | None) -> None:
         if folder is None or folder.path == self.shown.source.folder.path:
@@ -206,7 +202,7 @@ class MonitorApp(App[None]):
             return
         view, (width, _) = self.view, self._screen_size or self.size
         self._num_ticks, self._num_drawn = 0, view.num_events
-        self.columns.show(self.shown, self.sort, is_readonly=self.readonly)
+        self.columns.show(self.shown, is_readonly=self.readonly)
         self._show_keys(self.pane, width)
 
     def _show_status(self) -> bool:
@@ -292,13 +288,6 @@ class MonitorApp(App[None]):
 
     def action_toggle_log(self) -> None:
         self.chart.change(is_log=not self.chart.options.is_log)
-
-    def action_smooth(self) -> None:
-        self.chart.change(smoothing=next_choice(SMOOTHING_CHOICES, self.chart.options.smoothing))
-
-    def action_sort(self) -> None:
-        self.sort = next_choice(SORTS, self.sort)
-        self.show_view()
 
     def action_filter(self) -> None:
         """Open the search line of the events if they are selected, else the search line of the classes."""

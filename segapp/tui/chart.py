@@ -80,11 +80,6 @@ class Canvas:
         return strips
 
 
-AUTO = -1.0
-"""Select the smoothing by the length of the curve."""
-
-SMOOTHING_CHOICES = (AUTO, *reversed(SMOOTHINGS), 0.0)
-
 GUTTER = 8
 
 _BLANK, _RAW, _MARK, _AVERAGE, _VAL, _BAD, _BEST, _AXIS = range(8)
@@ -99,8 +94,6 @@ class ChartOptions:
 
     metric: str = "loss"
     """One of `metric_names`, or `IoU CLASS`."""
-    smoothing: float = AUTO
-    """One of `SMOOTHINGS`; 0: only the raw curve; `AUTO`: by the number of steps."""
     is_log: bool = False
 
 
@@ -136,9 +129,7 @@ class LossChart(StripWidget):
 
     @property
     def smoothing(self) -> float:
-        """The smoothing factor in use; 0 for none."""
-        if self.options.smoothing != AUTO:
-            return self.options.smoothing
+        """The smoothing factor, by the length of the curve."""
         history = self._curve.history
         return SMOOTHINGS[0] if history is None else history.usual_smoothing
 
@@ -214,8 +205,7 @@ class LossChart(StripWidget):
         canvas = Canvas(width, height, self.glyphs)
         canvas.curve(plot.without_spikes(raw, scale.top), scale, _RAW)
         self._draw_marks(canvas)
-        if self.smoothing:
-            canvas.curve(average, scale, _AVERAGE)
+        canvas.curve(average, scale, _AVERAGE)
         canvas.clipped(raw, scale, _BAD)
         self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
         labels = [label + self.glyphs.v_axis for label in plot.row_labels(scale, height, GUTTER)]
@@ -235,8 +225,6 @@ class LossChart(StripWidget):
         """Return the extremes and the average of the steps' values."""
         history = history or LossHistory(capacity=2)
         raw = self._reduced(history.step, history.low, history.high, history.is_bad)
-        if not self.smoothing:
-            return raw, raw
         values = history.average(self.smoothing)
         return raw, self._reduced(history.step, values, values, history.is_bad & np.isnan(values))
 
@@ -279,9 +267,8 @@ class LossChart(StripWidget):
             is_loss = history is self._view.history
             latest = f"mean e{of_epoch.epoch} {loss(of_epoch.mean)}" if is_loss else f"last {number(history.low[-1])}"
             parts.append((latest, _AXIS))
-            if self.smoothing:
-                text = f"smoothed {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
-                parts.append((text, _AVERAGE))
+            text = f"smoothed {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
+            parts.append((text, _AVERAGE))
         if len(points):
             epoch = f" e{self._view.vals[-1].epoch}" if self._view.vals else ""
             parts.append((f"{self.glyphs.diamond} val {number(float(points[-1, 1]))}{epoch}", _VAL))

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 from rich.cells import cell_len
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
@@ -11,13 +10,11 @@ from textual.content import Content
 from textual.geometry import Size
 
 from segapp.tui.header import LinePart, fit_parts
-from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, progress, spark, thinned
-from segapp.view.history import Floats
+from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, progress
 from segapp.view.plot import CLASS, class_iou
 from segapp.view.view import View
 from segapp.view.wording import best_miou, fit_cells, miou
 
-SORTS = ("worst", "best", "drop", "name", "id")
 FALL = -0.02
 """Minimum change of IoU between two evaluations for which a class is marked."""
 
@@ -33,11 +30,8 @@ class ClassRow:
     delta: float | None
 
 
-def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassRow]:
-    """Return the classes of the last evaluation in an order of `SORTS`, filtered by a part of the name.
-
-    Absent classes come last, except for `name` and `id`.
-    """
+def class_rows(view: View, wanted: str = "") -> list[ClassRow]:
+    """Return the classes of the last evaluation, worst first and absent ones last, filtered by a part of the name."""
     if not view.vals:
         return [ClassRow(i, name, None, None) for i, name in enumerate(view.classes)]
     num_classes = len(view.vals[-1].iou)
@@ -49,56 +43,31 @@ def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassR
         old = class_iou(before, i)
         rows.append(ClassRow(i, name, iou, iou - old if iou is not None and old is not None else None))
     rows = [row for row in rows if wanted.casefold() in row.name.casefold()]
-    return sorted(rows, key=lambda row: _sort_key(row, sort))
+    return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
 
 
-def _known(values: Floats) -> list[float]:
-    known: list[float] = values[~np.isnan(values)].tolist()
-    return known
-
-
-def _sort_key(row: ClassRow, sort: str) -> tuple[bool, float | str, int]:
-    if sort == "name":
-        return False, row.name.casefold(), row.index
-    if sort == "id":
-        return False, float(row.index), row.index
-    if sort == "drop":
-        return row.delta is None, row.delta or 0.0, row.index
-    iou = row.iou or 0.0
-    return row.iou is None, -iou if sort == "best" else iou, row.index
-
-
-def classes_content(
-    view: View, size: Size, glyphs: Glyphs, *, sort: str = "worst", wanted: str = "", cursor: int | None = None
-) -> Content:
+def classes_content(view: View, size: Size, glyphs: Glyphs, *, wanted: str = "", cursor: int | None = None) -> Content:
     """Return the classes one below the other; in several columns if they would not all be visible."""
     if not view.classes:
         return Content.styled("no classes yet", "$text-muted")
-    rows = class_rows(view, sort, wanted)
+    rows = class_rows(view, wanted)
     if not rows:
         return Content.styled("no class has this name: press esc to show all", "$text-muted")
-    num_columns = min(max(1, size.width // 46), -(-len(rows) // max(1, size.height - 1)))
+    num_columns = min(max(1, size.width // 46), -(-len(rows) // max(1, size.height)))
     width = (size.width - 2 * (num_columns - 1)) // num_columns
     longest = max(cell_len(row.name) for row in rows)
     name_width = max(6, min(longest, width // 2 - 8, 28 if width < 80 else 60))
     widths = width, name_width
-    cells = [_row_content(view, row, widths, glyphs, is_selected=i == cursor) for i, row in enumerate(rows)]
+    cells = [_row_content(row, widths, glyphs, is_selected=i == cursor) for i, row in enumerate(rows)]
     num_rows = -(-len(cells) // num_columns)
     lines = [Content("  ").join(cells[i::num_rows]) for i in range(num_rows)]
-    course = _known(view.vals.values("miou"))
-    if len(course) > 1 and not wanted:
-        room = size.width - name_width - 17
-        bars = spark(thinned(course, room), room, glyphs).ljust(room)
-        mean = Content.assemble((fit_cells("mean", name_width), "bold"), " ", (bars, "$text-success"))
-        lines.insert(0, Content.assemble(mean, (f" {course[-1]:.3f}", "bold")))
     return Content("\n").join(lines)
 
 
-def _row_content(view: View, row: ClassRow, widths: tuple[int, int], glyphs: Glyphs, *, is_selected: bool) -> Content:
+def _row_content(row: ClassRow, widths: tuple[int, int], glyphs: Glyphs, *, is_selected: bool) -> Content:
     """Return the row of a class; the widths of the row and of the name are in cells."""
     width, name_width = widths
-    room = 24 if width - name_width >= 60 else 0  # for the sparkline of the evaluations
-    bar_width = width - name_width - 17 - (room + 1 if room else 0)
+    bar_width = width - name_width - 17
     name = fit_cells(row.name, name_width), "reverse" if is_selected else ""
     if row.iou is None:
         empty = " " * max(0, width - name_width - 16)
@@ -111,14 +80,9 @@ def _row_content(view: View, row: ClassRow, widths: tuple[int, int], glyphs: Gly
         style = "$text-success" if row.delta > 0 else "$text-error" if row.delta < FALL else "$text-muted"
     warning = " !" if row.delta is not None and row.delta < FALL else "  "
     done, left = progress(row.iou, bar_width, glyphs) if bar_width >= 3 else ("", "")
-    course = ""
-    if room:
-        values = _known(view.vals.class_iou(row.index))
-        course = spark(thinned(values, room), room, glyphs).ljust(room) + " "
     return Content.assemble(
         name,
         " ",
-        (course, "$secondary"),
         (done, "$text-error" if row.iou < 0.25 else "$text-warning" if row.iou < 0.5 else "$text-primary"),
         " " * len(left),
         f" {row.iou:.3f} ",
@@ -127,16 +91,14 @@ def _row_content(view: View, row: ClassRow, widths: tuple[int, int], glyphs: Gly
     )
 
 
-def classes_title(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs) -> Content:
-    """Return the title of the pane: mean, best, and the order of the table."""
+def classes_title(view: View, wanted: str, width: int) -> Content:
+    """Return the title of the pane: mean, best, and the search."""
     last, best = view.vals[-1] if view.vals else None, view.best
-    order = f"{sort} first" if sort in ("worst", "best") else f"by {sort}"
     parts = [
         LinePart(0, "3 Classes", "bold"),
         LinePart(1, f"e{last.epoch} mIoU {miou(last)}") if last else None,
         LinePart(2, f"best {best_miou(best, last)}", "$text-success") if best and last else None,
         LinePart(1, f"/{wanted}", "$text-warning") if wanted else None,
-        LinePart(1 if sort != SORTS[0] else 3, order, "$text-muted"),
     ]
     return fit_parts(parts, width)
 
@@ -165,19 +127,19 @@ class ClassesPane(Vertical):
         self.cursor: int | None = None
         """Index of the selected row; None before the first key."""
         self._shown: tuple[object, ...] = ()
-        self._arguments: tuple[View, str, Glyphs] | None = None
+        self._arguments: tuple[View, Glyphs] | None = None
 
-    def show(self, view: View, sort: str, glyphs: Glyphs) -> None:
+    def show(self, view: View, glyphs: Glyphs) -> None:
         """Show the table of a view; it is made anew after a change of the evaluations, the options or the size."""
-        self._arguments = view, sort, glyphs
+        self._arguments = view, glyphs
         wanted = self.search.text
         size = Size(max(1, self._box.scrollable_content_region.width), max(1, self.size.height - 2))
-        shown = sort, wanted, self.cursor, size, id(view), view.start, view.vals[-1] if view.vals else None
+        shown = wanted, self.cursor, size, id(view), view.start, view.vals[-1] if view.vals else None
         if shown == self._shown:
             return
         self._shown = shown
-        self._lines.show(classes_content(view, size, glyphs, sort=sort, wanted=wanted, cursor=self.cursor))
-        self.names = [row.name for row in class_rows(view, sort, wanted)]
+        self._lines.show(classes_content(view, size, glyphs, wanted=wanted, cursor=self.cursor))
+        self.names = [row.name for row in class_rows(view, wanted)]
 
     def action_move(self, by: int) -> None:
         if not self.names or self._arguments is None:
@@ -187,8 +149,7 @@ class ClassesPane(Vertical):
         height = max(1, self._box.size.height)
         if self._lines.size.height > height:  # one column
             top = self._box.scroll_y
-            at = self.cursor + 1
-            self._box.scroll_to(y=min(max(top, at - height + 1), at), animate=False)
+            self._box.scroll_to(y=min(max(top, self.cursor - height + 1), self.cursor), animate=False)
 
     async def action_choose(self) -> None:
         if self.cursor is not None and self.cursor < len(self.names):

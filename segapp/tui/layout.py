@@ -93,7 +93,7 @@ class Columns(Horizontal):
         self.devices.set_class("classes" not in plan.panes, "-tall")
         self.events.set_class(not plan.panes & {"loss", "pictures"}, "-tall")
 
-    def show(self, run: ShownRun, sort: str, *, is_readonly: bool) -> None:
+    def show(self, run: ShownRun, *, is_readonly: bool) -> None:
         """Update the visible panes."""
         view, plan, glyphs = run.view, self._layout, self._glyphs
         if "loss" in plan.panes:
@@ -117,9 +117,9 @@ class Columns(Horizontal):
             self.gpu0.show(gpu0_content(view, status, width, glyphs, can_edit=can_edit))
             set_title(self.gpu0, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
-            self.table.show(view, sort, glyphs)
+            self.table.show(view, glyphs)
             room = self.table.size.width - (4 if plan.has_left else 34)
-            self._set_title(self.table, classes_title(view, sort, self.table.search.text, room, glyphs))
+            self._set_title(self.table, classes_title(view, self.table.search.text, room))
 
     def _show_devices(self, run: ShownRun) -> None:
         """Show the devices, with two lines each if the classes and gpu0_bsz leave room."""

@@ -18,11 +18,10 @@ from segapp.run.words import age, number, plural, printable
 from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
-from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, drawable, spark
+from segapp.tui.widgets import LiteralText, SearchLine, drawable
 from segapp.view.runs import FollowedRun, RunList
 from segapp.view.wording import clip, fit_cells
 
-_SPARK = 14
 _SCORE = 13
 """Cells of a score with its classes: 0.557 (17/19)."""
 
@@ -37,10 +36,9 @@ class RunsScreen(Screen[RunFolder | None]):
     ]
     AUTO_FOCUS = "#run-lines"
 
-    def __init__(self, runs: RunList, glyphs: Glyphs) -> None:
+    def __init__(self, runs: RunList) -> None:
         super().__init__()
         self.runs = runs
-        self._glyphs = glyphs
         self._shown: list[FollowedRun] = []
 
     def compose(self) -> ComposeResult:
@@ -68,7 +66,7 @@ class RunsScreen(Screen[RunFolder | None]):
         listed = self.query_one("#run-lines", OptionList)
         width = max(20, self.size.width - 3)
         columns = name_widths(self.runs.runs)
-        rows = [drawable(self, run_row(run, width, columns, self._glyphs)) for run in shown]
+        rows = [drawable(self, run_row(run, width, columns)) for run in shown]
         if [run.folder.path for run in shown] != [run.folder.path for run in self._shown]:
             selected = self._selected
             listed.clear_options()
@@ -128,7 +126,7 @@ def run_header(width: int, columns: tuple[int, int]) -> Content:
         for rank, title, cells, is_left in (
             (1, "SWEEP"[: columns[1]], columns[1], True),
             (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", _SCORE, False), (2, "BEST", _SCORE, False),
-            (4, "", _SPARK, True), (5, "IMG/S", 7, False), (6, "DEVICES", 7, True), (3, "AGE", 12, False),
+            (5, "IMG/S", 7, False), (6, "DEVICES", 7, True), (3, "AGE", 12, False),
         )
     )]  # fmt: skip
     return Content.styled(fit_parts(titles, width).plain, "$text-muted")
@@ -143,7 +141,7 @@ def _score(miou: float | None, num_scored: int | None, num_classes: int | None) 
     return with_count(number(miou), num_scored, num_classes).rjust(_SCORE)
 
 
-def run_row(run: FollowedRun, width: int, columns: tuple[int, int], glyphs: Glyphs) -> Content:
+def run_row(run: FollowedRun, width: int, columns: tuple[int, int]) -> Content:
     """Return one line of the list; columns that do not fit are left out."""
     summary = run.summary
     epoch = "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
@@ -156,7 +154,6 @@ def run_row(run: FollowedRun, width: int, columns: tuple[int, int], glyphs: Glyp
         LinePart(1, clip(epoch, 9).rjust(9)),
         LinePart(2, _score(summary.miou, summary.num_scored, summary.num_classes)),
         LinePart(2, _score(summary.best_miou, summary.best_num_scored, summary.num_classes)),
-        LinePart(4, spark(run.mious, _SPARK, glyphs).ljust(_SPARK), "$text-success"),
         LinePart(5, speed.rjust(7)),
         LinePart(6, run.devices.ljust(7)),
         LinePart(3, age(summary.age_s).rjust(12), "$text-muted"),

@@ -88,18 +88,6 @@ def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
     return "".join(glyphs.spark[round((value - bottom) / (top - bottom) * last)] for value in shown)
 
 
-def thinned(values: Sequence[Item], width: int) -> list[Item]:
-    """Return at most `width` of the values, evenly spaced from the first to the last."""
-    if len(values) <= width or width < 2:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
-
-
-def next_choice(choices: Sequence[Item], current: Item) -> Item:
-    """Return the choice after the current one; the first after the last."""
-    return choices[(choices.index(current) + 1) % len(choices)]
-
-
 class LiteralText(Widget):
     """Literal text; only lines that differ are redrawn."""
 

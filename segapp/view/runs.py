@@ -1,6 +1,5 @@
 """The runs of a folder: the summary of each for `segapp status` and `ls`, and the list that the TUI follows."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -176,11 +175,6 @@ class FollowedRun(LiveSource):
     def sweep(self) -> str:
         """Name of the sweep that the run belongs to; empty for a run without a sweep."""
         return self.folder.name.rpartition("/")[0]
-
-    @property
-    def mious(self) -> list[float]:
-        """The mIoU of each evaluation that has one."""
-        return [value for value in self.view.vals.values("miou").tolist() if not math.isnan(value)]
 
     @property
     def devices(self) -> str:

@@ -1,4 +1,4 @@
-"""The table of classes: its orders, changes and cells, worked by hand."""
+"""The table of classes: its order, changes and cells, worked by hand."""
 
 from __future__ import annotations
 
@@ -27,18 +27,8 @@ def view() -> View:
     return view
 
 
-@pytest.mark.parametrize(
-    ("sort", "names"),
-    [
-        ("worst", "pole car road Sky bus"),
-        ("best", "Sky road pole car bus"),
-        ("drop", "pole Sky road car bus"),
-        ("name", "bus car pole road Sky"),
-        ("id", "road Sky pole car bus"),
-    ],
-)
-def test_classes_are_sorted_with_absent_ones_last(view: View, sort: str, names: str) -> None:
-    assert [row.name for row in class_rows(view, sort)] == names.split()
+def test_worst_classes_come_first_and_absent_ones_last(view: View) -> None:
+    assert [row.name for row in class_rows(view)] == ["pole", "car", "road", "Sky", "bus"]
 
 
 def test_changes_are_since_the_evaluation_of_the_same_classes(view: View) -> None:
@@ -47,49 +37,41 @@ def test_changes_are_since_the_evaluation_of_the_same_classes(view: View) -> Non
         "road": (0.5, pytest.approx(0.1)), "Sky": (0.9, 0.0), "pole": (0.2, pytest.approx(-0.1)), "car": (0.2, None),
         "bus": (None, None),
     }  # fmt: skip
-    assert [row.name for row in class_rows(view, "worst", "S")] == ["Sky", "bus"]
+    assert [row.name for row in class_rows(view, "S")] == ["Sky", "bus"]
     view.vals = Evaluations()
     assert [(row.name, row.iou) for row in class_rows(view)] == [(name, None) for name in view.classes]
 
 
 def test_rows_have_a_bar_a_number_and_a_change(view: View) -> None:
-    lines = classes_content(view, Size(46, 9), ASCII, sort="id").plain.splitlines()
+    lines = classes_content(view, Size(46, 9), ASCII).plain.splitlines()
     assert lines == [
-        "mean   " + "_#.".ljust(23) + " 0.400",
-        "road   " + "===========-".ljust(23) + " 0.500  +0.100  ",
-        "Sky    " + "====================-".ljust(23) + " 0.900  =0.000  ",
         "pole   " + "====-".ljust(23) + " 0.200  -0.100 !",
         "car    " + "====-".ljust(23) + " 0.200          ",
+        "road   " + "===========-".ljust(23) + " 0.500  +0.100  ",
+        "Sky    " + "====================-".ljust(23) + " 0.900  =0.000  ",
         "bus    " + " " * 25 + "    -         ",
     ]
-    wide = classes_content(view, Size(90, 9), ASCII, sort="id").plain.splitlines()
-    course = "*_#".ljust(24)  # 0.4, 0.1, 0.5
-    assert wide[1] == f"road   {course} {'=' * 21}{' ' * 21} 0.500  +0.100  "
-    columns = classes_content(view, Size(94, 4), ASCII, sort="id").plain.splitlines()
-    assert [line.split()[0] for line in columns] == ["mean", "road", "Sky", "pole"]
-    assert [len(line) for line in columns[1:]] == [94, 94, 46]
-    assert "  car  " in columns[1]
-    narrow = classes_content(view, Size(25, 9), ASCII, sort="id").plain.splitlines()
-    assert narrow[1] == "road    0.500  +0.100  "
+    columns = classes_content(view, Size(94, 3), ASCII).plain.splitlines()
+    assert [line.split()[0] for line in columns] == ["pole", "car", "road"]
+    assert [len(line) for line in columns] == [94, 94, 46]
+    assert "  Sky  " in columns[0]
+    narrow = classes_content(view, Size(25, 9), ASCII).plain.splitlines()
+    assert narrow[2] == "road    0.500  +0.100  "
 
 
 def test_selected_row_is_reversed_and_low_values_are_marked(view: View) -> None:
-    found = classes_content(view, Size(46, 9), ASCII, sort="id", cursor=1)
+    found = classes_content(view, Size(46, 9), ASCII, cursor=3)
     styles = [(found.plain[span.start : span.end].strip(), span.style) for span in found.spans]
     assert [text for text, style in styles if style == "reverse"] == ["Sky"]
     bars = {text: style for text, style in styles if text.startswith("==")}
     assert bars == {"===========-": "$text-primary", "====================-": "$text-primary", "====-": "$text-error"}
-    assert [style for text, style in styles if text.endswith("0.100")] == ["$text-success", "$text-error"]
+    assert [style for text, style in styles if text.endswith("0.100")] == ["$text-error", "$text-success"]
     assert classes_content(View(), Size(46, 9), ASCII).plain == "no classes yet"
     shown = classes_content(view, Size(46, 9), ASCII, wanted="x").plain
     assert shown == "no class has this name: press esc to show all"
 
 
-def test_title_names_the_order_and_the_best(view: View) -> None:
-    assert (
-        classes_title(view, "worst", "", 99, ASCII).plain
-        == "3 Classes  e3 mIoU 0.400 (4/5)  best 0.900 (1/1) e2  worst first"
-    )
-    assert classes_title(view, "worst", "", 58, ASCII).plain == "3 Classes  e3 mIoU 0.400 (4/5)  best 0.900 (1/1) e2"
-    assert classes_title(view, "drop", "ro", 99, ASCII).plain.endswith("best 0.900 (1/1) e2  /ro  by drop")
-    assert classes_title(view, "drop", "ro", 45, ASCII).plain == "3 Classes  e3 mIoU 0.400 (4/5)  /ro  by drop"
+def test_title_names_the_scores_and_the_search(view: View) -> None:
+    assert classes_title(view, "", 99).plain == "3 Classes  e3 mIoU 0.400 (4/5)  best 0.900 (1/1) e2"
+    assert classes_title(view, "ro", 99).plain.endswith("best 0.900 (1/1) e2  /ro")
+    assert classes_title(view, "ro", 36).plain == "3 Classes  e3 mIoU 0.400 (4/5)  /ro"

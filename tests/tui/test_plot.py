@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.tui.widgets import ASCII, UNICODE, thinned
+from segapp.tui.widgets import ASCII, UNICODE
 from segapp.view.plot import (
     CurveColumns,
     Scale,
@@ -198,8 +198,3 @@ def test_single_steps_beyond_the_scale_leave_no_stroke() -> None:
     np.testing.assert_array_equal(without_spikes(calm, 3.0).high, calm.high)
     everywhere = reduced([50.0] * 20, 10)
     np.testing.assert_array_equal(without_spikes(everywhere, 3.0).high, everywhere.high)
-
-
-def test_thinned_values_keep_both_ends() -> None:
-    assert thinned(range(5), 8) == [0, 1, 2, 3, 4]
-    assert thinned(range(101), 5) == [0, 25, 50, 75, 100]
