@@ -37,7 +37,7 @@ from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
 from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up
 from segapp.tui.themes import set_up_themes
-from segapp.tui.widgets import ASCII, UNICODE, LiteralText
+from segapp.tui.widgets import LiteralText
 from segapp.view.plot import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
@@ -70,10 +70,9 @@ class MonitorApp(App[None]):
     ) -> None:
         super().__init__()
         self.readonly, self.starts_with_list = readonly, starts_with_list
-        self.glyphs = ASCII if ascii_only else UNICODE
         self.is_ascii = ascii_only
         has_color = not ascii_only and "NO_COLOR" not in os.environ
-        self.columns = layout.Columns(self.glyphs, has_color=has_color)
+        self.columns = layout.Columns(has_color=has_color)
         self.chart = self.columns.chart
         self.failure: Exception | None = None
         """The error that ended the TUI; None if the user left."""
@@ -210,15 +209,15 @@ class MonitorApp(App[None]):
         view, status, plan, name = self.view, self.status(), self.layout_plan, self.shown.name
         if plan is None or not self.is_running:
             return False
-        (width, height), glyphs = self._screen_size or self.size, self.glyphs
+        width, height = self._screen_size or self.size
         if plan.is_notice:
-            self._text("notice").show(header.notice(view, status, name, width, height, glyphs))
+            self._text("notice").show(header.notice(view, status, name, width, height))
             return False
         line = width - 2
         unseen = self.shown.unseen()
-        head = header.header(view, status, name, line, glyphs, is_readonly=self.readonly, num_alerts=len(unseen))
+        head = header.header(view, status, name, line, is_readonly=self.readonly, num_alerts=len(unseen))
         self._text("head").show(head)
-        self._text("progress").show(header.progress_line(view, status, line, glyphs))
+        self._text("progress").show(header.progress_line(view, status, line))
         found = header.banner(view, status, name, line, unseen)
         self.query_one("#banner").display = found is not None
         if found is not None:
@@ -337,12 +336,12 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def action_help(self) -> None:
-        found = keys.help_lines(keys.available(self.readonly), glyphs=self.glyphs)
+        found = keys.help_lines(keys.available(self.readonly))
         self.push_screen(ScrolledDialog("Keys", found))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Yield the commands of the palette: every key's action, every metric, and Textual's, such as the theme."""
-        for title, hint, action in keys.palette(keys.available(self.readonly), self.view, is_ascii=self.is_ascii):
+        for title, hint, action in keys.palette(keys.available(self.readonly), self.view):
             yield SystemCommand(title, hint, partial(self.run_action, action))
         yield from super().get_system_commands(screen)
 

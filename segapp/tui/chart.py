@@ -16,38 +16,38 @@ from textual.geometry import Region
 from textual.strip import Strip
 
 from segapp.run.words import number
-from segapp.tui.widgets import UNICODE, Glyphs, StripWidget
+from segapp.tui.widgets import StripWidget
 from segapp.view import plot
 from segapp.view.history import SMOOTHINGS, LossHistory
 from segapp.view.plot import NO_POINTS, Curve, CurveColumns, Scale, curve_of, draw_columns, metric_title, pack_dots
 from segapp.view.view import View
 from segapp.view.wording import loss
 
+_PATTERNS = np.array([chr(0x2800 + dots) for dots in range(256)])
+
 
 class Canvas:
     """A grid of cells; later drawing overwrites earlier."""
 
-    def __init__(self, width: int, height: int, glyphs: Glyphs) -> None:
+    def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self._glyphs = glyphs
         self._chars = np.full((height, width), " ", dtype="<U1")
         self._styles = np.zeros((height, width), dtype=np.int8)
-        self._table = np.array(list(glyphs.dot_cells), dtype="<U1")
 
     def curve(self, columns: CurveColumns, scale: Scale, style: int) -> None:
         """Draw a curve in dots."""
-        dots = draw_columns(columns, scale, self.height * self._glyphs.dots_per_cell[0])
-        packed = pack_dots(dots, self._glyphs.dot_weights)
+        dots = draw_columns(columns, scale, 4 * self.height)
+        packed = pack_dots(dots)
         is_set = packed > 0
-        self._chars[is_set] = self._table[packed[is_set]]
+        self._chars[is_set] = _PATTERNS[packed[is_set]]
         self._styles[is_set] = style
 
     def clipped(self, columns: CurveColumns, scale: Scale, style: int) -> None:
         """Mark in the top row where the curve exceeds the scale."""
         with np.errstate(invalid="ignore"):
             beyond = np.flatnonzero(columns.high > scale.top * (1 + 1e-12))
-        for cell in set((beyond // self._glyphs.dots_per_cell[1]).tolist()):
-            self.put(0, cell, self._glyphs.clipped, style)
+        for cell in set((beyond // 2).tolist()):
+            self.put(0, cell, "▲", style)
 
     def point(self, column: int, fraction: float, char: str, style: int) -> None:
         """Draw a character at a height from 0 (bottom) to 1 (top); nothing outside that range."""
@@ -117,9 +117,8 @@ class LossChart(StripWidget):
     }
     """
 
-    def __init__(self, glyphs: Glyphs = UNICODE, **keywords: str) -> None:
+    def __init__(self, **keywords: str) -> None:
         super().__init__(**keywords)
-        self.glyphs = glyphs
         self.options = ChartOptions()
         self._view = View()
         self._series: LossHistory | None = None
@@ -202,15 +201,15 @@ class LossChart(StripWidget):
         if scale is None:
             why = "no value above 0: y draws it without logarithm" if self.options.is_log else "no finite value yet"
             return [self._message(why, _BAD)]
-        canvas = Canvas(width, height, self.glyphs)
+        canvas = Canvas(width, height)
         canvas.curve(plot.without_spikes(raw, scale.top), scale, _RAW)
         self._draw_marks(canvas)
         canvas.curve(average, scale, _AVERAGE)
         canvas.clipped(raw, scale, _BAD)
         self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
-        labels = [label + self.glyphs.v_axis for label in plot.row_labels(scale, height, GUTTER)]
+        labels = [label + "│" for label in plot.row_labels(scale, height, GUTTER)]
         styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
-        axis = self._axis_line(raw, width).strips(styles, [" " * GUTTER + self.glyphs.corner])
+        axis = self._axis_line(raw, width).strips(styles, [" " * GUTTER + "└"])
         return [self._legend(width), *canvas.strips(styles, labels), *axis]
 
     def _message(self, text: str, style: int) -> Strip:
@@ -218,8 +217,7 @@ class LossChart(StripWidget):
 
     def _reduced(self, x: plot.Floats, low: plot.Floats, high: plot.Floats, is_bad: NDArray[Any]) -> plot.CurveColumns:
         """Return a curve by columns of dots."""
-        num_columns = self._plot_size()[0] * self.glyphs.dots_per_cell[1]
-        return plot.reduce_columns(x, low, high, is_bad, *self._x_range, num_columns)
+        return plot.reduce_columns(x, low, high, is_bad, *self._x_range, 2 * self._plot_size()[0])
 
     def _band(self, history: LossHistory | None) -> tuple[plot.CurveColumns, plot.CurveColumns]:
         """Return the extremes and the average of the steps' values."""
@@ -243,12 +241,12 @@ class LossChart(StripWidget):
             canvas.curve(self._joined(x, y), scale, _VAL)
         if len(x) <= canvas.width // 4:
             for at_x, at_y in zip(x, y, strict=True):
-                self._draw_point(canvas, scale, at_x, at_y, self.glyphs.diamond, _VAL)
+                self._draw_point(canvas, scale, at_x, at_y, "◆", _VAL)
         if self._view.best is not None:
             is_best = self._curve.points[:, 0] == self._view.best.step
             for step, value in self._curve.points[is_best][:1]:
                 if self._x_range[0] <= step <= self._x_range[1]:
-                    self._draw_point(canvas, scale, float(step), float(value), self.glyphs.star, _BEST)
+                    self._draw_point(canvas, scale, float(step), float(value), "★", _BEST)
 
     def _draw_point(self, canvas: Canvas, scale: plot.Scale, x: float, y: float, char: str, style: int) -> None:
         canvas.point(self._cell(x, canvas.width), float(scale.fraction(np.array([y]))[0]), char, style)
@@ -256,7 +254,7 @@ class LossChart(StripWidget):
     def _draw_marks(self, canvas: Canvas) -> None:
         for mark in self._view.marks:
             if mark.kind != "best" and self._x_range[0] <= mark.step <= self._x_range[1]:
-                canvas.line(self._cell(mark.step, canvas.width), self.glyphs.v_mark, _MARK)
+                canvas.line(self._cell(mark.step, canvas.width), "┊", _MARK)
 
     def _legend(self, width: int) -> Strip:
         """Return the legend, with the latest values."""
@@ -271,7 +269,7 @@ class LossChart(StripWidget):
             parts.append((text, _AVERAGE))
         if len(points):
             epoch = f" e{self._view.vals[-1].epoch}" if self._view.vals else ""
-            parts.append((f"{self.glyphs.diamond} val {number(float(points[-1, 1]))}{epoch}", _VAL))
+            parts.append((f"◆ val {number(float(points[-1, 1]))}{epoch}", _VAL))
         segments, left = [Segment(" " * (GUTTER + 1), self._style(_BLANK))], width
         for text, style in parts:
             if len(text) + 2 <= left or len(segments) == 1:
@@ -281,8 +279,8 @@ class LossChart(StripWidget):
 
     def _axis_line(self, raw: plot.CurveColumns, width: int) -> Canvas:
         """Return the x axis with its labels, and a × at values that were not finite."""
-        line = Canvas(width, 1, self.glyphs)
-        line.text(0, self.glyphs.h_axis * width, _AXIS)
+        line = Canvas(width, 1)
+        line.text(0, "─" * width, _AXIS)
         end, previous = 0, ""
         for x in plot.Scale(*self._x_range).ticks(max(2, width // 12)):
             label, at = f"{x:.0f}", self._cell(x, width)
@@ -290,7 +288,7 @@ class LossChart(StripWidget):
                 line.text(at, label, _AXIS)
                 end, previous = at + len(label) + 1, label
         for column in np.flatnonzero(raw.is_bad):
-            line.put(0, int(column) // self.glyphs.dots_per_cell[1], self.glyphs.bad, _BAD)
+            line.put(0, int(column) // 2, "×", _BAD)
         return line
 
     def _style(self, index: int) -> Style:

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.geometry import Size
 
 from segapp.tui.header import LinePart, fit_parts
-from segapp.tui.widgets import Glyphs, LiteralText, SearchLine, progress
+from segapp.tui.widgets import LiteralText, SearchLine, progress
 from segapp.view.plot import CLASS, class_iou
 from segapp.view.view import View
 from segapp.view.wording import best_miou, fit_cells, miou
@@ -46,7 +46,7 @@ def class_rows(view: View, wanted: str = "") -> list[ClassRow]:
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
 
 
-def classes_content(view: View, size: Size, glyphs: Glyphs, *, wanted: str = "", cursor: int | None = None) -> Content:
+def classes_content(view: View, size: Size, *, wanted: str = "", cursor: int | None = None) -> Content:
     """Return the classes one below the other; in several columns if they would not all be visible."""
     if not view.classes:
         return Content.styled("no classes yet", "$text-muted")
@@ -58,13 +58,13 @@ def classes_content(view: View, size: Size, glyphs: Glyphs, *, wanted: str = "",
     longest = max(cell_len(row.name) for row in rows)
     name_width = max(6, min(longest, width // 2 - 8, 28 if width < 80 else 60))
     widths = width, name_width
-    cells = [_row_content(row, widths, glyphs, is_selected=i == cursor) for i, row in enumerate(rows)]
+    cells = [_row_content(row, widths, is_selected=i == cursor) for i, row in enumerate(rows)]
     num_rows = -(-len(cells) // num_columns)
     lines = [Content("  ").join(cells[i::num_rows]) for i in range(num_rows)]
     return Content("\n").join(lines)
 
 
-def _row_content(row: ClassRow, widths: tuple[int, int], glyphs: Glyphs, *, is_selected: bool) -> Content:
+def _row_content(row: ClassRow, widths: tuple[int, int], *, is_selected: bool) -> Content:
     """Return the row of a class; the widths of the row and of the name are in cells."""
     width, name_width = widths
     bar_width = width - name_width - 17
@@ -75,11 +75,11 @@ def _row_content(row: ClassRow, widths: tuple[int, int], glyphs: Glyphs, *, is_s
     if row.delta is None:
         change, style = "", ""
     else:
-        sign = glyphs.up if row.delta > 0 else glyphs.down if row.delta < 0 else "="
+        sign = "▲" if row.delta > 0 else "▼" if row.delta < 0 else "="
         change = f"{sign}{abs(row.delta):.3f}"
         style = "$text-success" if row.delta > 0 else "$text-error" if row.delta < FALL else "$text-muted"
     warning = " !" if row.delta is not None and row.delta < FALL else "  "
-    done, left = progress(row.iou, bar_width, glyphs) if bar_width >= 3 else ("", "")
+    done, left = progress(row.iou, bar_width) if bar_width >= 3 else ("", "")
     return Content.assemble(
         name,
         " ",
@@ -127,25 +127,25 @@ class ClassesPane(Vertical):
         self.cursor: int | None = None
         """Index of the selected row; None before the first key."""
         self._shown: tuple[object, ...] = ()
-        self._arguments: tuple[View, Glyphs] | None = None
+        self._view: View | None = None
 
-    def show(self, view: View, glyphs: Glyphs) -> None:
+    def show(self, view: View) -> None:
         """Show the table of a view; it is made anew after a change of the evaluations, the options or the size."""
-        self._arguments = view, glyphs
+        self._view = view
         wanted = self.search.text
         size = Size(max(1, self._box.scrollable_content_region.width), max(1, self.size.height - 2))
         shown = wanted, self.cursor, size, id(view), view.start, view.vals[-1] if view.vals else None
         if shown == self._shown:
             return
         self._shown = shown
-        self._lines.show(classes_content(view, size, glyphs, wanted=wanted, cursor=self.cursor))
+        self._lines.show(classes_content(view, size, wanted=wanted, cursor=self.cursor))
         self.names = [row.name for row in class_rows(view, wanted)]
 
     def action_move(self, by: int) -> None:
-        if not self.names or self._arguments is None:
+        if not self.names or self._view is None:
             return
         self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self.names) - 1)
-        self.show(*self._arguments)
+        self.show(self._view)
         height = max(1, self._box.size.height)
         if self._lines.size.height > height:  # one column
             top = self._box.scroll_y

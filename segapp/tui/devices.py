@@ -13,7 +13,7 @@ from segapp.run.commands import CancelCommand, Command, SetCommand
 from segapp.run.events import DeviceMemory
 from segapp.run.words import dots, duration, memory_text, percent, printable, share_text
 from segapp.tui.header import LinePart, device_kind, device_label, etas_s, fit_parts
-from segapp.tui.widgets import Glyphs, progress
+from segapp.tui.widgets import progress
 from segapp.view.source import Status
 from segapp.view.view import Gpu0, View
 from segapp.view.wording import clip, recomputed, topology
@@ -37,7 +37,7 @@ def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
     return "full" if frac > FULL_FRAC else "tight" if frac > TIGHT_FRAC else "ok"
 
 
-def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, glyphs: Glyphs) -> Content:
+def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size) -> Content:
     """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
 
     Logical devices share one line. If there is room, each line is followed by the allocator's numbers and the plan's
@@ -51,7 +51,7 @@ def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, g
     num_more = (size.height - len(lines)) // len(groups) - 1
     for group in groups:
         i, device = group[0], view.devices[group[0]]
-        lines.append(_device_line(view, group, device, size.width, glyphs))
+        lines.append(_device_line(view, group, device, size.width))
         if num_more >= 1:
             predicted = predicted_mib[i] if i < len(predicted_mib) else None
             lines.append(_numbers(view, i, device, predicted, size.width))
@@ -86,7 +86,7 @@ def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float 
     return Content.styled("  " + fit_parts(parts, width - 2).plain, "$text-muted")
 
 
-def _device_line(view: View, group: list[int], device: DeviceMemory, width: int, glyphs: Glyphs) -> Content:
+def _device_line(view: View, group: list[int], device: DeviceMemory, width: int) -> Content:
     """Return the line of a device, or of the logical devices of one process."""
     index, used, total = group[0], device.used_mib, device.total_mib
     of = memory_text(total).removesuffix(".0").ljust(4 if total is not None and total % 1024 > 51 else 2)
@@ -96,7 +96,7 @@ def _device_line(view: View, group: list[int], device: DeviceMemory, width: int,
     peak = _peak_mib(view, index, device)
     is_cpu = device.device is not None and device.device.startswith("cpu")
     celsius = device.temperature
-    warmth = f"{celsius:.0f}{glyphs.degree}" if celsius is not None and math.isfinite(celsius) else "-"
+    warmth = f"{celsius:.0f}°" if celsius is not None and math.isfinite(celsius) else "-"
     parts = [
         LinePart(0, Content.assemble((f"{memory_text(used):>5}/{of}", "bold"))),
         LinePart(2, "-".rjust(5) if peak is None else f"{memory_text(peak):>5}"),
@@ -112,7 +112,7 @@ def _device_line(view: View, group: list[int], device: DeviceMemory, width: int,
     label = f"{where}{device_kind(device.device) if width >= 60 else ''}{number} "
     texts = fit_parts(parts, width - len(label) - 8, gap=1)
     bar_width = min(40, max(4, width - len(label) - texts.cell_length - 1))
-    done, left = progress(used / total if used is not None and total else None, bar_width, glyphs)
+    done, left = progress(used / total if used is not None and total else None, bar_width)
     return Content.assemble((label, "bold"), (done, style or "$text-muted"), (left, "$text-muted"), " ", texts)
 
 
@@ -124,7 +124,7 @@ def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
     return peaks[index] if index < len(peaks) else None
 
 
-def gpu0_content(view: View, status: Status, width: int, glyphs: Glyphs, *, can_edit: bool) -> Content:
+def gpu0_content(view: View, status: Status, width: int, *, can_edit: bool) -> Content:
     """Return the pane of `gpu0_bsz`: the present and the pending value."""
     if view.start is None:
         return Content.styled("known once the training has started", "$text-muted")
@@ -134,7 +134,7 @@ def gpu0_content(view: View, status: Status, width: int, glyphs: Glyphs, *, can_
     if why is not None:
         return Content.styled("\n".join(textwrap.wrap(why, max(width, 1))[:3]), "$text-muted")
     is_pending = view.gpu0.pending is not None
-    lines = _pending_lines(view, status, glyphs) if is_pending else _idle_lines(view, can_edit)
+    lines = _pending_lines(view, status) if is_pending else _idle_lines(view, can_edit)
     return Content("\n").join([line.truncate(width, ellipsis=True) for line in lines])
 
 
@@ -170,7 +170,7 @@ def _observed(view: View, predicted: list[float | None] | None, observed: list[f
     return f", {device_label(device, 0)} peak {memory_text(seen)}{before}"
 
 
-def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
+def _pending_lines(view: View, status: Status) -> list[Content]:
     pending = view.gpu0.pending
     assert pending is not None
     epoch_eta_s, _ = etas_s(view, status)
@@ -180,11 +180,11 @@ def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
     return [
         Content.assemble(
             (share_text(view.gpu0.value), "bold"),
-            f" {glyphs.arrow} ",
+            " → ",
             (share_text(pending.new), "$text-warning bold"),
             (f"  PENDING: {when}{eta}", "$text-warning bold"),
         ),
-        Content(f"split {dots(view.split)} {glyphs.arrow} {dots(split)}"),
+        Content(f"split {dots(view.split)} → {dots(split)}"),
         Content.styled("press u to cancel", "$text-muted"),
     ]
 

@@ -18,7 +18,7 @@ from segapp.run.words import (
     percent,
     printable,
 )
-from segapp.tui.widgets import Glyphs, progress, spark
+from segapp.tui.widgets import progress, spark
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
 from segapp.view.wording import clip
@@ -72,25 +72,23 @@ def state_label(status: Status) -> str:
     return "reading" if status.loaded_frac < 1 else status.state
 
 
-def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
+def state_content(view: View, status: Status) -> Content:
     """Return a dot, the state, and the phase of the trainer."""
     word = state_label(status)
-    dot = glyphs.hollow_dot if status.is_over else glyphs.dot
+    dot = "○" if status.is_over else "●"
     if view.is_paused and word in ("live", "busy"):
         return Content.styled(f"{dot} PAUSED", STATE_STYLES["paused"])
     phase = f" {view.phase}" if view.phase and word in ("live", "busy", "stale", "lost") else ""
     return Content.styled(f"{dot} {word.upper()}{phase}", STATE_STYLES[word])
 
 
-def header(
-    view: View, status: Status, name: str, width: int, glyphs: Glyphs, *, is_readonly: bool, num_alerts: int = 0
-) -> Content:
+def header(view: View, status: Status, name: str, width: int, *, is_readonly: bool, num_alerts: int = 0) -> Content:
     """Return the first line: name, state, unseen alerts, position, and the age of the last event."""
     start, step = view.start, view.step
     parts = [
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
         LinePart(1, clip(name, max(8, width // 4)), "bold"),
-        LinePart(0, state_content(view, status, glyphs)),
+        LinePart(0, state_content(view, status)),
         LinePart(1, f"{num_alerts} alert{'s' * (num_alerts > 1)}", "$text-error bold") if num_alerts else None,
         LinePart(2, _epoch(view)) if view.epoch is not None else None,
         LinePart(4, _steps(view)) if step is not None and start is not None else None,
@@ -152,28 +150,28 @@ def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
     return left_s(of_epoch), left_s(step.eta_run_s)
 
 
-def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Content:
+def progress_line(view: View, status: Status, width: int) -> Content:
     """Return the second line: progress and remaining time of the epoch or its evaluation, and of the run."""
     if status.loaded_frac < 1:
-        done, left = progress(status.loaded_frac, max(8, width // 3), glyphs)
+        done, left = progress(status.loaded_frac, max(8, width // 3))
         return Content.assemble("reading the history ", (done, "$text-primary"), (left, "$text-muted"))
     epoch_eta_s, run_eta_s = etas_s(view, status)
     bar_width = max(8, (width - 50) // 2)
     epoch, run = epoch_fraction(view), run_fraction(view)
     if view.evaluating is not None and not status.is_over:
-        first = _evaluation(view, view.evaluating, status.now_s, max(8, bar_width - 10), glyphs)
+        first = _evaluation(view, view.evaluating, status.now_s, max(8, bar_width - 10))
     else:
-        first = _one_progress("epoch", epoch, epoch_eta_s, bar_width, glyphs) if epoch is not None else Content("")
+        first = _one_progress("epoch", epoch, epoch_eta_s, bar_width) if epoch is not None else Content("")
     parts = [
         LinePart(1, first),
-        LinePart(0, _one_progress("run", run, run_eta_s, bar_width, glyphs)) if run is not None else None,
+        LinePart(0, _one_progress("run", run, run_eta_s, bar_width)) if run is not None else None,
     ]
     return fit_parts(parts, width, gap=3)
 
 
-def _evaluation(view: View, found: Evaluating, now_s: float, width: int, glyphs: Glyphs) -> Content:
+def _evaluation(view: View, found: Evaluating, now_s: float, width: int) -> Content:
     total = found.num_images
-    done, left = progress(found.num_done / total if total else 0.0, width, glyphs)
+    done, left = progress(found.num_done / total if total else 0.0, width)
     eta_s = None if view.is_paused else found.eta_s(now_s)
     return Content.assemble(
         "eval ",
@@ -184,8 +182,8 @@ def _evaluation(view: View, found: Evaluating, now_s: float, width: int, glyphs:
     )
 
 
-def _one_progress(word: str, frac: float, eta_s: float | None, width: int, glyphs: Glyphs) -> Content:
-    done, left = progress(frac, width, glyphs)
+def _one_progress(word: str, frac: float, eta_s: float | None, width: int) -> Content:
+    done, left = progress(frac, width)
     eta = f" ETA {duration(eta_s)}" if eta_s is not None else ""
     shown = f"{100 * frac:.1f}%" if word == "run" and frac < 1 else f"{100 * frac:.0f}%"
     return Content.assemble(
@@ -193,7 +191,7 @@ def _one_progress(word: str, frac: float, eta_s: float | None, width: int, glyph
     )
 
 
-def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
+def throughput_line(view: View, width: int) -> Content:
     """Return the throughput line: images per second with a sparkline, step time, data wait, gradient norm."""
     step = view.step
     if step is None:
@@ -204,7 +202,7 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
     step_time = f"{step_s * 1000:.0f} ms" if step_s < 10 else f"{step_s:.1f} s"
     parts = [
         LinePart(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
-        LinePart(4, spark(view.recent["images_per_s"], min(30, width // 4), glyphs), "$secondary"),
+        LinePart(4, spark(view.recent["images_per_s"], min(30, width // 4)), "$secondary"),
         LinePart(2, f"step {step_time}") if step.step_s is not None else None,
         LinePart(1, Content.assemble("waiting for data ", (percent(step.data_wait_frac), wait_style))),
         LinePart(3, f"grad norm {number(step.grad_norm)}") if step.grad_norm is not None else None,
@@ -278,7 +276,7 @@ def starting(view: View, status: Status, log_lines: list[str], num_lines: int) -
     return Content.assemble(title, "\n\n", ("\n".join(lines), "$text-muted"))
 
 
-def notice(view: View, status: Status, name: str, width: int, height: int, glyphs: Glyphs) -> Content:
+def notice(view: View, status: Status, name: str, width: int, height: int) -> Content:
     """Return the content for a terminal that is too small for panes: the state, and the size needed."""
     good, bad = "$text-success", "$text-error bold"
     size = Content.assemble(
@@ -290,7 +288,7 @@ def notice(view: View, status: Status, name: str, width: int, height: int, glyph
     loss = f"loss {loss_text(view.loss.mean)}" if view.step is not None else "no step yet"
     lines = [
         Content.styled(clip(name, max(1, width)), "bold"),
-        state_content(view, status, glyphs),
+        state_content(view, status),
         Content(f"{_epoch(view)}  {loss}" if view.epoch is not None else loss),
         size,
         Content.styled("press q to leave", "$text-muted"),

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from textual.binding import Binding
 from textual.content import Content
 
-from segapp.tui.widgets import Glyphs
 from segapp.view.plot import CLASS, metric_names, metric_title
 from segapp.view.view import View
 
@@ -16,7 +15,6 @@ _SHOWN = {
     "left": "←",
     "escape": "esc",
 }
-_ASCII = {"←": "left"}
 
 
 class Key(NamedTuple):
@@ -83,11 +81,10 @@ def available(is_readonly: bool) -> list[Key]:
     return [key for key in KEYS if not (is_readonly and key.ctl)]
 
 
-def shown_key(key: Key, *, is_ascii: bool = False) -> str:
+def shown_key(key: Key) -> str:
     """Return the name of a key as displayed."""
     first = key.keys.split(",")[0]
-    shown = _SHOWN.get(first, first)
-    return _ASCII.get(shown, shown) if is_ascii else shown
+    return _SHOWN.get(first, first)
 
 
 def key_bar(keys: Sequence[Key], labels: Mapping[str, str], width: int) -> Content:
@@ -96,13 +93,12 @@ def key_bar(keys: Sequence[Key], labels: Mapping[str, str], width: int) -> Conte
     return bar([(shown_key(key), labels.get(key.action, key.label)) for key in shown], width)
 
 
-def palette(keys: Sequence[Key], view: View, *, is_ascii: bool) -> Iterator[tuple[str, str, str]]:
+def palette(keys: Sequence[Key], view: View) -> Iterator[tuple[str, str, str]]:
     """Yield title, hint and action of the command palette's entries: keys, metrics and classes of the run."""
     for key in keys:
         if key.is_bound:
-            name = shown_key(key, is_ascii=is_ascii)
             title = f"{key.help} ({key.words})" if key.words else key.help
-            yield title, f"key {name}" + (f", ctl {key.ctl}" if key.ctl else ""), key.action
+            yield title, f"key {shown_key(key)}" + (f", ctl {key.ctl}" if key.ctl else ""), key.action
     for metric in (*metric_names(view), *(CLASS + name for name in view.classes)):
         yield f"chart: {metric_title(metric)}", "metric", f"show_metric({metric!r})"
 
@@ -121,12 +117,11 @@ def bar(items: Sequence[tuple[str, str]], width: int) -> Content:
     return Content(" ").join(pieces)
 
 
-def help_lines(keys: Sequence[Key], *, glyphs: Glyphs) -> Content:
+def help_lines(keys: Sequence[Key]) -> Content:
     """Return the help page: the keys, and the signs of the chart."""
-    is_ascii = glyphs.diamond.isascii()
     lines = [
         Content.assemble(
-            (f"{shown_key(key, is_ascii=is_ascii):>11}  ", "$text-accent bold"),
+            (f"{shown_key(key):>11}  ", "$text-accent bold"),
             key.help,
             (f"  ({key.panes.replace(' ', ', ')})" if key.panes else "", "$text-muted"),
             (f"  (ctl: {key.ctl})" if key.ctl else "", "$text-muted"),
@@ -134,9 +129,9 @@ def help_lines(keys: Sequence[Key], *, glyphs: Glyphs) -> Content:
         for key in keys
     ]
     signs = (
-        (glyphs.diamond, "evaluation"), (glyphs.star, "best checkpoint"), (glyphs.v_mark, "change of gpu0_bsz, resume"),
-        (glyphs.bad, "not a finite number"), (glyphs.clipped, "outside the scale"),
-        (f"{glyphs.up} {glyphs.down}", "change of IoU since the previous evaluation"),
+        ("◆", "evaluation"), ("★", "best checkpoint"), ("┊", "change of gpu0_bsz, resume"),
+        ("×", "not a finite number"), ("▲", "outside the scale"),
+        ("▲ ▼", "change of IoU since the previous evaluation"),
         ("!", "a class whose IoU fell by more than 0.02"),
     )  # fmt: skip
     legend = [Content.assemble((f"{sign:>11}  ", "$text-success bold"), meaning) for sign, meaning in signs]

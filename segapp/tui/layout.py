@@ -14,7 +14,7 @@ from segapp.tui.devices import gpu0_content, gpu_content
 from segapp.tui.events import EventsPane
 from segapp.tui.pictures import PictureView
 from segapp.tui.shown_run import ShownRun
-from segapp.tui.widgets import Glyphs, LiteralText, set_title
+from segapp.tui.widgets import LiteralText, set_title
 from segapp.view.plot import chart_title, step_field
 from segapp.view.source import newest_pictures
 
@@ -67,10 +67,9 @@ def plan_layout(width: int, height: int, pane: str = "loss", *, is_zoomed: bool 
 class Columns(Horizontal):
     """Left: the chart or the images, the throughput and the events. Right: the devices, gpu0_bsz and the classes."""
 
-    def __init__(self, glyphs: Glyphs, *, has_color: bool) -> None:
-        self._glyphs = glyphs
+    def __init__(self, *, has_color: bool) -> None:
         self._layout = ScreenLayout(frozenset())
-        self.chart = LossChart(glyphs, id="loss", classes="pane")
+        self.chart = LossChart(id="loss", classes="pane")
         self.pictures = PictureView(has_color=has_color, id="pictures", classes="pane")
         self.events, self.table = EventsPane(), ClassesPane()
         self._device_lines = LiteralText(classes="lines")
@@ -95,7 +94,7 @@ class Columns(Horizontal):
 
     def show(self, run: ShownRun, *, is_readonly: bool) -> None:
         """Update the visible panes."""
-        view, plan, glyphs = run.view, self._layout, self._glyphs
+        view, plan = run.view, self._layout
         if "loss" in plan.panes:
             metric = self.chart.options.metric
             self._set_title(self.chart, Content.styled(f"1 {chart_title(metric)}", "bold"))
@@ -106,7 +105,7 @@ class Columns(Horizontal):
             self._set_title(self.pictures, Content.styled("5 Images", "bold"))
         if plan.has_throughput:
             width = max(1, self._throughput.size.width - 2)
-            self._throughput.show(header.throughput_line(view, width, glyphs))
+            self._throughput.show(header.throughput_line(view, width))
         if "events" in plan.panes:
             self._set_title(self.events, self.events.show(view))
         if "gpu" in plan.panes:
@@ -114,10 +113,10 @@ class Columns(Horizontal):
         if "gpu0" in plan.panes:
             width, status = max(1, self.gpu0.content_size.width), run.source.status()
             can_edit = not (is_readonly or status.is_over)
-            self.gpu0.show(gpu0_content(view, status, width, glyphs, can_edit=can_edit))
+            self.gpu0.show(gpu0_content(view, status, width, can_edit=can_edit))
             set_title(self.gpu0, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
-            self.table.show(view, glyphs)
+            self.table.show(view)
             room = self.table.size.width - (4 if plan.has_left else 34)
             self._set_title(self.table, classes_title(view, self.table.search.text, room))
 
@@ -131,7 +130,7 @@ class Columns(Horizontal):
         self.devices.styles.max_height = most + 2 if is_shared else "100%"
         num_rows = most if is_shared else self.devices.size.height
         size = Size(max(1, self.devices.scrollable_content_region.width), num_rows)
-        self._device_lines.show(gpu_content(view, run.predicted_mib(), size, self._glyphs))
+        self._device_lines.show(gpu_content(view, run.predicted_mib(), size))
         self._set_title(self.devices, Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted")))
 
     def _set_title(self, pane: Widget, title: Content) -> None:

@@ -1,11 +1,7 @@
 """Widgets that several panes and screens use; each redraws only if its content has changed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
@@ -14,53 +10,11 @@ from textual.widgets import Input
 
 from segapp.run.words import printable
 
-Item = TypeVar("Item")
-
-
-_BRAILLE = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dtype=np.uint16)
-
-
-@dataclass(frozen=True)
-class Glyphs:
-    """A set of characters to draw with; the defaults are Unicode."""
-
-    dot: str = "●"
-    hollow_dot: str = "○"
-    line_done: str = "━"
-    line_half: str = "╸"
-    """The last cell of a progress bar that ends in the middle of a cell."""
-    line_left: str = "─"
-    up: str = "▲"
-    down: str = "▼"
-    arrow: str = "→"
-    separator: str = "·"
-    spark: str = "▁▂▃▄▅▆▇█"
-    """Levels of a sparkline, lowest first."""
-    diamond: str = "◆"
-    star: str = "★"
-    bad: str = "×"
-    v_mark: str = "┊"
-    v_axis: str = "│"
-    h_axis: str = "─"
-    corner: str = "└"
-    clipped: str = "▲"
-    degree: str = "°"
-    dots_per_cell: tuple[int, int] = (4, 2)
-    """Rows and columns of dots per cell of the chart."""
-    dot_weights: NDArray[np.uint16] = field(default_factory=lambda: _BRAILLE)
-    """Weight of each dot in the index into `dot_cells`."""
-    dot_cells: str = "".join(map(chr, range(0x2800, 0x2900)))
-
-
-UNICODE = Glyphs()
-ASCII = Glyphs(
-    dot="*", hollow_dot="o", line_done="=", line_half="-", line_left=".", up="+", down="-", arrow="->", separator=".",
-    spark="_.-=*#", diamond="V", star="B", bad="x", v_mark=":", v_axis="|", h_axis="-", corner="+",
-    clipped="^", degree="C", dots_per_cell=(2, 1), dot_weights=np.array([[1], [2]], dtype=np.uint16), dot_cells=" '.:",
-)  # fmt: skip
-
-
-_ASCII_FOR = str.maketrans({"·": ".", "→": ">", "←": "<", "…": "~", "×": "x", "±": "~", "°": "C", "—": "-"})
+_ASCII_FOR: dict[int, int | str] = {
+    **str.maketrans("·→←…×±°—●○━╸─▲▼◆★┊│└▁▂▃▄▅▆▇█", ".><~x~C-*o=-.+-VB:|+_..-==*#"),
+    **{0x2800 + dots: " '.:"[bool(dots & 0x1B) + 2 * bool(dots & 0xE4)] for dots in range(256)},
+}
+"""A braille pattern becomes the halves of its cell that have dots."""
 
 
 def ascii_text(text: str) -> str:
@@ -68,24 +22,23 @@ def ascii_text(text: str) -> str:
     return text.translate(_ASCII_FOR).encode("ascii", "replace").decode()
 
 
-def progress(frac: float | None, width: int, glyphs: Glyphs) -> tuple[str, str]:
+def progress(frac: float | None, width: int) -> tuple[str, str]:
     """Return the finished and the open part of a progress bar of `width` cells; all open for None."""
     halves = int(min(max(frac or 0.0, 0.0), 1.0) * 2 * width + 1e-9)
-    done = glyphs.line_done * (halves // 2) + glyphs.line_half * (halves % 2)
-    return done, glyphs.line_left * (width - len(done))
+    done = "━" * (halves // 2) + "╸" * (halves % 2)
+    return done, "─" * (width - len(done))
 
 
-def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
+def spark(values: Sequence[float], width: int) -> str:
     """Return the last `width` values as a sparkline between their extremes; shorter if there are fewer values.
 
     Values that differ by less than 2 % are drawn at half height, so that noise does not look like a trend.
     """
     shown = list(values)[-width:] if width > 0 else []
     bottom, top = min(shown, default=0.0), max(shown, default=0.0)
-    last = len(glyphs.spark) - 1
     if top - bottom <= 0.02 * abs(top):
-        return glyphs.spark[last // 2] * len(shown)
-    return "".join(glyphs.spark[round((value - bottom) / (top - bottom) * last)] for value in shown)
+        return "▄" * len(shown)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - bottom) / (top - bottom))] for value in shown)
 
 
 class LiteralText(Widget):
@@ -143,6 +96,10 @@ class StripWidget(Widget, can_focus=True):
     def make(self) -> None:
         """Make the drawing."""
         self._strips = self.build()
+        if self.app.has_class("-ascii"):
+            self._strips = [
+                Strip([segment._replace(text=ascii_text(segment.text)) for segment in strip]) for strip in self._strips
+            ]
         self._made_of = self.key()
 
     def render_line(self, y: int) -> Strip:

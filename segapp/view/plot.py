@@ -131,12 +131,13 @@ def draw_columns(columns: CurveColumns, scale: Scale, num_rows: int) -> NDArray[
     return dots
 
 
-def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Return dots of (rows * r, columns * c) as one number per cell, (rows, columns)."""
-    per_row, per_column = weights.shape
-    height, width = dots.shape[0] // per_row, dots.shape[1] // per_column
-    cells = dots.reshape(height, per_row, width, per_column)
-    packed: NDArray[np.uint16] = np.einsum("hrwc,rc->hw", cells.astype(np.uint16), weights)
+_BRAILLE = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dtype=np.uint16)
+
+
+def pack_dots(dots: NDArray[np.bool_]) -> NDArray[np.uint16]:
+    """Return dots of (4 * rows, 2 * columns) as one braille pattern per cell, (rows, columns): 0 (blank) to 255."""
+    cells = dots.reshape(dots.shape[0] // 4, 4, dots.shape[1] // 2, 2)
+    packed: NDArray[np.uint16] = np.einsum("hrwc,rc->hw", cells.astype(np.uint16), _BRAILLE)
     return packed
 
 

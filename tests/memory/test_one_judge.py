@@ -29,7 +29,7 @@ from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
 from segapp.tui.devices import gpu0_content
 from segapp.tui.dialogs import Gpu0Screen
-from segapp.tui.widgets import ASCII
+from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
 
@@ -165,7 +165,7 @@ def test_split_that_the_trainer_refuses_is_refused_by_all(
 
 def test_screen_offers_no_editor_in_mode_model(tmp_path: Path) -> None:
     run = TrainedRun(tmp_path / "run", "model")
-    pane = gpu0_content(run.view, Status("live"), 60, ASCII, can_edit=True).plain
+    pane = ascii_text(gpu0_content(run.view, Status("live"), 60, can_edit=True).plain)
     assert pane.replace("\n", " ").startswith("parallel.mode = model: every device has the whole batch")
     assert "b changes it" not in pane
 

@@ -6,7 +6,6 @@ import numpy as np
 from rich.style import Style
 
 from segapp.tui.chart import Canvas
-from segapp.tui.widgets import ASCII
 from segapp.view.plot import CurveColumns, Scale
 
 STYLES = [Style(), Style(bold=True), Style(italic=True), Style(dim=True)]
@@ -14,7 +13,7 @@ LABELS = ["a ", "b ", "c ", "d "]
 
 
 def test_points_stand_at_their_heights() -> None:
-    canvas = Canvas(8, 4, ASCII)
+    canvas = Canvas(8, 4)
     for column, fraction in enumerate((0.0, 0.25, 0.26, 0.5, 0.75, 0.76, 1.0, 1.01)):
         canvas.point(column, fraction, "x", 1)
     canvas.point(0, -0.01, "y", 1)
@@ -22,22 +21,23 @@ def test_points_stand_at_their_heights() -> None:
 
 
 def test_curves_cover_and_lines_leave_what_is_there() -> None:
-    canvas = Canvas(4, 2, ASCII)
-    low, high = np.array([1.0, 0.0, 1.0, np.nan]), np.array([1.0, 0.0, 5.0, np.nan])
-    columns = CurveColumns(low, high, np.zeros(4, dtype=bool))
+    canvas = Canvas(4, 2)
+    low = np.repeat([1.0, 0.0, 1.0, np.nan], 2)
+    high = np.repeat([1.0, 0.0, 5.0, np.nan], 2)
+    columns = CurveColumns(low, high, np.zeros(8, dtype=bool))
     canvas.put(0, 0, "z", 2)
     canvas.curve(columns, Scale(0.0, 1.0), 1)
     canvas.line(1, ":", 3)  # the curve falls and rises here, so that no cell is empty
     canvas.line(3, ":", 3)
     canvas.clipped(columns, Scale(0.0, 1.0), 2)
-    assert "".join(canvas._chars[0]) == "'.^:"
-    assert canvas._chars[1, 1] == canvas._chars[1, 3] == ":"
+    assert "".join(canvas._chars[0]) == "⠉⡆▲:"
+    assert (canvas._chars[1, 1], canvas._chars[1, 3]) == ("⣇", ":")
     assert canvas._styles.tolist()[0] == [1, 1, 2, 3]
     assert canvas._styles[1, 1] == 1
 
 
 def test_rows_have_their_labels_and_a_segment_for_each_style() -> None:
-    canvas = Canvas(5, 4, ASCII)
+    canvas = Canvas(5, 4)
     canvas.put(1, 2, "x", 1)
     strips = canvas.strips(STYLES, LABELS)
     assert [strip.text for strip in strips] == ["a      ", "b   x  ", "c      ", "d      "]

@@ -18,7 +18,6 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
 from segapp.tui.classes import classes_content
 from segapp.tui.devices import gpu_content
-from segapp.tui.widgets import UNICODE
 from segapp.view.history import LossHistory
 from segapp.view.plot import (
     NO_POINTS,
@@ -226,15 +225,15 @@ def test_classes_fill_columns_where_there_is_room(tmp_path: Path) -> None:
                       steps_per_epoch=5)  # fmt: skip
     run.epoch()
     run.epoch()
-    text = classes_content(folded(run), Size(196, 54), UNICODE).plain
+    text = classes_content(folded(run), Size(196, 54)).plain
     assert all(f"class number {i} " in text for i in range(150))
     assert len(text.splitlines()) <= 54
-    one = classes_content(folded(run), Size(46, 30), UNICODE).plain
+    one = classes_content(folded(run), Size(46, 30)).plain
     assert len(one.splitlines()) == 150
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "3", "f", *["pagedown"] * 6)
-        worst = classes_content(folded(run), Size(76, 200), UNICODE).plain.splitlines()
+        worst = classes_content(folded(run), Size(76, 200)).plain.splitlines()
         name = re.match(r"class number \d+", worst[50]).group()  # type: ignore[union-attr]
         assert f"{name} " in screen_text(app), "the cursor stays in view"
 
@@ -245,11 +244,11 @@ def test_classes_fill_columns_where_there_is_room(tmp_path: Path) -> None:
 def test_class_rows_fill_the_line_and_show_the_change(run: RecordedRun, width: int) -> None:
     run.write(Val(epoch=4, step=80, loss=0.5, miou=0.5, iou=[0.5, 0.5, 0.5, *[None] * 8]))
     run.write(Val(epoch=5, step=100, loss=0.5, miou=0.5, iou=[0.5, 0.6, 0.2, *[None] * 8]))
-    rows = classes_content(folded(run), Size(width, 40), UNICODE).plain.splitlines()
+    rows = classes_content(folded(run), Size(width, 40)).plain.splitlines()
     rows = [row for row in rows if row.split()[0] in CAMVID]
     assert {cell_len(row) for row in rows} == {width}
     found = {row.split()[0]: row.split()[-2 if row.endswith("!") else -1] for row in rows}
-    wanted = {"sky": "=0.000", "building": f"{UNICODE.up}0.100", "pole": f"{UNICODE.down}0.300"}
+    wanted = {"sky": "=0.000", "building": "▲0.100", "pole": "▼0.300"}
     assert {name: found[name] for name in wanted} == wanted
     assert [row.split()[0] for row in rows if row.endswith("!")] == ["pole"]
 
@@ -271,9 +270,9 @@ def test_old_evaluations_keep_their_classes(tmp_path: Path) -> None:
 
 def test_device_pane_shows_more_where_there_is_room(run: RecordedRun) -> None:
     view = folded(run)
-    small = gpu_content(view, (), Size(60, 5), UNICODE).plain.splitlines()
+    small = gpu_content(view, (), Size(60, 5)).plain.splitlines()
     assert len(small) == 4
-    large = gpu_content(view, (16_384.0, 1.0, None, 3.0), Size(80, 24), UNICODE).plain
+    large = gpu_content(view, (16_384.0, 1.0, None, 3.0), Size(80, 24)).plain
     assert large.count("allocated") == 4
     assert "predicted 16.0" in large
 

@@ -7,7 +7,7 @@ from textual.geometry import Size
 
 from segapp.run.events import Val
 from segapp.tui.classes import class_rows, classes_content, classes_title
-from segapp.tui.widgets import ASCII
+from segapp.tui.widgets import ascii_text
 from segapp.view.history import Evaluations
 from segapp.view.view import View
 
@@ -43,7 +43,7 @@ def test_changes_are_since_the_evaluation_of_the_same_classes(view: View) -> Non
 
 
 def test_rows_have_a_bar_a_number_and_a_change(view: View) -> None:
-    lines = classes_content(view, Size(46, 9), ASCII).plain.splitlines()
+    lines = ascii_text(classes_content(view, Size(46, 9)).plain).splitlines()
     assert lines == [
         "pole   " + "====-".ljust(23) + " 0.200  -0.100 !",
         "car    " + "====-".ljust(23) + " 0.200          ",
@@ -51,23 +51,23 @@ def test_rows_have_a_bar_a_number_and_a_change(view: View) -> None:
         "Sky    " + "====================-".ljust(23) + " 0.900  =0.000  ",
         "bus    " + " " * 25 + "    -         ",
     ]
-    columns = classes_content(view, Size(94, 3), ASCII).plain.splitlines()
+    columns = ascii_text(classes_content(view, Size(94, 3)).plain).splitlines()
     assert [line.split()[0] for line in columns] == ["pole", "car", "road"]
     assert [len(line) for line in columns] == [94, 94, 46]
     assert "  Sky  " in columns[0]
-    narrow = classes_content(view, Size(25, 9), ASCII).plain.splitlines()
+    narrow = ascii_text(classes_content(view, Size(25, 9)).plain).splitlines()
     assert narrow[2] == "road    0.500  +0.100  "
 
 
 def test_selected_row_is_reversed_and_low_values_are_marked(view: View) -> None:
-    found = classes_content(view, Size(46, 9), ASCII, cursor=3)
+    found = classes_content(view, Size(46, 9), cursor=3)
     styles = [(found.plain[span.start : span.end].strip(), span.style) for span in found.spans]
     assert [text for text, style in styles if style == "reverse"] == ["Sky"]
-    bars = {text: style for text, style in styles if text.startswith("==")}
-    assert bars == {"===========-": "$text-primary", "====================-": "$text-primary", "====-": "$text-error"}
+    bars = {text: style for text, style in styles if text.startswith("━━")}
+    assert bars == {"━" * 11 + "╸": "$text-primary", "━" * 20 + "╸": "$text-primary", "━" * 4 + "╸": "$text-error"}
     assert [style for text, style in styles if text.endswith("0.100")] == ["$text-error", "$text-success"]
-    assert classes_content(View(), Size(46, 9), ASCII).plain == "no classes yet"
-    shown = classes_content(view, Size(46, 9), ASCII, wanted="x").plain
+    assert ascii_text(classes_content(View(), Size(46, 9)).plain) == "no classes yet"
+    shown = ascii_text(classes_content(view, Size(46, 9), wanted="x").plain)
     assert shown == "no class has this name: press esc to show all"
 
 

@@ -8,7 +8,7 @@ from textual.geometry import Size
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
 from segapp.tui.devices import gpu0_content, gpu_content, headroom_level
 from segapp.tui.dialogs import Gpu0Screen
-from segapp.tui.widgets import ASCII
+from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
 
@@ -33,19 +33,19 @@ def view() -> View:
 
 
 def test_each_device_has_a_line_with_a_bar(view: View) -> None:
-    lines = gpu_content(view, (), Size(60, 3), ASCII).plain.splitlines()
+    lines = ascii_text(gpu_content(view, (), Size(60, 3)).plain).splitlines()
     assert lines == [
         "GPU0 ========-........   5.0/10   6.0  96%  71C 3 img  ok   ",
         "GPU1 ================.   9.6/10   9.2  n/a    - 5 img  full ",
     ]
-    narrow = gpu_content(view, (), Size(59, 3), ASCII).plain.splitlines()
+    narrow = ascii_text(gpu_content(view, (), Size(59, 3)).plain).splitlines()
     assert narrow[0].startswith("0 =========-.........   5.0/10")
-    assert gpu_content(view, (), Size(30, 3), ASCII).plain.splitlines()[0] == "0 ======......   5.0/10 3 img "
-    assert len(gpu_content(view, (), Size(200, 3), ASCII).plain.splitlines()[0].split()[1]) == 40
+    assert ascii_text(gpu_content(view, (), Size(30, 3)).plain).splitlines()[0] == "0 ======......   5.0/10 3 img "
+    assert len(ascii_text(gpu_content(view, (), Size(200, 3)).plain).splitlines()[0].split()[1]) == 40
     view.split = (2, 6)
-    assert "5.0/10     -  96%" in gpu_content(view, (), Size(60, 3), ASCII).plain  # no peak of this split yet
+    assert "5.0/10     -  96%" in ascii_text(gpu_content(view, (), Size(60, 3)).plain)  # no peak of this split yet
     view.devices = [DeviceMemory(device="cpu", used_mib=812.0)]
-    words = gpu_content(view, (), Size(60, 3), ASCII).plain.split()
+    words = ascii_text(gpu_content(view, (), Size(60, 3)).plain).split()
     assert words == ["CPU0", "." * 21, "812M/n/a", "-", "n/a", "2", "img"]
 
 
@@ -54,19 +54,19 @@ def test_devices_of_several_machines_have_their_names(view: View) -> None:
     names = ("node1", "node1 (2)")
     devices = [Device(device="cuda:0", total_mib=10_240, machine=name) for name in names]
     view.start = view.start.model_copy(update={"devices": devices})
-    lines = gpu_content(view, (), Size(70, 3), ASCII).plain.splitlines()
+    lines = ascii_text(gpu_content(view, (), Size(70, 3)).plain).splitlines()
     assert [line.partition(" =")[0] for line in lines] == ["node1     GPU0", "node1 (2) GPU1"]
-    assert gpu_content(view, (), Size(59, 3), ASCII).plain.startswith("node1     0 =")
+    assert ascii_text(gpu_content(view, (), Size(59, 3)).plain).startswith("node1     0 =")
 
 
 def test_taller_pane_has_the_allocator(view: View) -> None:
-    lines = gpu_content(view, (7168.0, None), Size(80, 4), ASCII).plain.splitlines()
+    lines = ascii_text(gpu_content(view, (7168.0, None), Size(80, 4)).plain).splitlines()
     assert lines[1::2] == [
         "  allocated 2.0  reserved 3.0  peak 6.0  predicted 7.0  in backward", "  peak 9.2"
     ]  # fmt: skip
-    narrow = gpu_content(view, (7168.0,), Size(50, 4), ASCII).plain.splitlines()
+    narrow = ascii_text(gpu_content(view, (7168.0,), Size(50, 4)).plain).splitlines()
     assert narrow[1] == "  allocated 2.0  reserved 3.0  peak 6.0"
-    assert len(gpu_content(view, (), Size(80, 40), ASCII).plain.splitlines()) == 4
+    assert len(ascii_text(gpu_content(view, (), Size(80, 40)).plain).splitlines()) == 4
 
 
 def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
@@ -74,16 +74,16 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
     view.start = view.start.model_copy(update={"devices": [Device(device="cpu")] * 3, "mode": "dp"})
     view.devices = [DeviceMemory(device="cpu", used_mib=5120, total_mib=10_240, peak_mib=6144)] * 3
     view.split, view.peaks_mib = (2, 3, 3), {(2, 3, 3): [6144.0] * 3}
-    lines = gpu_content(view, (), Size(70, 4), ASCII).plain.splitlines()
+    lines = ascii_text(gpu_content(view, (), Size(70, 4)).plain).splitlines()
     assert lines[0] == "3 logical devices share one process and its memory  shown once"
     assert lines[1].startswith("CPU0-2 ====")
     assert "2.3.3 img" in lines[1].replace("·", ".")
     assert lines[2:] == ["  peak 6.0"]
-    assert gpu_content(view, (), Size(50, 4), ASCII).plain.splitlines()[1].startswith("0-2 ===")
+    assert ascii_text(gpu_content(view, (), Size(50, 4)).plain).splitlines()[1].startswith("0-2 ===")
     assert "GiB" not in Gpu0Screen(view).check("1")[1]
     ranks = view.start.model_copy(update={"mode": "ddp"})  # each rank is a process of its own
     view.start = ranks
-    assert [line[:4] for line in gpu_content(view, (), Size(70, 3), ASCII).plain.splitlines()] == [
+    assert [line[:4] for line in ascii_text(gpu_content(view, (), Size(70, 3)).plain).splitlines()] == [
         "CPU0",
         "CPU1",
         "CPU2",
@@ -93,26 +93,26 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
 def test_changed_ranks_have_a_line_above_the_devices(view: View) -> None:
     change = Topology(step=4, ranks=2, machines=1, old_ranks=3, old_machines=2, reason="without node2 cuda:0")
     fold_events(view, [{**change.model_dump(), "t": 60.0}])
-    lines = gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()
+    lines = ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()
     assert lines[0] == "2 ranks on 1 machine (before: 3 on 2)  without node2 cuda:0"
     assert len(lines) == 3
-    assert len(gpu_content(view, (), Size(80, 2), ASCII).plain.splitlines()) == 2  # the devices come first
+    assert len(ascii_text(gpu_content(view, (), Size(80, 2)).plain).splitlines()) == 2  # the devices come first
 
 
 def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
     change = Recompute(step=9, choice="all", blocks=[["a", "b"], ["a", "b"]], num_blocks=2, reason="out of memory")
     fold_events(view, [{**change.model_dump(), "t": 60.0}])
-    assert gpu_content(view, (), Size(60, 3), ASCII).plain.splitlines()[0] == "2 of 2 blocks recomputed"
-    assert len(gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()) == 3
+    assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).splitlines()[0] == "2 of 2 blocks recomputed"
+    assert len(ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()) == 3
     fold_events(view, [{**change.model_copy(update={"blocks": [["a"], []]}).model_dump(), "t": 61.0}])
-    assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith("1·0 of 2 blocks recomputed\n")
+    assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("1.0 of 2 blocks recomputed\n")
     by_plan = change.model_copy(update={"saved_mib": [3174.4, 512.0], "slower": 1.25})
     fold_events(view, [{**by_plan.model_dump(), "t": 61.5}])
-    shown = gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()[0]
+    shown = ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()[0]
     assert shown == "2 of 2 blocks recomputed  saves 3.1 / 512M  step time x 1.25 by the plan"
-    assert gpu_content(view, (), Size(60, 2), ASCII).plain.startswith("GPU0")  # no room beside the devices
+    assert ascii_text(gpu_content(view, (), Size(60, 2)).plain).startswith("GPU0")  # no room beside the devices
     fold_events(view, [{**change.model_copy(update={"blocks": [[], []]}).model_dump(), "t": 62.0}])
-    assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith("GPU0")
+    assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("GPU0")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_headroom_is_tight_above_90_and_full_above_95_percent(
 
 def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
     def shown(status: Status = LIVE, *, can_edit: bool = True) -> list[str]:
-        return gpu0_content(view, status, 60, ASCII, can_edit=can_edit).plain.splitlines()
+        return gpu0_content(view, status, 60, can_edit=can_edit).plain.splitlines()
 
     assert shown() == ["3  split 3·5  batch 8", "press b to change it from the next epoch on"]
     assert shown(can_edit=False) == ["3  split 3·5  batch 8"]
@@ -145,9 +145,9 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
     assert shown()[1] == "even was reverted"
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=None, epoch=4)
     view.epoch, view.step = 3, Step(epoch=3, step=50, loss=0.5, lr=0.1, eta_epoch_s=30.0, t=140.0)
-    assert shown() == ["3 -> even  PENDING: epoch 4, in 20s", "split 3·5 -> 4·4", "press u to cancel"]
+    assert shown() == ["3 → even  PENDING: epoch 4, in 20s", "split 3·5 → 4·4", "press u to cancel"]
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2, split=[2, 6])
-    assert shown(Status("crashed"))[:2] == ["3 -> 2  PENDING: the next epoch", "split 3·5 -> 2·6"]
+    assert shown(Status("crashed"))[:2] == ["3 → 2  PENDING: the next epoch", "split 3·5 → 2·6"]
     view.start = view.start.model_copy(update={"devices": view.start.devices[:1]}) if view.start else None
     assert shown() == ["one device: nothing to split"]
     view.start = None

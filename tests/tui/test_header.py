@@ -8,7 +8,7 @@ import pytest
 
 from segapp.run.events import Alert, Device, RunEnd, RunStart, Step
 from segapp.tui import header
-from segapp.tui.widgets import ASCII
+from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
 
@@ -35,7 +35,7 @@ def view() -> View:
 
 def test_first_line_leaves_out_the_least_important(view: View) -> None:
     def line(width: int, **options: bool) -> str:
-        return header.header(view, LIVE, "a-run", width, ASCII, is_readonly=True, num_alerts=2, **options).plain
+        return ascii_text(header.header(view, LIVE, "a-run", width, is_readonly=True, num_alerts=2, **options).plain)
 
     known = "segapp  a-run  * LIVE train  2 alerts  epoch 3/8  step 10/20  lr 5.0e-3  up 1m40s"
     whole = f"{known}  pid 7  read-only  3.0s ago"
@@ -45,12 +45,12 @@ def test_first_line_leaves_out_the_least_important(view: View) -> None:
         assert line(before - 1) == whole
     assert line(len("a-run  * LIVE train  2 alerts")) == "a-run  * LIVE train  2 alerts"
     assert line(14) == "* LIVE train"
-    assert line(9) == "* LIVE t…"
+    assert line(9) == "* LIVE t~"
     assert view.start is not None
     view.start = view.start.model_copy(update={"steps": 155})
     assert "step 50/155" in line(200)
-    long = header.header(view, LIVE, "x" * 99, 100, ASCII, is_readonly=False).plain
-    assert f"{'x' * 24}…  * LIVE" in long
+    long = ascii_text(header.header(view, LIVE, "x" * 99, 100, is_readonly=False).plain)
+    assert f"{'x' * 24}~  * LIVE" in long
     assert "alert" not in long
 
 
@@ -71,43 +71,45 @@ def test_state_is_a_dot_a_word_and_the_phase(
     view: View, status: Status, is_paused: bool, phase: str | None, shown: str
 ) -> None:
     view.is_paused, view.phase = is_paused, phase
-    line = header.header(view, replace(status, age_s=3.0), "a", 200, ASCII, is_readonly=False)
+    line = header.header(view, replace(status, age_s=3.0), "a", 200, is_readonly=False)
     age = {line.plain[span.start : span.end]: span.style for span in line.spans}["3.0s ago"]
     assert age == ("$text-warning bold" if status.state == "stale" else "$text-muted")
-    assert header.state_content(view, status, ASCII).plain == shown
+    assert ascii_text(header.state_content(view, status).plain) == shown
 
 
 def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
-    line = header.progress_line(view, LIVE, 110, ASCII).plain
+    line = ascii_text(header.progress_line(view, LIVE, 110).plain)
     epoch, run = f"epoch {'=' * 15}{'.' * 15} 50% ETA 6s", f"run {'=' * 9}{'.' * 21} 31.2% ETA 1m06s"
     assert line.split("   ")[0].rstrip() == epoch  # 16 s at the step, 10 s ago
     assert line.split("   ")[-1].strip() == run
-    assert header.progress_line(view, LIVE, 40, ASCII).plain.startswith("run ==-..... 31.2%")
+    assert ascii_text(header.progress_line(view, LIVE, 40).plain).startswith("run ==-..... 31.2%")
     assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.5, 50 / 160)
     assert header.etas_s(view, replace(LIVE, now_s=139.0)) == (16.0, 76.0)  # by a clock behind the trainer's
     assert header.etas_s(view, replace(LIVE, now_s=170.0)) == (0.0, 46.0)
     view.evaluating = Evaluating(100.0, 120.0, 25, 100)
-    line = header.progress_line(view, LIVE, 110, ASCII).plain
+    line = ascii_text(header.progress_line(view, LIVE, 110).plain)
     assert line.startswith(f"eval {'=' * 5}{'.' * 15} 25/100 images ETA 30s   run ")
-    assert "eval" not in header.progress_line(view, replace(LIVE, state="crashed"), 110, ASCII).plain
+    assert "eval" not in ascii_text(header.progress_line(view, replace(LIVE, state="crashed"), 110).plain)
     view.evaluating, view.step = None, None
     assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.0, 0.0)
     view.epoch = None
-    assert header.progress_line(view, LIVE, 110, ASCII).plain.strip() == f"run {'.' * 30} 0.0%"
+    assert ascii_text(header.progress_line(view, LIVE, 110).plain).strip() == f"run {'.' * 30} 0.0%"
 
 
 def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
-    line = header.throughput_line(view, 200, ASCII).plain
+    line = ascii_text(header.throughput_line(view, 200).plain)
     assert line == (
         "12.5 img/s  _#  step 640 ms  waiting for data 25%  grad norm 1.50  skipped 2  scale 1024  pixel 0.250"
     )
-    assert header.throughput_line(view, 34, ASCII).plain == "12.5 img/s  waiting for data 25%"
+    assert ascii_text(header.throughput_line(view, 34).plain) == "12.5 img/s  waiting for data 25%"
     assert view.step is not None
     view.step = view.step.model_copy(update={"step_s": 12.34, "skipped": 0, "terms": None, "loss_scale": None})
-    assert header.throughput_line(view, 200, ASCII).plain.endswith("step 12.3 s  waiting for data 25%  grad norm 1.50")
-    found = header.throughput_line(view, 200, ASCII)
+    assert ascii_text(header.throughput_line(view, 200).plain).endswith(
+        "step 12.3 s  waiting for data 25%  grad norm 1.50"
+    )
+    found = header.throughput_line(view, 200)
     assert {found.plain[span.start : span.end]: span.style for span in found.spans}["25%"] == "$text-warning bold"
-    assert header.throughput_line(View(), 200, ASCII).plain == "no step yet"
+    assert ascii_text(header.throughput_line(View(), 200).plain) == "no step yet"
 
 
 @pytest.mark.parametrize(
@@ -159,13 +161,13 @@ def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int,
 
 def test_screen_too_small_for_panes_says_so(view: View) -> None:
     lines = ["a-run", "* LIVE train", "epoch 3/8  loss 0.600", "segapp needs 60x15, has 40x10", "press q to leave"]
-    assert header.notice(view, LIVE, "a-run", 40, 10, ASCII).plain.splitlines() == lines
-    small = header.notice(view, LIVE, "a-run", 12, 3, ASCII).plain
-    assert small.splitlines() == ["a-run", "* LIVE train", "epoch 3/8  …"]
-    assert header.notice(View(), LIVE, "a-run", 40, 0, ASCII).plain == "a-run"
-    assert "no step yet" in header.notice(View(), LIVE, "a-run", 40, 9, ASCII).plain
+    assert ascii_text(header.notice(view, LIVE, "a-run", 40, 10).plain).splitlines() == lines
+    small = ascii_text(header.notice(view, LIVE, "a-run", 12, 3).plain)
+    assert small.splitlines() == ["a-run", "* LIVE train", "epoch 3/8  ~"]
+    assert ascii_text(header.notice(View(), LIVE, "a-run", 40, 0).plain) == "a-run"
+    assert "no step yet" in ascii_text(header.notice(View(), LIVE, "a-run", 40, 9).plain)
     for width, height, good in ((60, 14, "60"), (59, 15, "15")):
-        found = header.notice(view, LIVE, "a", width, height, ASCII)
+        found = header.notice(view, LIVE, "a", width, height)
         styles = {found.plain[span.start : span.end]: span.style for span in found.spans}
         assert [side for side in ("60", "15") if styles[side] == "$text-success"] == [good]
 

@@ -15,7 +15,6 @@ from segapp.run.events import DeviceMemory, EpochStart, EventReader, Heartbeat, 
 from segapp.tui import header, keys
 from segapp.tui.app import MonitorApp
 from segapp.tui.events import EventsPane
-from segapp.tui.widgets import UNICODE
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
@@ -63,7 +62,7 @@ def test_evaluation_of_unknown_progress_only_begins(fresh: RecordedRun, fields: 
     view = folded(fresh)
     assert view.evaluating is not None
     assert view.evaluating.eta_s(fresh.clock.now_s) is None
-    line = header.progress_line(view, Status("busy", now_s=fresh.clock.now_s), 120, UNICODE).plain
+    line = header.progress_line(view, Status("busy", now_s=fresh.clock.now_s), 120).plain
     assert "eval" in line
     assert "begins" in line
 
@@ -72,9 +71,7 @@ def test_first_line_names_the_precision_of_the_steps(fresh: RecordedRun) -> None
     view, status = folded(fresh), Status("live", now_s=fresh.clock.now_s)
 
     def line(start: RunStart) -> list[str]:
-        return header.header(replace(view, start=start), status, "run", 160, UNICODE, is_readonly=False).plain.split(
-            "  "
-        )
+        return header.header(replace(view, start=start), status, "run", 160, is_readonly=False).plain.split("  ")
 
     assert view.start is not None
     assert view.start.precision is None  # an older run
@@ -83,7 +80,7 @@ def test_first_line_names_the_precision_of_the_steps(fresh: RecordedRun) -> None
 
 
 def test_history_that_is_read_shows_how_far() -> None:
-    line = header.progress_line(View(), Status("busy", loaded_frac=0.5), 30, UNICODE).plain
+    line = header.progress_line(View(), Status("busy", loaded_frac=0.5), 30).plain
     assert line == "reading the history ━━━━━─────"
 
 
@@ -93,7 +90,7 @@ def test_remaining_time_stands_still_while_paused(fresh: RecordedRun) -> None:
         fresh.beat("paused", 100.0)
     view = folded(fresh)
     assert header.etas_s(view, Status("busy", now_s=fresh.clock.now_s)) == (None, None)
-    assert header.state_content(view, Status("live"), UNICODE).spans[0].style == "$text-warning bold"
+    assert header.state_content(view, Status("live")).spans[0].style == "$text-warning bold"
     fresh.beat("train", 100.0)
     etas_s = header.etas_s(folded(fresh), Status("live", now_s=fresh.clock.now_s + 7))
     assert etas_s == pytest.approx((0.0, 1000 - 100 - 7))  # 100 s passed before the pause began
