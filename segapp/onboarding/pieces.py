@@ -9,15 +9,15 @@ pixels that belong to several classes.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from pathlib import Path, PurePosixPath
 from statistics import mean
 
@@ -32,7 +32,6 @@ from segapp.onboarding.conversion import (
     Images,
     check_classes,
     drawn_pair,
-    split_said,
 )
 from segapp.onboarding.hypotheses import probe
 from segapp.onboarding.layout import Layout, Mask, Pair, evenly
@@ -54,7 +53,7 @@ Plane = NDArray[np.bool_]
 _MOST_SHARED = 0.03
 """Share of the labeled pixels with several classes above which classes do not exclude each other; borders touch."""
 _ALIKE = 0.5
-"""Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
+"""Share of the labeled pixels in several masks above which the masks are opinions about one image, not classes."""
 _NUM_LOOKED = 24
 _MIN_MATCHED = 0.95
 
@@ -136,11 +135,16 @@ def find_pieces(tree: Tree) -> Layout | None:
     images = images or others
     if beside and not masks:
         images, masks = _beside_each_other(beside)
-    find = _finder(images)
+    find = _finder(tree, images)
     for place in (_in_folder_of_class, _named_after_class):
-        by_image, unmatched = _gathered(masks, partial(place, find=find))
-        total = sum(map(len, by_image.values()))
-        if not by_image or total < _MIN_MATCHED * (total + unmatched) or max(map(len, by_image.values())) < 2:
+        by_image: Files = defaultdict(dict)
+        matched = set()  # folders of masks that have some of images; others hold other pictures
+        for path in masks:
+            if (found := place(path, find)) is not None:
+                by_image[found[0]].setdefault(found[1], path)
+                matched.add(_folders_to_masks(path))
+        expected = sum(_folders_to_masks(path) in matched for path in masks)
+        if not by_image or sum(map(len, by_image.values())) < _MIN_MATCHED * expected:
             continue
         if (reading := _named_classes(tree, by_image, images)) is not None:
             return reading
@@ -173,32 +177,23 @@ def _mask_folder(path: str) -> int | None:
     return positions[-1]
 
 
+def _folders_to_masks(path: str) -> str:
+    """Return the folders of a path, down to that of masks."""
+    return "/".join(path.split("/")[: (_mask_folder(path) or 0) + 1])
+
+
 _Find = Callable[[str, str], str | None]
 """Function that returns the image of a stem, given a mask and the stem."""
 
 
-def _finder(images: Sequence[str]) -> _Find:
-    """Return a function that finds images by stem, and by the split of the mask if both have splits.
+def _finder(tree: Tree, images: Sequence[str]) -> _Find:
+    """Return a function that finds images by stem, also without leading zeros, close to the mask.
 
-    Numbers have no leading zeros. Of images/rgb/a.jpg and images/nir/a.jpg, the color images are found.
+    Of images/rgb/a.jpg and images/nir/a.jpg, the color images are found.
     """
-
-    def normal(stem: str) -> str:
-        return without_zeros(stem) or stem.casefold()
-
-    keys = {path: (split_said(path), normal(PurePosixPath(path).stem)) for path in images}
-    counts = Counter(keys.values())
-    if max(counts.values(), default=0) > 1:
-        colored = {path: key for path, key in keys.items() if "rgb" in path.lower().split("/")[:-1]}
-        keys, counts = (colored, Counter(colored.values())) if colored else (keys, counts)
-    by_key = {key: path for path, key in keys.items() if counts[key] == 1}
-    has_splits = any(split for split, _ in keys.values())
-
-    def find(mask: str, stem: str) -> str | None:
-        split = split_said(mask) if has_splits else None
-        return by_key.get((split, normal(stem))) or by_key.get((None, normal(stem)))
-
-    return find
+    colored = [path for path in images if "rgb" in path.lower().split("/")[:-1]]
+    known = Images(replace(tree, images=tuple(colored or images)))
+    return lambda mask, stem: known.find(stem, mask) or known.find(without_zeros(stem), mask)
 
 
 def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -218,29 +213,6 @@ def _cuts(stem: str) -> Iterator[tuple[str, str]]:
     for match in reversed(list(re.finditer(r"[_\-. ]+", stem))):
         if match.start() and match.end() < len(stem):
             yield stem[: match.start()], stem[match.end() :]
-
-
-def _gathered(masks: Sequence[str], place: Callable[[str], tuple[str, str] | None]) -> tuple[Files, int]:
-    """Return the masks by image, and the number of masks without an image in folders that have some images."""
-    by_image: Files = defaultdict(dict)
-    unmatched = Counter[tuple[str, ...]]()
-    matched = set()
-    for path in masks:
-        found = place(path)
-        if found is None or found[1] in by_image[found[0]]:
-            unmatched[_folders_to_masks(path)] += 1
-        else:
-            by_image[found[0]][found[1]] = path
-            matched.add(_folders_to_masks(path))
-    return {image: own for image, own in by_image.items() if own}, sum(unmatched[folders] for folders in matched)
-
-
-def _folders_to_masks(path: str) -> tuple[str, ...]:
-    """Return the folders above a mask, with the same word for all splits."""
-    parts = path.split("/")[:-1]
-    last = _mask_folder(path)
-    said = [(part, split_in(part)) for part in parts[: len(parts) if last is None else last + 1]]
-    return tuple(part if split is None else split[1] for part, split in said)
 
 
 def _in_folder_of_class(path: str, find: _Find) -> tuple[str, str] | None:
@@ -277,38 +249,23 @@ def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
     return np.asarray(plane)
 
 
-def _some(by_image: Files) -> Sequence[dict[str, str]]:
-    """Return the masks of some images that have several masks, evenly spread."""
-    return evenly([own for own in by_image.values() if len(own) > 1], _NUM_LOOKED)
-
-
-def _are_binary(tree: Tree, by_image: Files) -> bool:
-    """Return True if the masks of some images have at most two values."""
-    probes = [probe(tree.root / path) for own in _some(by_image) for path in list(own.values())[:4]]
-    return all(one is not None and (one.num_values or 0) <= 2 for one in probes)
-
-
-def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
-    for own in _some(by_image):
-        try:
-            yield [_plane(tree.root / path) for path in own.values()]
-        except ValueError:
-            continue
-
-
 def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout | None:
     """Return the conversion of masks whose folders or names are classes; None if they are not."""
     named = list(dict.fromkeys(name for own in by_image.values() for name in own))
     scenes = {part for path in images for part in path.split("/")[:-1]}
-    if len(named) < 2 or scenes & set(named):
-        return None
     classes = {name: _class_name(name) for name in named}
-    if not all(classes.values()) or len(set(classes.values())) < len(classes) or len(named) > max(2, len(by_image) * 2):
+    if len(named) < 2 or scenes & set(named) or not all(classes.values()) or len({*classes.values()}) < len(classes):
         return None
-    alike = [_intersection_over_union(planes) for planes in _planes_of(tree, by_image)]
-    if not _are_binary(tree, by_image) or (alike and mean(alike) > _ALIKE):
-        return None  # several opinions about one image, of which a layout reads one
-    return _classes(tree, by_image, classes, images)
+    samples = evenly([own for own in by_image.values() if len(own) > 1], _NUM_LOOKED)
+    if not samples:
+        return None
+    probes = [probe(tree.root / path) for own in samples for path in list(own.values())[:4]]
+    if len(named) > max(2, len(by_image) * 2) or any(one is None or (one.num_values or 0) > 2 for one in probes):
+        return None
+    share = overlap_share([_plane(tree.root / path) for path in own.values()] for own in samples)
+    if share > _ALIKE:
+        return None
+    return _classes(tree, by_image, classes, len(images), share)
 
 
 def _class_name(end: str) -> str:
@@ -325,41 +282,20 @@ def _class_name(end: str) -> str:
     return end[words[first].start :]
 
 
-def _intersection_over_union(planes: Sequence[Plane]) -> float:
-    """Return the mean over all pairs of masks with the same shape."""
-    shares = [
-        float((one & other).sum() / max(1, (one | other).sum()))
-        for one, other in combinations(planes[:4], 2)
-        if one.shape == other.shape and one.any() and other.any()
-    ]
-    return mean(shares) if shares else 0.0
-
-
-def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Sequence[str]) -> Layout:
-    share = overlap_share(_planes_of(tree, by_image))
-    counts = Counter(name for own in by_image.values() for name in own)
-    absent = {name: len(by_image) - count for name, count in counts.items() if count < len(by_image)}
-    notes = [
-        f"{classes[name]} has no mask for {count} of {len(by_image)} images: it is absent there"
-        for name, count in sorted(absent.items())[:4]
-    ]
-    if more := len(absent) - len(notes):
-        notes.append(f"{more} more classes have no mask for some images")
-    if without := [image for image in images if image not in by_image]:
-        notes.append(f"{len(without)} images have no mask of any class and are not used, such as {shown(without[0])}")
-    example = next(path for own in by_image.values() for path in own.values())
+def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], num_images: int, share: float) -> Layout:
+    """Return the conversion of masks of classes, of whose labeled pixels a share belongs to several."""
+    sources = tuple(path for own in by_image.values() for path in own.values())
+    absent = sum(len(own) < len(classes) for own in by_image.values())
     base = Layout(
         "class-masks",
         (),
         0.97,
-        (
-            f"{len(by_image)} of {len(images)} images have masks of single classes, such as {shown(example)}",
-            f"{len(classes)} classes",
-        ),
-        tuple(path for own in by_image.values() for path in own.values()),
+        (f"{len(by_image)} of {num_images} images have masks of single classes, such as {shown(sources[0])}",),
+        sources,
         title="masks of single classes",
         classes_reason="from the names of the masks",
-        notes=tuple(notes),
+        notes=(f"{absent} of {len(by_image)} images have no mask for some classes, which are absent there",)
+        * (absent > 0),
     )
     ordered = sorted(classes, key=lambda name: classes[name].casefold())
     number_of = {name: number for number, name in enumerate(ordered)}
@@ -391,13 +327,23 @@ _Rows = Sequence[tuple[str, str, str]]
 
 
 def find_rle(tree: Tree) -> list[Layout]:
-    """Return the conversions of tables of run lengths: one, or one per possible interpretation."""
+    """Return the conversions of tables of run lengths: one, or one per possible order of the pixels."""
     images = Images(replace(tree, images=tuple(path for path in tree.images if not _is_in_folder_of_masks(path))))
     paths = [path for path in tree.others_named(".csv") if "submission" not in path.rpartition("/")[2].lower()]
     tables = {path: rows for path in paths if (rows := _read(tree, path, images)) is not None}
-    if not tables:
+    by_image: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    missing = set()
+    table_of: dict[str, str] = {}
+    for table, own in tables.items():
+        for said, name, runs in own:
+            if (image := images.find(said, table)) is None:
+                missing.add(said)
+                continue
+            by_image[image].append((name, runs))
+            table_of.setdefault(image, table)
+    if not any(runs for rows in by_image.values() for _, runs in rows):
         return []
-    return _conversions(tree, images, tables)
+    return _conversions(tree, images, by_image, table_of, len(missing))
 
 
 def _is_in_folder_of_masks(path: str) -> bool:
@@ -429,27 +375,22 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     runs = _run_column(head, looked)
     if runs is None:
         return None
-    values = [list(dict.fromkeys(row[i] for row in looked)) for i in range(len(head))]
-    counts = {
-        (i, is_joined): sum(images.find(_image_in(value, is_joined), path) is not None for value in values[i])
-        / max(1, len(values[i]))
+    shares = {
+        (i, is_joined): mean(images.find(_image_in(row[i], is_joined), path) is not None for row in looked)
         for i in range(len(head))
         if i != runs
         for is_joined in (False, True)
     }
-    (column, is_joined), share = max(counts.items(), key=lambda one: one[1])
-    if share < _MIN_FOUND:
+    column, is_joined = max(shares, key=lambda one: shares[one])
+    if shares[column, is_joined] < _MIN_FOUND:
         return None
     classes = [i for i, name in enumerate(head) if _normal(name) in _CLASS_NAMES and i not in (column, runs)]
-    label = None if is_joined or not classes else classes[0]
     rows = []
     for row in [*looked, *cells]:
-        if len(row) != len(head):
-            continue
-        value = row[column]
-        name = row[label] if label is not None else value.rpartition("_")[2] if is_joined else ""
-        text = row[runs].strip()
-        rows.append((_image_in(value, is_joined), name.strip(), "" if text.lower() in _EMPTY else text))
+        if len(row) == len(head):
+            value, text = row[column], row[runs].strip()
+            name = value.rpartition("_")[2] if is_joined else row[classes[0]] if classes else ""
+            rows.append((_image_in(value, is_joined), name.strip(), "" if text.lower() in _EMPTY else text))
     return rows
 
 
@@ -467,32 +408,22 @@ def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | Non
     return found[0] if len(found) == 1 else None
 
 
-def _conversions(tree: Tree, images: Images, tables: Mapping[str, _Rows]) -> list[Layout]:
-    by_image: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    table_of: dict[str, str] = {}
-    total = 0
-    for table, own in tables.items():
-        places = {said: images.find(said, table) for said in dict.fromkeys(row[0] for row in own)}
-        total += len(places)
-        for said, name, runs in own:
-            if (image := places[said]) is not None:
-                by_image[image].append((name, runs))
-                table_of.setdefault(image, table)
-    if not any(runs for rows in by_image.values() for _, runs in rows):
-        return []
-    evidence = (
-        f"{len(tables)} {'tables' if len(tables) > 1 else 'table'} of run lengths, such as {shown(next(iter(tables)))}",
-        f"{len(by_image)} of {total} images that it names are there",
-    )
-    coverage = len(by_image) / total
-    notes = _notes_on_empty(tree, tables, by_image)
+def _conversions(
+    tree: Tree, images: Images, by_image: dict[str, list[tuple[str, str]]], table_of: Mapping[str, str], missing: int
+) -> list[Layout]:
+    """Return the conversions of the rows of the images; `missing` is the number of images that are not there."""
+    sources = tuple(dict.fromkeys(table_of.values()))
+    said = f"{len(by_image)} images in tables of run lengths, such as {shown(sources[0])}"
+    coverage = len(by_image) / (len(by_image) + missing)
+    notes = _notes_on_empty(tree, by_image)
+    if missing:
+        notes.append(f"{missing} images in tables of run lengths are not there")
     labels_said = {name for rows in by_image.values() for name, _ in rows}
     labels = sorted(labels_said, key=lambda name: (int(name), "") if name.isdigit() else (sys.maxsize, name))
-    names = ["object"] if labels in ([], [""]) else [f"class_{name}" if name.isdigit() else name for name in labels]
-    check_classes(["background", *names], next(iter(tables)))
-    is_named = labels != [""] and not labels[0].isdigit()
-    first = 0 if any(runs.split(" ", 1)[0] == "0" for own in tables.values() for _, _, runs in own) else 1
-    orders = _orders(images, by_image, first)
+    names = ["object"] if labels == [""] else [f"class_{name}" if name.isdigit() else name for name in labels]
+    check_classes(["background", *names], sources[0])
+    first = 0 if any(runs.split(" ", 1)[0] == "0" for rows in by_image.values() for _, runs in rows) else 1
+    orders, reason = _orders(images, by_image, first)
 
     def planes(order: str, image: str, size: tuple[int, int]) -> dict[int, Plane]:
         united: dict[int, list[str]] = defaultdict(list)
@@ -502,74 +433,60 @@ def _conversions(tree: Tree, images: Images, tables: Mapping[str, _Rows]) -> lis
         return {number: decode_starts(" ".join(runs), *size, first, order) for number, runs in united.items()}
 
     several = [image for image, rows in by_image.items() if len({name for name, runs in rows if runs}) > 1]
-    samples = evenly(several, _NUM_DECODED) if len(names) > 1 else []
+    samples = evenly(several, _NUM_DECODED)
     share = overlap_share(list(planes("F", image, images.size_of(image)).values()) for image in samples)
+    origins = {
+        image: (f"{table_of.get(image, '')}: image {shown(image)}", table_of.get(image, "")) for image in by_image
+    }
     found = []
-    for order, (confidence, reason) in orders.items():
+    for order in orders:
         base = Layout(
             "rle" if len(orders) == 1 else f"rle-{_ORDERS[order]}",
             (),
-            confidence * coverage,
-            (*evidence, f"pixels are numbered by {_ORDERS[order]} from {first}: {reason}"),
-            tuple(tables),
+            0.97 * coverage,
+            (said, f"pixels are numbered by {_ORDERS[order]} from {first}: {reason}"),
+            sources,
             title="tables of run lengths",
-            classes_reason="from the table" if is_named else "replace with their names",
-            notes=notes,
+            classes_reason="from the table" if labels[0][:1].isalpha() else "replace with their names",
+            notes=tuple(notes),
         )
-        entries = {}
-        for image in by_image:
-            path = table_of.get(image, "")
-            origin = f"{shown(path)}: image {shown(image)}" if path else f"{shown(image)} without a row"
-            entries[image] = (origin, path)
-        found.append(reading_of_classes(share, names, base, pairs_of_planes(images, entries, partial(planes, order))))
+        found.append(reading_of_classes(share, names, base, pairs_of_planes(images, origins, partial(planes, order))))
     return found
 
 
-def _notes_on_empty(
-    tree: Tree, tables: Mapping[str, _Rows], by_image: dict[str, list[tuple[str, str]]]
-) -> tuple[str, ...]:
+def _notes_on_empty(tree: Tree, by_image: dict[str, list[tuple[str, str]]]) -> list[str]:
     """Return notes on images without objects; images without a row become background if no row is empty.
 
     A table with empty rows lists every image, so an image without a row was not annotated.
     """
-    notes = []
-    empty = [image for image, rows in by_image.items() if not any(runs for _, runs in rows)]
+    has_empty = any(not runs for rows in by_image.values() for _, runs in rows)
     folders = {image.rpartition("/")[0] for image in by_image}
     silent = [path for path in tree.images if path not in by_image and path.rpartition("/")[0] in folders]
-    if silent and any(not runs for own in tables.values() for _, _, runs in own):
-        notes.append(
-            f"{len(silent)} images without a row are not used, such as {shown(silent[0])}: the table has empty rows "
-            "for images without objects"
-        )
-    elif silent:
-        by_image |= {image: [] for image in silent}
-        notes.append(f"{len(silent)} images without a row are background, such as {shown(silent[0])}")
-    if empty:
-        notes.append(f"{len(empty)} images whose runs are empty are background, such as {shown(empty[0])}")
-    return tuple(notes)
+    if not silent:
+        return []
+    said = f"{len(silent)} images without a row, such as {shown(silent[0])},"
+    if has_empty:
+        return [f"{said} are not used: the table has empty rows for images without objects"]
+    by_image |= {image: [] for image in silent}
+    return [f"{said} are background"]
 
 
-def _orders(images: Images, by_image: dict[str, list[tuple[str, str]]], first: int) -> dict[str, tuple[float, str]]:
-    """Return the possible orders of the pixels, each with its confidence and the reason, the most likely first."""
-    borders = Counter({"F": 0, "C": 0})  # number of neighbors that differ
+def _orders(images: Images, by_image: Mapping[str, Sequence[tuple[str, str]]], first: int) -> tuple[str, str]:
+    """Return the possible orders of the pixels, "F" by columns or "C" by rows, and the reason."""
+    borders = {"F": 0, "C": 0}  # number of neighbors that differ, which is larger in the wrong order
     longest = sorted(
         ((image, runs) for image, rows in by_image.items() for _, runs in rows if runs), key=lambda one: -len(one[1])
     )
     for image, runs in evenly(longest, _NUM_DECODED):
-        try:
+        with contextlib.suppress(*UNUSABLE):
             height, width = images.size_of(image)
-            if height == width:
-                continue
-            for order in borders:
+            for order in borders if height != width else "":
                 mask = decode_starts(runs, height, width, first, order)
                 borders[order] += int((mask[1:] != mask[:-1]).sum() + (mask[:, 1:] != mask[:, :-1]).sum())
-        except UNUSABLE:
-            continue
-    (worst, most), (best, least) = borders.most_common()
-    if most > _RAGGED * least:
-        return {best: (0.97, f"by {_ORDERS[worst]} the shapes are {most / max(1, least):.1f} times as ragged")}
-    why = "the shapes of square images do not tell"
-    return {"F": (0.9, why), "C": (0.9, why)}
+    best, worst = sorted(borders, key=lambda order: borders[order])
+    if borders[worst] > _RAGGED * borders[best]:
+        return best, f"by {_ORDERS[worst]} the shapes are {borders[worst] / max(1, borders[best]):.1f} times as ragged"
+    return "FC", "the shapes of square images do not tell"
 
 
 def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, order: str = "F") -> Plane:
