@@ -42,7 +42,7 @@ class Watch:
         sys.addaudithook(self._note)
 
     def take(self) -> list[str]:
-        """Returns the uses since the last call, `open /home/me/.config/segapp/ui.toml`."""
+        """Returns the uses since the last call, `open /home/me/.cache/torch/hub`."""
         uses = self._uses[:]
         self._uses.clear()
         return uses

@@ -129,23 +129,23 @@ def test_unknown_memory_computes_nothing_again_and_says_so(tiny, tmp_path, seen_
 @pytest.mark.usefixtures("logical_budgets")
 def test_uneven_devices_get_sets_of_their_own(tiny, tmp_path, seen_sets):
     """One device has room for its images, the other has not; the run stays within both budgets and the same course."""
-    crops = {"data": {"crop_px": [96, 128]}}
+    crops = {"data": {"crop_px": [288, 384]}}  # activations weigh more than the 97 MiB of workspaces, which stay
     roomy = {"memory_budget_mib": [1000.0, 1000.0]}
     whole = two_devices(tiny, parallel={"gpu0_bsz": 2, **roomy}, **crops)
     assert train(whole, tmp_path / "whole") == 0
     plan = read_saved_plan(tmp_path / "whole" / "memory_plan.json")
     assert plan.recompute == ((), ())
     needed = plan.predicted_mib((2, 2))[1]
-    budgets = {"memory_budget_mib": [1000.0, 0.85 * needed]}
+    budgets = {"memory_budget_mib": [1000.0, 0.98 * needed]}
     config = two_devices(tiny, parallel={"gpu0_bsz": 2, **budgets}, **crops)
     assert train(config, tmp_path / "run") == 0
     first, second = seen_sets[-1]
     assert first == ()
     assert second
     found = read_saved_plan(tmp_path / "run" / "memory_plan.json")
-    assert found.predicted_mib((2, 2))[1] < 0.85 * needed
+    assert found.predicted_mib((2, 2))[1] < 0.98 * needed
     assert found.saved_mib == pytest.approx((0.0, needed - found.predicted_mib((2, 2))[1]), abs=0.1)
-    assert 1.0 <= found.slower < 1.5  # device 0, with the update, may take longer all the same
+    assert 1.0 - 1e-6 < found.slower < 1.5  # device 0, with the update, may take longer all the same
     assert read_saved_plan(tmp_path / "whole" / "memory_plan.json").slower == 1.0
     assert not events(tmp_path / "run", "oom")
     losses = [[event["loss"] for event in events(tmp_path / each, "step")] for each in ("run", "whole")]
