@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from segapp.build.trained import TrainedModel
+    from segapp.assembly.trained import TrainedModel
     from segapp.config import RunConfig
     from segapp.run.events import Event, RunEnd
     from segapp.training.console import PlainReporter
@@ -328,7 +328,7 @@ def train(
         >>> result = train("demo.yaml", ["train.epochs=2"])  # doctest: +SKIP
         >>> result.val.miou, result.history.rows()  # doctest: +SKIP
     """
-    from segapp.build.devices import plan_devices
+    from segapp.assembly.devices import plan_devices
     from segapp.config.trust import name_trackers
     from segapp.run.folder import RunFolder
     from segapp.training.console import PlainReporter, has_progress_bar
@@ -551,7 +551,7 @@ def load(
         >>> network = load("demo", device="cpu")  # doctest: +SKIP
         >>> network.predict("photo.jpg").shape, network.module  # doctest: +SKIP
     """
-    from segapp.build.trained import load_trained
+    from segapp.assembly.trained import load_trained
 
     place = None if device is None else str(device)
     with trusting(trust_parts):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from segapp.accelerator import ACCELERATORS, CUDA, Accelerator, accelerator_of, gpu_of, wide, wide_sum
-from segapp.build.devices import choose_devices, plan_devices
+from segapp.assembly.devices import choose_devices, plan_devices
 from segapp.checkpoint.snapshot import capture_rng, restore_rng
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError
@@ -25,8 +25,8 @@ NAMES_CUDA = re.compile(r"torch\.cuda\b|[!=]= \"cuda\"|is_cuda|\(\"cuda\"")
 
 ABOUT_CUDA = {
     "segapp/accelerator.py": "the seam",
-    "segapp/build/devices.py": "`auto` starts ranks where NCCL joins them; TF32 switches of cuBLAS and cuDNN",
-    "segapp/build/step.py": "operators without a deterministic kernel on CUDA",
+    "segapp/assembly/devices.py": "`auto` starts ranks where NCCL joins them; TF32 switches of cuBLAS and cuDNN",
+    "segapp/assembly/step.py": "operators without a deterministic kernel on CUDA",
     "segapp/commands/doctor.py": "what is wrong with a CUDA installation",
     "segapp/commands/sweep.py": "CUDA_VISIBLE_DEVICES of the trials of a sweep",
     "segapp/parallel/distributed.py": "NCCL",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from segapp.build.network import build_network
+from segapp.assembly.network import build_network
 from tests.gpu.figures_training import LARGE, SMALL, WITH_DROPOUT, figures_config
 from tests.support.gpu.fake_cuda import fake_cuda
 from tests.support.parallel_cases import SmallNet

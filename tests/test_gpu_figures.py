@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
-from segapp.build.step import StepLayout
+from segapp.assembly.step import StepLayout
 from segapp.parallel import SyncBatchNorm
 from segapp.training.planning.trial import build_trial_engine
 from segapp.training.step.engine import StepEngine

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.build.data import build_dataset
-from segapp.build.pairs import build_pairs, build_scheme
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_pairs, build_scheme
 from segapp.config import DataConfig, validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import read_mask

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from segapp.build.optimizer import build_optimizer, build_plateau, build_schedule
+from segapp.assembly.optimizer import build_optimizer, build_plateau, build_schedule
 from segapp.config import OptimConfig, ScheduleConfig
 from segapp.optim import WeightAverage, set_lr
 

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
 
-from segapp.build.pairs import (
+from segapp.assembly.pairs import (
     build_location,
     build_pairs,
     build_scheme,
@@ -123,7 +123,7 @@ def _check_samples(config: RunConfig, scheme: ClassScheme, report: SplitReport) 
     if data.sampling == "uniform" and data.augment is None:
         return
     # These import torch and albumentations, which the rest of this command does not need.
-    from segapp.build.data import build_dataset, build_order
+    from segapp.assembly.data import build_dataset, build_order
 
     try:
         dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import GPUS
-from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
-from segapp.build.pairs import build_pixels, build_scheme, own_data, split_names
+from segapp.assembly.own_parts import own_criterion, own_optimizer, own_schedule
+from segapp.assembly.pairs import build_pixels, build_scheme, own_data, split_names
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig
 from segapp.config.trust import named_code
 from segapp.custom.loading import shown_error

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from segapp.build.criterion import build_criterion
-from segapp.build.data import build_dataset, build_load_options
-from segapp.build.devices import choose_devices
-from segapp.build.network import num_queries
-from segapp.build.pairs import build_groups, build_pairs, split_names
-from segapp.build.trained import TrainedModel, load_trained
+from segapp.assembly.criterion import build_criterion
+from segapp.assembly.data import build_dataset, build_load_options
+from segapp.assembly.devices import choose_devices
+from segapp.assembly.network import num_queries
+from segapp.assembly.pairs import build_groups, build_pairs, split_names
+from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
 from segapp.custom.names import is_part
 from segapp.datasets.dataset import SegmentationDataset

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal, get_args
 from numpy.typing import NDArray
 
 from segapp import __version__
-from segapp.build.pairs import band_statistics, build_pairs, build_pixels, own_data, split_names
-from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
+from segapp.assembly.pairs import band_statistics, build_pairs, build_pixels, own_data, split_names
+from segapp.assembly.trained import CONFIG_KEY, TrainedModel, load_trained
 from segapp.custom.names import is_part
 from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words, without_secrets

@@ -37,7 +37,7 @@ def print_plan(
 def _for_these_gpus(config: RunConfig) -> RunConfig:
     """Return the config with the precision that `auto` becomes on this machine's GPUs, which torch knows."""
     from segapp.accelerator import CUDA
-    from segapp.build.devices import with_precision
+    from segapp.assembly.devices import with_precision
 
     return with_precision(config, CUDA.devices())
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from segapp.build.pairs import build_pixels
-from segapp.build.trained import TrainedModel, load_trained
+from segapp.assembly.pairs import build_pixels
+from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.errors import ConfigError, DataError
 from segapp.inference.predict import (
     EnsemblePredictor,

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from segapp.accelerator import gpu_of
-from segapp.build.devices import plan_devices
-from segapp.build.pairs import count_images, split_names
-from segapp.build.trainer import build_timetable
+from segapp.assembly.devices import plan_devices
+from segapp.assembly.pairs import count_images, split_names
+from segapp.assembly.trainer import build_timetable
 from segapp.checkpoint.saver import SAVING_SHARE
 from segapp.config import CheckpointConfig, RunConfig, load_config, validate_config
 from segapp.datasets.sampling import num_batches

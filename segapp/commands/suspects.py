@@ -22,9 +22,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.build.data import build_dataset
-from segapp.build.pairs import build_pairs, own_data, split_names
-from segapp.build.trained import TrainedModel, load_trained
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_pairs, own_data, split_names
+from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
 from segapp.config import DataConfig
 from segapp.custom.names import is_part

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from segapp.build.pairs import build_pairs, build_scheme, split_names
+from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat

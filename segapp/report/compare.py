@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from segapp.build.data import build_dataset
-from segapp.build.pairs import split_names
-from segapp.build.trained import TrainedModel, load_trained
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import split_names
+from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.inference.workspace import HostLimit

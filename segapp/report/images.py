@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segapp.build.trained import TrainedModel
+from segapp.assembly.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme, Color
 from segapp.inference.predict import colorize, predict_image

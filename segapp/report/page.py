@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from segapp.build.data import build_dataset
-from segapp.build.pairs import split_names
-from segapp.build.trained import load_trained
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import split_names
+from segapp.assembly.trained import load_trained
 from segapp.errors import SegappError
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame

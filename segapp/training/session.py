@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from segapp import __version__
 from segapp.accelerator import GPUS, gpu_of
-from segapp.build.data import data_timeout_s
-from segapp.build.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
-from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
-from segapp.build.pairs import build_scheme, count_images, split_names
-from segapp.build.trainer import build_trainer
+from segapp.assembly.data import data_timeout_s
+from segapp.assembly.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
+from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
+from segapp.assembly.pairs import build_scheme, count_images, split_names
+from segapp.assembly.trainer import build_trainer
 from segapp.checkpoint.training_state import (
     LoadedCheckpoint,
     check_resumable,

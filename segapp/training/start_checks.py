@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from segapp.build.optimizer import build_schedule
-from segapp.build.pairs import split_note
+from segapp.assembly.optimizer import build_schedule
+from segapp.assembly.pairs import split_note
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_part
 from segapp.datasets.layouts.schemes import ClassScheme

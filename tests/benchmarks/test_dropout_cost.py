@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepLayout
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepLayout
 from segapp.config import validate_config
 from segapp.training.planning.trial import blank_batch, build_trial_engine
 from tests.support.gpu.launches import LaunchCounter

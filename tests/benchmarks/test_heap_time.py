@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1800)]
 SCRIPT = """
 import json, resource, sys, time, torch, torchvision
 from segapp.losses import CriterionCE
-from segapp.build.devices import keep_freed_memory
+from segapp.assembly.devices import keep_freed_memory
 from tests.support import ROOT
 kept, batch, height, width = int(sys.argv[1]), *map(int, sys.argv[2:])
 if kept:

@@ -23,8 +23,8 @@ PROGRAM = """
 import contextlib, io, json, sys, time
 from pathlib import Path
 import torch
-from segapp.build.data import build_dataset
-from segapp.build.pairs import build_pixels, build_scheme
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.commands.check import check_data
 from segapp.config import load_config
 from segapp.datasets.loader import EvalLoader

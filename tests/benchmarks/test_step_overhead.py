@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.devices import DevicePlan
-from segapp.build.network import build_network
-from segapp.build.trainer import build_trainer, seed_everything
+from segapp.assembly.devices import DevicePlan
+from segapp.assembly.network import build_network
+from segapp.assembly.trainer import build_trainer, seed_everything
 from segapp.checkpoint.saver import Position
 from segapp.losses import CriterionCE
 from segapp.memory.counters import DeviceMemoryTracker

@@ -11,8 +11,8 @@ import pytest
 import tifffile
 import yaml
 
-from segapp.build.data import build_dataset
-from segapp.build.pairs import build_scheme
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_scheme
 from segapp.commands.check import check_data
 from segapp.config import load_config, validate_config
 from segapp.errors import ConfigError, DataError

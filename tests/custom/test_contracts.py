@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
-from segapp.build.pairs import own_data
+from segapp.assembly.own_parts import own_criterion, own_optimizer, own_schedule
+from segapp.assembly.pairs import own_data
 from segapp.config import DataConfig, LossTerm, OptimConfig, ScheduleConfig
 from segapp.custom.loading import ARGUMENTS
 from segapp.datasets.augment import TrainTransform

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segapp.build.data import build_order
+from segapp.assembly.data import build_order
 from segapp.config import DataConfig
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.crop import AxisPlan

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from segapp.build.data import build_mix
+from segapp.assembly.data import build_mix
 from segapp.config import DataConfig, validate_config
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform

@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 
 from segapp import failpoints
-from segapp.build.data import build_dataset
-from segapp.build.pairs import build_scheme
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_scheme
 from segapp.config import DataConfig
 from segapp.datasets import cache as cache_module
 from segapp.datasets import dataset as dataset_module

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from segapp.build.data import build_load_options
+from segapp.assembly.data import build_load_options
 from segapp.config import RunConfig, validate_config
 from segapp.datasets import resources
 from segapp.datasets.augment import TrainTransform
@@ -71,13 +71,13 @@ def run_config(hang_timeout_s: float = 35, **data: object) -> RunConfig:
 
 def test_ranks_of_a_machine_divide_its_cores(dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "usable_cores", lambda: 48.0)
-    monkeypatch.setattr("segapp.build.data.sample_seconds", lambda _: 1000.0)
+    monkeypatch.setattr("segapp.assembly.data.sample_seconds", lambda _: 1000.0)
     config, device, found = run_config(), torch.device("cuda"), []
     for ranks in ("", "1", "8"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         found.append(build_load_options(config, dataset, device, 8).workers)
     assert found == [47, 47, 5]
-    monkeypatch.setattr("segapp.build.data.shared_bytes_of_rank", lambda: 12 * 8 * 24 * 32 * 4)
+    monkeypatch.setattr("segapp.assembly.data.shared_bytes_of_rank", lambda: 12 * 8 * 24 * 32 * 4)
     assert build_load_options(config, dataset, device, 8).workers == 3
     # Each worker also loads two validation images of as many pixels as the batch ahead.
     assert build_load_options(config, dataset, device, 8, further_px=8 * 24 * 32).workers == 1

@@ -15,8 +15,8 @@ import tifffile
 import torch
 from PIL import Image
 
-from segapp.build.data import build_dataset
-from segapp.build.pairs import build_scheme
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_scheme
 from segapp.commands.evaluate import EvalOptions, evaluate_target
 from segapp.commands.export import export_target
 from segapp.commands.predict import PredictOptions, predict_target

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
-from segapp.build.trained import load_trained
+from segapp.assembly.trained import load_trained
 from segapp.config import dump_config
 from tests.support.runs import events, merged, segapp, train
 

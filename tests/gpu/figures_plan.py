@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from segapp.build.devices import numerics
-from segapp.build.pairs import build_pixels, build_scheme
-from segapp.build.step import StepLayout
+from segapp.assembly.devices import numerics
+from segapp.assembly.pairs import build_pixels, build_scheme
+from segapp.assembly.step import StepLayout
 from segapp.config import RunConfig, load_config
 from segapp.memory.judge import allocator_room
 from segapp.memory.oom import is_out_of_memory

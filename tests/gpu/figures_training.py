@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from segapp.accelerator import accelerator_of
-from segapp.build.devices import numerics, with_precision
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler, StepLayout
+from segapp.assembly.devices import numerics, with_precision
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput

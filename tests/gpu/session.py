@@ -28,7 +28,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from segapp.build.devices import numerics
+from segapp.assembly.devices import numerics
 from segapp.memory.judge import ALLOCATOR_VARIABLES
 from segapp.parallel.launch import signal_when_parent_dies
 from tests.gpu.cases import DONE_VARIABLE, RESULTS_VARIABLE, add_line, outcomes, starts_without_end

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.devices import numerics
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepLayout
+from segapp.assembly.devices import numerics
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepLayout
 from segapp.config import dump_config
 from segapp.memory.oom import is_out_of_memory
 from segapp.training.planning.trial import blank_batch, build_trial_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from segapp.build.optimizer import layer_depths
+from segapp.assembly.optimizer import layer_depths
 from segapp.errors import ConfigError
 from segapp.models.names import check_options, some_names, unknown_name
 

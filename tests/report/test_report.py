@@ -14,8 +14,8 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.build.data import build_dataset
-from segapp.build.trained import load_trained
+from segapp.assembly.data import build_dataset
+from segapp.assembly.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.inference.predict import predict_image
 from segapp.report import charts, compare_runs, write_report

@@ -20,7 +20,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "segapp.commands.predict",
         "segapp.onboarding.init",
-        "segapp.build.trained",
+        "segapp.assembly.trained",
         "tests.support.limits",
         "tests.support.drawn_annotations",
     ]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from segapp.build.pairs import build_pairs, build_scheme
+from segapp.assembly.pairs import build_pairs, build_scheme
 from segapp.config import load_config
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.masks import read_mask

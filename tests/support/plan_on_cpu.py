@@ -14,8 +14,8 @@ import warnings
 
 import torch
 
-from segapp.build.pairs import build_scheme
-from segapp.build.step import RealDevices, StepAssembler, StepLayout
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import RealDevices, StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from segapp.build.pairs import build_pairs, build_scheme
+from segapp.assembly.pairs import build_pairs, build_scheme
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair
 from segapp.datasets.images.reading import read_image

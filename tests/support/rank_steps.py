@@ -23,7 +23,7 @@ import torch.distributed as dist
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from segapp.build.optimizer import build_optimizer
+from segapp.assembly.optimizer import build_optimizer
 from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch

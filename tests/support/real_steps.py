@@ -13,8 +13,8 @@ import warnings
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler, StepLayout, StepParts
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepAssembler, StepLayout, StepParts
 from segapp.config import validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob

@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepAssembler
 from segapp.config import RunConfig
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob

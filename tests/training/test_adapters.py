@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.build.network import build_network, find_checkpoint, network_state
-from segapp.build.optimizer import group_settings
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler
-from segapp.build.trained import read_trained
+from segapp.assembly.network import build_network, find_checkpoint, network_state
+from segapp.assembly.optimizer import group_settings
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepAssembler
+from segapp.assembly.trained import read_trained
 from segapp.commands.export import export_target
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CheckpointError, ConfigError

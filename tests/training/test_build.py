@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from segapp.build.pairs import build_scheme
-from segapp.build.trainer import _build_datasets
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.trainer import _build_datasets
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from tests.support.runs import merged

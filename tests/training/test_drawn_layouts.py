@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segapp.build.pairs import build_pairs, build_scheme, split_names
+from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.commands.check import check_data
 from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.dataset import Sample as TrainingSample

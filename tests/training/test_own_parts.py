@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.trained import read_trained
+from segapp.assembly.trained import read_trained
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, DataError, RunError

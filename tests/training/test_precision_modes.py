@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.build import network
+from segapp.assembly import network
 from segapp.config import RunConfig, dump_config
 from segapp.errors import NonFiniteError
 from segapp.precision import LossScaler

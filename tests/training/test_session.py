@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.devices import DevicePlan, plan_devices
+from segapp.assembly.devices import DevicePlan, plan_devices
 from segapp.errors import DistributedError, OutOfMemoryError, StorageError
 from segapp.parallel.distributed import DistributedSetupError, Ranks
 from segapp.run.files import machine_id

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from segapp.accelerator import accelerator_of
-from segapp.build.devices import DevicePlan, with_precision
-from segapp.build.pairs import build_pairs, count_images, split_names
+from segapp.assembly.devices import DevicePlan, with_precision
+from segapp.assembly.pairs import build_pairs, count_images, split_names
 from segapp.checkpoint.training_state import on_main
 from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_part

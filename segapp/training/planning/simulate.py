@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from segapp.build.devices import with_precision
-from segapp.build.network import build_normalizer, largest_phase
-from segapp.build.own_parts import fp32_part, plain_loss_note
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler, StepLayout, StepParts
-from segapp.build.trained import read_trained
+from segapp.assembly.devices import with_precision
+from segapp.assembly.network import build_normalizer, largest_phase
+from segapp.assembly.own_parts import fp32_part, plain_loss_note
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepAssembler, StepLayout, StepParts
+from segapp.assembly.trained import read_trained
 from segapp.chunks import Mode
 from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, tree_iter, without_dispatch_modes
 from segapp.config import RunConfig, validate_config

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from segapp.accelerator import accelerator_of
-from segapp.build.data import image_sizes_of
-from segapp.build.devices import DevicePlan, with_precision
-from segapp.build.network import build_inference, largest_phase
-from segapp.build.pairs import build_pixels, build_scheme, split_names
-from segapp.build.step import RealDevices, StepAssembler, StepLayout
-from segapp.build.trained import read_trained
+from segapp.assembly.data import image_sizes_of
+from segapp.assembly.devices import DevicePlan, with_precision
+from segapp.assembly.network import build_inference, largest_phase
+from segapp.assembly.pairs import build_pixels, build_scheme, split_names
+from segapp.assembly.step import RealDevices, StepAssembler, StepLayout
+from segapp.assembly.trained import read_trained
 from segapp.config import RunConfig
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segapp.build.pairs import build_pairs, split_names
+from segapp.assembly.pairs import build_pairs, split_names
 from segapp.config import load_config
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, InitResult, propose_config

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from segapp.build import step as assemble
+from segapp.assembly import step as assemble
 from segapp.config import validate_config
 from segapp.memory.peaks import SimulationJob
 from segapp.memory.simulated_devices import simulated_ledger

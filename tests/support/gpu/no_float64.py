@@ -120,7 +120,7 @@ def no_float64() -> Iterator[torch.device]:
 
 def main(path: str) -> None:
     with no_float64() as device:
-        from segapp.build import devices
+        from segapp.assembly import devices
         from segapp.checkpoint import snapshot
         from segapp.config import validate_config
         from segapp.losses.fused import checks, grid

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from segapp.build.data import build_dataset
-from segapp.build.pairs import build_pairs, build_pixels, build_scheme, split_names
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_pairs, build_pixels, build_scheme, split_names
 from segapp.config import RunConfig, load_config
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme

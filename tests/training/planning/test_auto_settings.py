@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.devices import DevicePlan
-from segapp.build.pairs import build_pairs
+from segapp.assembly.devices import DevicePlan
+from segapp.assembly.pairs import build_pairs
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from segapp.build import step
+from segapp.assembly import step
 from segapp.config import dump_config
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.folder import RunFolder

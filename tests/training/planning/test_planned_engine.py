@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from segapp.build.devices import plan_devices
-from segapp.build.trainer import build_trainer
+from segapp.assembly.devices import plan_devices
+from segapp.assembly.trainer import build_trainer
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from segapp import failpoints
-from segapp.build import step as assemble
+from segapp.assembly import step as assemble
 from segapp.commands.runs import print_status
 from segapp.config import RunConfig
 from segapp.errors import OutOfMemoryError

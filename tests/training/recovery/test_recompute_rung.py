@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from segapp import failpoints
-from segapp.build import step
+from segapp.assembly import step
 from segapp.config import RunConfig
 from segapp.errors import RunError
 from segapp.models import SegmentationModel

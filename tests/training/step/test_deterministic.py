@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.build.devices import numerics
-from segapp.build.network import build_network
+from segapp.assembly.devices import numerics
+from segapp.assembly.network import build_network
 from segapp.compat.torch import TorchDispatchMode, operator_name
 from segapp.config import ModelConfig, validate_config
 from segapp.models.surgery import replace_adaptive_pooling
@@ -67,8 +67,8 @@ def _deterministic() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_deterministic")
 def test_steps_on_the_cpu_run_under_the_switch() -> None:
-    from segapp.build.pairs import build_scheme
-    from segapp.build.step import StepLayout
+    from segapp.assembly.pairs import build_scheme
+    from segapp.assembly.step import StepLayout
     from segapp.training.planning.trial import blank_batch, build_trial_engine
 
     config = config_of({**PSP}, deterministic=True)

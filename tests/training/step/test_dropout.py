@@ -9,7 +9,7 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
-from segapp.build.optimizer import build_optimizer
+from segapp.assembly.optimizer import build_optimizer
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp import failpoints
-from segapp.build.criterion import build_criterion
-from segapp.build.optimizer import build_optimizer
+from segapp.assembly.criterion import build_criterion
+from segapp.assembly.optimizer import build_optimizer
 from segapp.config import LossConfig, OptimConfig
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from segapp.build.devices import plan_devices, with_precision
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler, StepLayout
+from segapp.assembly.devices import plan_devices, with_precision
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError

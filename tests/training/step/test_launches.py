@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepLayout
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.training.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.engine import StepEngine

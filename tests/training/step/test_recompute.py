@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.devices import with_precision
-from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler, StepLayout
+from segapp.assembly.devices import with_precision
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.step import StepAssembler, StepLayout
 from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from segapp.build.devices import uses_channels_last
-from segapp.build.network import build_normalizer
-from segapp.build.pairs import build_pixels
+from segapp.assembly.devices import uses_channels_last
+from segapp.assembly.network import build_normalizer
+from segapp.assembly.pairs import build_pixels
 from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
@@ -34,7 +34,7 @@ from segapp.training.step.distill import (
 from segapp.training.step.participant import StepParticipant
 
 if TYPE_CHECKING:
-    from segapp.build.trained import TrainedState
+    from segapp.assembly.trained import TrainedState
 
 CRITIC_LR = 0.0004
 """Initial learning rate of the critic; it follows the schedule. Both values are from Liu et al., 2019."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from segapp.accelerator import accelerator_of
-from segapp.build.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
+from segapp.assembly.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_part
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform

@@ -6,7 +6,7 @@ import pkgutil
 import pytest
 import torch
 
-from segapp.build.criterion import build_criterion
+from segapp.assembly.criterion import build_criterion
 from segapp.config import LossConfig, LossTerm
 from segapp.config.options import BUILT_INS, LOSSES
 from segapp.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from segapp.build.own_parts import own_optimizer, own_schedule
+from segapp.assembly.own_parts import own_optimizer, own_schedule
 from segapp.config import OptimConfig, ScheduleConfig
 from segapp.config.options import OPTIMIZERS, SCHEDULES
 from segapp.custom.loading import build_part

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from segapp.assembly.network import build_network, restored_network
 from segapp.bounds import check_values
-from segapp.build.network import build_network, restored_network
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import load_config, validate_config
 from segapp.errors import CheckpointError, ConfigError
@@ -99,7 +99,7 @@ def test_states_of_sound_trainings_hold_few_values(tmp_path: Path) -> None:
 def test_network_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     section = validate_config(CONFIG).model
     assert build_network(section, 3).num_classes == 3
-    monkeypatch.setattr("segapp.build.network.available_bytes", lambda: 40 << 20)
+    monkeypatch.setattr("segapp.assembly.network.available_bytes", lambda: 40 << 20)
     with pytest.raises(ConfigError, match=r"needs more than 40\.0 MiB of memory, which is all that is free"):
         build_network(section, 3)
 

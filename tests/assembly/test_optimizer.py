@@ -10,7 +10,7 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from segapp.build.optimizer import (
+from segapp.assembly.optimizer import (
     build_optimizer,
     build_parameter_groups,
     describe_groups,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from segapp.build.own_parts import own_criterion
+from segapp.assembly.own_parts import own_criterion
 from segapp.config import LossConfig, LossTerm
 from segapp.config.options import LOSSES
 from segapp.custom.loading import build_part

@@ -1,4 +1,4 @@
-"""Build the trainer of a config from its sections, with the other modules of `segapp.build`."""
+"""Build the trainer of a config from its sections, with the other modules of `segapp.assembly`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from segapp.build.data import build_dataset, build_load_options, build_order
-from segapp.build.devices import DevicePlan
-from segapp.build.network import build_inference, fill_in_base
-from segapp.build.optimizer import build_plateau, build_schedule, describe_groups
-from segapp.build.own_parts import part_hashes
-from segapp.build.pairs import build_scheme, check_splits_apart, split_names
-from segapp.build.step import StepAssembler, build_layout
-from segapp.build.trained import read_trained
+from segapp.assembly.data import build_dataset, build_load_options, build_order
+from segapp.assembly.devices import DevicePlan
+from segapp.assembly.network import build_inference, fill_in_base
+from segapp.assembly.optimizer import build_plateau, build_schedule, describe_groups
+from segapp.assembly.own_parts import part_hashes
+from segapp.assembly.pairs import build_scheme, check_splits_apart, split_names
+from segapp.assembly.step import StepAssembler, build_layout
+from segapp.assembly.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import LiveSettings, RunConfig, config_hash

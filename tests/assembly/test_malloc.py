@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import resource, sys, torch
 if sys.argv[1] == "kept":
-    from segapp.build.devices import keep_freed_memory
+    from segapp.assembly.devices import keep_freed_memory
     assert keep_freed_memory()
 for step in range(20):
     if step == 5:

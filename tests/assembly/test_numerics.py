@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.devices import CUBLAS_VARIABLE, DevicePlan, numerics, uses_channels_last, with_precision
-from segapp.build.network import build_network
-from segapp.build.own_parts import fp32_part
+from segapp.assembly.devices import CUBLAS_VARIABLE, DevicePlan, numerics, uses_channels_last, with_precision
+from segapp.assembly.network import build_network
+from segapp.assembly.own_parts import fp32_part
 from segapp.config import ModelConfig, RunConfig, TrainConfig, load_config, validate_config
 from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code

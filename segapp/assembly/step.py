@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import accelerator_of
-from segapp.build.criterion import build_criterion
-from segapp.build.devices import DevicePlan, uses_channels_last
-from segapp.build.distill import (
+from segapp.assembly.criterion import build_criterion
+from segapp.assembly.devices import DevicePlan, uses_channels_last
+from segapp.assembly.distill import (
     build_critic,
     build_distillation,
     build_distilled_input,
@@ -25,10 +25,10 @@ from segapp.build.distill import (
     check_teacher,
     distilled_criterion,
 )
-from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries, put_adapters
-from segapp.build.optimizer import build_optimizer, build_parameter_groups
-from segapp.build.pairs import build_pixels
-from segapp.build.trained import TrainedState
+from segapp.assembly.network import build_network, build_normalizer, check_sizes, num_queries, put_adapters
+from segapp.assembly.optimizer import build_optimizer, build_parameter_groups
+from segapp.assembly.pairs import build_pixels
+from segapp.assembly.trained import TrainedState
 from segapp.chunks import Mode, RankSplit
 from segapp.compat.torch import BatchNorm
 from segapp.config import RunConfig

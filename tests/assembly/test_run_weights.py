@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.network import build_network
+from segapp.assembly.network import build_network
 from segapp.config import RunConfig
 from segapp.errors import CheckpointError, ConfigError
 from tests.support.runs import merged, train

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from segapp.accelerator import ACCELERATORS, CUDA, GPUS, accelerator_of
-from segapp.build.own_parts import fp32_part
+from segapp.assembly.own_parts import fp32_part
 from segapp.chunks import Mode
 from segapp.config import RunConfig, TrainConfig
 from segapp.config.modes import auto_mode, check_mode

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from segapp.assembly.pairs import band_statistics, build_pixels, build_scheme
 from segapp.bounds import allowed_bytes
-from segapp.build.pairs import band_statistics, build_pixels, build_scheme
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
 from segapp.compat.torch import TorchDispatchMode, dispatch_modes
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, validate_config

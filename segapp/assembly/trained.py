@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from segapp.build.devices import choose_devices, with_precision
-from segapp.build.network import build_inference, build_network, find_checkpoint, restored_network
-from segapp.build.own_parts import changed_parts
-from segapp.build.pairs import build_pixels, build_scheme
+from segapp.assembly.devices import choose_devices, with_precision
+from segapp.assembly.network import build_inference, build_network, find_checkpoint, restored_network
+from segapp.assembly.own_parts import changed_parts
+from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, check_code, load_runnable, validate_config
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from segapp.build import devices as module
-from segapp.build.devices import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, numerics
+from segapp.assembly import devices as module
+from segapp.assembly.devices import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, numerics
 from segapp.config import load_config
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError

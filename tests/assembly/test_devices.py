@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build import devices as module
-from segapp.build.devices import choose_devices, plan_devices
+from segapp.assembly import devices as module
+from segapp.assembly.devices import choose_devices, plan_devices
 from segapp.config import RunConfig, validate_config
 from segapp.config.modes import FEATURES, Feature
 from segapp.errors import ConfigError
