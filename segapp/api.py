@@ -331,10 +331,10 @@ def train(
     from segapp.assembly.devices import plan_devices
     from segapp.config.trust import name_trackers
     from segapp.run.folder import RunFolder
+    from segapp.session.launchers import adopt_launcher
+    from segapp.session.request import TrainRequest, plan_request
+    from segapp.session.session import run_session
     from segapp.training.console import PlainReporter, has_progress_bar
-    from segapp.training.launchers import adopt_launcher
-    from segapp.training.request import TrainRequest, plan_request
-    from segapp.training.session import run_session
     from segapp.training.signals import StopSignals
 
     folder = None if run is None else Path(run)

@@ -126,8 +126,8 @@ def train(
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add --smoke, or use segapp status RUN --json for a run")
     from segapp.config import explain_config
-    from segapp.training.launchers import adopt_launcher, exit_code_for_launcher
-    from segapp.training.request import plan_request
+    from segapp.session.launchers import adopt_launcher, exit_code_for_launcher
+    from segapp.session.request import plan_request
 
     request = plan_request(config, overrides or [], run, resume)
     if request.config.parallel.mode != "single":
@@ -151,7 +151,7 @@ def train(
     outlast_readers()
     if not sys.stderr.isatty():
         announce("importing torch")  # on a terminal, every command prints this
-    from segapp.training.session import run_session
+    from segapp.session.session import run_session
 
     code = run_session(request, with_resume_value(sys.argv[1:]))
     sys.exit(exit_code_for_launcher(code, os.environ))

@@ -26,7 +26,7 @@ NAMES_CUDA = re.compile(r"torch\.cuda\b|[!=]= \"cuda\"|is_cuda|\(\"cuda\"")
 ABOUT_CUDA = {
     "segapp/accelerator.py": "the seam",
     "segapp/assembly/devices.py": "`auto` starts ranks where NCCL joins them; TF32 switches of cuBLAS and cuDNN",
-    "segapp/assembly/step.py": "operators without a deterministic kernel on CUDA",
+    "segapp/training/step/assembler.py": "operators without a deterministic kernel on CUDA",
     "segapp/commands/doctor.py": "what is wrong with a CUDA installation",
     "segapp/commands/sweep.py": "CUDA_VISIBLE_DEVICES of the trials of a sweep",
     "segapp/parallel/distributed.py": "NCCL",

@@ -42,7 +42,7 @@ def loaded_by(*statements: str, after: str = "") -> list[set[str]]:
 @pytest.fixture(scope="module")
 def beyond_torch() -> dict[str, set[str]]:
     """The modules that packages which import torch load beyond it."""
-    packages = ("segapp.parallel", "segapp.losses", "segapp.training.session")
+    packages = ("segapp.parallel", "segapp.losses", "segapp.session.session")
     loaded = loaded_by(*(f"import {package}" for package in packages), after="import torch")
     return dict(zip(packages, loaded, strict=True))
 
@@ -66,7 +66,7 @@ def test_viewer_packages_load_no_torch() -> None:
     packages = (
         "segapp.run",
         "segapp.config",
-        "segapp.training.request",
+        "segapp.session.request",
         "segapp.commands.runs",
         "segapp.commands.spawn",
         "segapp.commands.plan",
@@ -113,7 +113,7 @@ def test_screen_loads_no_torch() -> None:
 
 
 def test_trainer_loads_no_textual(beyond_torch: dict[str, set[str]]) -> None:
-    assert "textual" not in beyond_torch["segapp.training.session"]
+    assert "textual" not in beyond_torch["segapp.session.session"]
 
 
 def test_imports_have_no_circle() -> None:

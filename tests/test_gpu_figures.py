@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
-from segapp.assembly.step import StepLayout
 from segapp.parallel import SyncBatchNorm
-from segapp.training.planning.trial import build_trial_engine
+from segapp.planning.trial import build_trial_engine
+from segapp.training.step.assembler import StepLayout
 from segapp.training.step.engine import StepEngine
 from tests.gpu import figures_plan, figures_training
 from tests.gpu.figures_epochs import border_figures, epoch_figures

@@ -129,7 +129,7 @@ def _torchvision() -> Iterator[Diagnosis]:
 
 
 def _trainer() -> Iterator[Diagnosis]:
-    import segapp.training.session  # noqa: F401
+    import segapp.session.session  # noqa: F401
 
     yield Diagnosis("trainer", "ok", "all its modules can be imported", True)
 

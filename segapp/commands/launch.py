@@ -33,8 +33,8 @@ from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.files import open_new, remove_quietly, storage_errors_of, temporary_name
 from segapp.run.folder import RunFolder
 from segapp.run.state import read_tail
+from segapp.session.request import plan_request
 from segapp.training.recovery import fallbacks_after
-from segapp.training.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 _ERRORS = (ConfigError, DataError, CheckpointError, NonFiniteError, StorageError)

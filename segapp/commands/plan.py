@@ -9,8 +9,8 @@ from segapp.config import RunConfig, load_runnable, named_config
 from segapp.errors import ConfigError
 from segapp.memory.plan import GpuSpec, parse_gpus, plan_as_json
 from segapp.memory.report import plan_lines
+from segapp.planning.plan import plan_memory
 from segapp.run.words import announce_on_terminal
-from segapp.training.planning.plan import plan_memory
 
 
 def print_plan(

@@ -23,7 +23,6 @@ import torch
 from segapp.accelerator import gpu_of
 from segapp.assembly.devices import plan_devices
 from segapp.assembly.pairs import count_images, split_names
-from segapp.assembly.trainer import build_timetable
 from segapp.checkpoint.saver import SAVING_SHARE
 from segapp.config import CheckpointConfig, RunConfig, load_config, validate_config
 from segapp.datasets.sampling import num_batches
@@ -31,10 +30,11 @@ from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.words import duration, printable, size
+from segapp.session.request import ImageLimit, TrainRequest
+from segapp.session.session import run_session
+from segapp.session.start_checks import schedule_notes
+from segapp.session.trainer import build_timetable
 from segapp.training.progress import Timetable
-from segapp.training.request import ImageLimit, TrainRequest
-from segapp.training.session import run_session
-from segapp.training.start_checks import schedule_notes
 
 NUM_STEPS = 4
 """Number of steps of the first training, and of each epoch of the second."""

@@ -34,7 +34,7 @@ from segapp.run.lock import check_locks
 from segapp.run.state import run_state
 from segapp.run.words import aligned, first_line, printable
 from segapp.scores import with_count
-from segapp.training.request import plan_request
+from segapp.session.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
 from segapp.view.runs import RunSummary, summarize
 
@@ -139,7 +139,7 @@ def train_one(words: Sequence[str], configs: Sequence[str], only: int) -> int:
     if run.state == "finished":
         print(f"{printable(run.name)} has finished")
         return 0
-    from segapp.training.session import run_session
+    from segapp.session.session import run_session
 
     config, folder = str(run.stored_config), run.folder.path
     arguments = ["train", "--plain", "--config", config, "--run", str(folder), "--resume", "auto"]

@@ -13,7 +13,7 @@ from segapp.assembly.devices import choose_devices, plan_devices
 from segapp.config import RunConfig, validate_config
 from segapp.config.modes import FEATURES, Feature
 from segapp.errors import ConfigError
-from segapp.training.planning.plan import choose_mode
+from segapp.planning.plan import choose_mode
 
 
 @pytest.fixture(autouse=True)

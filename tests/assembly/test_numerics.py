@@ -18,10 +18,10 @@ from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
+from segapp.planning.auto import resolve_auto
 from segapp.run.folder import RunFolder
-from segapp.training.planning.auto import resolve_auto
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from tests.support.runs import events, merged, train
 
 CPU, V100, A100 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")

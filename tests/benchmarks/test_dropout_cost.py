@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepLayout
 from segapp.config import validate_config
-from segapp.training.planning.trial import blank_batch, build_trial_engine
+from segapp.planning.trial import blank_batch, build_trial_engine
+from segapp.training.step.assembler import StepLayout
 from tests.support.gpu.launches import LaunchCounter
 
 pytestmark = pytest.mark.benchmark

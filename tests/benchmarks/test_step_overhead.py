@@ -15,13 +15,13 @@ import torch
 
 from segapp.assembly.devices import DevicePlan
 from segapp.assembly.network import build_network
-from segapp.assembly.trainer import build_trainer, seed_everything
 from segapp.checkpoint.saver import Position
 from segapp.losses import CriterionCE
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
+from segapp.session.trainer import build_trainer, seed_everything
 from segapp.training.context import RunContext
 from segapp.training.progress import Best
 from segapp.training.signals import StopSignals

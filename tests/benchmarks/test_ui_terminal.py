@@ -35,7 +35,7 @@ REPEATS, MEASURED_S = 7, 15.0
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables with which Python keeps compiled modules, as it does where they are not set."""
     cache = tmp_path_factory.mktemp("compiled")
-    code = "import segapp.tui.app, segapp.cli, segapp.commands.runs, segapp.commands.spawn, segapp.training.request"
+    code = "import segapp.tui.app, segapp.cli, segapp.commands.runs, segapp.commands.spawn, segapp.session.request"
     env = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache)}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)
     return env

@@ -13,7 +13,7 @@ from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuStatus
 from segapp.memory.judge import ALLOCATOR_VARIABLES
 from segapp.memory.plan import GpuSpec
-from segapp.training.planning.plan import _precision, plan_memory
+from segapp.planning.plan import _precision, plan_memory
 from tests.support.runs import merged, segapp
 
 
@@ -103,9 +103,9 @@ def test_plan_has_the_room_that_a_training_will_have(tiny, monkeypatch, environ,
 
     facts = {"smallest_chunk": 1, "needs_samples": None, "eval_px": (8, 8)}
     pool = types.SimpleNamespace(facts=lambda _: facts, simulate=lambda _: [])
-    monkeypatch.setattr("segapp.training.planning.plan.SimulationPool", lambda _: contextlib.nullcontext(pool))
-    monkeypatch.setattr("segapp.training.planning.plan.fit_model", lambda *_: None)
-    monkeypatch.setattr("segapp.training.planning.plan.Planner", planner)
+    monkeypatch.setattr("segapp.planning.plan.SimulationPool", lambda _: contextlib.nullcontext(pool))
+    monkeypatch.setattr("segapp.planning.plan.fit_model", lambda *_: None)
+    monkeypatch.setattr("segapp.planning.plan.Planner", planner)
     with pytest.raises(ConfigError, match="seen"):
         plan_memory(merged(tiny), (GpuSpec(1000.0),))
     assert found == [room]

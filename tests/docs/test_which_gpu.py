@@ -10,7 +10,7 @@ import yaml
 from segapp.config import load_config
 from segapp.docs.pages import find_page
 from segapp.memory.plan import parse_gpus
-from segapp.training.planning.plan import plan_memory
+from segapp.planning.plan import plan_memory
 from tests.support import ROOT
 
 ROWS = re.findall(

@@ -26,9 +26,9 @@ from segapp.errors import DataError
 from segapp.export.write import open_onnx
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training import signals
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
 from tests.support.band_data import write_band_data
 from tests.support.runs import differing, events, merged, train
 
@@ -136,7 +136,7 @@ def test_planned_batch_has_the_bands_and_type_of_the_files(data: dict[str, Any])
     # In a process of its own: a simulation registers devices that other tests must not see.
     code = (
         "import json, sys; from segapp.config import validate_config; "
-        "from segapp.training.planning.simulate import build_simulator; "
+        "from segapp.planning.simulate import build_simulator; "
         "images = build_simulator(validate_config(json.load(sys.stdin))).batch(3).images; "
         "print(*images.shape, images.dtype)"
     )

@@ -15,8 +15,8 @@ from segapp import failpoints
 from segapp.config import RunConfig
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training.trainer import Trainer
 from tests.support.fault_runs import case, tiny_config
 from tests.support.runs import differing, events, train

@@ -15,13 +15,13 @@ import torch
 
 from segapp.assembly.devices import numerics
 from segapp.assembly.pairs import build_pixels, build_scheme
-from segapp.assembly.step import StepLayout
 from segapp.config import RunConfig, load_config
 from segapp.memory.judge import allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import EVAL, PhasePeak, SimulationJob
 from segapp.memory.plan import BLAS_MIB
-from segapp.training.planning.trial import blank_batch, build_trial_engine, evaluate_blank
+from segapp.planning.trial import blank_batch, build_trial_engine, evaluate_blank
+from segapp.training.step.assembler import StepLayout
 from segapp.training.step.engine import StepEngine
 from tests.gpu.cases import Case
 from tests.support import ROOT
@@ -107,7 +107,7 @@ def _without_cards() -> None:
 
 def planned_phases(name: str, precision: str, divisor: int, *, is_small: bool) -> Mapping[str, PhasePeak]:
     """Plan the memory of one device, as `segapp plan` does: the peak of each phase."""
-    from segapp.training.planning.simulate import build_simulator
+    from segapp.planning.simulate import build_simulator
 
     config = network_config(name, precision, divisor, is_small=is_small)
     job = SimulationJob("single", (int(config.train.batch_size),), eval_px=config.data.crop_px, blas_mib=BLAS_MIB)

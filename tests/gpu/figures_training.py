@@ -21,13 +21,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from segapp.accelerator import accelerator_of
 from segapp.assembly.devices import numerics, with_precision
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput
 from segapp.parallel import DataParallelModel, SyncBatchNorm
 from segapp.parallel.distributed import RankInfo, Ranks
-from segapp.training.planning.trial import blank_batch, build_trial_engine
+from segapp.planning.trial import blank_batch, build_trial_engine
+from segapp.training.step.assembler import StepAssembler, StepLayout
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.graph import WARM_UP_STEPS, StepGraph
 from tests.gpu.cases import Case, NotPossible

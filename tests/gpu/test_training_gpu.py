@@ -19,10 +19,10 @@ import torch
 
 from segapp.assembly.devices import numerics
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepLayout
 from segapp.config import dump_config
 from segapp.memory.oom import is_out_of_memory
-from segapp.training.planning.trial import blank_batch, build_trial_engine
+from segapp.planning.trial import blank_batch, build_trial_engine
+from segapp.training.step.assembler import StepLayout
 from tests.gpu.figures_plan import Plans, plan_row
 from tests.gpu.figures_training import figures_config
 from tests.support import ROOT

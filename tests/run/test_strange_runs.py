@@ -22,8 +22,8 @@ from segapp.run.events import EventReader, EventWriter, Heartbeat
 from segapp.run.files import append_to_run, check_tree, open_of_run, read_of_run
 from segapp.run.folder import RunFolder, find_run, run_folders
 from segapp.run.state import is_trainer_alive, run_state
-from segapp.training.request import plan_request
-from segapp.training.session import run_session
+from segapp.session.request import plan_request
+from segapp.session.session import run_session
 from segapp.view.runs import summarize
 from tests.support.runs import merged, train
 

@@ -21,15 +21,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from segapp.assembly.step import StepAssembler
 from segapp.memory import counters
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import examine
 from segapp.parallel import DataParallelModel, current_replica
+from segapp.planning import trial
 from segapp.run.events import Oom
 from segapp.run.words import first_line
-from segapp.training import recovery, session
-from segapp.training.planning import trial
+from segapp.session import session
+from segapp.training import recovery
+from segapp.training.step.assembler import StepAssembler
 from segapp.training.step.distill import CriticTrainer, TeacherIdentity
 from segapp.training.step.engine import StepEngine
 from segapp.training.validation import Validation

@@ -19,7 +19,7 @@ from torch import nn
 from segapp.config import validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
-from segapp.training.planning.simulate import build_simulator
+from segapp.planning.simulate import build_simulator
 from segapp.training.step.engine import StepEngine
 
 

@@ -64,12 +64,12 @@ def run(command: dict[str, Any]) -> int:
         forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedTrainer})
         segapp.commands.spawn.subprocess = forking  # type: ignore[attr-defined]
     if "SEGAPP_TEST_GPUS" in os.environ:
-        import segapp.training.session
+        import segapp.session.session
         from segapp.memory.gpus import GpuPoller
 
-        sampler = segapp.training.session.MemorySampler
+        sampler = segapp.session.session.MemorySampler
         polling = functools.partial(sampler, gpus=GpuPoller())
-        segapp.training.session.MemorySampler = polling  # type: ignore[misc, assignment]
+        segapp.session.session.MemorySampler = polling  # type: ignore[misc, assignment]
     if ":clock:" in os.environ.get(failpoints.VARIABLE, ""):
         make_clock_jump()
     failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
@@ -212,7 +212,7 @@ def serve(listener: socket.socket) -> None:
     import segapp.cli
     import segapp.commands.check
     import segapp.commands.predict
-    import segapp.training.session  # noqa: F401
+    import segapp.session.session  # noqa: F401
 
     gc.collect()
     gc.freeze()  # a child's first full collection would visit 500,000 objects and copy their pages: half a second

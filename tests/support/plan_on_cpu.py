@@ -15,11 +15,11 @@ import warnings
 import torch
 
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import RealDevices, StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
-from segapp.training.planning.simulate import Simulator, run_step
+from segapp.planning.simulate import Simulator, run_step
+from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
 from tests.support.real_steps import measured_mib
 
 MIB = 2**20

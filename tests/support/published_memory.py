@@ -22,8 +22,8 @@ from segapp.config import RunConfig, validate_config
 from segapp.memory.peaks import PhasePeak, SimulationJob
 from segapp.memory.plan import OverheadEstimate, context_mib
 from segapp.models.eomt import QueryMasking
-from segapp.training.planning import simulate
-from segapp.training.planning.simulate import build_simulator
+from segapp.planning import simulate
+from segapp.planning.simulate import build_simulator
 
 CITYSCAPES, WIDE, SQUARE = 19, (512, 1024), (769, 769)
 

@@ -28,7 +28,7 @@ from segapp.parallel import (
 )
 from segapp.parallel.distributed import RankInfo, Ranks, init_from_env, shutdown, tighten_timeout, wrap_ddp
 from segapp.parallel.scatter_gather import use_layers_group
-from segapp.training.session import exchanged_classes
+from segapp.session.session import exchanged_classes
 from tests.support.parallel_cases import (
     IGNORE,
     Critic,

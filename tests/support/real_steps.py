@@ -14,12 +14,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepAssembler, StepLayout, StepParts
 from segapp.config import validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
 from segapp.parallel import data_parallel
-from segapp.training.planning.simulate import Simulator, build_simulator, run_step
+from segapp.planning.simulate import Simulator, build_simulator, run_step
+from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts
 
 MODELS = {
     "lraspp": {"library": "torchvision", "name": "lraspp_mobilenet_v3_large"},

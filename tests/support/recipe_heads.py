@@ -12,7 +12,7 @@ import warnings
 from segapp.config import load_config
 from segapp.losses import cross_entropy
 from segapp.memory.peaks import SimulationJob
-from segapp.training.planning.simulate import build_simulator
+from segapp.planning.simulate import build_simulator
 from tests.support import ROOT
 
 

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepAssembler
 from segapp.config import RunConfig
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
 from segapp.memory.plan import GpuSpec, OverheadEstimate
-from segapp.training.planning import simulate
-from segapp.training.planning.plan import plan_memory
-from segapp.training.planning.simulate import Machine, Simulator
+from segapp.planning import simulate
+from segapp.planning.plan import plan_memory
+from segapp.planning.simulate import Machine, Simulator
+from segapp.training.step.assembler import StepAssembler
 from tests.support.plan_on_cpu import BATCH, config_of, eomt, ledger_mib, real_engine, smp, torchvision
 
 NETWORKS = {

@@ -16,8 +16,8 @@ from segapp import failpoints
 from segapp.config import RunConfig, validate_config
 from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from tests.support.programs import segapp as segapp  # the program beside `train`
 
 

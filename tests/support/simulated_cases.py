@@ -6,7 +6,7 @@ import warnings
 
 from segapp.config import validate_config
 from segapp.memory.peaks import SimulationJob, fit_model, splits_to_simulate
-from segapp.training.planning.simulate import build_simulator
+from segapp.planning.simulate import build_simulator
 
 LRASPP = {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"}
 LINKNET = {"library": "smp", "name": "Linknet", "encoder": "resnet18"}

@@ -14,7 +14,6 @@ from torch import nn
 from segapp.assembly.network import build_network, find_checkpoint, network_state
 from segapp.assembly.optimizer import group_settings
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepAssembler
 from segapp.assembly.trained import read_trained
 from segapp.commands.export import export_target
 from segapp.config import RunConfig, dump_config
@@ -22,10 +21,11 @@ from segapp.errors import CheckpointError, ConfigError
 from segapp.memory.peaks import SimulationJob
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
+from segapp.planning.simulate import build_simulator
 from segapp.run.folder import RunFolder
-from segapp.training.planning.simulate import build_simulator
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
+from segapp.training.step.assembler import StepAssembler
 from tests.support.golden_runs import float64
 from tests.support.runs import differing, events, merged, segapp, train
 from tests.training.test_fine_tuning import saved, stopped_and_resumed

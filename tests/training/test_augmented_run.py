@@ -12,9 +12,9 @@ import torch
 
 from segapp.config import RunConfig, load_config
 from segapp.run.folder import RunFolder
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training import signals
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
 from tests.support.runs import differing, events, merged, train
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.trainer import _build_datasets
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
+from segapp.session.trainer import _build_datasets
 from tests.support.runs import merged
 
 

@@ -15,8 +15,8 @@ from segapp.losses import CriterionMaskClassification
 from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
 from segapp.run.folder import RunFolder
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from tests.support.runs import differing, events, merged, train
 
 

@@ -14,9 +14,9 @@ import torch
 from segapp.config import RunConfig, dump_config
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.run.folder import RunFolder
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training import signals
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
 from tests.support.runs import differing, each_save, events, merged, segapp, train
 
 

@@ -17,9 +17,9 @@ from segapp.datasets.sampling import sample_order
 from segapp.inference.evaluate import Evaluation
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training import inbox
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.step.engine import StepEngine
 from segapp.training.validation import Validation

@@ -11,9 +11,9 @@ import torch
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
 from segapp.run.folder import RunFolder
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training import signals
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
 from tests.support.runs import differing, events, merged, train
 from tests.training.test_resume import stop_at
 

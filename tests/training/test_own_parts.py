@@ -13,8 +13,8 @@ from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, DataError, RunError
 from segapp.run.folder import RunFolder
-from segapp.training.request import TrainRequest, plan_request
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest, plan_request
+from segapp.session.session import run_session
 from segapp.training.step.engine import may_update
 from tests.support import ROOT
 from tests.support.runs import differing, events, merged, train

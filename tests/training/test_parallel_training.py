@@ -19,8 +19,8 @@ from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from tests.support.fault_table import case
 from tests.support.runs import differing, events, merged, segapp, train
 

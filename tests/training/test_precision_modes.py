@@ -15,8 +15,8 @@ from segapp.config import RunConfig, dump_config
 from segapp.errors import NonFiniteError
 from segapp.precision import LossScaler
 from segapp.run.folder import RunFolder
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
 
 HALF = ("fp16", "amp-fp16", "amp-bf16")

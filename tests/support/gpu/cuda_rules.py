@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from segapp.assembly import step as assemble
 from segapp.config import validate_config
 from segapp.memory.peaks import SimulationJob
 from segapp.memory.simulated_devices import simulated_ledger
+from segapp.planning.simulate import Simulator, build_simulator, run_step
+from segapp.planning.trial import evaluate_blank
 from segapp.precision import Precision
-from segapp.training.planning.simulate import Simulator, build_simulator, run_step
-from segapp.training.planning.trial import evaluate_blank
+from segapp.training.step import assembler
 
 SAME_DTYPE = {"native_layer_norm", "native_group_norm", "native_layer_norm_backward", "native_group_norm_backward"}
 """Operators whose CUDA kernels refuse a weight of another dtype than the input (pytorch/pytorch#135969)."""
@@ -62,7 +62,7 @@ def dtypes_of_values(name: str, args: tuple[Any, ...], dtypes: list[torch.dtype]
 @functools.cache
 def seed_faults() -> None:
     """Put LayerNorm back to float32 in a half model, and leave the outputs of a model on the last stage's device."""
-    prepare, place = Precision.prepare, assemble.place_stages
+    prepare, place = Precision.prepare, assembler.place_stages
 
     def prepare_with_float_norms(precision: Precision, model: nn.Module) -> nn.Module:
         prepared = prepare(precision, model)
@@ -72,7 +72,7 @@ def seed_faults() -> None:
         return prepared
 
     Precision.prepare = prepare_with_float_norms  # type: ignore[method-assign]
-    assemble.place_stages = lambda module, stages, rest, _output: place(module, stages, rest)  # type: ignore[assignment]
+    assembler.place_stages = lambda module, stages, rest, _output: place(module, stages, rest)  # type: ignore[assignment]
 
 
 def error_of(simulator: Simulator, case: dict[str, Any]) -> str | None:

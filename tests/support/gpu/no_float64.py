@@ -125,8 +125,8 @@ def main(path: str) -> None:
         from segapp.config import validate_config
         from segapp.losses.fused import checks, grid
         from segapp.run.folder import RunFolder
-        from segapp.training.request import TrainRequest
-        from segapp.training.session import run_session
+        from segapp.session.request import TrainRequest
+        from segapp.session.session import run_session
 
         is_simulated, mapped, identity = checks.is_simulated, snapshot._mapped, snapshot._identity
         snapshot._identity = lambda tensor: identity(tensor.stored if isinstance(tensor, _Elsewhere) else tensor)

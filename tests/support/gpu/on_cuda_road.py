@@ -86,8 +86,8 @@ def train_cases(path: Path) -> None:
     from segapp.config import validate_config
     from segapp.failpoints import arm
     from segapp.run.folder import RunFolder
-    from segapp.training.request import TrainRequest
-    from segapp.training.session import run_session
+    from segapp.session.request import TrainRequest
+    from segapp.session.session import run_session
 
     take_the_road()
     for case in json.loads(path.read_text()):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from segapp.losses import CriterionCE
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated_devices import place, simulation, skeleton
-from segapp.training.planning.simulate import StepTimes
+from segapp.planning.simulate import StepTimes
 
 
 def facts(tensor: Tensor) -> list[object]:

@@ -20,12 +20,12 @@ from segapp.parallel import DataParallelModel
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training.batch_split import BatchSplitController
 from segapp.training.commands import CommandController, RecomputeController
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import alerts, differing, events, train
 

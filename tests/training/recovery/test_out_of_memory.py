@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from segapp import failpoints
-from segapp.assembly import step as assemble
 from segapp.commands.runs import print_status
 from segapp.config import RunConfig
 from segapp.errors import OutOfMemoryError
@@ -20,8 +19,9 @@ from segapp.models import SegmentationModel
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
+from segapp.training.step import assembler
 from segapp.view.runs import summarize
 from tests.support.fault_table import case
 from tests.support.live_runs import small, three_devices
@@ -39,7 +39,7 @@ def _disarmed(logical_budgets: None) -> Iterator[None]:
 @pytest.fixture
 def _without_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group instead of batch statistics: then smaller pieces are the same step to the last digits."""
-    original = assemble.build_network
+    original = assembler.build_network
 
     def grouped(*args: Any, **kwargs: Any) -> SegmentationModel:
         model = original(*args, **kwargs)
@@ -49,7 +49,7 @@ def _without_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
                     setattr(module, name, nn.GroupNorm(1, child.num_features))
         return model
 
-    monkeypatch.setattr(assemble, "build_network", grouped)
+    monkeypatch.setattr(assembler, "build_network", grouped)
 
 
 def losses(folder: Path) -> list[float]:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from segapp import failpoints
-from segapp.assembly import step
 from segapp.config import RunConfig
 from segapp.errors import RunError
 from segapp.models import SegmentationModel
@@ -19,10 +18,11 @@ from segapp.models.blocks import find_blocks
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EpochStart, Event
 from segapp.run.folder import RunFolder
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training import inbox
 from segapp.training.commands import RecomputeController
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.training.step import assembler
 from tests.support.live_runs import small, three_devices
 from tests.support.runs import differing, events, merged, train
 
@@ -178,7 +178,7 @@ def test_blocks_that_count_their_passes_are_cut_in_pieces(
     undisturbed: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block with a buffer that each pass changes cannot be computed again: the rung is taken back."""
-    original = step.build_network
+    original = assembler.build_network
 
     def counting(*args: Any, **kwargs: Any) -> SegmentationModel:
         model = original(*args, **kwargs)
@@ -187,7 +187,7 @@ def test_blocks_that_count_their_passes_are_cut_in_pieces(
         next(block.children()).register_forward_pre_hook(lambda *_: block.passes.add_(1) and None)
         return model
 
-    monkeypatch.setattr(step, "build_network", counting)
+    monkeypatch.setattr(assembler, "build_network", counting)
     config = merged(undisturbed[0].model_dump(mode="json"), train={"batch_size": 4, "epochs": 1})
     failpoints.arm("train.backward=1:oom*2")
     assert train(config, tmp_path / "run") == 0

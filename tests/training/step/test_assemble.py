@@ -10,10 +10,10 @@ import torch
 
 from segapp.assembly.devices import with_precision
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import RealDevices, StepAssembler, StepLayout
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
+from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
 from tests.support.runs import merged
 
 ONE_CPU = StepLayout("single", (torch.device("cpu"),))
@@ -43,7 +43,7 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
 
 def test_channels_last_weights_where_they_are_faster(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for is_asked in (True, False):
-        monkeypatch.setattr("segapp.assembly.step.uses_channels_last", lambda *_, is_asked=is_asked: is_asked)
+        monkeypatch.setattr("segapp.training.step.assembler.uses_channels_last", lambda *_, is_asked=is_asked: is_asked)
         assembler = assembler_of(merged(tiny))
         model = assembler.prepare(assembler.build_model(with_weights=False), ONE_CPU)
         kernels = [p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1 and p.shape[2] > 1]

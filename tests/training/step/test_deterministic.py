@@ -68,8 +68,8 @@ def _deterministic() -> Iterator[None]:
 @pytest.mark.usefixtures("_deterministic")
 def test_steps_on_the_cpu_run_under_the_switch() -> None:
     from segapp.assembly.pairs import build_scheme
-    from segapp.assembly.step import StepLayout
-    from segapp.training.planning.trial import blank_batch, build_trial_engine
+    from segapp.planning.trial import blank_batch, build_trial_engine
+    from segapp.training.step.assembler import StepLayout
 
     config = config_of({**PSP}, deterministic=True)
     engine = build_trial_engine(config, StepLayout("single", (CPU,)))

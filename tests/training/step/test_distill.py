@@ -19,11 +19,11 @@ from segapp.errors import CheckpointError, ConfigError
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.memory.peaks import SimulationJob, SimulationResult
 from segapp.models import Critic, critic_size
+from segapp.planning.pool import SimulationPool
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
-from segapp.training.planning.pool import SimulationPool
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
 
 PENALTIES = ("wgan-gp", "wgan-lp", "dragan")

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from segapp.assembly.devices import plan_devices, with_precision
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice
-from segapp.training.planning.trial import blank_batch
+from segapp.planning.trial import blank_batch
+from segapp.training.step.assembler import StepAssembler, StepLayout
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.step.graph import WARM_UP_STEPS, StepGraph
 from segapp.training.step.participant import StepParticipant

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepLayout
 from segapp.config import RunConfig, validate_config
-from segapp.training.planning.trial import blank_batch, build_trial_engine
+from segapp.planning.trial import blank_batch, build_trial_engine
+from segapp.training.step.assembler import StepLayout
 from segapp.training.step.engine import StepEngine
 from tests.support.gpu.launches import LaunchCounter, launches_of_lists
 

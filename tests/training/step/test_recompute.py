@@ -10,14 +10,14 @@ import torch
 
 from segapp.assembly.devices import with_precision
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepAssembler, StepLayout
 from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError
 from segapp.parallel.recompute import RecomputedBlock
 from segapp.run.folder import RunFolder
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
+from segapp.training.step.assembler import StepAssembler, StepLayout
 from segapp.training.step.engine import StepEngine
 from tests.support.runs import differing, events, merged, train
 

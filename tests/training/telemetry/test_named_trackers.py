@@ -11,7 +11,7 @@ import yaml
 
 from segapp.config import load_config
 from segapp.config.trust import name_trackers, unnamed_trackers
-from segapp.training.request import plan_request
+from segapp.session.request import plan_request
 from tests.support.fault_runs import finished_run
 from tests.support.programs import segapp as program
 

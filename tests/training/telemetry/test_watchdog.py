@@ -17,8 +17,8 @@ from segapp.memory.counters import DeviceMemoryTracker, device_info_of
 from segapp.run.events import EventLog
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
+from segapp.session.session import Stage
 from segapp.training import watchdog as module
-from segapp.training.session import Stage
 from segapp.training.watchdog import Watchdog
 
 

@@ -3,7 +3,7 @@
 import importlib.machinery
 import sys
 
-_LAST_IMPORTED = "segapp.training.session"
+_LAST_IMPORTED = "segapp.session.session"
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

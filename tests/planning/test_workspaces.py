@@ -11,7 +11,7 @@ import pytest
 from segapp.chunks import Mode
 from segapp.config import validate_config
 from segapp.memory.peaks import SimulationJob
-from segapp.training.planning.simulate import Simulator
+from segapp.planning.simulate import Simulator
 
 
 @pytest.mark.parametrize(

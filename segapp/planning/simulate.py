@@ -2,7 +2,7 @@
 
 The engine is the training's (`StepAssembler`), on a backend whose tensors have no storage. Only DistributedDataParallel
 cannot run there; `Buckets` makes its gradient buckets in hooks. Simulations run in separate processes
-(`segapp.training.planning.pool`).
+(`segapp.planning.pool`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from segapp.assembly.devices import with_precision
 from segapp.assembly.network import build_normalizer, largest_phase
 from segapp.assembly.own_parts import fp32_part, plain_loss_note
 from segapp.assembly.pairs import build_scheme
-from segapp.assembly.step import StepAssembler, StepLayout, StepParts
 from segapp.assembly.trained import read_trained
 from segapp.chunks import Mode
 from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, tree_iter, without_dispatch_modes
@@ -43,9 +42,10 @@ from segapp.models.blocks import find_blocks
 from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk
 from segapp.parallel.model_parallel import balance_stages
 from segapp.parallel.recompute import is_recomputable
+from segapp.planning.trial import blank_batch, evaluate_blank, evaluation_size
 from segapp.precision import Precision
 from segapp.run.words import first_line
-from segapp.training.planning.trial import blank_batch, evaluate_blank, evaluation_size
+from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts
 from segapp.training.step.engine import StepEngine
 
 MIB = 2**20

@@ -24,14 +24,14 @@ _TIMEOUT_S = 600.0
 
 
 class SimulationPool:
-    """Context manager: processes that simulate one config; each runs `python -P -m segapp.training.planning.simulate`.
+    """Context manager: processes that simulate one config; each runs `python -P -m segapp.planning.simulate`.
 
     A process reads the config and then requests, and answers each with a result or an error, all of them pickled.
     """
 
     def __init__(self, config: RunConfig, num_processes: int = NUM_PROCESSES) -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        command, pipe = [sys.executable, "-P", "-m", "segapp.training.planning.simulate"], subprocess.PIPE
+        command, pipe = [sys.executable, "-P", "-m", "segapp.planning.simulate"], subprocess.PIPE
         self._processes = [
             subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ) for _ in range(num_processes)
         ]

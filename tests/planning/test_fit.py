@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from segapp.assembly import step
 from segapp.config import dump_config
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
+from segapp.planning.plan import _short_names
 from segapp.run.folder import RunFolder
-from segapp.training.planning.plan import _short_names
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
+from segapp.training.step import assembler
 from tests.support import ROOT
 from tests.support.runs import events, merged, segapp, train
 
@@ -87,13 +87,13 @@ def two_devices(tiny, **sections):
 @pytest.fixture
 def seen_sets(monkeypatch):
     """The blocks that each engine of this test computes again."""
-    seen, own = [], step.set_recompute
+    seen, own = [], assembler.set_recompute
 
     def spy(model, sets, *others):
         own(model, sets, *others)
         seen.append(tuple(map(tuple, sets)))
 
-    monkeypatch.setattr(step, "set_recompute", spy)
+    monkeypatch.setattr(assembler, "set_recompute", spy)
     return seen
 
 

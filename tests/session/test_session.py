@@ -20,10 +20,10 @@ from segapp.errors import DistributedError, OutOfMemoryError, StorageError
 from segapp.parallel.distributed import DistributedSetupError, Ranks
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
-from segapp.training import session
+from segapp.session import session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from segapp.training.context import RunContext
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
 from tests.support.runs import events, merged
 
 

@@ -27,8 +27,8 @@ from segapp.memory.plan import (
     PlanRow,
     context_mib,
 )
+from segapp.planning.pool import SimulationPool
 from segapp.run.words import printable
-from segapp.training.planning.pool import SimulationPool
 
 Sets = tuple[tuple[str, ...], ...]
 """Names of blocks, one set per device in dp and per rank in ddp, else one set."""

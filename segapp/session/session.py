@@ -29,7 +29,6 @@ from segapp.assembly.data import data_timeout_s
 from segapp.assembly.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
 from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.assembly.pairs import build_scheme, count_images, split_names
-from segapp.assembly.trainer import build_trainer
 from segapp.checkpoint.training_state import (
     LoadedCheckpoint,
     check_resumable,
@@ -69,20 +68,21 @@ from segapp.parallel.distributed import (
     shutdown,
 )
 from segapp.parallel.launch import Peers, launch_local, peer_limit_s
+from segapp.planning.auto import is_planned, resolve_auto
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, Oom, RunEnd
 from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, first_line, printable
+from segapp.session.request import TrainRequest, taken_note
+from segapp.session.start_checks import changed_length_note
+from segapp.session.trainer import build_trainer
 from segapp.training.commands import PendingRequests
 from segapp.training.console import PlainReporter
 from segapp.training.context import Places, RunContext, shares_note, topology_event
-from segapp.training.planning.auto import is_planned, resolve_auto
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
-from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
-from segapp.training.start_checks import changed_length_note
 from segapp.training.trackers import make_trackers
 from segapp.training.trainer import Trainer
 from segapp.training.watchdog import Watchdog, exchange_timeout_s, rank_words

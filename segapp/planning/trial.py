@@ -13,7 +13,6 @@ from segapp.assembly.data import image_sizes_of
 from segapp.assembly.devices import DevicePlan, with_precision
 from segapp.assembly.network import build_inference, largest_phase
 from segapp.assembly.pairs import build_pixels, build_scheme, split_names
-from segapp.assembly.step import RealDevices, StepAssembler, StepLayout
 from segapp.assembly.trained import read_trained
 from segapp.config import RunConfig
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
@@ -23,6 +22,7 @@ from segapp.errors import DataError
 from segapp.inference.evaluate import EvaluationSettings, evaluate, further_devices
 from segapp.inference.workspace import HostLimit
 from segapp.memory.plan import SavedMemoryPlan
+from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
 from segapp.training.step.engine import StepEngine
 
 MAX_HEADERS = 500

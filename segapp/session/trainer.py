@@ -16,7 +16,6 @@ from segapp.assembly.network import build_inference, fill_in_base
 from segapp.assembly.optimizer import build_plateau, build_schedule, describe_groups
 from segapp.assembly.own_parts import part_hashes
 from segapp.assembly.pairs import build_scheme, check_splits_apart, split_names
-from segapp.assembly.step import StepAssembler, build_layout
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
@@ -35,14 +34,15 @@ from segapp.parallel.distributed import Ranks
 from segapp.run.events import RunStart
 from segapp.run.words import announce
 from segapp.scores import SCORES
+from segapp.session.request import ImageLimit
+from segapp.session.start_checks import run_length, start_alerts, start_notes
 from segapp.training.batch_split import BatchSplitController
 from segapp.training.commands import CommandController, RecomputeController
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts, first_split
 from segapp.training.inbox import Inbox, applied_after
 from segapp.training.progress import Timetable
 from segapp.training.recovery import OomPolicy, fallbacks_after
-from segapp.training.request import ImageLimit
-from segapp.training.start_checks import run_length, start_alerts, start_notes
+from segapp.training.step.assembler import StepAssembler, build_layout
 from segapp.training.step.engine import StepEngine
 from segapp.training.trainer import Trainer
 from segapp.training.validation import SamplePictures, Validation

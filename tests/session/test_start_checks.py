@@ -14,7 +14,7 @@ from segapp.config import dump_config, validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import ClassFrequencies, Targets
 from segapp.errors import DataError
-from segapp.training.start_checks import (
+from segapp.session.start_checks import (
     changed_length_note,
     schedule_notes,
     start_alerts,

@@ -16,7 +16,7 @@ import segapp
 from segapp.config import dump_config
 from segapp.errors import ConfigError, DistributedError
 from segapp.parallel.distributed import DistributedSetupError, _read_rank, is_launched
-from segapp.training.launchers import adopt_launcher, exit_code_for_launcher
+from segapp.session.launchers import adopt_launcher, exit_code_for_launcher
 from tests.support.rank_runs import ranks_of
 from tests.support.runs import events, merged
 

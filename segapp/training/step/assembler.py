@@ -17,14 +17,6 @@ from torch import Tensor, nn
 from segapp.accelerator import accelerator_of
 from segapp.assembly.criterion import build_criterion
 from segapp.assembly.devices import DevicePlan, uses_channels_last
-from segapp.assembly.distill import (
-    build_critic,
-    build_distillation,
-    build_distilled_input,
-    build_teacher,
-    check_teacher,
-    distilled_criterion,
-)
 from segapp.assembly.network import build_network, build_normalizer, check_sizes, num_queries, put_adapters
 from segapp.assembly.optimizer import build_optimizer, build_parameter_groups
 from segapp.assembly.pairs import build_pixels
@@ -49,6 +41,14 @@ from segapp.parallel.distributed import Ranks, wrap_ddp
 from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.precision import Precision
 from segapp.training.step.distill import DistilledInput
+from segapp.training.step.distill_assembly import (
+    build_critic,
+    build_distillation,
+    build_distilled_input,
+    build_teacher,
+    check_teacher,
+    distilled_criterion,
+)
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.graph import StepGraph
 from segapp.training.step.participant import StepParticipant, UpdateCount

@@ -10,7 +10,7 @@ import pytest
 
 from segapp.memory.peaks import PhasePeak, SimulationJob, SimulationResult, StepTime, fit_model, splits_to_simulate
 from segapp.memory.plan import GpuSpec, OverheadEstimate, Planner
-from segapp.training.planning.plan import RecomputeSearch
+from segapp.planning.plan import RecomputeSearch
 
 KEPT_MIB = dict(zip("abcdefg", (70, 50, 40, 30, 20, 10, 5), strict=True))
 """Memory per image that a block keeps: 225 MiB in all. Each block takes a second per image."""

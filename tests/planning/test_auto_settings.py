@@ -16,11 +16,11 @@ from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.parallel.distributed import Ranks
+from segapp.planning.auto import _num_training_images, allowed_batches, resolve_auto
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.training.planning.auto import _num_training_images, allowed_batches, resolve_auto
-from segapp.training.request import TrainRequest
-from segapp.training.session import run_session
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
 from tests.support.live_runs import assert_answered_once, three_devices
 from tests.support.runs import events, merged, train
 

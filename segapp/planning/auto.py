@@ -24,9 +24,9 @@ from segapp.memory.judge import allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, context_mib, read_saved_plan
 from segapp.parallel.distributed import Ranks
+from segapp.planning.plan import plan_memory
+from segapp.planning.trial import trial_step
 from segapp.run.folder import RunFolder
-from segapp.training.planning.plan import plan_memory
-from segapp.training.planning.trial import trial_step
 
 logger = logging.getLogger("segapp")
 

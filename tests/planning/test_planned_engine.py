@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from segapp.assembly.devices import plan_devices
-from segapp.assembly.trainer import build_trainer
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
+from segapp.session.trainer import build_trainer
 from segapp.training.context import RunContext
 from segapp.training.inbox import Inbox
 from segapp.training.signals import StopSignals
