@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from segapp.datasets.files import shown
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.datasets.layouts.schemes import PUBLISHED, Color, PublishedSet
 from segapp.errors import ConfigError, DataError
+from segapp.onboarding.content import Value
 from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.tree import Tree, known_words
 
@@ -237,35 +238,31 @@ PALETTES = tuple(known for known in PUBLISHED.values() if known.colors)
 _MIN_RARE = 2  # number of colors that no other palette has and that do not occur by chance
 
 
-def recognise(colors: Collection[Color], mask: str) -> list[PublishedSet]:
-    """Return the data sets from which the colors are almost certainly, best match first; `mask` is a mask's path.
+def recognise(stored: Sequence[Value], mask: str) -> PublishedSet | None:
+    """Return the data set with the folders of a mask and these values, or almost certainly with these colors.
 
     All colors are in the palette, and either it has no others, or two of them are in no other palette, or a folder is
     named after the data set. Few colors may come from an unknown data set: black, red, green and blue occur in most
     palettes.
     """
+    if not isinstance(stored[0], tuple):
+        fits = (one for one in PUBLISHED.values() if {*stored} <= one.values.keys() | {*one.ignored_ids})
+        return next((one for one in fits if one.masks and re.search(one.masks, mask)), None)
     found = []
+    colors = {color for color in stored if isinstance(color, tuple)}
     for palette in PALETTES:
-        own, named = set(colors) - set(palette.ignored_colors), set(palette.colors)
+        own, named = colors - {*palette.ignored_colors}, {*palette.colors}
         others = {color for other in PALETTES if _family(other) != _family(palette) for color in other.colors}
-        plain = {color for color in own if set(color) <= {0, 255} or set(color) <= {0, 128}}  # red, green, blue, sums
+        plain = {color for color in own if {*color} <= {0, 255} or {*color} <= {0, 128}}  # red, green, blue, sums
         is_certain = len(own - plain - others) >= _MIN_RARE or own == named or _family(palette) in mask.lower()
         if own and own <= named and is_certain:
             found.append((len(own) / len(named), palette))
-    return [palette for _, palette in sorted(found, key=lambda one: -one[0])]
+    return max(found, key=lambda one: one[0], default=(0, None))[1]
 
 
 def _family(palette: PublishedSet) -> str:
     """Return the name that all palettes of a data set share."""
     return palette.title.lower().replace("pascal ", "").split()[0]
-
-
-def recognise_values(mask: str, values: Collection[int]) -> PublishedSet | None:
-    """Return the data set with the folders of a mask and these values, apart from 255."""
-    for known in PUBLISHED.values():
-        if known.masks and re.search(known.masks, mask) and set(values) <= known.values.keys() | set(known.ignored_ids):
-            return known
-    return None
 
 
 def published_layout(tree: Tree) -> Layout | None:

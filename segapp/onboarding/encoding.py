@@ -7,20 +7,13 @@ If two interpretations are plausible, the user is asked.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from segapp.datasets.files import shown
 from segapp.datasets.layouts.schemes import Color
 from segapp.errors import DataError
-from segapp.onboarding.class_files import (
-    ClassFile,
-    described,
-    is_background,
-    is_void,
-    recognise,
-    recognise_values,
-)
+from segapp.onboarding.class_files import ClassFile, described, is_background, is_void, recognise
 from segapp.onboarding.content import MAX_COLORS, MaskContent, Value, reason_unread
 from segapp.onboarding.layout import Answer, open_question
 
@@ -40,7 +33,7 @@ CLEANING = (
 STRAY_SHARE = 1e-5  # share of the pixels below which a single value is a stray one
 _MAX_NAMED = 6
 _MANY_VALUES = 32  # values that no file names, from which masks were probably smoothed
-_BINARY_SMOOTH_SHARE = 0.1
+_MAX_UNNAMED = 0.5  # share of the pixels from which values without a name mean that a file does not fit
 _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
 
 
@@ -116,6 +109,8 @@ def _void_notes(content: MaskContent, named: Mapping[Any, str], void: Sequence[V
 
 def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
     """Raise DataError if there is only one value or color."""
+    if not stored:
+        raise DataError("every pixel of the masks is 255, which is ignored: label some pixels with class ids")
     if len(stored) < 2:
         ignored = ", apart from ignored pixels" if len(content.pixels) > 1 else ""
         opacity = (
@@ -127,22 +122,16 @@ def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
         )
 
 
-def is_stray(content: MaskContent, value: Value, total: int) -> bool:
+def is_stray(content: MaskContent, value: Value) -> bool:
     """Return True for a value or a color with very few pixels in very few masks."""
     pixels = content.pixels_of(value)
-    is_rare = pixels < STRAY_SHARE * total or pixels <= 3
+    is_rare = pixels <= 3 or content.share([value]) < STRAY_SHARE
     return is_rare and content.masks_with[value] <= max(1, content.num_masks // 50)
 
 
-def _strays_note(content: MaskContent, strays: Sequence[Value], what: str) -> tuple[str, ...]:
+def _strays_note(content: MaskContent, strays: Sequence[Value]) -> tuple[str, ...]:
     """Return the sentence on stray values or colors, which are ignored; empty if there are none."""
-    if not strays:
-        return ()
-    named = ", ".join(
-        f"{list(one) if isinstance(one, tuple) else one} ({content.pixels_of(one)} px)" for one in strays[:_MAX_NAMED]
-    )
-    more = f" and {len(strays) - _MAX_NAMED} more" if len(strays) > _MAX_NAMED else ""
-    return (f"stray {what} are ignored: {named}{more}: {content.percent(strays)}",)
+    return (f"stray {listed(strays)} is ignored: {content.percent(strays)}",) if strays else ()
 
 
 def listed(stored: Sequence[Value]) -> str:
@@ -179,8 +168,7 @@ def _refuse_instances(content: MaskContent, stored: Sequence[Value], choices: Ma
     elif counting.total() >= 0.9 * content.num_masks and len(counting) > 3 and values[-1:] > [7]:
         look = f"hold the values 1 to n, n from {min(counting)} to {max(counting)}, as masks of instances do"
     elif len(stored) > max(8, content.num_masks) and lone > len(stored) / 2:
-        kind = "values" if values else "colors"
-        look = f"hold {len(stored)} {kind}, {lone} of which occur in one mask each, as numbers of instances do"
+        look = f"hold {len(stored)} values, {lone} of which occur in one mask each, as numbers of instances do"
     if look:
         raise DataError(f"the {content.num_masks} masks {look}: {_INSTANCES}; if each is a class, add --masks ids")
     if len(values) >= _MANY_VALUES:
@@ -190,121 +178,35 @@ def _refuse_instances(content: MaskContent, stored: Sequence[Value], choices: Ma
         )
 
 
-def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: str, choices: MaskChoices) -> Classes:
-    """Return the classes of RGB masks; raise DataError if they were smoothed or have only one color."""
-    if content.smooth or len(content.colors) > 2 * MAX_COLORS:
-        raise DataError(
-            f"{max(len(content.smooth), 1)} of {content.num_masks} masks contain neither ids nor fewer than "
-            f"{MAX_COLORS} colors, such as {shown(content.smooth[0] if content.smooth else '')}: they were smoothed "
-            f"or saved with loss; {CLEANING}"
-        )
-    total = content.colors.total()
-    strays = sorted(color for color in content.colors if is_stray(content, color, total))
-    colors = sorted(content.colors.keys() - set(strays))
-    _check_several(content, colors)
-    notes = _strays_note(content, strays, "colours")
-    for file in files:
-        if file.colors and content.share([color for color in colors if color not in file.colors]) <= 0.05:
-            return _from_named_colors(content, file, colors, strays, choices, notes)
-    if known := recognise(colors, mask):
-        first = known[0]
-        ignored = list(dict.fromkeys([*first.ignored_colors, *strays]))
-        seen = [color for color in first.ignored_colors if color in content.colors]
-        if seen:
-            notes = (*notes, f"{listed(seen)} is ignored as in {first.title}: {content.percent(seen)}")
-        return Classes(
-            tuple(first.palette.values()),
-            f"the colors match {first.title}",
-            palette=(*first.palette, *ignored),
-            palette_reason="as published" + ("; the last are ignored" if ignored else ""),
-            notes=notes,
-        )
-    ordered = next((file for file in files if not file.colors and len(file.names) == len(colors)), None)
-    if ordered is not None:
-        names, reason = ordered.names, f"from {described(ordered)}: check that their order is the palette's"
-    elif colors == [(0, 0, 0), (255, 255, 255)]:
-        names, reason = ("background", "object"), "black and white; replace with their names"
-    else:
-        _refuse_instances(content, colors, choices)
-        names = tuple(f"class_{i}" for i in range(len(colors)))
-        reason = "replace with their names, in the palette's order"
-    return Classes(
-        names,
-        reason,
-        palette=(*colors, *strays),
-        palette_reason=f"the masks are images with {len(colors)} colors" + ("; the last are ignored" if strays else ""),
-        notes=notes,
-        source="" if ordered is None else ordered.source,
-    )
-
-
-def _from_named_colors(
-    content: MaskContent,
-    file: ClassFile,
-    colors: list[Color],
-    strays: list[Color],
-    choices: MaskChoices,
-    notes: tuple[str, ...],
-) -> Classes:
-    """Return the classes from a file with colors; unnamed colors are ignored, or classes if the user wants this."""
-    unknown = [color for color in colors if color not in file.colors]
-    named = dict(file.colors)
-    source = shown(file.source)
-    if unknown and _is_class(content, unknown, file, choices):
-        named |= {color: f"color_{bytes(color).hex()}" for color in unknown}
-        unknown = []
-    elif unknown:
-        said = f"{len(unknown)} colors are not in {source} and are ignored: {content.percent(unknown)}"
-        notes = (said, *notes)
-    void = _void_of(named, choices)
-    kept = {color: name for color, name in named.items() if color not in void}
-    ignored = [*sorted(void), *unknown, *strays]
-    return Classes(
-        _unique(kept.values()),
-        f"from {described(file)}",
-        palette=tuple(dict.fromkeys([*kept, *ignored])),
-        palette_reason=f"the colors of {source}" + ("; the last are ignored" if ignored else ""),
-        notes=(*notes, *_void_notes(content, named, void)),
-        source=file.source,
-    )
-
-
 def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequence[str]) -> Classes | None:
     """Return background and object if masks have 0 and 255 (or 65535) and hardly any other values; else None.
 
     DataError is raised if the masks were smoothed and more than a hundredth of the pixels are in between.
     """
     white = 65_535 if 65_535 in content.values else 255
-    rest = sorted(value for value in content.values if value not in (0, white))
     if not {0, white} <= content.values.keys() or min(content.values) < 0:
         return None
-    share, object_share = content.share(rest), content.share([white])
-    smoothed = f"the masks were smoothed or saved with loss: {content.percent(rest)} are neither 0 nor {white}, but"
-    is_spread = len(rest) >= 16 and rest[0] < white // 4 and rest[-1] > white - white // 4
-    if is_spread and share > MAX_UNSAID and object_share >= 0.005:
-        raise DataError(f"{smoothed} {len(rest)} values between; {CLEANING}")
-    if rest and len(rest) < 16:
-        is_counting = rest == list(range(1, len(rest) + 1))
-        limit, factor = (STRAY_SHARE, 100) if is_counting else (MAX_UNSAID, 20)
-        few = len(rest) <= 3 and content.values.total() < 1_000_000 and sum(content.values[v] for v in rest) <= 10
-        if not (few or share < limit) or object_share < factor * share:
-            return None
-    elif rest and share > min(_BINARY_SMOOTH_SHARE, object_share):
+    rest = sorted(content.values.keys() - {0, white})
+    share = content.share(rest)
+    is_smoothed = len(rest) >= 16 and rest[0] < white // 4 and rest[-1] > white - white // 4
+    if is_smoothed and share > MAX_UNSAID:
+        raise DataError(
+            f"the masks were smoothed or saved with loss: {content.percent(rest)} are neither 0 nor {white}, but "
+            f"{len(rest)} values between; {CLEANING}"
+        )
+    are_ids = rest == [*range(1, len(rest) + 1)]
+    is_noise = share <= min(MAX_UNSAID, content.share([white]) / 20) and not are_ids
+    if not (is_smoothed or is_noise or all(is_stray(content, value) for value in rest)):
         return None
-    elif share > MAX_UNSAID:
-        raise DataError(f"{smoothed} {len(rest)} other values; {CLEANING}")
     strays = rest if len(rest) < 16 or white > 255 else list(range(1, 255))
     names, reason, source = _names_of_two(files, masks)
-    why = f"the masks contain only 0 and {white}"
-    if rest:
-        why = f"0 and {white} are {1 - share:.3%} of the pixels; the rest is ignored"
     return Classes(
         names,
         reason,
         {white: 1, **dict.fromkeys(strays, -1)},
-        why,
+        f"0 and {white} are {1 - share:.3%} of the pixels" + ("; the rest is ignored" if rest else ""),
         ignore_index=-1,
-        notes=_strays_note(content, rest, "values"),
+        notes=_strays_note(content, rest),
         source=source,
     )
 
@@ -324,61 +226,27 @@ def _names_of_two(files: Sequence[ClassFile], masks: Sequence[str]) -> tuple[tup
     return ("background", "object"), "replace with their names", ""
 
 
-def _classes_of_ids(
-    content: MaskContent, files: Sequence[ClassFile], masks: Sequence[str], choices: MaskChoices
-) -> Classes:
-    """Return the classes of masks of ids; raise DataError if they have only one value, or negative ones."""
-    values = sorted(content.values)
-    common = [value for value in values if not is_stray(content, value, content.values.total())]
-    has_class_255 = max(common, default=0) > IGNORED or _is_255_class(content, files, choices)
-    ids = [value for value in values if value >= 0 and (value != IGNORED or has_class_255)]
-    if not ids:
-        raise DataError("every pixel of the masks is 255, which is ignored: label some pixels with class ids")
-    num_common = sum(value in common for value in ids)
-    strays = [value for value in ids if value not in common and value > 2 * num_common + 3]
-    ids = [value for value in ids if value not in strays]
-    _check_several(content, ids)
-    notes = [*_strays_note(content, strays, "values")]
-    if negative := [value for value in values if value < 0]:
-        if negative != [-1]:
-            raise DataError(f"the masks hold negative values, {_few(negative)}: save the classes as values from 0 on")
-        notes.append(f"value -1 is ignored: {content.percent(negative)}")
-        strays.append(-1)
-    if IGNORED in values and not has_class_255:
-        notes.append(f"value {IGNORED} is ignored: {content.percent([IGNORED])}")
-    fits = [fit for file in files if (fit := _fit(file, content, ids)) is not None]
-    if fits:
-        best = min(fits, key=lambda fit: content.share(fit.unnamed))
-        return _from_fit(best, content, strays, choices, notes)
-    published = recognise_values(masks[0], ids)
-    if published is not None:
-        if unlabelled := [value for value in published.ignored_ids if value in content.values]:
-            said = f"value {_few(unlabelled)} is ignored as in {published.title}: {content.percent(unlabelled)}"
-            notes.append(said)
-        return _of_values(
-            published.values,
-            f"folders and values match {published.title}",
-            [*published.ignored_ids, *strays],
-            f"the values of {published.title}",
-            [*notes, *published.notes],
-        )
-    _refuse_instances(content, ids, choices)
-    unfit = [f"{described(file)} does not fit the values {_few(ids)}" for file in files if file.ids or not file.colors]
-    is_dense = ids[-1] + 1 <= max(2 * len(ids), len(ids) + 3)
-    is_dense &= ids[0] == 0 or len(ids) < ids[-1] or content.num_masks < content.num_all
-    named = range(ids[-1] + 1) if is_dense else ids
-    if ids == [0, 1]:
-        names, reason, _ = _names_of_two((), masks)
-    else:
-        names = tuple(f"class_{value}" for value in named)
-        reason = "replace with their names, in this order"
-    return _of_values(
-        dict(zip(named, names, strict=True)),
-        reason,
-        strays,
-        "stray values are ignored" if is_dense else "the values begin at 1, or have gaps",
-        [*notes, *unfit[:1]],
-    )
+def _sorted_out(
+    content: MaskContent, files: Sequence[ClassFile], choices: MaskChoices
+) -> tuple[list[Any], list[Any], list[str]]:
+    """Return the values or colors that may be classes, those that are ignored, and notes about the latter.
+
+    Values up to twice the number of frequent ones may be rare classes. 255 is in neither list if it is no class.
+    """
+    found = sorted(content.pixels)
+    strays: list[Any] = [one for one in found if is_stray(content, one)]
+    void: set[Any] = set()
+    if not content.colors:
+        common = content.values.keys() - {*strays}
+        has_class_255 = max(common, default=0) > IGNORED or _is_255_class(content, files, choices)
+        void = {-1} if has_class_255 else {-1, IGNORED}
+        largest = 2 * len(common - void) + 3
+        strays = [one for one in strays if one > largest and one not in void]
+    stored = [one for one in found if one not in void and one not in strays]
+    if negative := [one for one in stored if isinstance(one, int) and one < 0]:
+        raise DataError(f"the masks hold negative values, {_few(negative)}: save the classes as values from 0 on")
+    notes = [f"{listed([one])} is ignored: {content.percent([one])}" for one in sorted(void) if one in content.values]
+    return stored, [*strays, *([-1] if -1 in content.values else [])], [*_strays_note(content, strays), *notes]
 
 
 def _is_255_class(content: MaskContent, files: Sequence[ClassFile], choices: MaskChoices) -> bool:
@@ -400,48 +268,55 @@ def _is_255_class(content: MaskContent, files: Sequence[ClassFile], choices: Mas
     )
 
 
-def _of_values(
-    named: Mapping[int, str], reason: str, ignored: Iterable[int], why: str, notes: Sequence[str]
+def _classes(
+    named: Mapping[Any, str], reason: str, ignored: Iterable[Any], why: str, notes: Sequence[str], source: str = ""
 ) -> Classes:
-    """Return the classes of named values; `ignored` values are ignored, and so is 255 if it has no name."""
-    ignored = set(ignored)
-    ignore_index = -1 if IGNORED in named or len(named) > IGNORED or -1 in ignored else IGNORED
-    is_plain = [*named] == [*range(len(named))]
-    label_map = {} if is_plain else {value: number for number, value in enumerate(named)}
-    if -1 in ignored and IGNORED not in named:
-        ignored.add(IGNORED)
-    label_map |= {value: ignore_index for value in sorted(ignored) if value != ignore_index and 0 <= value <= 65_535}
+    """Return the classes of named values or colors; `ignored` ones are ignored, and so is 255 if it has no name."""
+    names = _unique(named.values())
+    if isinstance(next(iter(named)), tuple):
+        palette = tuple(dict.fromkeys([*named, *ignored]))
+        why += "; the last are ignored" if len(palette) > len(named) else ""
+        return Classes(names, reason, palette=palette, palette_reason=why, notes=tuple(notes), source=source)
+    void = set(ignored)
+    ignore_index = -1 if IGNORED in named or len(named) > IGNORED or -1 in void else IGNORED
+    label_map = {} if [*named] == [*range(len(named))] else {value: number for number, value in enumerate(named)}
+    if -1 in void and IGNORED not in named:
+        void.add(IGNORED)
+    label_map |= {value: ignore_index for value in sorted(void) if value != ignore_index and 0 <= value <= 65_535}
     return Classes(
-        _unique(named.values()),
+        names,
         reason,
         label_map,
         why if label_map else "",
         ignore_index=None if ignore_index == IGNORED else ignore_index,
         notes=tuple(notes),
+        source=source,
     )
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """A file that names most values: the name of each value, and the values in the masks without a name."""
+    """A file that names most values or colors: the name of each, and those in the masks without a name."""
 
     file: ClassFile
-    named: Mapping[int, str]
-    unnamed: Sequence[int]
+    named: Mapping[Any, str]
+    unnamed: Sequence[Any]
     why: str = ""
 
 
-def _fit(file: ClassFile, content: MaskContent, ids: Sequence[int]) -> _Fit | None:
-    """Return the values that a file names; None if it does not fit the values in the masks."""
+def _fit(file: ClassFile, content: MaskContent, stored: Sequence[Any]) -> _Fit | None:
+    """Return the values or colors that a file names; None if it does not fit those in the masks."""
+    if content.colors:
+        unnamed = [color for color in stored if color not in file.colors]
+        return _Fit(file, file.colors, unnamed, "the colors of the file") if content.share(unnamed) <= 0.05 else None
     if file.ids:
         named = {value: name for value, name in sorted(file.ids.items()) if 0 <= value <= 65_535}
-        unnamed = [value for value in ids if value not in named]
-        strange = [value for value in unnamed if value != 0]
-        is_fit = not strange or content.share(strange) < 0.5
+        unnamed = [value for value in stored if value not in named]
+        is_fit = content.share(value for value in unnamed if value) < _MAX_UNNAMED
         return _Fit(file, named, unnamed, "the values of the file") if is_fit else None
     count = len(file.names)
-    beyond = [value for value in ids if value > count]
-    known = [value for value in ids if value <= count]
+    beyond = [value for value in stored if value > count]
+    known = [value for value in stored if value <= count]
     if not known or content.share(beyond) > MAX_UNSAID:
         return None
     last = known[-1]
@@ -456,34 +331,31 @@ def _fit(file: ClassFile, content: MaskContent, ids: Sequence[int]) -> _Fit | No
     return _Fit(file, dict(enumerate(file.names, start=1)), unnamed, "the values begin at 1")
 
 
-def _from_fit(
-    fit: _Fit, content: MaskContent, strays: Sequence[int], choices: MaskChoices, notes: Sequence[str]
+def _from_file(
+    fit: _Fit, content: MaskContent, strays: Sequence[Any], choices: MaskChoices, notes: Sequence[str]
 ) -> Classes:
-    """Return the classes of a file; a note describes unnamed values, or the user is asked if they are frequent."""
-    named, ignored, why, notes = dict(fit.named), list(strays), fit.why, list(notes)
-    source = shown(fit.file.source)
-    if 0 in fit.unnamed:
-        if _is_zero_class(content, fit, choices):
-            named = {0: "background", **named}
-            why = "0 has no name: background"
-        else:
-            ignored.append(0)
-            notes.append(f"value 0 has no name in {source} and is ignored: {content.percent([0])}")
-    strange = [value for value in fit.unnamed if value != 0]
+    """Return the classes of a file; a note describes what has no name, or the user is asked if it is frequent."""
+    named, why, notes = dict(fit.named), fit.why, list(notes)
+    zero = [stored for stored in fit.unnamed if stored == 0]
+    strange = [stored for stored in fit.unnamed if stored != 0]
+    if zero and _is_zero_class(content, fit, choices):
+        named, why, zero = {0: "background", **named}, "0 has no name: background", []
     if strange and _is_class(content, strange, fit.file, choices):
-        named = dict(sorted({**named, **{value: f"class_{value}" for value in strange}}.items()))
-    elif strange:
-        ignored += strange
-        masks = max(content.masks_with[value] for value in strange)
-        notes.append(
-            f"value {_few(strange)} has no name in {source} and is ignored: "
-            f"{sum(content.values[value] for value in strange)} px in {masks} masks, {content.percent(strange)}"
-        )
+        named |= _placeholders(strange)
+        strange = []
+    for ignored in filter(None, (zero, strange)):
+        source = shown(fit.file.source)
+        notes.append(f"{listed(ignored)} has no name in {source} and is ignored: {content.percent(ignored)}")
     void = _void_of(named, choices)
-    notes += _void_notes(content, named, [value for value in void if value != IGNORED])
-    kept = {value: name for value, name in named.items() if value not in void}
-    classes = _of_values(kept, f"from {described(fit.file)}", [*void, *ignored], why, notes)
-    return replace(classes, source=fit.file.source)
+    notes += _void_notes(content, named, [stored for stored in void if stored != IGNORED])
+    kept = {stored: name for stored, name in named.items() if stored not in void}
+    ignored = [*void, *zero, *strange, *strays]
+    return _classes(kept, f"from {described(fit.file)}", ignored, why, notes, fit.file.source)
+
+
+def _placeholders(stored: Iterable[Value]) -> dict[Value, str]:
+    """Return a name for each value or color: class_7, color_ff0000."""
+    return {one: f"color_{bytes(one).hex()}" if isinstance(one, tuple) else f"class_{one}" for one in stored}
 
 
 def _is_zero_class(content: MaskContent, fit: _Fit, choices: MaskChoices) -> bool:
@@ -512,21 +384,62 @@ def read_classes(
 ) -> Classes:
     """Return the classes of masks; `masks` are their paths, beginning with the name of the data folder.
 
+    The first of these that fits names the classes: the values 0 and 255 alone, the file that names the most pixels,
+    a published data set with these colors or with these folders and values, and the values or colors themselves.
+
     Raises:
         ConfigError: a choice does not fit the masks.
         DataError: the classes cannot be determined: no ids, one value, too many colors, or lossy masks.
         OpenQuestionError: there are several plausible interpretations.
     """
+    _refuse_lossy(content, masks)
+    if (two := binary_classes(content, files, masks)) is not None:
+        return two
+    stored, strays, notes = _sorted_out(content, files, choices)
+    _check_several(content, stored)
+    if fits := [fit for file in files if (fit := _fit(file, content, stored)) is not None]:
+        best = min(fits, key=lambda fit: content.share(fit.unnamed))
+        return _from_file(best, content, strays, choices, notes)
+    if (known := recognise(stored, masks[0])) is not None:
+        ignored: Sequence[Any] = known.ignored_colors if content.colors else known.ignored_ids
+        named: Mapping[Any, str] = known.palette if content.colors else known.values
+        if seen := [one for one in ignored if content.pixels_of(one)]:
+            notes.append(f"{listed(seen)} is ignored as in {known.title}: {content.percent(seen)}")
+        reason = f"{'colors' if content.colors else 'folders and values'} match {known.title}"
+        return _classes(named, reason, [*ignored, *strays], "as published", [*notes, *known.notes])
+    _refuse_instances(content, stored, choices)
+    if stored in ([0, 1], [(0, 0, 0), (255, 255, 255)]):
+        names, reason, _ = _names_of_two((), masks)
+        named = dict(zip(stored, names, strict=True))
+    elif content.colors:
+        reason = "replace with their names, in the palette's order"
+        named = dict(zip(stored, (f"class_{number}" for number in range(len(stored))), strict=True))
+    else:
+        # ids from 0 with few gaps: an id that no mask holds may be a class that is rare
+        is_dense = stored[-1] + 1 <= max(2 * len(stored), len(stored) + 3)
+        is_dense &= stored[0] == 0 or len(stored) < stored[-1] or content.num_masks < content.num_all
+        reason = "replace with their names, in this order"
+        named = _placeholders(range(stored[-1] + 1) if is_dense else stored)
+    unfit = [f"{described(file)} does not fit {listed(stored)}" for file in files if file.ids or not file.colors]
+    why = f"{len(stored)} colors" if content.colors else "other values are ignored, and the first class is 0"
+    return _classes(named, reason, strays, why, [*notes, *unfit[:1]])
+
+
+def _refuse_lossy(content: MaskContent, masks: Sequence[str]) -> None:
+    """Raise DataError for JPEGs, for masks with too many colors, and if no mask can be read."""
     if content.lossy:
         raise DataError(
             f"{len(content.lossy)} of {content.num_masks} masks are JPEGs, such as {shown(content.lossy[0])}: "
             f"JPEG changes ids at every edge; {CLEANING}"
         )
-    if not content.values and not content.colors:
+    if not content.pixels:
         reason = f" ({reason_unread(content.unread[0])})" if content.unread else ""
         raise DataError(
             f"none of {content.num_all} masks can be read, such as {shown(masks[0])}{reason}: save them as PNG of ids"
         )
-    if content.colors:
-        return _classes_of_colors(content, files, masks[0], choices)
-    return binary_classes(content, files, masks) or _classes_of_ids(content, files, masks, choices)
+    if content.smooth or len(content.colors) > 2 * MAX_COLORS:
+        raise DataError(
+            f"{max(len(content.smooth), 1)} of {content.num_masks} masks contain neither ids nor fewer than "
+            f"{MAX_COLORS} colors, such as {shown(content.smooth[0] if content.smooth else masks[0])}: they were "
+            f"smoothed or saved with loss; {CLEANING}"
+        )
