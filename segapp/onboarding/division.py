@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -59,8 +59,11 @@ class Grouping:
 
     def examples(self, images: Sequence[str]) -> str:
         """Return the first two groups as text, each with its number of images and an example."""
-        members = _members(self.groups, images)
-        return "; ".join(f"{shown(group)}: {_some(members[group])}" for group in sorted(members)[:2])
+        sizes = Counter(self.groups)
+        return "; ".join(
+            f"{shown(group)}: {sizes[group]} images such as {shown(images[self.groups.index(group)])}"
+            for group in sorted(sizes)[:2]
+        )
 
 
 def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
@@ -123,25 +126,18 @@ def _by_folders(scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
 
 
 def _by_names(images: Sequence[str]) -> Iterator[Grouping]:
-    """Yield the groups by the words of the names, which must be equally many, or else by the beginning of the names.
+    """Yield the groups by the words of the names, which must be equally many.
 
     OpenQuestionError is raised if several words divide the images, and none is coarser than the others.
     """
     words = [re.findall(_WORD, os.path.splitext(image.rpartition("/")[2])[0]) for image in images]
-    if len({len(own) for own in words}) == 1:
-        columns = [*_columns([*zip(*words, strict=True)])]
-        for one in sorted(columns, key=lambda one: one.num_groups):
-            if all(len(set(zip(one.groups, other.groups, strict=True))) == other.num_groups for other in columns):
-                yield one
-                return
-        if columns:
-            raise _question(columns, images)
-        return
-    for count in range(1, max(map(len, words), default=0)):
-        groups = tuple("_".join(own[: min(count, len(own) - 1)] or own) for own in words)
-        if _are_groups(groups):
-            yield Grouping(groups, "beginning of the name")
+    columns = [*_columns([*zip(*words, strict=True)])] if len({len(own) for own in words}) == 1 else []
+    for one in sorted(columns, key=lambda one: one.num_groups):
+        if all(len(set(zip(one.groups, other.groups, strict=True))) == other.num_groups for other in columns):
+            yield one
             return
+    if columns:
+        raise _question(columns, images)
 
 
 def _columns(columns: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
@@ -181,47 +177,24 @@ def _are_groups(groups: Sequence[str]) -> bool:
 
 
 def find_shared_groups(images: Mapping[str, Sequence[str]]) -> str | None:
-    """Return a sentence on the patients, videos or other groups that have images in two splits, with the next move.
+    """Return a sentence on the patients, videos or other groups that have images in two splits; None if none has.
 
-    They are found by the words in the names of the images in both splits. Numbers that start again in each split, so
-    that the same names are in both, are ignored.
+    Numbers that start again in each split, so that the same names are in both, are ignored.
     """
-    (_, firsts), (_, seconds) = images.items()
+    (first, firsts), (second, seconds) = images.items()
     same = len(set(firsts) & set(seconds))
     if not firsts or not seconds or same > min(len(firsts), len(seconds)) / 2:
         return None
-    found = chain.from_iterable(_by_words([*firsts, *seconds], words) for words in (_PERSONS, _RECORDINGS))
-    return next((said for one in found if (said := _shared(images, one)) is not None), None)
-
-
-def _shared(images: Mapping[str, Sequence[str]], grouping: Grouping) -> str | None:
-    """Return a sentence on the groups with images in both splits, with two examples; None if there are none."""
-    (first, firsts), (second, seconds) = images.items()
-    trained = _members(grouping.groups[: len(firsts)], firsts)
-    scored = _members(grouping.groups[len(firsts) :], seconds)
-    both = sorted(trained.keys() & scored.keys(), key=lambda group: (-len(scored[group]), group))
-    if not both:
-        return None
-    examples = "; ".join(
-        f"{_some(trained[group], f'of {first}')} and {_some(scored[group], f'of {second}')}" for group in both[:2]
-    )
-    return (
-        f"{len(both)} of the {len(scored)} groups of {second} ({grouping.kind}) are in {first} too, such as "
-        f"{examples}: scores on {second} are too good; divide anew with segapp init --folds 5"
-        + (f" --group {shlex.quote(grouping.pattern)}" if grouping.pattern else "")
-    )
-
-
-def _members(groups: Sequence[str], images: Sequence[str]) -> dict[str, list[str]]:
-    members: dict[str, list[str]] = defaultdict(list)
-    for group, image in zip(groups, images, strict=True):
-        members[group].append(image)
-    return members
-
-
-def _some(images: Sequence[str], whose: str = "") -> str:
-    words = [f"{len(images)} {'images' if len(images) > 1 else 'image'}", whose, f"such as {shown(images[0])}"]
-    return " ".join(word for word in words if word)
+    for one in chain.from_iterable(_by_words([*firsts, *seconds], words) for words in (_PERSONS, _RECORDINGS)):
+        trained, scored = one.groups[: len(firsts)], one.groups[len(firsts) :]
+        if both := sorted({*trained} & {*scored}):
+            images_of_both = firsts[trained.index(both[0])], seconds[scored.index(both[0])]
+            return (
+                f"{len(both)} of the {len({*scored})} groups of {second} ({one.kind}) are in {first} too, such as "
+                f"{' and '.join(map(shown, images_of_both))}: scores on {second} are too good; divide anew with "
+                f"segapp init --folds 5 --group {shlex.quote(one.pattern)}"
+            )
+    return None
 
 
 def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -> list[str]:
@@ -298,8 +271,7 @@ class Division:
 def divided(pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int) -> Division:
     """Return the pairs for training and for validation; the options are the same as in `InitRequest`.
 
-    ConfigError is raised if the data have splits and a share or
-    groups are given, or if a side would be empty.
+    ConfigError is raised if the data have splits and a share or groups are given, or if a side would be empty.
     """
     splits = {pair.split for pair in pairs}
     test = [pair for pair in pairs if pair.split == "test"]

@@ -31,7 +31,6 @@ from segapp.onboarding.tree import (
     Tree,
     affix_pattern,
     affixes,
-    inner_stem,
     parse_file,
     role_of,
     split_in,
@@ -48,7 +47,6 @@ MIN_COVERAGE = 0.5  # share of the images that must have a mask
 CLOSE = 0.9  # if the second hypothesis has at least this share of the first's confidence, the user must choose
 _NUM_PROBED = 5
 _MAX_VERSIONS = 8  # maximum number of folders of annotators or versions; more are scenes
-_FEW = 0.25  # share of a better layout's pairs with the same masks below which a layout is discarded
 _LONE_WEIGHT = 0.75  # minimum weight of the words in the names of a layout without alternatives
 _MIN_SPARSE = 3  # minimum number of masks of a video whose other frames have none
 _SPARSE_USED = 0.6  # minimum share of such masks that must have a frame
@@ -253,13 +251,10 @@ def find_layouts(tree: Tree) -> list[Layout]:
 
 
 def _repeats(layout: Layout, better: Layout) -> bool:
-    """Return True if a better hypothesis has most of the pairs, most images as masks, or far more of the masks."""
-    pairs, known = layout.files, better.files
-    masks = {mask for _, mask in known}
-    half = 0.5 * len(pairs)
-    if len(pairs) < _FEW * len(known) and sum(mask in masks for _, mask in pairs) >= half:
-        return True
-    return len(pairs & known) >= half or sum(image in masks for image, _ in pairs) >= half
+    """Return True if a better hypothesis has most of the pairs, or most of the images as masks."""
+    masks = {pair.mask for pair in better.pairs}
+    half = 0.5 * len(layout.pairs)
+    return len(layout.files & better.files) >= half or sum(pair.image in masks for pair in layout.pairs) >= half
 
 
 def _named_apart(ranked: list[Layout]) -> list[Layout]:
@@ -283,8 +278,9 @@ def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
     (`masks/annotator1`, `v1.2/labels`) or with separate endings (`*_1stHO`, `*_2ndHO`), or if a mask has several images
     (`A`, `B`, `label`).
     """
-    if _holds_copies(images):
-        return  # its parts, each of one format, are families too
+    suffixes, copies = {file.suffix for file in images.files}, Counter(file.stem for file in images.files)
+    if len(suffixes) > 1 and {*copies.values()} == {len(suffixes)}:
+        return  # each image is there in several formats, which are families too
     found = _by_naming(root, images, masks)
     yield from found
     if found and not found[0].unpaired:
@@ -297,17 +293,6 @@ def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
         return
     for one, other in parts:
         yield from _by_naming(root, one, other)
-
-
-def _holds_copies(family: Family) -> bool:
-    """Return True if folders have the same names in different formats, such as `PNG/1.png` and `TIF/1.tif`."""
-    for position in family.varying:
-        folders = family.divided_at(position)
-        suffixes = [{file.suffix for file in own.files} for own in folders]
-        stems = [{file.stem for file in own.files} for own in folders]
-        if len(folders) > 1 and all(len(own) == 1 for own in suffixes) and len(set().union(*suffixes)) == len(folders):
-            return all(len(own & stems[0]) >= 0.9 * len(own | stems[0]) for own in stems)
-    return False
 
 
 def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
@@ -331,26 +316,15 @@ def _share_masks(layout: Layout, others: list[Layout]) -> bool:
 
 def _namings(images: Family, masks: Family) -> Iterator[_Naming]:
     """Yield the possible rules from image names to mask names, simplest first."""
-    image_stems, mask_stems = ([file.stem for file in family.files] for family in (images, masks))
     if images is not masks:
         yield _Naming("their masks have the stem of their image", 1.0, _stem, _stem)
-        yield _Naming(
-            "their masks are named after the whole file name of their image", 0.99, lambda file: file.name, _stem
-        )
         yield _Naming("their masks differ from their image's name by words such as mask", 0.99, _core, _core)
-        for prefix, ending in frequent_endings(set(mask_stems), image_stems):
-            shape = f"{prefix}*{ending}"
-            yield _Naming(
-                f"the images are named {shape} after their mask", 0.97, _stripper(prefix, ending), _stem, shape
-            )
-    for prefix, ending in frequent_endings(set(image_stems), mask_stems):
+    for prefix, ending in frequent_endings({file.stem for file in images.files}, [file.stem for file in masks.files]):
         shape = f"{prefix}*{ending}"
         yield _Naming(f"their masks are named {shape} after their image", 0.98, _stem, _stripper(prefix, ending), shape)
     if images is not masks:
         words = "their masks differ from their image's name by a fixed beginning or ending"
         yield _Naming(words, 0.95, _learned(images), _learned(masks))
-        words = "their masks differ from their image's name by a word inside it"
-        yield _Naming(words, 0.93, _varying_words(images), _varying_words(masks))
 
 
 def _stem(file: SurveyedImage) -> str:
@@ -358,7 +332,7 @@ def _stem(file: SurveyedImage) -> str:
 
 
 def _core(file: SurveyedImage) -> str:
-    return affixes(inner_stem(file))[1]
+    return affixes(file.stem)[1]
 
 
 def _stripper(prefix: str, ending: str) -> _Key:
@@ -381,15 +355,6 @@ def _learned(family: Family) -> _Key:
         return file.stem[len(prefix) : len(file.stem) - len(ending)]
 
     return core
-
-
-def _varying_words(family: Family) -> _Key:
-    """Return a function that gives the words of a name, except those that all names of the family have."""
-    words = {file.stem: re.split(r"[_\-. ]+", file.stem) for file in family.files}
-    if len({len(own) for own in words.values()}) > 1:
-        return lambda file: None
-    varying = [i for i, column in enumerate(zip(*words.values(), strict=True)) if len(set(column)) > 1]
-    return lambda file: "_".join(words[file.stem][i] for i in varying) or None
 
 
 def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layout | None:
@@ -423,10 +388,6 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
     pairs = [pair for pair in pairs if pair.image not in used]
     coverage = len(pairs) / max(1, len(pairs) + len(unpaired))
     is_sparse = coverage < 0.9 and len(pairs) >= _MIN_SPARSE and len(used) >= _SPARSE_USED * len(masks.files)
-    if is_sparse and images is not masks:
-        alone = set(unpaired)
-        paired = {naming.image_key(file) for file in images.files if file.path not in alone}
-        is_sparse = not any(naming.image_key(file) in paired for file in images.files if file.path in alone)
     if not pairs or (coverage < MIN_COVERAGE and not is_sparse):
         return None
     return _weighed(root, images, masks, pairs, unpaired, naming, is_sparse=is_sparse)
@@ -490,7 +451,7 @@ def _name_weight(family: Family, *, is_mask: bool) -> float:
     roles = [role_of(family.ending.replace("*", " ").replace(".", " "))] if family.ending else []
     roles += [role_of(part) for part in reversed(family.pattern) if role_of(part)]
     if family.ending == "" and family.files:
-        prefix, _, ending = affixes(inner_stem(family.files[0]))
+        prefix, _, ending = affixes(family.files[0].stem)
         roles += [role_of(f"{prefix} {ending}")]
     elif family.ending == "*":
         roles.insert(0, role_of(" ".join(common_affixes(file.stem for file in family.files))))

@@ -32,7 +32,6 @@ OTHER_WORDS, GLUE_WORDS = known_words("roles", "others"), known_words("roles", "
 ROLE_WORDS = IMAGE_WORDS | MASK_WORDS | OTHER_WORDS
 SPLIT_WORDS = {word: split for split, words in _TABLES["splits"].items() for word in words.split()}
 SPLITS = ("train", "val", "test")
-_SHORT = {"tr", "te", "ts", "trn", "tst"}
 
 _MAX_GROUPS = 12
 
@@ -109,8 +108,6 @@ def split_in(name: str) -> tuple[str, str] | None:
     (('train', '{split}2017'), ('val', '{split}_labels'), None)
     """
     found = [token for token in tokens(name) if token.word in SPLIT_WORDS]
-    if not role_of(name):
-        found = [token for token in found if token.word not in _SHORT]
     if len(found) != 1:
         return None
     token = found[0]
@@ -130,22 +127,17 @@ def affixes(stem: str) -> tuple[str, str, str]:
     (('img_', '0001', ''), ('', '0001', '_mask'), ('', 'a', '_labelTrainIds'), ('masks', '', ''))
     """
     found = tokens(stem)
-    first = 0
+    first, last = 0, len(found)
     while first < len(found) and found[first].word in ROLE_WORDS - {"l", "ho", "data", "raw"}:
         first += 1
-    last = len(found)
+    if found and first == len(found):
+        return stem, "", ""
     while last > first and found[last - 1].word in ROLE_WORDS | GLUE_WORDS and not _is_side(stem, found[last - 1]):
         last -= 1
-    while last < len(found) and found[last].word not in ROLE_WORDS:  # an ending begins with a role word
-        last += 1
-    if first == len(found) and first > 0:
-        return stem, "", ""
     begin = found[first].start if first else 0
-    end = len(stem)
-    if last < len(found):
-        end = found[last - 1].end if last else 0
-        if last and found[last].start == end and not stem[end].isupper():
-            end = len(stem)
+    end = len(stem) if last == len(found) else found[last - 1].end if last else 0
+    if last < len(found) and found[last].start == end and not stem[end].isupper():  # the st of 1st
+        end = len(stem)
     return stem[:begin], stem[begin:end], stem[end:]
 
 
@@ -202,14 +194,8 @@ def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> Surveye
 
 def affix_pattern(file: SurveyedImage) -> str:
     """Return a name as a pattern: `img_*` or `*_mask` for role words around a core."""
-    prefix, core, ending = affixes(inner_stem(file))
+    prefix, core, ending = affixes(file.stem)
     return f"{prefix}*{ending}" if core else prefix or ending
-
-
-def inner_stem(file: SurveyedImage) -> str:
-    """Return the stem without a second extension: a for a.jpg.png."""
-    head, dot, last = file.stem.rpartition(".")
-    return head if dot and last.lower() in ("jpg", "jpeg", "png", "tif", "tiff", "bmp") else file.stem
 
 
 _OWN_READER = "data.format: module:Class reads them with own code (segapp docs own-parts)"

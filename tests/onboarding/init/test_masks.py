@@ -118,9 +118,7 @@ def test_names_stay_if_a_few_pixels_have_none(tmp_path: Path) -> None:
     (tmp_path / "d" / "classes.csv").write_text("id,name\n0,ground\n1,road\n2,car\n")
     config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert (config.data.classes, config.data.label_map) == (["ground", "road", "car"], {40: 255})
-    assert "value 40 has no name in classes.csv and is ignored: 0.417% of the pixels" in " ".join(
-        result.lines
-    )
+    assert "value 40 has no name in classes.csv and is ignored: 0.417% of the pixels" in " ".join(result.lines)
 
 
 def test_frequent_values_without_a_name_are_asked(tmp_path: Path) -> None:

@@ -207,20 +207,14 @@ def test_both_folders_of_a_set_are_used_if_one_is_trainval(tmp_path: Path) -> No
     assert found["val"] == {f"TEST/images/d_r_{n}.jpg": f"TEST/masks/d_r_{n}.bmp" for n in NAMES[8:]}
 
 
-def test_word_inside_the_name_is_found(tmp_path: Path) -> None:
+def test_word_inside_the_name_is_refused_with_a_list(tmp_path: Path) -> None:
     """As A2D2: `_camera_` and `_label_` inside the name."""
     root = tmp_path / "d"
-    for day in ("20181107_132300", "20181108_091945"):
-        for name in NAMES[:6]:
-            inner = f"{day.replace('_', '')}_{{}}_frontcenter_{name}.png"
-            draw_image(root / day / "camera/cam_front_center" / inner.format("camera"))
-            draw_mask(root / day / "label/cam_front_center" / inner.format("label"), COLORS)
-    _, found = init(root)
-    pairs = found["train"] | found["val"]
-    assert len(pairs) == 12
-    assert all(
-        mask == image.replace("camera/", "label/").replace("_camera_", "_label_") for image, mask in pairs.items()
-    )
+    for name in [f"{day}_{{}}_{number}" for day in ("1107", "0812") for number in NAMES[:6]]:
+        draw_image(root / f"camera/{name.format('camera')}.png")
+        draw_mask(root / f"label/{name.format('label')}.png", COLORS)
+    with pytest.raises(DataError, match=r"or write train\.txt and val\.txt with an image and its mask a line"):
+        init(root)
 
 
 @settings(max_examples=8)

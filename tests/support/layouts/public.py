@@ -657,7 +657,7 @@ PUBLIC = layouts(
         "WHU buildings": whu,
         "Agriculture-Vision": (agriculture, Ask("--layout", or_read=True)),
         "KITTI semantics": (kitti, Ask("--layout", or_read=True)),
-        "KITTI road": kitti_road,
+        "KITTI road": (kitti_road, Refuse(("with an image and its mask a line",))),
         "RUGD": rugd,
         "RELLIS-3D": rellis,
         "Cityscapes, coarse": coarse,

@@ -511,7 +511,7 @@ NEW = layouts(
         "DRIVE, gif": drive,
         "CHASE_DB1": (chase, Ask("--layout", or_read=True)),
         "SUIM": (published(suim), Ask("--", or_read=True)),
-        "A2D2": a2d2,
+        "A2D2": (a2d2, Refuse(("with an image and its mask a line",))),
         "Vistas v2.0": vistas,
         "BDD100K of 2018": bdd_old,
         "Freiburg forest": (freiburg, Ask("--layout", or_read=True)),
