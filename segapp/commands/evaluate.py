@@ -6,11 +6,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from segapp.assembly.criterion import build_criterion
 from segapp.assembly.data import build_dataset, build_load_options
@@ -54,14 +52,12 @@ class ScoredSplit:
     Attributes:
         networks: by name; the first one's data set is evaluated.
         groups: name of each group of classes -> their ids.
-        has_loss: False if the networks were trained with different losses.
     """
 
     found: EvaluationResult
     networks: dict[str, TrainedModel]
     groups: dict[str, tuple[int, ...]]
     split: str
-    has_loss: bool = True
 
     @property
     def trained(self) -> TrainedModel:
@@ -115,7 +111,7 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
         print(f"note: {printable(note)}", file=sys.stderr)
     names = [name if targets.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(targets, start=1)]
     by_name = {name: network for name, (_, network) in zip(names, networks, strict=True)}
-    return ScoredSplit(found, by_name, groups, split, evaluators[0].settings.criterion is not None)
+    return ScoredSplit(found, by_name, groups, split)
 
 
 def _load_ensemble(
@@ -134,16 +130,6 @@ def _load_ensemble(
 
     ensemble = EnsemblePredictor(members())
     return networks, ensemble
-
-
-def _has_same_loss(first: TrainedModel, other: TrainedModel) -> bool:
-    """Return True if two networks were trained with the same criterion, including its class weights."""
-    own, theirs = dict(first.criterion or {}), dict(other.criterion or {})
-    return (
-        first.config.loss == other.config.loss
-        and own.keys() == theirs.keys()
-        and all(torch.equal(torch.as_tensor(own[key]), torch.as_tensor(theirs[key])) for key in own)
-    )
 
 
 def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset: SegmentationDataset) -> None:
@@ -191,27 +177,19 @@ def _build_evaluators(
 ) -> Sequence[Evaluator]:
     """Return the evaluator of a mean of networks, or one for each device of a network."""
     trained = networks[0][1]
-    criterion, has_loss = _build_criterion(trained).task.to(trained.device), True
+    settings = EvaluationSettings(
+        trained.inference, trained.scheme.num_classes, trained.scheme.ignore_index, trained.device
+    )
+    if ensemble is not None:
+        return [EnsembleEvaluator(ensemble, settings)]
     devices = [trained.device]
     if options.devices is not None:
         names = [name.strip() for name in options.devices.split(",") if name.strip()]
         devices = choose_devices([int(name) if name.isdecimal() else name for name in names])[0]
         if not devices:
             raise ConfigError("--devices names no device: give at least one, e.g. 0,1 or cpu")
-    if ensemble is not None:
-        # With one class per pixel, the mean probabilities come from a softmax, which gives no loss for a sigmoid.
-        has_loss = not criterion.is_sigmoid or trained.inference.threshold is not None
-        has_loss = has_loss and all(_has_same_loss(trained, other) for _, other in networks[1:])
-    settings = EvaluationSettings(
-        trained.inference,
-        trained.scheme.num_classes,
-        trained.scheme.ignore_index,
-        trained.device,
-        criterion if has_loss else None,
-        host=HostLimit(len(devices)) if ensemble is None else None,
-    )
-    if ensemble is not None:
-        return [EnsembleEvaluator(ensemble, settings)]
+    criterion = _build_criterion(trained).task.to(trained.device)
+    settings = replace(settings, criterion=criterion, host=HostLimit(len(devices)))
     first = Evaluator(trained.model, settings)
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
@@ -225,7 +203,7 @@ def score_lines(scored: ScoredSplit) -> list[str]:
         iou = group_iou(found.matrix, tuple(groups.values()))
         lines.append(f"groups: mIoU {_mean_of(iou, 'groups')}")
         lines += [f"  {line}" for line in iou_table(tuple(groups), iou)]
-    scores = scores_text(evaluation.values(), evaluation.scores.iou, has_loss=scored.has_loss)
+    scores = scores_text(evaluation.values(), evaluation.scores.iou, has_loss=len(scored.networks) == 1)
     return [*lines, f"{printable(split)}: {scores}  {evaluation.num_images} images  ({_made_by(scored)})"]
 
 

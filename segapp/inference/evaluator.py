@@ -112,10 +112,7 @@ class Evaluator(DeviceCounter):
 class EnsembleEvaluator(Evaluator):
     """Evaluation of the mean of several networks, image by image, exactly as in prediction.
 
-    The loss is computed from the mean probabilities. Statistics of whole images (Lovász) treat a strip of a large image
-    as an image.
-
-    The settings give the classes and the criterion; their inference is not used.
+    The settings give the classes; their inference and criterion are not used, so there is no loss.
     """
 
     def __init__(self, predictor: EnsemblePredictor, settings: EvaluationSettings) -> None:
@@ -137,26 +134,12 @@ class EnsembleEvaluator(Evaluator):
             self.counts.num_images += 1
 
     def _count_strips(self, image: NDArray[Any], target: Tensor) -> None:
-        settings = self.settings
         if image.shape[0] * image.shape[1] > self._workspace.max_px:
             self.notes.append("images that do not fit into memory were evaluated in overlapping tiles")
-        strips = predict_strips(
-            self._predictor, image, self._workspace, with_probabilities=settings.criterion is not None
-        )
-        for strip in strips:
+        for strip in predict_strips(self._predictor, image, self._workspace):
             aim = target[..., strip.rows, :][None]
             found = torch.from_numpy(strip.labels.astype(np.int64))[None]
             self.counts.confusion.update(found, aim)
-            if settings.criterion is not None and strip.probabilities is not None:
-                logits = _as_logits(torch.from_numpy(strip.probabilities)[None].to(settings.device), settings)
-                self.counts.add_statistics(settings.criterion.statistics((logits,), aim.to(settings.device)))
-
-
-def _as_logits(probabilities: Tensor, settings: EvaluationSettings) -> Tensor:
-    """Return logits with the given probabilities: softmax(log p) = p, sigmoid(logit p) = p."""
-    if settings.inference.threshold is not None:
-        return probabilities.logit(1e-7)
-    return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def evaluate_on_devices(
