@@ -323,7 +323,6 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
                 "name": images[place],
                 "miou": [known(value) for value in of_images[:, place]],
                 "effects": [known(value) for value in effects[1:, place]],
-                "class": _largest_change(classes, shared[:, place]),
             }
             for place in worst.tolist()
         ],
@@ -339,17 +338,10 @@ def _by_class(classes: Sequence[str], values: Any) -> dict[str, float | None]:
     return {name: known(value) for name, value in zip(classes, values, strict=True)}
 
 
-def _largest_change(classes: Sequence[str], counts: Any) -> dict[str, Any] | None:
-    """Return the class whose wrong pixels differ most between runs on an image, with its IoU in each run."""
-    wrong_px = counts[..., 1] + counts[..., 2] - 2 * counts[..., 0]  # (R, C)
-    place = int(np.argmax(np.ptp(wrong_px, axis=0)))
-    return {"name": classes[place], "iou": [known(value) for value in iou_of(counts[:, place])]}
-
-
 def _add_pictures(
     image: dict[str, Any], networks: Sequence[Network], counts: Sequence[ImageCounts], names: Sequence[str]
 ) -> None:
-    """Add the page's data about an image: pictures, files, confusions of each run, and the colors of its classes.
+    """Add the page's data about an image: pictures, files, and the colors of its classes.
 
     A row of pictures has the image and each run's prediction; the next row has the target and the wrong pixels.
     """
@@ -365,7 +357,6 @@ def _add_pictures(
     image["shown"] = {
         "pictures": [*rows[0], *rows[1]],
         "files": shown[0].files,
-        "confusions": list(zip(names, (each.confusions for each in shown), strict=True)),
         "legend": list(dict(entry for each in shown for entry in each.legend).items()),
         "has_ignored": any(each.has_ignored for each in shown),
     }

@@ -28,14 +28,12 @@ class Confusion(NamedTuple):
     """Share of all wrong pixels."""
 
 
-def top_confusions(
-    matrix: NDArray[np.int64], names: Sequence[str], count: int, *, by_pixels: bool = False
-) -> list[Confusion]:
-    """Return the most frequent confusions of a matrix (C, C), by their share of the class or by their pixels."""
+def top_confusions(matrix: NDArray[np.int64], names: Sequence[str], count: int) -> list[Confusion]:
+    """Return the most frequent confusions of a matrix (C, C), by their share of the class."""
     wrong = matrix * ~np.eye(len(matrix), dtype=bool)
     totals, num_wrong = matrix.sum(1, keepdims=True), max(1, wrong.sum())
     shares = np.divide(wrong, totals, out=np.zeros(matrix.shape), where=totals > 0)
-    order = np.argsort(-(wrong if by_pixels else shares), axis=None, kind="stable")[:count]
+    order = np.argsort(-shares, axis=None, kind="stable")[:count]
     pairs = [divmod(int(at), len(names)) for at in order]
     return [
         Confusion(names[a], names[b], float(shares[a, b]), float(wrong[a, b] / num_wrong))

@@ -23,7 +23,6 @@ from segapp.datasets.layouts.schemes import ClassScheme, Color
 from segapp.inference.predict import colorize, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, SegmentationScores, counts_for
-from segapp.report.confusion import Confusion, top_confusions
 from segapp.report.render import data_url
 from segapp.scores import count_scored, of_classes
 
@@ -122,8 +121,6 @@ class EvaluatedImage:
     """Pictures in the page."""
     files: tuple[str, ...] = ()
     """The image and its masks."""
-    confusions: Sequence[Confusion] = ()
-    """The confusions with the most pixels; empty with several classes per pixel."""
     legend: Sequence[tuple[str, Color]] = ()
     """Classes of the target or the prediction, ordered by their target pixels, the most frequent class first."""
     has_ignored: bool = False
@@ -172,7 +169,6 @@ def evaluate_image(
     scores = counts.scores()
     own = class_counts(counts.matrix, scheme.ignore_index)
     order = [i for i in np.argsort(-own[:, 1], kind="stable").tolist() if own[i].any()]
-    is_single = scheme.multilabel is None
     return EvaluatedImage(
         pair.image.name,
         scores.miou or 0.0,
@@ -181,7 +177,6 @@ def evaluate_image(
         pictures_of(dataset.pixels.as_rgb(image), target, labels, scheme),
         f"image-{index}",
         tuple(dict.fromkeys(map(str, pair.files))),
-        confusions=top_confusions(counts.matrix.numpy(), scheme.names, 3, by_pixels=True) if is_single else (),
         legend=[(scheme.names[i], scheme.palette[i]) for i in order],
         has_ignored=bool((target == scheme.ignore_index).any()),
     )
