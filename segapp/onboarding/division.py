@@ -5,10 +5,9 @@ good. The first of these rules that fits all images names their groups:
 
 1. a column of a table, or the match of `--group`;
 2. a word such as patient or subject in the paths, with its number;
-3. a word such as video or scene with its number, or a folder of scenes, with at least five groups, the coarser one;
-4. the word of the names that divides the images into at least five groups; if several do, the user is asked;
-5. rules 3 and 4 with fewer groups, at least three;
-6. each image is its own group.
+3. a word such as video or scene with its number, or a folder of scenes, the coarser one;
+4. the word of the names that divides the images into at least three groups; if several do, the user is asked;
+5. each image is its own group.
 """
 
 import hashlib
@@ -33,12 +32,9 @@ TEST_VALIDATES = (
 )
 EACH_IMAGE = ".+"  # value of `--group` with which each image is its own group
 
-_MIN_GROUPS = 5
-_FEW_GROUPS = 3
+_MIN_GROUPS = 3
 _MOST_IN_ONE = 0.8  # largest share of the images in one group, unless a word names it
 _PERSONS, _RECORDINGS = known_words("groups", "persons"), known_words("groups", "recordings")
-_PARTS = known_words("groups", "parts")
-_COUNTED = known_words("groups", "images") | _PARTS
 _WORD = r"[^_\-. /]+"
 _LEAST_STEP_PX = 16  # numbers that are multiples of such a step are positions of tiles
 _LONG = {"pt": "patient", "pat": "patient", "subj": "subject", "sub": "subject"}
@@ -74,16 +70,9 @@ def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
         return Grouping(_matches(images, pattern), kind, pattern)
     if pairs and all(pair.group is not None for pair in pairs):
         return Grouping(tuple(str(pair.group) for pair in pairs), "column of the table")
-    recordings, folders = [*_by_words(images, _RECORDINGS)], [*_by_folders([pair.scene for pair in pairs])]
-    many = [one for one in (*recordings, *folders) if one.num_groups >= _MIN_GROUPS]
-    rules = chain(
-        _by_words(images, _PERSONS),
-        sorted(many, key=lambda one: one.num_groups),
-        (one for one in _by_names(images) if one.num_groups >= _MIN_GROUPS),
-        folders,
-        recordings,
-        _by_names(images),
-    )
+    recordings = [*_by_words(images, _RECORDINGS), *_by_folders([pair.scene for pair in pairs])]
+    recordings.sort(key=lambda one: one.num_groups)
+    rules = chain(_by_words(images, _PERSONS), recordings, _by_names(images))
     return next(rules, Grouping(tuple(images), "image", EACH_IMAGE))
 
 
@@ -117,11 +106,10 @@ def _by_words(images: Sequence[str], words: frozenset[str]) -> Iterator[Grouping
 
 
 def _by_folders(scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
-    """Yield each level of the folders of scenes, outer ones first, unless they count images or parts of images."""
+    """Yield each level of the folders of scenes, outer ones first."""
     for level in range(min(map(len, scenes), default=0)):
         groups = tuple("/".join(scene[: level + 1]) for scene in scenes)
-        leads = {re.match(r"[^\W\d_]*", scene[level])[0].lower() for scene in scenes}  # type: ignore[index]
-        if _are_groups(groups) and not leads <= _COUNTED:
+        if _are_groups(groups):
             yield Grouping(groups, "folder")
 
 
@@ -143,20 +131,18 @@ def _by_names(images: Sequence[str]) -> Iterator[Grouping]:
 def _columns(columns: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
     """Yield the words at each position that may be groups, and the letters or digits with which such words begin.
 
-    The last word that varies counts the images. Numbers after a word such as tile, and multiples of 16, count parts.
+    The last word that varies counts the images. Multiples of 16 are positions of tiles.
     """
     varying = [number for number, column in enumerate(columns) if len(set(column)) > 1]
     for number in varying:
         column = columns[number]
-        before = columns[number - 1][0].lower() if number and number - 1 not in varying else ""
-        lead = column[0].rstrip("0123456789").lower() if column[0][-1].isdigit() else ""
         is_position = all(word.isdigit() for word in column) and math.gcd(*map(int, column)) >= _LEAST_STEP_PX
         kind = f"word {number + 1} of the name" if number else "beginning of the name"
         runs = [_WORD, r"[^\W\d_]+(?=\d+$)", r"\d+(?=[^\W\d_]+$)"]
         for run in runs if number != varying[-1] else runs[1:]:
             found = [match for word in column if (match := re.match(run, word))]
             groups = tuple(match[0] for match in found)
-            if len(groups) == len(column) and _are_groups(groups) and not is_position and not {before, lead} & _PARTS:
+            if len(groups) == len(column) and _are_groups(groups) and not is_position:
                 own = run.replace("$)", r"(?:[_\-. ]|\.[^.]*$))")
                 yield Grouping(groups, kind, rf"^(?:.*/)?[_\-. ]*(?:{_WORD}[_\-. ]+){{{number}}}({own})[^/]*$")
 
@@ -173,7 +159,7 @@ def _question(columns: Sequence[Grouping], images: Sequence[str]) -> OpenQuestio
 
 def _are_groups(groups: Sequence[str]) -> bool:
     sizes = Counter(groups)
-    return _FEW_GROUPS <= len(sizes) <= len(groups) / 2 and max(sizes.values()) <= _MOST_IN_ONE * len(groups)
+    return _MIN_GROUPS <= len(sizes) <= len(groups) / 2 and max(sizes.values()) <= _MOST_IN_ONE * len(groups)
 
 
 def find_shared_groups(images: Mapping[str, Sequence[str]]) -> str | None:

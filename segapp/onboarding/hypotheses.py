@@ -7,7 +7,6 @@ of the images with a mask, and the pixels of a few pairs determine how likely th
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +32,6 @@ from segapp.onboarding.tree import (
     affixes,
     parse_file,
     role_of,
-    split_in,
 )
 
 Group = TypeVar("Group")
@@ -42,7 +40,6 @@ _MAX_PROBED_PX = 40_000_000
 _FEW_VALUES = 64
 _THUMBNAIL_PX = 48
 _MAX_FAMILIES = 40
-_MIN_NUMBERED = 3  # number of folders with equal names except for a number from which they are scenes, not splits
 MIN_COVERAGE = 0.5  # share of the images that must have a mask
 CLOSE = 0.9  # if the second hypothesis has at least this share of the first's confidence, the user must choose
 _NUM_PROBED = 5
@@ -70,11 +67,6 @@ class Probe:
         if self.num_values is None or self.num_values <= _FEW_VALUES:
             return 1.0
         return 0.7 if self.flatness >= 0.5 else 0.15
-
-    @property
-    def image_likeness(self) -> float:
-        """1 for many values."""
-        return 1.0 if self.num_values is None or self.num_values > _FEW_VALUES else 0.7
 
 
 @lru_cache(maxsize=4096)
@@ -139,28 +131,20 @@ class Family:
 
     @cached_property
     def label(self) -> str:
-        """A short name: the folders that are not one of many, and the ending."""
-        return self._named(part for part in self.pattern if part != "*")
-
-    @cached_property
-    def place(self) -> str:
-        """The label with the folders that all files share, regardless of their names."""
+        """A short name: the folders that all files share, and the ending."""
         scenes = iter(enumerate(self.files[0].scenes))
         folders = [next(scenes) if part == "*" else (-1, part) for part in self.pattern]
-        return self._named(folder for position, folder in folders if position not in self.varying)
-
-    def _named(self, folders: Iterable[str]) -> str:
-        words = [folder.replace("{split}", "").strip("_-. ") for folder in folders]
+        shared = [folder for position, folder in folders if position not in self.varying]
+        words = [folder.replace("{split}", "").strip("_-. ") for folder in shared]
         return "/".join(word for word in (*words, self.ending) if word) or "."
 
 
 def find_families(paths: Iterable[str]) -> list[Family]:
     """Return the families of image files: by folders, also with ending or extension; largest first."""
     listed = list(paths)
-    scenes_named = _scenes_with_split_words({folder for path in listed for folder in path.split("/")[:-1]})
     least = max(1, min(2, len(listed) // 4), len(listed) // 200)
     families: list[Family] = []
-    for pattern, files in _by((parse_file(path, scenes_named) for path in listed), lambda file: file.pattern).items():
+    for pattern, files in _by(map(parse_file, listed), lambda file: file.pattern).items():
         families.append(Family(pattern, "", tuple(files)))
         for groups in (
             _by(files, affix_pattern),
@@ -169,15 +153,6 @@ def find_families(paths: Iterable[str]) -> list[Family]:
             if len(groups) > 1:
                 families += [Family(pattern, key, tuple(own)) for key, own in groups.items() if len(own) >= least]
     return sorted(families, key=lambda family: -len(family.files))[:_MAX_FAMILIES]
-
-
-def _scenes_with_split_words(folders: Iterable[str]) -> frozenset[str]:
-    """Return the folders that differ only by a number, although their names contain the word of a split."""
-    by_shape: dict[str, list[str]] = defaultdict(list)
-    for folder in folders:
-        if split_in(folder) is not None:
-            by_shape[re.sub(r"\d+", "#", folder)].append(folder)
-    return frozenset(folder for same in by_shape.values() if len(same) >= _MIN_NUMBERED for folder in same)
 
 
 def _by(files: Iterable[SurveyedImage], key: Callable[[SurveyedImage], Group]) -> dict[Group, list[SurveyedImage]]:
@@ -405,34 +380,29 @@ def _weighed(
 ) -> Layout:
     coverage = len(pairs) / (len(pairs) + len(unpaired))
     rest = len(masks.files) - len(pairs) - (len(images.files) if images is masks else 0)
-    covered_masks = len(pairs) / (len(pairs) + max(0, rest))
     evidence = [f"{len(pairs)} of {len(pairs) + len(unpaired)} images have a mask; {naming.words}"]
     if is_sparse:
-        which = "every mask has an image" if rest <= 0 else "most masks have an image"
-        evidence.append(f"{which}: the other {len(unpaired)} images are not used")
+        evidence.append(f"the other {len(unpaired)} images are not used")
     if rest > 0:
         evidence.append(f"{rest} of {len(pairs) + rest} such masks belong to no image by this rule")
-    confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2) * (0.9 + 0.1 * covered_masks)
     name_weight = _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
-    confidence *= name_weight
+    confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2) * name_weight
     probed = [(probe(root / pair.image), probe(root / pair.mask)) for pair in evenly(pairs, _NUM_PROBED)]
     seen = [(image, mask) for image, mask in probed if image is not None and mask is not None]
-    if seen:
+    if not seen:
+        confidence *= 0.3
+        evidence.append("no pair could be read")
+    else:
         same = mean(float(image.size_px == mask.size_px) for image, mask in seen)
         evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs that were compared")
-        confidence *= max(0.02, same)
-        mask_like = mean(mask.mask_likeness for _, mask in seen)
-        confidence *= mask_like * mean(image.image_likeness for image, _ in seen)
-        few = [mask.num_values for _, mask in seen if mask.num_values is not None]
-        if few:
-            found = f"{min(few)}" if min(few) == max(few) else f"{min(few)} to {max(few)}"
+        confidence *= max(0.02, same) * mean(mask.mask_likeness for _, mask in seen)
+        counts = sorted({mask.num_values for _, mask in seen if mask.num_values is not None})
+        if counts:
+            found = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
             evidence.append(f"the masks contain {found} different values")
         if are_all_alike([mask for _, mask in seen]):
             confidence *= 0.65
             evidence.append("these masks are all alike: fields of view rather than objects?")
-    else:
-        confidence *= 0.3
-        evidence.append("no pair could be read")
     name = masks.label if masks.label != "." else naming.shape or "masks"
     return Layout(
         name,
@@ -441,24 +411,21 @@ def _weighed(
         tuple(evidence),
         unpaired=tuple(unpaired),
         name_weight=name_weight,
-        image_name=images.place,
+        image_name=images.label,
         naming=naming.shape,
     )
 
 
 def _name_weight(family: Family, *, is_mask: bool) -> float:
-    """Return how well the words of folders and names fit the role; the nearest folder and the ending count most."""
-    roles = [role_of(family.ending.replace("*", " ").replace(".", " "))] if family.ending else []
-    roles += [role_of(part) for part in reversed(family.pattern) if role_of(part)]
-    if family.ending == "" and family.files:
-        prefix, _, ending = affixes(family.files[0].stem)
-        roles += [role_of(f"{prefix} {ending}")]
-    elif family.ending == "*":
-        roles.insert(0, role_of(" ".join(common_affixes(file.stem for file in family.files))))
+    """Return how well the words of folders and names fit the role: the first rule that applies decides.
+
+    Files made from masks, such as instances, are hardly masks. The ending decides, or else the nearest folder with a
+    word; names without such words may be both.
+    """
+    roles = [role_of(word) for word in (family.ending, *reversed(family.pattern))]
     said = next((role for role in roles if role), None)
-    anywhere = any(role.is_mask for role in roles)
-    if is_mask:
-        weight = 0.85 if said is None else 1.0 if said.is_mask else 0.7 if anywhere else 0.6
-        return weight * (0.6 if any(role.is_other for role in roles) else 1.0)
-    weight = 0.97 if said is None else 1.0 if said.is_image else 0.5
-    return weight * (0.8 if anywhere else 1.0)
+    if is_mask and any(role.is_other for role in roles):
+        return 0.5
+    if said is None:
+        return 0.85 if is_mask else 1.0
+    return 1.0 if (said.is_mask if is_mask else said.is_image) else 0.6 if is_mask else 0.3

@@ -104,11 +104,13 @@ def without_zeros(text: str) -> str:
 def split_in(name: str) -> tuple[str, str] | None:
     """Return the split in a folder's name, and the name with `{split}` instead of it; None if there is none.
 
+    A number with a leading zero marks one of many scenes, such as `Case_Training_001`.
+
     >>> split_in("train2017"), split_in("val_labels"), split_in("TrainVal_images")
     (('train', '{split}2017'), ('val', '{split}_labels'), None)
     """
     found = [token for token in tokens(name) if token.word in SPLIT_WORDS]
-    if len(found) != 1:
+    if len(found) != 1 or re.search(r"(?<!\d)0\d", name):
         return None
     token = found[0]
     return SPLIT_WORDS[token.word], name[: token.start] + "{split}" + name[token.end :]
@@ -168,13 +170,13 @@ class SurveyedImage:
         return "." + self.name.rpartition(".")[2].lower()
 
 
-def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> SurveyedImage:
-    """Return an image file; `scenes_named` are folders with an accidental split word, such as `Case_Training_001`."""
+def parse_file(path: str) -> SurveyedImage:
+    """Return an image file."""
     pattern: list[str] = []
     scenes: list[str] = []
     split = word = None
     folders = path.split("/")[:-1]
-    splits = [None if folder in scenes_named else split_in(folder) for folder in folders]
+    splits = [split_in(folder) for folder in folders]
     for folder, said in zip(folders, splits, strict=True):
         if said is None and is_trainval(folder) and not any(splits):
             split, word = "train", folder
@@ -184,7 +186,7 @@ def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> Surveye
             start = shape.index("{split}")
             word = folder[start : len(folder) - (len(shape) - start - len("{split}"))]
             pattern.append(shape)
-        elif role_of(folder) and folder not in scenes_named:
+        elif role_of(folder):
             pattern.append(folder)
         else:
             pattern.append("*")

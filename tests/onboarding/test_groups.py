@@ -43,8 +43,7 @@ FIVE = ["austin", "chicago", "kitsap", "tyrol", "vienna"]
         ("x_1 x_2 y_1 y_2 z_1", "image", None),  # of fewer than two images on average
         ("x_1 x_2 x_3 x_4 x_5 x_6 x_7 x_8 y_1 z_1", BEGINNING, "x x x x x x x x y z"),
         ("x_1 x_2 x_3 x_4 x_5 x_6 x_7 x_8 x_9 y_1 z_1", "image", None),  # one of them holds nearly all
-        ("1/a_1 1/a_2 1/b_1 1/b_2 2/c_1 2/c_2 2/d_1 2/d_2 3/e_1 3/e_2 3/a_3 3/a_4", BEGINNING,
-         "a a b b c c d d e e a a"),  # five, but only three folders
+        ("1/a_1 1/a_2 1/b_1 1/b_2 2/c_1 2/c_2 3/d_1 3/d_2", "folder", "1 1 1 1 2 2 3 3"),  # folders before names
         ("x_1 x_2 y_1 y_2 z_q_1 z_q_2", "image", None),  # names of different shapes
         ("img_01L img_01R img_02L img_02R img_03L img_03R", "word 2 of the name", "01 01 02 02 03 03"),
         ("a/patient1/1 a/patient2/1 b/patient1/1 b/patient2/1", "patient in the name",
@@ -69,7 +68,7 @@ def test_groups_are_folders_or_words_of_names(images: str, kind: str, groups: st
         (crossed("slice{}_patient{:02}_{}.png", range(3), range(6), range(2)), "patient in the name", 6),
         (crossed("sub-{:02}_ses-{}_slice{:03}.png", range(8), range(2), range(5)), "subject in the name", 8),
         (crossed("site{}_patient{:02}_{}.png", range(5), range(8), range(3)), "patient in the name", 8),
-        (crossed("scene{}/cam{}_{:04}.png", range(4), range(2), range(5)), "folder", 4),
+        (crossed("scene{}/cam{}_{:04}.png", range(4), range(2), range(5)), "scene in the name", 4),
         (crossed("{}{}_{}_{}.png", FIVE, range(1, 5), (0, 512), (0, 512)), BEGINNING, 5),
         (crossed("{:04}_{}_{}.png", range(9), (0, 512, 1024), (0, 512, 1024)), BEGINNING, 9),
         (crossed("{}_{:06}_000019.png", FIVE, range(7)), BEGINNING, 5),
