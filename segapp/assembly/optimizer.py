@@ -17,7 +17,6 @@ from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
 from segapp.optim import GroupSettings, Plateau, Shape, as_optimizer_group, norm_and_bias, parameter_groups, warmed_up
 from segapp.precision import Precision
-from segapp.run.events import ParamGroup
 
 
 def build_parameter_groups(
@@ -34,21 +33,6 @@ def build_parameter_groups(
     return [
         as_optimizer_group(settings, precision.master_weights(group.values()))
         for settings, group in parameter_groups(named, group_settings(section, model)).items()
-    ]
-
-
-def describe_groups(section: OptimConfig, model: SegmentationModel) -> list[ParamGroup]:
-    """Return the groups of the trainable parameters for display: factors, sizes, the name of the first parameter."""
-    groups = parameter_groups(model.named_parameters(), group_settings(section, model))
-    return [
-        ParamGroup(
-            lr_factor=settings.lr_factor,
-            weight_decay=settings.weight_decay,
-            num_tensors=len(group),
-            num_params=sum(parameter.numel() for parameter in group.values()),
-            first=next(iter(group)),
-        )
-        for settings, group in groups.items()
     ]
 
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,7 +64,6 @@ class Measured:
     samples_bytes: float
     peak_mib: dict[str, float]
     resumed_step: int
-    param_groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
@@ -145,8 +144,7 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
     """Return the measurements of the two trainings, from their run folder and this process."""
     run = RunFolder(folder / "run")
     steps = _events(run.events, "step")
-    resumed = _events(run.events, "run_start")[1]
-    resumed_step = resumed["resumed_from_step"]
+    resumed_step = _events(run.events, "run_start")[1]["resumed_from_step"]
     timed = [step for step in steps if step["step"] > resumed_step + 1] or steps[-1:]  # the first is a warm-up
     vals, saves = _events(run.events, "val"), _events(run.events, "checkpoint")
     pictures = sum(path.stat().st_size for path in run.samples.rglob("*") if path.is_file())
@@ -163,7 +161,6 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
         samples_bytes=(2 if curves else 1) * pictures / len(vals),
         peak_mib=_peaks(devices),
         resumed_step=resumed_step,
-        param_groups=resumed["param_groups"],
     )
 
 
@@ -243,11 +240,6 @@ def report_lines(config: RunConfig, measured: Measured, full: Mapping[str, Any])
         f"  memory  {peaks} at most{workers}{cache}",
         f"  disk    {size(full['disk_bytes'])} (checkpoints {size(full['checkpoints_bytes'])}, events, curves "
         f"and samples {size(full['records_bytes'])}); {size(full['disk_free_bytes'])} are free",
-    ]
-    lines += [
-        f"  group   lr x {group['lr_factor']:g}, weight decay {group['weight_decay']:g}: {group['num_tensors']} "
-        f"tensors, {group['num_params'] / 1e6:.2f} M parameters from {printable(group['first'])} on"
-        for group in measured.param_groups
     ]
     if full["disk_bytes"] > full["disk_free_bytes"]:
         lines.append("  the disk is too small: lower checkpoint.keep, or choose another folder with --run")

@@ -13,7 +13,7 @@ import torch
 from segapp.assembly.data import build_dataset, build_load_options, build_order
 from segapp.assembly.devices import DevicePlan
 from segapp.assembly.network import build_inference, fill_in_base
-from segapp.assembly.optimizer import build_plateau, build_schedule, describe_groups
+from segapp.assembly.optimizer import build_plateau, build_schedule
 from segapp.assembly.own_parts import part_hashes
 from segapp.assembly.pairs import build_scheme, check_splits_apart, split_names
 from segapp.assembly.trained import read_trained
@@ -162,7 +162,7 @@ def _base_notes(config: RunConfig, base: BaseReference | None, *, is_new: bool) 
 def _facts(
     config: RunConfig, context: RunContext, devices: DevicePlan, engine: StepEngine, loader: TrainLoader, num_val: int
 ) -> TrainingFacts:
-    scheme, groups = loader.dataset.scheme, describe_groups(config.optim, engine.model)
+    scheme = loader.dataset.scheme
     epochs, _, steps_per_epoch = run_length(config.train, len(loader))
     start = RunStart(
         classes=list(scheme.names),
@@ -171,9 +171,8 @@ def _facts(
         devices=_device_facts(context, devices),
         num_train=len(loader.dataset),
         num_val=num_val,
-        num_trainable=sum(group.num_params for group in groups),
+        num_trainable=sum(p.numel() for p in engine.model.parameters() if p.requires_grad),
         freeze_epochs=config.model.freeze_epochs,
-        param_groups=groups,
         mode=devices.mode,
         mode_reason=devices.mode_reason or None,
         batch_size=config.train.batch_size,

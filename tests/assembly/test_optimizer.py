@@ -13,7 +13,6 @@ from torch import nn
 from segapp.assembly.optimizer import (
     build_optimizer,
     build_parameter_groups,
-    describe_groups,
     group_settings,
     layer_depths,
 )
@@ -127,19 +126,6 @@ def test_first_matching_pattern_replaces_factor_and_decay() -> None:
 def test_pattern_without_a_match_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"optim.groups\[0\].pattern: 'decodr' is not .*did you mean decoder"):
         settings_of(small(), groups=[{"pattern": "decodr"}])
-
-
-def test_described_groups_count_trainable_parameters_once() -> None:
-    model = small()
-    model.freeze(["encoder.layer1", "encoder.conv1"])
-    described = describe_groups(OptimConfig(head_lr_factor=10), model)
-    assert [(group.lr_factor, group.first) for group in described] == [
-        (1.0, "encoder.bn1.weight"),
-        (10.0, next(name for name, _ in model.decoder.named_parameters(prefix="decoder"))),
-    ]
-    assert sum(group.num_params for group in described) == sum(
-        p.numel() for name, p in model.named_parameters() if not name.startswith(("encoder.layer1.", "encoder.conv1."))
-    )
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

@@ -39,7 +39,6 @@ from segapp.run.events.types import (
     Heartbeat as Heartbeat,
     Memory as Memory,
     Oom as Oom,
-    ParamGroup as ParamGroup,
     Recompute as Recompute,
     Topology as Topology,
     RunEnd as RunEnd,

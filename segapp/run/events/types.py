@@ -55,18 +55,6 @@ class Device(_Model):
     """Host name of its machine; None if all devices of the run are on one machine."""
 
 
-class ParamGroup(_Model):
-    """Parameters of the optimizer with one learning rate and one weight decay."""
-
-    lr_factor: float
-    """Factor on the learning rate."""
-    weight_decay: float
-    num_tensors: int
-    num_params: int
-    first: Text
-    """Name of the first parameter."""
-
-
 class RunStart(_Event):
     """Training starts or resumes."""
 
@@ -109,7 +97,6 @@ class RunStart(_Event):
     """Trained parameters; fewer than `num_params` if `model.freeze` applies."""
     freeze_epochs: int | None = None
     """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
-    param_groups: list[ParamGroup] | None = None
     palette: list[tuple[int, int, int]] | None = None
     """RGB color of each class in the sample images."""
     judge: dict[str, Any] | None = None
