@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -38,9 +38,6 @@ from segapp.errors import DataError
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.words import printable
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_SHOWN = 5
 """Findings of a group, or files, that the terminal shows."""

@@ -30,7 +30,6 @@ from segapp.tui.dialogs import (
     Gpu0Screen,
     ScrolledDialog,
     StopScreen,
-    TrainerLogScreen,
 )
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
@@ -321,9 +320,6 @@ class MonitorApp(App[None]):
         """Acknowledge the alert in the banner; the previous one is shown next."""
         if self.shown.acknowledge():
             self.show_view()
-
-    def action_trainer_log(self) -> None:
-        self.push_screen(TrainerLogScreen(self.shown.source.folder.log))
 
     def action_escape(self) -> None:
         """Close the first open thing of: a search, the zoom, the alert."""

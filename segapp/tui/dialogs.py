@@ -1,6 +1,5 @@
-"""The dialogs: a text such as the help page, how to stop, the trainer's log, and `gpu0_bsz`."""
+"""The dialogs: a text such as the help page, how to stop, and `gpu0_bsz`."""
 
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from textual.app import ComposeResult
@@ -8,13 +7,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, Log, Static
+from textual.widgets import Input, Static
 
 from segapp.errors import CommandError
 from segapp.run.commands import SetCommand, parse_command
 from segapp.run.words import dots, memory_text, printable, share_text
 from segapp.tui.widgets import drawable
-from segapp.view.source import LogTail
 from segapp.view.view import View
 
 StopChoice = Literal["epoch", "now"]
@@ -70,32 +68,6 @@ class StopScreen(ModalScreen[StopChoice | None]):
         with VerticalScroll(classes="dialog") as box:
             box.border_title = Content("Stop the training?")
             yield Static(Content("\n").join(lines), classes="lines", markup=False)
-
-
-class TrainerLogScreen(ModalScreen[None]):
-    """The end of trainer.log, which is updated while it grows."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [("escape,L,q", "dismiss", "close")]
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-        self._tail = LogTail(path)
-
-    def compose(self) -> ComposeResult:
-        log = Log(max_lines=5000, classes="dialog -full")
-        log.border_title = Content(printable(self._path.name))
-        log.border_subtitle = Content("end to follow  esc to close")
-        yield log
-
-    def on_mount(self) -> None:
-        self._read()
-        self.set_interval(0.5, self._read)
-
-    def _read(self) -> None:
-        lines = self._tail.read()
-        if lines:
-            self.query_one(Log).write_lines(drawable(self, Content(line)).plain for line in lines)
 
 
 class Gpu0Screen(ModalScreen[SetCommand | None]):

@@ -18,7 +18,7 @@ from segapp.run.words import (
     percent,
     printable,
 )
-from segapp.tui.widgets import progress, spark
+from segapp.tui.widgets import progress
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
 from segapp.view.wording import clip
@@ -192,7 +192,7 @@ def _one_progress(word: str, frac: float, eta_s: float | None, width: int) -> Co
 
 
 def throughput_line(view: View, width: int) -> Content:
-    """Return the throughput line: images per second with a sparkline, step time, data wait, gradient norm."""
+    """Return the throughput line: images per second, step time, data wait, gradient norm."""
     step = view.step
     if step is None:
         return Content.styled("no step yet", "$text-muted")
@@ -202,7 +202,6 @@ def throughput_line(view: View, width: int) -> Content:
     step_time = f"{step_s * 1000:.0f} ms" if step_s < 10 else f"{step_s:.1f} s"
     parts = [
         LinePart(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
-        LinePart(4, spark(view.recent["images_per_s"], min(30, width // 4)), "$secondary"),
         LinePart(2, f"step {step_time}") if step.step_s is not None else None,
         LinePart(1, Content.assemble("waiting for data ", (percent(step.data_wait_frac), wait_style))),
         LinePart(3, f"grad norm {number(step.grad_norm)}") if step.grad_norm is not None else None,
@@ -234,7 +233,7 @@ def banner(view: View, status: Status, name: str, width: int, unseen: Sequence[R
     where = f" on {printable(status.host)}" if status.host else ""
     problems = {
         "gone": (f"{name}: the run folder was removed; this is its last known state", "$text-error bold"),
-        "crashed": (f"the trainer's process has died: press L for its log; {again}", "$text-error bold"),
+        "crashed": (f"the trainer's process has died: trainer.log says why; {again}", "$text-error bold"),
         "stale": ("the trainer is running but writes no events: it may be stuck", "$text-warning bold"),
         "lost": (
             f"no events from the trainer{where}, and its process cannot be checked from this host",

@@ -57,7 +57,6 @@ KEYS = (
     Key("details", "d", "", "show the alert or the selected event in full", words="event"),
     Key("seen", "a", "", "dismiss the alert in the banner", words="acknowledge"),
     Key("runs", "R", "Runs", "list the runs, and open one", words="list"),
-    Key("trainer_log", "L", "Log", "show the end of trainer.log", words="output, traceback"),
     Key("undo_gpu0", "u", "", "undo the gpu0_bsz change", "cancel"),
     Key("pane('loss')", "1", "", "show the chart"),
     Key("pane('gpu')", "2", "", "show the devices and gpu0_bsz", words="memory"),

@@ -1,7 +1,5 @@
 """Widgets that several panes and screens use; each redraws only if its content has changed."""
 
-from collections.abc import Sequence
-
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
@@ -11,7 +9,7 @@ from textual.widgets import Input
 from segapp.run.words import printable
 
 _ASCII_FOR: dict[int, int | str] = {
-    **str.maketrans("·→←…×±°—●○━╸─▲▼◆★┊│└▁▂▃▄▅▆▇█", ".><~x~C-*o=-.+-VB:|+_..-==*#"),
+    **str.maketrans("·→←…×±°—●○━╸─▲▼◆★┊│└█", ".><~x~C-*o=-.+-VB:|+#"),
     **{0x2800 + dots: " '.:"[bool(dots & 0x1B) + 2 * bool(dots & 0xE4)] for dots in range(256)},
 }
 """A braille pattern becomes the halves of its cell that have dots."""
@@ -27,18 +25,6 @@ def progress(frac: float | None, width: int) -> tuple[str, str]:
     halves = int(min(max(frac or 0.0, 0.0), 1.0) * 2 * width + 1e-9)
     done = "━" * (halves // 2) + "╸" * (halves % 2)
     return done, "─" * (width - len(done))
-
-
-def spark(values: Sequence[float], width: int) -> str:
-    """Return the last `width` values as a sparkline between their extremes; shorter if there are fewer values.
-
-    Values that differ by less than 2 % are drawn at half height, so that noise does not look like a trend.
-    """
-    shown = list(values)[-width:] if width > 0 else []
-    bottom, top = min(shown, default=0.0), max(shown, default=0.0)
-    if top - bottom <= 0.02 * abs(top):
-        return "▄" * len(shown)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - bottom) / (top - bottom))] for value in shown)
 
 
 class LiteralText(Widget):

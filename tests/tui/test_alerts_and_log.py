@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -205,25 +204,6 @@ def test_long_log_keeps_the_last_events_whole(tmp_path: Path) -> None:
     assert 1000 <= len(log) <= 1200
     assert log[-1].text == "note 1499"
     assert sum(line.event is not None for line in log) == NUM_WHOLE_EVENTS
-
-
-def test_trainer_log_is_shown_and_followed(fresh: RecordedRun) -> None:
-    fresh.folder.log.write_text("first line\n\x1b[31mred\n")
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "L")
-        assert "first line" in screen_text(app)
-        assert "\x1b" not in screen_text(app)
-        with fresh.folder.log.open("a") as file:
-            file.write("Traceback (most recent call last):\n")
-        until_s = time.monotonic() + 20
-        while "Traceback" not in screen_text(app) and time.monotonic() < until_s:
-            await pilot.pause(0.1)
-        assert "Traceback" in screen_text(app)
-        await press(app, pilot, "escape")
-        assert len(app.screen_stack) == 1
-
-    run_screen(fresh, act)
 
 
 def test_tail_reads_whole_lines_of_the_end_only(tmp_path: Path) -> None:

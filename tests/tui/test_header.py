@@ -98,9 +98,7 @@ def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
 
 def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
     line = ascii_text(header.throughput_line(view, 200).plain)
-    assert line == (
-        "12.5 img/s  _#  step 640 ms  waiting for data 25%  grad norm 1.50  skipped 2  scale 1024  pixel 0.250"
-    )
+    assert line == ("12.5 img/s  step 640 ms  waiting for data 25%  grad norm 1.50  skipped 2  scale 1024  pixel 0.250")
     assert ascii_text(header.throughput_line(view, 34).plain) == "12.5 img/s  waiting for data 25%"
     assert view.step is not None
     view.step = view.step.model_copy(update={"step_s": 12.34, "skipped": 0, "terms": None, "loss_scale": None})
@@ -117,7 +115,7 @@ def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
     [
         (replace(LIVE, is_there=False), None, "my run: the run folder was removed; this is its last known state"),
         (Status("crashed"), None,
-         "the trainer's process has died: press L for its log; to continue: `segapp train --resume 'my run'`"),
+         "the trainer's process has died: trainer.log says why; to continue: `segapp train --resume 'my run'`"),
         (Status("failed"), "disk full", "failed: disk full; to continue: `segapp train --resume 'my run'`"),
         (Status("stopped"), "", "stopped: no reason given; to continue: `segapp train --resume 'my run'`"),
         (Status("stale"), None, "the trainer is running but writes no events: it may be stuck"),

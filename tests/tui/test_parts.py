@@ -14,7 +14,7 @@ from segapp.run.words import age, duration, gib, learning_rate, memory_text, num
 from segapp.tui import keys
 from segapp.tui.header import LinePart, fit_parts
 from segapp.tui.layout import plan_layout
-from segapp.tui.widgets import ascii_text, progress, spark
+from segapp.tui.widgets import ascii_text, progress
 from segapp.view.wording import clip, fit_cells
 
 
@@ -82,7 +82,6 @@ def test_chosen_pane_is_shown_at_every_size_with_panes(width: int, height: int, 
         (clip("abcdef", 4), "abc…"), (clip("ab", 4), "ab"), (fit_cells("道路標識", 5), "道路…"),
         (fit_cells("a", 3), "a  "),
         (ascii_text("4·10 → 6…道"), "4.10 > 6~?"),
-        (ascii_text(spark([1.0, 2.0], 5)), "_#"), (ascii_text(spark([1.0, 1.001], 5)), "--"), (spark([], 5), ""),
         ("".join(progress(0.5, 5)), "━━╸──"), (ascii_text("".join(progress(None, 3))), "..."),
         (ascii_text("".join(progress(1.7, 3))), "==="),
     ],
