@@ -125,7 +125,10 @@ def propose_config(request: InitRequest) -> InitResult:
     if unread := facts.content.unread:
         lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
     lines += [f"note: {note}" for note in facts.classes.notes]
-    lines += _unused(tree, chosen, division, facts.classes)
+    trained = [*division.train, *division.val]
+    masks = set() if chosen.writes == "masks" else {pair.mask for pair in trained}
+    used = {pair.image for pair in trained} | masks | {*chosen.sources, facts.classes.source}
+    lines += unused_lines(tree, unused_files(tree, used))
     write_configs(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
 
@@ -134,8 +137,6 @@ def _written(tree: Tree, chosen: Layout, out: Path, lines: list[str]) -> tuple[l
     """Write the files of a layout and report it in the lines; return its pairs and the roots of images and masks."""
     if not chosen.is_drawn:
         return list(chosen.pairs), tree.root, tree.root
-    if len(chosen.classes) == 1:
-        raise DataError(f"{chosen.title}: no annotation holds an object of a class: draw some, or remove them")
     folder = out.with_name(f"{out.stem}-{chosen.writes}")
     pairs, problems = write_files(chosen, folder)
     lines += [f"left out: {text}" for text in problems]
@@ -173,7 +174,6 @@ def _facts(
         classes = Classes(chosen.classes, chosen.classes_reason or f"from {chosen.title}", notes=chosen.notes)
         if len(set(content.values) - {IGNORED}) == 1:
             raise DataError(f"{chosen.title}: no annotation draws an object: every pixel has one class")
-        classes = _with_ignored_note(content, classes, "by the annotations")
     elif not chosen.is_drawn and not division.is_new:
         known = DATASETS.get(chosen.name)
         if known is not None and set(content.values) <= (
@@ -182,7 +182,6 @@ def _facts(
             format, keys = chosen.name, {}
             label_map = {value: IGNORED if own is None else own for value, own in (known.label_map or {}).items()}
             classes = Classes(known.names, f"the {len(known.names)} of {format}", label_map)
-            classes = _with_ignored_note(content, classes, f"as {format} says")
     if classes is None:
         masks = [f"{root.resolve().name}/{pair.mask}" for pair in division.train]
         classes = read_classes(content, nearest_first(find_class_files(tree), masks[0]), masks, choices)
@@ -195,70 +194,44 @@ def _facts(
     return Facts(name, root, format, keys, division, classes, content, pixels, leads_outside=leads_outside)
 
 
-def _with_ignored_note(content: MaskContent, classes: Classes, cause: str) -> Classes:
-    """Return the classes with a sentence on the ignored pixels if they are more than a hundredth."""
-    share = content.share(stored for stored in content.pixels if classes.class_of(stored) is None)
-    note = f"{share:.1%} of the pixels are ignored, {cause}"
-    return replace(classes, notes=(*classes.notes, note)) if share > 0.01 else classes
-
-
-def _unused(tree: Tree, chosen: Layout, division: Division, classes: Classes) -> list[str]:
-    """Return lines about the files that the config does not use."""
-    trained = [*division.train, *division.val]
-    used = {pair.image for pair in trained} | {*chosen.sources, classes.source}
-    if chosen.writes != "masks":
-        used |= {pair.mask for pair in trained}
-    return unused_lines(tree, unused_files(tree, used))
-
-
 def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -> None:
     """Write lists and configs; each config is loaded and its pairs are found before anything is renamed into place."""
-    drafts = {path: path.with_name(f".{path.name}.partial") for path in paths}
-    lists = out.with_name(f"{out.stem}-lists")
-    new_lists, old_lists = (lists.with_name(f".{lists.name}.{word}") for word in ("partial", "older"))
+    lists, stage = out.with_name(f"{out.stem}-lists"), out.with_name(f".{out.name}.partial")
+    new_lists = stage / lists.name
     with storage_errors(paths[0]):
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_dead_temporaries(out.parent)
-        for left in (new_lists, old_lists):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir()
         try:
             if facts.format == "list":
                 new_lists.mkdir()
                 for name, pairs in division.lists.items():
                     write_atomic(new_lists / f"{name}.txt", _listed(pairs))
-            for number, draft in enumerate(drafts.values()):
+            for number, path in enumerate(paths):
                 fold = replace(facts, name=f"{facts.name}-fold{number}", fold=number) if len(paths) > 1 else facts
-                write_atomic(draft, config_text(fold))
-                _check_draft(draft, facts.root, new_lists, lists)
+                write_atomic(stage / path.name, config_text(fold))
+                _check_draft(stage / path.name, facts.root, new_lists)
             if facts.format == "list":
                 if lists.exists():
-                    lists.rename(old_lists)
+                    lists.rename(stage / "older")
                 new_lists.rename(lists)
-            for path, draft in drafts.items():
-                os.replace(draft, path)
-        except BaseException:
-            if old_lists.exists():
-                shutil.rmtree(lists, ignore_errors=True)
-                old_lists.rename(lists)
-            raise
+            for path in paths:
+                os.replace(stage / path.name, path)
         finally:
-            for draft in drafts.values():
-                draft.unlink(missing_ok=True)
-            for left in (new_lists, old_lists):
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(stage, ignore_errors=True)
 
 
-def _check_draft(draft: Path, root: Path, new_lists: Path, lists: Path) -> None:
-    """Raise an error, without the temporary names, if a config with the new lists has no pairs."""
+def _check_draft(draft: Path, root: Path, lists: Path) -> None:
+    """Raise an error, without the name of the temporary folder, if a config with its lists has no pairs."""
     try:
-        data = load_config(draft, [f"data.list_dir={json.dumps(str(new_lists))}"] if new_lists.exists() else []).data
+        data = load_config(draft, [f"data.list_dir={json.dumps(str(lists))}"] if lists.exists() else []).data
         build_scheme(data)
         for split in split_names(data):
             if not build_pairs(data, split):
                 raise DataError(f"split {split} is empty")
     except SegappError as error:
-        message = re.sub(rf"(?m)^(\s*){re.escape(shown(draft))}(:\d+)*: ", r"\1", str(error))
-        message = message.replace(shown(new_lists), shown(lists))
+        message = str(error).replace(f"{draft.parent.name}/", "")
         raise error.reworded(f"no config can be written for {shown(root)}: {message}") from error
 
 
@@ -384,12 +357,11 @@ def _evidence_of(candidate: Layout) -> str:
 
 def found_lines(found: Sequence[Layout], chosen: Layout) -> list[str]:
     """Return lines that describe the findings and the other candidates."""
-    lines = [f"also possible: --layout {_described(one)}" for one in found[:_MAX_SHOWN] if one is not chosen]
-    return [f"layout: {_described(chosen)}", *lines]
-
-
-def _described(candidate: Layout) -> str:
-    return f"{shown(candidate.name)} ({_evidence_of(candidate)})"
+    others = [one for one in found[:_MAX_SHOWN] if one is not chosen]
+    words = ["layout:", *["also possible: --layout"] * len(others)]
+    return [
+        f"{word} {shown(one.name)} ({_evidence_of(one)})" for word, one in zip(words, [chosen, *others], strict=True)
+    ]
 
 
 def _nothing_known(tree: Tree) -> str:

@@ -104,24 +104,17 @@ class OpenQuestionError(DataError):
     The message names the option and its possible values.
 
     Attributes:
-        question: the sentence without the answers.
         option: the option that answers it, such as `--layout`.
         answers: the possible values, most likely first.
     """
 
-    question: str = ""
     option: str = ""
     answers: tuple[Answer, ...] = ()
-
-    @property
-    def attribute(self) -> str:
-        """Name of the attribute of `InitRequest` that holds the answer."""
-        return self.option.lstrip("-").replace("-", "_")
 
 
 def open_question(question: str, option: str, answers: Sequence[Answer], advice: str = "") -> OpenQuestionError:
     """Return the error for a question, a sentence without an end mark; the first answer is the most likely one."""
     listed = "; ".join(f"{option} {shlex.quote(answer.value)} ({answer.words})" for answer in answers)
     error = OpenQuestionError(f"{question}: answer with {listed}" + (f"; {advice}" if advice else ""))
-    error.question, error.option, error.answers = question, option, tuple(answers)
+    error.option, error.answers = option, tuple(answers)
     return error

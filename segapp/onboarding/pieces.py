@@ -178,7 +178,7 @@ def _mask_folder(path: str) -> int | None:
 
 
 def _folders_to_masks(path: str) -> str:
-    """Return the folders of a path, down to that of masks."""
+    """Return the folders of a path, down to the folder of masks."""
     return "/".join(path.split("/")[: (_mask_folder(path) or 0) + 1])
 
 

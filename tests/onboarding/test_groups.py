@@ -100,7 +100,7 @@ def test_two_words_that_divide_differently_are_a_question(images: list[str]) -> 
     with pytest.raises(OpenQuestionError, match="several parts of the names may say it") as raised:
         group_pairs(pairs, None)
     *answers, each = raised.value.answers
-    assert raised.value.attribute == "group"
+    assert raised.value.option == "--group"
     first, second = (group_pairs(pairs, answer.value).groups for answer in answers)
     assert [set(first), set(second)] == [{name.split("_")[i] for name in images} for i in (0, 1)]
     assert re.search(r": \d+ groups; .*: \d+ images such as ", answers[0].words)

@@ -256,7 +256,7 @@ def test_two_words_that_may_be_the_group_are_a_question(tmp_path: Path) -> None:
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
     for position, answer in enumerate(raised.value.answers[:2]):
         out = tmp_path / f"{position}.yaml"
-        _, _, found = drawn_folders.proposed(tmp_path / "d", out, **{raised.value.attribute: answer.value})
+        _, _, found = drawn_folders.proposed(tmp_path / "d", out, group=answer.value)
         assert not {n.split("_")[position] for n in found["train"]} & {n.split("_")[position] for n in found["val"]}
 
 

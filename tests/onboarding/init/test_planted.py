@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, StorageError
 from segapp.onboarding.init import InitRequest, propose_config
 from tests.support import drawn_annotations as drawn
 
@@ -124,6 +124,9 @@ def test_config_that_is_a_link_is_replaced_not_followed(tmp_path: Path) -> None:
     (elsewhere(tmp_path) / "a.yaml").write_text("mine")
     for name in ("made.yaml", ".made.yaml.partial"):
         (tmp_path / name).symlink_to(elsewhere(tmp_path) / "a.yaml")
+    with pytest.raises(StorageError, match=r"made\.yaml cannot be written: File exists"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", force=True))
+    (tmp_path / ".made.yaml.partial").unlink()
     propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", force=True))
     assert (tmp_path / "elsewhere" / "a.yaml").read_text() == "mine"
     assert not (tmp_path / "made.yaml").is_symlink()
