@@ -38,7 +38,6 @@ __all__ = [
 
 # Operators that torch's own optimizers, clip_grad_norm_ and GradScaler call; they have no public form.
 foreach_copy_ = torch._foreach_copy_
-foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 fused_sgd_ = torch._fused_sgd_
 amp_update_scale_ = torch._amp_update_scale_

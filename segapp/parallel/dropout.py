@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from segapp.parallel.recompute import current_tape
+from segapp.parallel.recompute import computed_once
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -133,15 +133,9 @@ def sample_masks(keys: Tensor | None) -> Iterator[None]:
 
 
 def _keys_of_call(layer: int, device: torch.device) -> Tensor | None:
-    """Return the keys (N) of a layer's call; the keys of the first pass if activations are recomputed."""
-    tape, current = current_tape(), getattr(_thread_local, "current", None)
-    if tape is not None and tape.is_second_pass:
-        kept: Tensor | None = tape.take()
-        return kept
-    keys = None if current is None else current.keys_of_call(layer, device)
-    if tape is not None:
-        tape.keep(keys)
-    return keys
+    """Return the keys (N) of a layer's call."""
+    current: _KeysOfPass | None = getattr(_thread_local, "current", None)
+    return None if current is None else current.keys_of_call(layer, device)
 
 
 class _Masked(nn.Module):
@@ -161,7 +155,9 @@ class _Masked(nn.Module):
 
     def _dropped(self, features: Tensor, p: float) -> Tensor | None:
         """Return the features, masked by keys; None if there are no keys, or if nothing or everything is dropped."""
-        keys = _keys_of_call(self.mask_layer, features.device) if self.training and 0 < p < 1 else None
+        if not self.training or not 0 < p < 1:
+            return None
+        keys = computed_once(functools.partial(_keys_of_call, self.mask_layer, features.device))
         # Layers in windows of an image have several consecutive rows per sample.
         if keys is None or not len(keys) or len(features) % len(keys):
             return None

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,12 @@ RandomStates: TypeAlias = list[tuple[torch.device | None, Tensor]]
 BlockSets: TypeAlias = tuple[tuple[str, ...], ...]
 """Names of blocks for each device."""
 
+T = TypeVar("T")
+
 _thread_local = threading.local()
 
 
-class Tape:
+class _Tape:
     """Values that layers of a block save in the first pass for the second, in the order of their calls.
 
     Replicas that take turns on one device share its generator, which others use while a layer waits for them. So the
@@ -57,18 +59,12 @@ class Tape:
         self._kept: list[tuple[Any, RandomStates]] = []
         self._next: Iterator[tuple[Any, RandomStates]] | None = None
 
-    @property
-    def is_second_pass(self) -> bool:
-        """True while the activations are recomputed."""
-        return self._next is not None
-
-    def keep(self, value: Any) -> None:
-        """Keep a value in the first pass."""
-        self._kept.append((value, [] if self._random_states is None else self._random_states()))
-
-    def take(self) -> Any:
-        """Return the value that the same call saved in the first pass."""
-        assert self._next is not None
+    def once(self, compute: Callable[[], T]) -> T:
+        """Return a value that is computed in the first pass, and saved for the second."""
+        if self._next is None:
+            value = compute()
+            self._kept.append((value, [] if self._random_states is None else self._random_states()))
+            return value
         value, states = next(self._next)
         _set_random_states(states)
         return value
@@ -76,7 +72,7 @@ class Tape:
     @contextlib.contextmanager
     def running(self, *, again: bool) -> Iterator[None]:
         """Make it the tape of this thread, for the first or for another pass."""
-        outer = current_tape()
+        outer = getattr(_thread_local, "tape", None)
         self._next = iter(self._kept) if again else None
         _thread_local.tape = self
         try:
@@ -85,9 +81,10 @@ class Tape:
             _thread_local.tape = outer
 
 
-def current_tape() -> Tape | None:
-    """Return the tape of the block that the calling thread runs; None outside of recomputed blocks."""
-    return getattr(_thread_local, "tape", None)
+def computed_once(compute: Callable[[], T]) -> T:
+    """Return a value; if the calling thread recomputes a block, the value that the same call had in the first pass."""
+    tape: _Tape | None = getattr(_thread_local, "tape", None)
+    return compute() if tape is None else tape.once(compute)
 
 
 class _Pass:
@@ -102,7 +99,7 @@ class _Pass:
         has_cpu = not is_simulated and (replica is None or not any(gpu_of(device) for device in devices))
         self._block, self._stack = block, contextlib.ExitStack()
         self._states = functools.partial(_random_states, devices, has_cpu=has_cpu)
-        self._tape = Tape(self._states if replica is not None and replica.group.takes_turns else None)
+        self._tape = _Tape(self._states if replica is not None and replica.group.takes_turns else None)
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._again())

@@ -207,18 +207,6 @@ def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def spread(tensors: Sequence[Tensor], devices: Iterable[torch.device]) -> dict[torch.device, Sequence[Tensor]]:
-    """Return tensors (K,) of one dtype and device on every device, moved in one copy; not differentiable."""
-    home = tensors[0].device
-    flat = None
-    copies: dict[torch.device, Sequence[Tensor]] = {home: tensors}
-    for device in devices:
-        if device not in copies:
-            flat = torch.cat(list(tensors)) if flat is None else flat
-            copies[device] = to_device(flat, device).split_with_sizes([tensor.numel() for tensor in tensors])
-    return copies
-
-
 def buckets(tensors: Sequence[Tensor], max_bytes: float = float("inf")) -> Iterator[list[int]]:
     """Yield lists of indices of tensors of one dtype and device, in order, each as soon as it has `max_bytes`."""
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}

@@ -16,12 +16,12 @@ from tests.support.gpu.launch_counts import build_ddp_step, build_step, count
 
 BOUNDS = {
     "single": (850, 480),
-    "dp x2": (4040, 2400),
-    "dp x3": (5125, 3000),
+    "dp x2": (4100, 2460),
+    "dp x3": (5185, 3060),
     "dp x3, CUDA's kernels": (3920, 1920),
-    "dp x8": (10540, 5990),
+    "dp x8": (10600, 6050),
     "dp x8, CUDA's kernels": (9040, 4610),
-    "ddp": (3740, 2710),
+    "ddp": (3800, 2770),
     "ddp, CUDA's kernels": (2420, 1580),
 }
 

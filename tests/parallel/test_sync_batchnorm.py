@@ -92,7 +92,7 @@ def test_half_inputs_are_normalised_with_float32_statistics(dtype):
     torch.testing.assert_close(output.float(), expected.float(), rtol=0.02, atol=0.02)
 
 
-def exchange_through_3_replicas(x, weight, bias):
+def outputs_of_3_replicas(x, weight, bias):
     layer = SyncBatchNorm(2, track_running_stats=False).double()
 
     def call(chunk):
@@ -100,7 +100,11 @@ def exchange_through_3_replicas(x, weight, bias):
         replica.weight, replica.bias = weight, bias
         return lambda: replica(chunk)
 
-    return torch.cat(ReplicaGroup([CPU] * 3).run([call(chunk) for chunk in scatter(x, [CPU] * 3, [1, 2, 1])]))
+    return ReplicaGroup([CPU] * 3).run([call(chunk) for chunk in scatter(x, [CPU] * 3, [1, 2, 1])])
+
+
+def exchange_through_3_replicas(*inputs):
+    return torch.cat(outputs_of_3_replicas(*inputs))
 
 
 def test_layer_through_3_replicas_passes_gradgradcheck():
@@ -108,6 +112,23 @@ def test_layer_through_3_replicas_passes_gradgradcheck():
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 2, 2, 1), (2,), (2,))]
     assert torch.autograd.gradcheck(exchange_through_3_replicas, inputs)
     assert torch.autograd.gradgradcheck(exchange_through_3_replicas, inputs)
+
+
+@pytest.mark.parametrize("is_differentiable", [False, True])
+def test_gradients_are_exact_where_the_loss_needs_one_part(is_differentiable):
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 2, 2, 1), (2,), (2,))]
+    whole = torch.nn.functional.batch_norm(inputs[0], None, None, *inputs[1:], training=True)
+    losses = [output.pow(3).sum() for output in (outputs_of_3_replicas(*inputs)[1], whole[1:3])]
+    own, expected = (torch.autograd.grad(loss, inputs, create_graph=is_differentiable) for loss in losses)
+    assert relative_error(own, expected) <= 1e-10
+
+
+def test_replicas_that_differ_in_gradients_are_refused():
+    layer = SyncBatchNorm(2, affine=False)
+    parts = [torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)]
+    with pytest.raises(RuntimeError, match="only some replicas compute gradients at SyncBatchNorm"):
+        ReplicaGroup([CPU] * 2).run([lambda part=part: layer(part) for part in parts])
 
 
 def test_allreduce_passes_gradcheck_and_gradgradcheck():
@@ -132,12 +153,12 @@ def test_chan_merge_of_parts_equals_the_whole():
     torch.manual_seed(0)
     x = torch.randn(10, 3, dtype=torch.float64)
     sizes = [4, 1, 5, 0]
-    moments = sync_batchnorm.stack_pairs([sync_batchnorm.moments_of(part) for part in x.split(sizes)])
-    counts = sync_batchnorm.Counts.of_replicas(sizes, x)
-    mean, variance = join_moments(moments.unbind(1), counts.shares)
+    pairs = [sync_batchnorm.moments_of(part) for part in x.split(sizes)]
+    moments, (shares, count) = sync_batchnorm.gather_moments(pairs, sizes, over_ranks=False)
+    mean, variance = join_moments(moments, shares)
     torch.testing.assert_close(mean, x.mean(0))
     torch.testing.assert_close(variance, x.var(0, correction=0))
-    assert counts.total == 10
+    assert count == 10
 
 
 def saved_bytes(layer, x, num_devices):
@@ -267,12 +288,12 @@ def test_layers_with_activation_convert_and_unknown_are_refused():
 def test_values_of_other_ranks_count(monkeypatch):
     layer = SyncBatchNorm(2)
     x = torch.full((1, 2), 7.0)
+    monkeypatch.setattr(sync_batchnorm, "has_other_ranks", lambda: True)
     monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row.expand(2, -1))
-    _, counts = layer._of_rank(x, layer._moments(x))
-    assert counts.total == 2, "the other columns hold means and variances"
+    assert not layer(x).any(), "two values; the other columns hold means and variances"
     monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row[None])
     with pytest.raises(ValueError, match="got 1 in the whole batch"):
-        layer._of_rank(x, layer._moments(x))
+        layer(x)
 
 
 class Reads(TorchDispatchMode):
