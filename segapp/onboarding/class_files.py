@@ -117,32 +117,24 @@ def _column(header: list[str], *names: str) -> int | None:
     return next((header.index(name) for name in names if name in header), None)
 
 
-def read_color_list(text: str, source: str) -> ClassFile | None:
-    """Return the classes of lines with a name and a color: CVAT's `name:r,g,b::`, `r g b name`, `id name r g b`."""
-    colors: dict[Color, str] = {}
-    names = []
-    for line in _meant_lines(text):
-        numbers = re.search(r"(?<![\w.])(\d{1,3})[,\s]+(\d{1,3})[,\s]+(\d{1,3})(?![\w.])", line)
-        if numbers is None:
-            return read_name_list(text, source)
-        name = (line[: numbers.start()] + " " + line[numbers.end() :]).strip(" \t:,;")
-        name = re.sub(r"^\d+[\s:,]+(?=\D)", "", name)  # its number in the list
-        colors[_color(numbers.groups())] = name
-        names.append(name)
-    return ClassFile(source, tuple(names), {}, colors)
+def read_list(text: str, source: str) -> ClassFile | None:
+    r"""Return the classes of a list: one per line, perhaps with its id, or with its color: `name:r,g,b`, `r g b name`.
 
-
-def read_name_list(text: str, source: str) -> ClassFile | None:
-    r"""Return the classes of a list: one per line, perhaps with its id or its color.
-
-    >>> read_name_list("0: sky\n1: road", "").ids
+    >>> read_list("0: sky\n1: road", "").ids
     {0: 'sky', 1: 'road'}
+    >>> read_list("road:128,64,128::", "").colors
+    {(128, 64, 128): 'road'}
     """
-    lines = _meant_lines(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     if not lines or any(len(line) > 120 for line in lines):
         return None
-    if all(re.search(r"\b\d{1,3}[,\s]+\d{1,3}[,\s]+\d{1,3}\b", line) for line in lines):
-        return read_color_list(text, source)
+    colored = [re.search(r"(?<![\w.])(\d{1,3})[,\s]+(\d{1,3})[,\s]+(\d{1,3})(?![\w.])", line) for line in lines]
+    if all(colored):
+        colors = {}
+        for match in filter(None, colored):
+            name = f"{match.string[: match.start()]} {match.string[match.end() :]}".strip(" \t:,;")
+            colors[_color(match.groups())] = re.sub(r"^\d+[\s:,]+(?=\D)", "", name)  # without its number in the list
+        return ClassFile(source, tuple(colors.values()), {}, colors)
     numbered = [re.fullmatch(r"(\d+)\s*[:,;=\t ]\s*(.*\S)", line) for line in lines]
     if all(numbered):
         ids = {int(match[1]): match[2].strip("'\"") for match in numbered if match}
@@ -153,10 +145,6 @@ def read_name_list(text: str, source: str) -> ClassFile | None:
     if names[:2] == ("__ignore__", "_background_"):  # labelme's list begins with the name of value -1
         names = names[1:]
     return ClassFile(source, names)
-
-
-def _meant_lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
 
 
 def read_yaml(text: str, source: str) -> ClassFile | None:
@@ -170,7 +158,7 @@ def read_yaml(text: str, source: str) -> ClassFile | None:
 
 
 def read_json(text: str, source: str) -> ClassFile | None:
-    """Return the classes of COCO, nnU-Net, Supervisely, Mapillary, A2D2, Hugging Face (id2label), or a plain list."""
+    """Return the classes of COCO, nnU-Net, Mapillary, Hugging Face (id2label), or a plain list."""
     content: Any = json.loads(text)
     if isinstance(content, list):
         if all(isinstance(name, str) for name in content):
@@ -178,15 +166,10 @@ def read_json(text: str, source: str) -> ClassFile | None:
         content = {"categories": content}
     if "categories" in content:
         return _of_entries(source, content["categories"], "name", [int(one["id"]) for one in content["categories"]])
-    if isinstance(content.get("classes"), list) and all(isinstance(one, dict) for one in content["classes"]):
-        return _of_entries(source, content["classes"], "title")
     labels = content.get("labels", content)
     if isinstance(labels, list):
         key = "readable" if all(one.get("readable") for one in labels) else "name"
         return _of_entries(source, labels, key, range(len(labels)))
-    if labels and all(re.fullmatch(r"#[0-9a-fA-F]{6}", key) for key in labels):  # A2D2: color -> name
-        colors = {_color(key): str(name) for key, name in labels.items()}
-        return ClassFile(source, tuple(colors.values()), {}, colors)
     if labels and all(key.isdigit() for key in labels):
         ids = {int(key): str(name) for key, name in labels.items()}
     else:
@@ -195,10 +178,10 @@ def read_json(text: str, source: str) -> ClassFile | None:
     return ClassFile(source, tuple(ids.values()), ids)
 
 
-def _of_entries(source: str, entries: Sequence[Any], key: str, ids: Sequence[int] = ()) -> ClassFile:
+def _of_entries(source: str, entries: Sequence[Any], key: str, ids: Sequence[int]) -> ClassFile:
     names = tuple(str(one[key]) for one in entries)
     colors = {_color(one["color"]): name for one, name in zip(entries, names, strict=True) if "color" in one}
-    return ClassFile(source, names, dict(zip(ids, names, strict=False)), colors)
+    return ClassFile(source, names, dict(zip(ids, names, strict=True)), colors)
 
 
 def _color(value: Any) -> Color:
@@ -217,17 +200,13 @@ def described(found: ClassFile) -> str:
 
 _READERS: Sequence[tuple[str, Callable[[str, str], ClassFile | None]]] = (
     (r".*(class|label|categor|colou?r|palette).*\.csv", read_table),
-    (r"(.*[_-])?(label_?map|label_?colou?rs|colou?r_?map|class_?dict|palette|class_?colou?rs)\.txt", read_color_list),
     (
-        r"(_?class(es)?|labels?|label_?names?|class_?names?|categor(y|ies)|names|obj|codes|predefined_classes"
-        r"|object_?names?|.*_(classes|class_names|labels))\.(txt|names|lst)",
-        read_name_list,
+        r"(.*[_-])?(label_?map|label_?colou?rs|colou?r_?map|class_?dict|palette|class_?colou?rs)\.txt"
+        r"|(_?class(es)?|labels?|(label|class|object)_?names?|categor(y|ies)|names|obj|codes|predefined_classes"
+        r"|.*_(classes|class_names|labels))\.(txt|names|lst)",
+        read_list,
     ),
-    (
-        r"(dataset|meta|config.*|id2label|class_?list|classes|labels|categories|_?annotations.*"
-        r"|obj_class_to_machine_color)\.json",
-        read_json,
-    ),
+    (r"(dataset|meta|config.*|id2label|classes|labels|categories|_?annotations.*)\.json", read_json),
     (r"(data|dataset|classes|labels|.*data.*)\.ya?ml", read_yaml),
 )
 """Names of files -> reader; the first pattern that matches a name is used."""

@@ -32,7 +32,7 @@ class MaskContent:
 
     num_masks: int = 0  # masks that were read
     num_all: int = 0  # all masks
-    unread: list[Path] = field(default_factory=list)  # masks that could not be read
+    unread: dict[Path, str] = field(default_factory=dict)  # mask that could not be read -> why
     values: Counter[int] = field(default_factory=Counter)  # pixels by value, of masks of ids
     colors: Counter[Color] = field(default_factory=Counter)  # pixels by RGB color, of RGB masks
     masks_with: Counter[Value] = field(default_factory=Counter)  # masks by value or color
@@ -90,8 +90,8 @@ def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
 def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> None:
     with ThreadPool(4) as pool:
         for mask, counted in zip(masks, pool.map(partial(count_pixels, as_rgb=as_rgb), masks), strict=True):
-            if counted is None:
-                content.unread.append(mask)
+            if isinstance(counted, str):
+                content.unread[mask] = counted
                 continue
             values, colors, format = counted
             content.num_masks += 1
@@ -119,26 +119,17 @@ def _size(pair: ImagePair) -> tuple[int, int] | DataError:
     return header.height_px, header.width_px
 
 
-def count_pixels(path: Path, *, as_rgb: bool) -> tuple[dict[int, int], dict[Color, int], str] | None:
-    """Return the pixels of one mask by value and by color, and its format; None if it cannot be read."""
+def count_pixels(path: Path, *, as_rgb: bool) -> tuple[dict[int, int], dict[Color, int], str] | str:
+    """Return the pixels of one mask by value and by color, and its format; or why it cannot be read."""
     try:
         pixels, format = stored_pixels(path, as_rgb=as_rgb)
-    except UNREADABLE:
-        return None
+    except UNREADABLE as error:
+        return str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__
     if pixels.ndim == 2:
         return _histogram(pixels), {}, format
     histogram = _histogram(color_codes(pixels))
     most = sorted(histogram, key=lambda code: -histogram[code])[: MAX_COLORS + 1]
     return {}, {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}, format
-
-
-def reason_unread(path: Path) -> str:
-    """Return why a mask cannot be read."""
-    try:
-        stored_pixels(path, as_rgb=False)
-    except UNREADABLE as error:
-        return str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__
-    return "it can be read now"
 
 
 def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], str]:

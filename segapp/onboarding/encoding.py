@@ -14,7 +14,7 @@ from segapp.datasets.files import shown
 from segapp.datasets.layouts.schemes import Color
 from segapp.errors import DataError
 from segapp.onboarding.class_files import ClassFile, described, is_background, is_void, recognise
-from segapp.onboarding.content import MAX_COLORS, MaskContent, Value, reason_unread
+from segapp.onboarding.content import MAX_COLORS, MaskContent, Value
 from segapp.onboarding.layout import Answer, open_question
 
 IGNORED = 255
@@ -433,7 +433,7 @@ def _refuse_lossy(content: MaskContent, masks: Sequence[str]) -> None:
             f"JPEG changes ids at every edge; {CLEANING}"
         )
     if not content.pixels:
-        reason = f" ({reason_unread(content.unread[0])})" if content.unread else ""
+        reason = "".join(f" ({why})" for why in [*content.unread.values()][:1])
         raise DataError(
             f"none of {content.num_all} masks can be read, such as {shown(masks[0])}{reason}: save them as PNG of ids"
         )

@@ -8,7 +8,7 @@ of the images with a mask, and the pixels of a few pairs determine how likely th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -44,7 +44,6 @@ MIN_COVERAGE = 0.5  # share of the images that must have a mask
 CLOSE = 0.9  # if the second hypothesis has at least this share of the first's confidence, the user must choose
 _NUM_PROBED = 5
 _MAX_VERSIONS = 8  # maximum number of folders of annotators or versions; more are scenes
-_LONE_WEIGHT = 0.75  # minimum weight of the words in the names of a layout without alternatives
 _MIN_SPARSE = 3  # minimum number of masks of a video whose other frames have none
 _SPARSE_USED = 0.6  # minimum share of such masks that must have a frame
 
@@ -142,7 +141,7 @@ class Family:
 def find_families(paths: Iterable[str]) -> list[Family]:
     """Return the families of image files: by folders, also with ending or extension; largest first."""
     listed = list(paths)
-    least = max(1, min(2, len(listed) // 4), len(listed) // 200)
+    least = max(1, len(listed) // 200)
     families: list[Family] = []
     for pattern, files in _by(map(parse_file, listed), lambda file: file.pattern).items():
         families.append(Family(pattern, "", tuple(files)))
@@ -171,15 +170,13 @@ def common_affixes(stems: Iterable[str]) -> tuple[str, str]:
     listed = list(stems)
     if len(listed) < 2:
         return "", ""
-    turned = [stem[::-1] for stem in listed]
-    ending = common_beginning(min(turned), max(turned))[::-1]
-    return common_beginning(min(listed), max(listed)).rstrip("0123456789"), ending.lstrip("0123456789")
+    beginning, ending = _shared_beginning(listed), _shared_beginning([stem[::-1] for stem in listed])[::-1]
+    return beginning.rstrip("0123456789"), ending.lstrip("0123456789")
 
 
-def common_beginning(first: str, second: str) -> str:
-    """Return the characters with which both texts begin."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return "".join(character for character, _ in same)
+def _shared_beginning(texts: Sequence[str]) -> str:
+    columns = takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False))
+    return "".join(column[0] for column in columns)
 
 
 def frequent_endings(image_stems: set[str], mask_stems: list[str], most: int = 3) -> list[tuple[str, str]]:
@@ -219,9 +216,6 @@ def find_layouts(tree: Tree) -> list[Layout]:
     for layout in sorted(found, key=lambda one: (-one.confidence, -len(one.pairs), len(one.name))):
         if not any(_repeats(layout, better) for better in ranked):
             ranked.append(layout)
-    if len(ranked) == 1:  # unusual words in names matter only if there is another layout to choose
-        only = ranked[0]
-        ranked = [replace(only, confidence=only.confidence / only.name_weight * max(_LONE_WEIGHT, only.name_weight))]
     return _named_apart(ranked)
 
 
@@ -385,8 +379,8 @@ def _weighed(
         evidence.append(f"the other {len(unpaired)} images are not used")
     if rest > 0:
         evidence.append(f"{rest} of {len(pairs) + rest} such masks belong to no image by this rule")
-    name_weight = _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
-    confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2) * name_weight
+    confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2)
+    confidence *= _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
     probed = [(probe(root / pair.image), probe(root / pair.mask)) for pair in evenly(pairs, _NUM_PROBED)]
     seen = [(image, mask) for image, mask in probed if image is not None and mask is not None]
     if not seen:
@@ -410,7 +404,6 @@ def _weighed(
         min(confidence, 0.99),
         tuple(evidence),
         unpaired=tuple(unpaired),
-        name_weight=name_weight,
         image_name=images.label,
         naming=naming.shape,
     )
@@ -422,10 +415,10 @@ def _name_weight(family: Family, *, is_mask: bool) -> float:
     Files made from masks, such as instances, are hardly masks. The ending decides, or else the nearest folder with a
     word; names without such words may be both.
     """
-    roles = [role_of(word) for word in (family.ending, *reversed(family.pattern))]
-    said = next((role for role in roles if role), None)
+    roles = [role for word in (family.ending, *reversed(family.pattern)) if (role := role_of(word))]
     if is_mask and any(role.is_other for role in roles):
         return 0.5
-    if said is None:
+    fits = [role.is_mask if is_mask else role.is_image for role in roles]
+    if not fits:
         return 0.85 if is_mask else 1.0
-    return 1.0 if (said.is_mask if is_mask else said.is_image) else 0.6 if is_mask else 0.3
+    return 1.0 if fits[0] else 0.7 if is_mask and any(fits) else 0.3

@@ -123,7 +123,9 @@ def propose_config(request: InitRequest) -> InitResult:
     if facts.pixels is not None:
         lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")
     if unread := facts.content.unread:
-        lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
+        lines.append(
+            f"note: {len(unread)} masks cannot be read, such as {shown(next(iter(unread)))}: segapp check names all"
+        )
     lines += [f"note: {note}" for note in facts.classes.notes]
     trained = [*division.train, *division.val]
     masks = set() if chosen.writes == "masks" else {pair.mask for pair in trained}

@@ -52,7 +52,6 @@ class Layout:
     # lists, tables, annotations and other files of the folder that were read, relative to the root
     sources: tuple[str, ...] = ()
     unpaired: tuple[str, ...] = ()  # images without a mask, which are left out
-    name_weight: float = 1.0  # factor on the confidence for the words in the names of folders and files
     image_name: str = ""  # folders and ending of the images, to distinguish layouts with the same masks
     naming: str = ""  # shape of the mask names, to distinguish layouts with the same folders
     title: str = ""  # format of the annotations; empty: images and masks are files of the data set

@@ -66,16 +66,15 @@ def tokens(name: str) -> list[Token]:
     return found
 
 
-@dataclass(frozen=True)
-class Role:
+class Role(NamedTuple):
     """Meanings of the words in a name; several may be true."""
 
-    is_image: bool = False
-    is_mask: bool = False
-    is_other: bool = False
+    is_image: bool
+    is_mask: bool
+    is_other: bool
 
     def __bool__(self) -> bool:
-        return self.is_image or self.is_mask or self.is_other
+        return any(self)
 
 
 @lru_cache(maxsize=4096)
@@ -200,24 +199,19 @@ def affix_pattern(file: SurveyedImage) -> str:
     return f"{prefix}*{ending}" if core else prefix or ending
 
 
-_OWN_READER = "data.format: module:Class reads them with own code (segapp docs own-parts)"
-_ARRAYS = (
-    "arrays are read if their names say which are images and which masks (images.npy and masks.npy) and their shapes "
-    f"agree; else {_OWN_READER}"
+_UNREAD_KINDS = (
+    (
+        (".npy",),
+        "arrays are read if their names say which are images and which masks (images.npy and masks.npy) and their "
+        "shapes agree",
+    ),
+    ((".npz",), "npz files are not read: save their arrays with np.save as train/images.npy and train/masks.npy"),
+    ((".dcm",), "DICOM files are not read: save their pixels as PNG or npy with pydicom"),
+    ((".parquet",), "parquet files are not read: save their images and masks as PNG with the datasets library"),
+    ((".nii", ".gz", ".mat", ".h5", ".hdf5"), "nii, mat and h5 files are not read: save their slices as PNG or npy"),
+    ((".mp4", ".avi", ".mov"), "videos are not read: save the frames that have masks as images"),
+    ((".zip", ".tar"), "archives are not read: unpack them"),
 )
-_ARCHIVED_ARRAYS = "npz files are not read: save their arrays with np.save as train/images.npy and train/masks.npy"
-_VOLUMES = f"nii, mat and h5 files are not read: save their slices as PNG or npy; or {_OWN_READER}"
-_VIDEOS = "videos are not read: save the frames that have masks as images, with the names of their masks"
-_ARCHIVES = "archives are not read: unpack them"
-_UNREAD_KINDS = {
-    ".npy": _ARRAYS,
-    ".npz": _ARCHIVED_ARRAYS,
-    ".dcm": f"DICOM files are not read: save their pixels as PNG or npy with pydicom; or {_OWN_READER}",
-    ".parquet": "parquet files are not read: save the images and masks in their rows as PNG with the datasets library",
-    **dict.fromkeys((".nii", ".gz", ".mat", ".h5", ".hdf5"), _VOLUMES),
-    **dict.fromkeys((".mp4", ".avi", ".mov"), _VIDEOS),
-    **dict.fromkeys((".zip", ".tar"), _ARCHIVES),
-}
 """Extensions of files with pixels that are no images, and what to do if they cannot be read."""
 
 OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".names", ".lst", ".jsonl")
@@ -239,10 +233,9 @@ class Tree:
     def described(self) -> str:
         """Return the numbers of images and of other files with pixels by kind, and what to do with such files."""
         kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.rest)
-        held = [suffix for suffix in _UNREAD_KINDS if kinds[suffix]]
+        held = {suffix: advice for suffixes, advice in _UNREAD_KINDS for suffix in suffixes if kinds[suffix]}
         counts = [f"{len(self.images)} images", *(f"{kinds[suffix]} {suffix[1:]}" for suffix in held)]
-        advice = dict.fromkeys(_UNREAD_KINDS[suffix] for suffix in held)
-        return f"({', '.join(counts)}); " + "".join(f"{one}; " for one in advice)
+        return "; ".join([f"({', '.join(counts)})", *dict.fromkeys(held.values()), ""])
 
     def others_named(self, *suffixes: str) -> list[str]:
         """Return the non-image files with one of the extensions, nearest to the root first."""

@@ -51,7 +51,6 @@ def test_names_beside_masks_of_ids_are_read(file: str, text: str, tmp_path: Path
         ("labelmap.txt", "# label:color_rgb:parts:actions\nroad:200,0,10::\nground:0,0,0::\ncar:10,60,250::\n"),
         ("label_colors.txt", "200 0 10\troad\n0 0 0\tground\n10 60 250\tcar\n"),
         ("annotation-colormap.txt", "0 road 200 0 10\n1 ground 0 0 0\n2 car 10 60 250\n"),
-        ("class_list.json", json.dumps({"#c8000a": "road", "#000000": "ground", "#0a3cfa": "car"})),
         ("config.json", json.dumps({"labels": [{"readable": "road", "color": [200, 0, 10]},
             {"readable": "ground", "color": [0, 0, 0]}, {"readable": "car", "color": [10, 60, 250]}]})),
     ],

@@ -318,16 +318,3 @@ def test_a_folder_named_after_the_data_set_decides(tmp_path: Path) -> None:
     assert data.classes[:3] == ["background", "human diver", "plants"]
     assert data.palette is not None
     assert list(data.palette[0]) == [0, 0, 0]
-
-
-def test_names_by_hexadecimal_colour_are_read(tmp_path: Path) -> None:
-    """As the class_list.json of A2D2."""
-    few_colors(tmp_path / "d")
-    names = {"#000000": "Void--Unlabeled", "#0000ff": "Car", "#00ff00": "Tree", "#ff0000": "Sign", "#ffff00": "Line"}
-    (tmp_path / "d" / "class_list.json").write_text(json.dumps(names))
-    made = propose_config(InitRequest(tmp_path / "d", tmp_path / "a.yaml"))
-    data = load_config(made.configs[0]).data
-    assert data.classes == ["Car", "Tree", "Sign", "Line"]
-    assert data.palette is not None
-    assert [tuple(color) for color in data.palette] == [(0, 0, 255), (0, 255, 0), (255, 0, 0), (255, 255, 0), (0, 0, 0)]
-    assert any("Void--Unlabeled" in line and "is ignored" in line for line in made.lines)
