@@ -84,7 +84,11 @@ class Images:
         found = self._by_name.get(name) or self._by_stem.get(name) or []
         if not found and "-" in name:  # Label Studio writes its own id in front of an uploaded name
             found = self._by_name.get(name.partition("-")[2], [])
-        ends = [path for path in found if clean.casefold().endswith(path.casefold())]
+        ends = [
+            path
+            for path in found
+            if path.casefold().endswith(clean.casefold()) or clean.casefold().endswith(path.casefold())
+        ]
         if len(found) < 2 or len(ends) == 1:
             return next(iter(ends or found), None)
         scores = Counter({path: len(os.path.commonpath([f"/{folder}", f"/{path}"])) for path in found})

@@ -8,13 +8,14 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
+from segapp.onboarding.conversion import Images
 from segapp.onboarding.hypotheses import common_affixes
 from segapp.onboarding.layout import Layout, Pair, by_image
 from segapp.onboarding.tree import (
@@ -33,6 +34,10 @@ _MAX_SIDECARS = 20
 """If a folder has more files of one kind, each describes one image; they are annotations, not tables."""
 _MIN_FOUND = 0.9  # share of a list's names that must be images
 _SPLIT_HEADERS, _GROUP_HEADERS = known_words("columns", "splits"), known_words("columns", "groups")
+
+
+_Find = Callable[[str, str], str | None]
+"""Function that returns the image file for a cell of a table, given the cell and the table's path."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> Layout | None:
 
     DataError is raised if an image is in two splits, or has two masks.
     """
-    finder = _Files(tree.images)
+    find_image, find_mask = _finders(tree)
     by_folder: dict[str, list[Table]] = defaultdict(list)
     for table in tables:
         by_folder[table.folder].append(table)
@@ -135,12 +140,12 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> Layout | None:
         pairs: dict[str, Pair] = {}
         num_rows, used = 0, []
         for table in same_folder:
-            columns = _pair_columns(table, finder)
+            columns = _pair_columns(table, find_image)
             if columns is None:
                 continue
             used.append(table.path)
             num_rows += len(table.rows)
-            for pair in _rows_of(table, columns, finder):
+            for pair in _rows_of(table, columns, find_image, find_mask):
                 earlier = pairs.get(pair.image)
                 if earlier is not None and None not in (earlier.split, pair.split) and earlier.split != pair.split:
                     raise DataError(_overlap([pair.image]))
@@ -160,13 +165,13 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> Layout | None:
     return None
 
 
-def _pair_columns(table: Table, finder: _Files) -> tuple[int, int] | None:
+def _pair_columns(table: Table, find: _Find) -> tuple[int, int] | None:
     """Return the columns of the images and of the masks; None if the table does not have both."""
     found = {}
     for number in range(table.num_columns):
         cells = [cell for cell in table.column(number) if cell]
         if cells and len(cells) >= 0.5 * len(table.rows):
-            known = sum(bool(finder.find(cell, table.folder)) for cell in cells)
+            known = sum(find(cell, table.path) is not None for cell in cells)
             if known >= _MIN_FOUND * len(cells):
                 found[number] = role_of(table.header[number]) if number < len(table.header) else role_of("")
     masks = [number for number, role in found.items() if role.is_mask and not role.is_other]
@@ -177,17 +182,13 @@ def _pair_columns(table: Table, finder: _Files) -> tuple[int, int] | None:
     return (images[0], images[1]) if len(images) == 2 and not found[images[1]].is_image else None
 
 
-def _rows_of(table: Table, columns: tuple[int, int], finder: _Files) -> Iterable[Pair]:
+def _rows_of(table: Table, columns: tuple[int, int], find_image: _Find, find_mask: _Find) -> Iterable[Pair]:
     splits = _row_splits(table)
     groups = _row_groups(table)
-    for number, (image, mask) in enumerate(zip(*map(table.column, columns), strict=True)):
-        images = finder.find(image, table.folder)
-        masks = finder.find(mask, table.folder)
-        if len(images) > 1 or len(masks) > 1:  # the same name in the folders of images and of masks
-            images = [path for path in images if not role_of(path.rpartition("/")[0]).is_mask]
-            masks = [path for path in masks if role_of(path.rpartition("/")[0]).is_mask]
-        if len(images) == 1 and len(masks) == 1 and images != masks:
-            yield Pair(images[0], masks[0], splits[number], group=groups[number] if groups else None)
+    for number, cells in enumerate(zip(*map(table.column, columns), strict=True)):
+        image, mask = find_image(cells[0], table.path), find_mask(cells[1], table.path)
+        if image is not None and mask is not None and image != mask:
+            yield Pair(image, mask, splits[number], group=groups[number] if groups else None)
 
 
 def _row_splits(table: Table) -> list[str | None]:
@@ -272,32 +273,19 @@ def _overlap(both: list[str]) -> str:
     )
 
 
-class _Files:
-    """Finds the image files for a cell of a table."""
+def _finders(tree: Tree) -> tuple[_Find, _Find]:
+    """Return the functions that find the image and the mask for a cell of a table.
 
-    def __init__(self, paths: Iterable[str]) -> None:
-        self._paths = set(paths)
-        self._by_name: dict[str, list[str]] = defaultdict(list)
-        for path in sorted(self._paths):
-            self._by_name[path.rpartition("/")[2]].append(path)
-            self._by_name[PurePosixPath(path).stem].append(path)
+    Of files of one name, the mask lies in a folder with a word for masks, and the image in another folder.
+    """
+    known = Images(tree)
 
-    def find(self, cell: str, folder: str) -> list[str]:
-        """Return the files: by path from the root, the table's folder or those above it; else by the end of a path."""
-        clean = os.path.normpath(cell.replace("\\", "/")).lstrip("/")
-        for base in (PurePosixPath(folder), *PurePosixPath(folder).parents):
-            place = os.path.normpath(base / clean)
-            if place in self._paths:
-                return [place]
-        tail = clean
-        while "/" in tail:  # the name of the data set's own folder in front, or an absolute path of another machine
-            tail = tail.partition("/")[2]
-            if tail in self._paths:
-                return [tail]
-        named = self._by_name.get(tail, [])
-        if "/" in clean:  # the folders do not exist: accept only a file whose name is unique
-            return named if len(named) == 1 else []
-        return named
+    def finder(*, in_masks: bool) -> _Find:
+        own = tuple(path for path in tree.images if role_of(path.rpartition("/")[0]).is_mask == in_masks)
+        other = Images(replace(tree, images=own))
+        return lambda cell, table: known.find(cell, table) or other.find(cell, table)
+
+    return finder(in_masks=False), finder(in_masks=True)
 
 
 class _NamedPairs:
