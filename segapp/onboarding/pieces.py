@@ -34,7 +34,7 @@ from segapp.onboarding.conversion import (
     drawn_pair,
 )
 from segapp.onboarding.hypotheses import probe
-from segapp.onboarding.layout import Layout, Mask, Pair, evenly
+from segapp.onboarding.layout import Layout, Mask, evenly
 from segapp.onboarding.tree import (
     GLUE_WORDS,
     MASK_WORDS,
@@ -91,36 +91,34 @@ def overlap_share(images: Iterable[Sequence[Plane]]) -> float:
     return several / labelled if labelled else 0.0
 
 
-def pairs_of_planes(
+def reading_of_classes(
+    base: Layout,
+    names: Sequence[str],
+    share: float,
     images: Images,
-    entries: Mapping[str, tuple[str, str]],
+    origins: Mapping[str, tuple[str, str]],
     planes_of: Callable[[str, tuple[int, int]], Mapping[int, Plane]],
-) -> list[Pair]:
-    """Return a pair per image, whose mask is combined from the planes of its classes, see `combine`.
+) -> Layout:
+    """Return the conversion to classes that exclude each other, named without the background, see `combine`.
 
-    The entry of an image is its file and entry for messages, and a file whose path may contain its split; `planes_of`
-    gets its path, its height and its width.
-    """
-
-    def paint(image: str) -> Mask:
-        size = images.size_of(image)
-        return combine(planes_of(image, size), size)
-
-    return [drawn_pair(image, origin, partial(paint, image), near) for image, (origin, near) in sorted(entries.items())]
-
-
-def reading_of_classes(share: float, names: Sequence[str], base: Layout, pairs: Sequence[Pair]) -> Layout:
-    """Return the conversion to classes that exclude each other; ConfigError if they overlap.
-
-    `share` is the share of the labeled pixels with several classes; the names exclude the background.
+    `share` is the share of the labeled pixels with several classes; ConfigError is raised if they overlap. The origin
+    of an image is its file and entry for messages, and a file whose path may contain its split. `planes_of` gets its
+    path, its height and its width.
     """
     said = f"{share:.1%} of the labeled pixels belong to several classes"
     if share > _MOST_SHARED:
         raise ConfigError(
             f"{base.title}: {said}: list a mask for each class with data.multilabel: files (segapp docs multilabel)"
         )
-    evidence = base.evidence if len(names) == 1 else (*base.evidence, said)
-    return replace(base, classes=("background", *names), pairs=pairs, evidence=evidence)
+
+    def paint(image: str) -> Mask:
+        size = images.size_of(image)
+        return combine(planes_of(image, size), size)
+
+    pairs = [
+        drawn_pair(image, origin, partial(paint, image), near) for image, (origin, near) in sorted(origins.items())
+    ]
+    return replace(base, classes=("background", *names), pairs=pairs, evidence=(*base.evidence, said))
 
 
 def find_pieces(tree: Tree) -> Layout | None:
@@ -198,14 +196,13 @@ def _finder(tree: Tree, images: Sequence[str]) -> _Find:
 
 def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return images and masks in the same folder: names of masks begin with the name of an image."""
-    stems = {(str(place.parent), place.stem) for place in map(PurePosixPath, paths)}
-    images: list[str] = []
-    masks: list[str] = []
-    for path in paths:
+    stems = {str(PurePosixPath(path).with_suffix("")) for path in paths}
+
+    def is_mask(path: str) -> bool:
         place = PurePosixPath(path)
-        is_mask = any((str(place.parent), head) in stems for head, _ in _cuts(place.stem))
-        (masks if is_mask else images).append(path)
-    return images, masks
+        return any(str(place.with_name(head)) in stems for head, _ in _cuts(place.stem))
+
+    return [path for path in paths if not is_mask(path)], list(filter(is_mask, paths))
 
 
 def _cuts(stem: str) -> Iterator[tuple[str, str]]:
@@ -251,21 +248,18 @@ def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
 
 def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout | None:
     """Return the conversion of masks whose folders or names are classes; None if they are not."""
-    named = list(dict.fromkeys(name for own in by_image.values() for name in own))
+    classes = {name: _class_name(name) for own in by_image.values() for name in own}
     scenes = {part for path in images for part in path.split("/")[:-1]}
-    classes = {name: _class_name(name) for name in named}
-    if len(named) < 2 or scenes & set(named) or not all(classes.values()) or len({*classes.values()}) < len(classes):
+    if len(classes) < 2 or scenes & classes.keys() or not all(classes.values()):
+        return None
+    if len({*classes.values()}) < len(classes) or len(classes) > max(2, len(by_image) * 2):
         return None
     samples = evenly([own for own in by_image.values() if len(own) > 1], _NUM_LOOKED)
-    if not samples:
-        return None
     probes = [probe(tree.root / path) for own in samples for path in list(own.values())[:4]]
-    if len(named) > max(2, len(by_image) * 2) or any(one is None or (one.num_values or 0) > 2 for one in probes):
+    if not probes or any(one is None or (one.num_values or 0) > 2 for one in probes):
         return None
     share = overlap_share([_plane(tree.root / path) for path in own.values()] for own in samples)
-    if share > _ALIKE:
-        return None
-    return _classes(tree, by_image, classes, len(images), share)
+    return None if share > _ALIKE else _classes(tree, by_image, classes, len(images), share)
 
 
 def _class_name(end: str) -> str:
@@ -286,6 +280,7 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], num_images
     """Return the conversion of masks of classes, of whose labeled pixels a share belongs to several."""
     sources = tuple(path for own in by_image.values() for path in own.values())
     absent = sum(len(own) < len(classes) for own in by_image.values())
+    note = f"{absent} of {len(by_image)} images have no mask for some classes, which are absent there"
     base = Layout(
         "class-masks",
         (),
@@ -294,22 +289,15 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], num_images
         sources,
         title="masks of single classes",
         classes_reason="from the names of the masks",
-        notes=(f"{absent} of {len(by_image)} images have no mask for some classes, which are absent there",)
-        * (absent > 0),
+        notes=(note,) if absent else (),
     )
-    ordered = sorted(classes, key=lambda name: classes[name].casefold())
-    number_of = {name: number for number, name in enumerate(ordered)}
-    return reading_of_classes(share, [classes[name] for name in ordered], base, _pairs_of(tree, by_image, number_of))
-
-
-def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int]) -> list[Pair]:
-    """Return a pair per image; `number_of` maps names to classes, without the background."""
+    names = sorted(classes, key=lambda name: classes[name].casefold())
 
     def planes(image: str, size: tuple[int, int]) -> dict[int, Plane]:
-        return {number_of[name]: _plane(tree.root / path, size) for name, path in by_image[image].items()}
+        return {names.index(name): _plane(tree.root / path, size) for name, path in by_image[image].items()}
 
-    entries = {image: (f"masks of {shown(image)}", "") for image in by_image}
-    return pairs_of_planes(Images(tree), entries, planes)
+    origins = {image: (f"masks of {shown(image)}", "") for image in by_image}
+    return reading_of_classes(base, [classes[name] for name in names], share, Images(tree), origins, planes)
 
 
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
@@ -320,7 +308,6 @@ _NUM_DECODED = 24
 _RAGGED = 1.2  # borders are this much longer in the wrong order
 _MIN_FOUND = 0.3
 _ORDERS = {"F": "columns", "C": "rows"}
-
 
 _Rows = Sequence[tuple[str, str, str]]
 """Image, class and runs of each row of a table of run lengths."""
@@ -372,7 +359,8 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     if not 2 <= len(head) <= 100:
         return None
     looked = [row for row, _ in zip(cells, range(_NUM_LOOKED), strict=False) if len(row) == len(head)]
-    runs = _run_column(head, looked)
+    named = [i for i, name in enumerate(head) if _normal(name) in _RUN_NAMES]
+    runs = next((i for i in named if any(_RUNS.fullmatch(row[i]) for row in looked)), None)
     if runs is None:
         return None
     shares = {
@@ -396,16 +384,6 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
 
 def _image_in(value: str, is_joined: bool) -> str:
     return value.rpartition("_")[0] if is_joined else value
-
-
-def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | None:
-    """Return the only column that is named like run lengths and holds some."""
-    found = []
-    for i, name in enumerate(head):
-        cells = [row[i] for row in rows if row[i].strip().lower() not in _EMPTY]
-        if _normal(name) in _RUN_NAMES and cells and all(_RUNS.fullmatch(cell) for cell in cells):
-            found.append(i)
-    return found[0] if len(found) == 1 else None
 
 
 def _conversions(
@@ -450,7 +428,7 @@ def _conversions(
             classes_reason="from the table" if labels[0][:1].isalpha() else "replace with their names",
             notes=tuple(notes),
         )
-        found.append(reading_of_classes(share, names, base, pairs_of_planes(images, origins, partial(planes, order))))
+        found.append(reading_of_classes(base, names, share, images, origins, partial(planes, order)))
     return found
 
 
