@@ -38,7 +38,7 @@ _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let sega
 
 
 class DistributedSetupError(RuntimeError):
-    """The process group cannot be set up because of a variable, an address, a device or an existing process group."""
+    """The process group cannot be set up because of a variable, an address or a device."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,9 @@ class RankInfo:
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if torchrun or a similar launcher started this process as a rank, or created its process group.
-
-    Args:
-        environ: environment variables; by default the environment of the process.
-    """
-    if environ is None and dist.is_available() and dist.is_initialized():
-        return True
+    """Return True if torchrun or a similar launcher started this process as a rank, by the environment variables."""
     environ = os.environ if environ is None else environ
     return "RANK" in environ and "WORLD_SIZE" in environ
-
-
-_own_groups: list[Any] = []
-"""The process group made by `init_from_env`; a group that existed before is destroyed by its creator."""
 
 
 def init_from_env(
@@ -82,9 +72,6 @@ def init_from_env(
     parent_poll_s: float = 1.0,
 ) -> RankInfo:
     """Join the process group of the ranks, and end this process when its launcher dies.
-
-    An existing process group, such as the group of a Ray Train worker, is used unchanged and not destroyed by
-    `shutdown`.
 
     Args:
         device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU if there is none.
@@ -97,8 +84,6 @@ def init_from_env(
         DistributedSetupError: a variable is missing or wrong, the device does not exist, or the other ranks did not
             join in time.
     """
-    if dist.is_initialized():
-        return _existing_rank(device)
     rank, world_size, local_rank = _read_rank(os.environ)
     own = _rank_device(local_rank, device)
     chosen = backend or ("nccl" if own.type == "cuda" and dist.is_nccl_available() else "gloo")
@@ -124,20 +109,8 @@ def init_from_env(
             f"rank {rank} of {world_size} could not join the others at {place} within {start_timeout_s:g} s"
             f" ({type(error).__name__}: {error}): check that every rank runs and reaches that address"
         ) from error
-    _own_groups.append(dist.group.WORLD)
     _make_layers_group(chosen, world_size, start_timeout_s)
     return RankInfo(rank, world_size, local_rank, own, chosen)
-
-
-def _existing_rank(device: DeviceLike | None) -> RankInfo:
-    """Return this process's rank in a process group that exists."""
-    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-    current = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    own = _rank_device(local_rank, current if device is None else device)
-    backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-    if layers_group() is None:
-        _make_layers_group(backend, dist.get_world_size(), 600.0)
-    return RankInfo(dist.get_rank(), dist.get_world_size(), local_rank, own, backend)
 
 
 def _make_layers_group(backend: str, world_size: int, timeout_s: float) -> None:
@@ -152,9 +125,7 @@ def tighten_timeout(step_timeout_s: float = 120.0, *groups: Any) -> None:
 
     Every rank must call it after the first step; it is a barrier.
 
-    Args:
-        step_timeout_s: seconds.
-        *groups: further process groups; the default group and the group of the layers are always included.
+    `groups` are further process groups, besides the default group and the group of the layers.
     """
     if not dist.is_initialized():
         return
@@ -164,13 +135,10 @@ def tighten_timeout(step_timeout_s: float = 120.0, *groups: Any) -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one, so that the process can end cleanly; a group of others is kept."""
+    """Leave the process group, if there is one, so that the process can end cleanly."""
     if not dist.is_initialized():
         return
     use_layers_group(None)
-    if dist.group.WORLD not in _own_groups:
-        return
-    _own_groups.clear()
     dist.destroy_process_group()
     # gloo's worker threads release the last exchange's tensors after it is done, and need the interpreter for this; if
     # the interpreter is shutting down then, the process aborts. Collecting the group joins the threads; if something
@@ -240,10 +208,7 @@ def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: A
     gradient penalty: a parameter without gradient silently leaves its bucket unreduced. Use the bare module and
     `all_reduce_gradients`.
 
-    Args:
-        module: the module, on its device.
-        device: its CUDA device; None on the CPU.
-        **options: other arguments of `DistributedDataParallel`, which take precedence.
+    The module is on its device, which is None on the CPU; the `options` of `DistributedDataParallel` take precedence.
 
     Raises:
         DistributedSetupError: there is no process group.
@@ -365,11 +330,7 @@ class Ranks:
 
     @torch.no_grad()
     def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the sums of the ranks' tensors, without gradient, in one exchange.
-
-        Args:
-            tensors: Tensors with the same shapes and dtypes on every rank; several are sent together in float64.
-        """
+        """Return the sums of the ranks' tensors, without gradient, in one exchange; several are added in float64."""
         if self.world_size == 1:
             return tensors
         if len(tensors) == 1:

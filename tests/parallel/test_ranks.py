@@ -99,7 +99,6 @@ def test_ranks_agree_on_the_remaining_values(figures):
     assert max(figures["gradients"]) == 0
     assert figures["differentiated twice"] == [1.0]
     assert figures["any rank"] == [True, False]
-    assert figures["set up twice"] is True, "a process group that exists is used, and left to whoever made it"
     rank, _, local_rank, _, backend, is_main = figures["info"]
     assert (rank, local_rank, is_main) == (0, 0, True)
     assert backend in ("gloo", "nccl")
@@ -182,8 +181,6 @@ def group_size(request):
 def test_group_of_one_rank_has_no_others(group_size):
     assert has_other_ranks() == (group_size > 1)
     assert stack_ranks(torch.arange(2.0)).shape == (group_size, 2)
-    distributed.shutdown()
-    assert dist.is_initialized(), "whoever made the group destroys it"
 
 
 @pytest.mark.parametrize("group_size", [2], indirect=True)

@@ -20,13 +20,12 @@ from segapp.parallel import (
     all_reduce_gradients,
     allreduce,
     convert_sync_batchnorm,
-    distributed,
     gradient_penalty,
     plan_chunks,
     set_recompute,
     sum_over_ranks,
 )
-from segapp.parallel.distributed import RankInfo, Ranks, init_from_env, shutdown, tighten_timeout, wrap_ddp
+from segapp.parallel.distributed import Ranks, init_from_env, shutdown, tighten_timeout, wrap_ddp
 from segapp.parallel.scatter_gather import use_layers_group
 from segapp.session.session import exchanged_classes
 from tests.support.parallel_cases import (
@@ -228,14 +227,6 @@ def differentiated_twice() -> list[float]:
     return [float(all(checks))]
 
 
-def set_up_twice(info: RankInfo) -> bool:
-    """Return True if a process group that exists is used, and left by `shutdown` if another program made it."""
-    is_same = init_from_env(device="cpu") == info
-    with mock.patch.object(distributed, "_own_groups", []):
-        shutdown()
-    return is_same and dist.is_initialized()
-
-
 def main(path: str) -> None:
     torch.set_num_threads(1)
     info = init_from_env(device="cpu", start_timeout_s=120)
@@ -257,7 +248,6 @@ def main(path: str) -> None:
         "gradients": reduced_gradients(),
         "differentiated twice": differentiated_twice(),
         "any rank": Ranks(info).any_of(info.rank == 1, False),
-        "set up twice": set_up_twice(info),
         "checkpoints": shared_checkpoints(Ranks(info, classes=exchanged_classes()), Path(path).parent / "checkpoints"),
         "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.rank == 0],
     }
