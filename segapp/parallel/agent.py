@@ -86,12 +86,7 @@ class Policy:
 
 
 class Agent(LocalElasticAgent):
-    """The agent of this machine.
-
-    Args:
-        spec: the ranks of this machine, and how they meet the others.
-        shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
-    """
+    """The agent of this machine: `spec` has its ranks, and how they meet the others."""
 
     def __init__(
         self, spec: WorkerSpec, logs_specs: Any, policy: Policy, endpoint: tuple[str, int], shutdown_s: float
@@ -299,11 +294,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 class SignedBackend(C10dRendezvousBackend):
-    """A rendezvous whose state is signed (HMAC-SHA256), so that nobody without the secret can send it a pickle.
-
-    Args:
-        secret: known to the agents of the job only.
-    """
+    """A rendezvous with a signed state (HMAC-SHA256): nobody without the secret of the job can send it a pickle."""
 
     def __init__(self, store: Any, run_id: str, secret: bytes) -> None:
         super().__init__(store, run_id)
@@ -344,8 +335,7 @@ def run_job(options: Namespace, secret: bytes, policy: Policy | None = None, *, 
     Args:
         options: the options of torchrun, and the program of the ranks.
         secret: the secret that the agents of the job share.
-        policy: decision after the end of a rank, and the program; by default the options' program, with the end of the
-            first rank that fails.
+        policy: by default the options' program, and the end of the job with the first rank that fails.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart joins the old store

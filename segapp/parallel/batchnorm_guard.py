@@ -98,9 +98,7 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
 
     `DistributedDataParallel` waits for the gradient of every parameter, unless it searches for unused ones itself.
 
-    Args:
-        module: the model in the mode in which it will be trained.
-        *inputs: as for `smallest_chunk`.
+    The arguments are those of `smallest_chunk`.
 
     Example:
         >>> net = nn.Linear(2, 1)

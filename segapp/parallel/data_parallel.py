@@ -135,11 +135,6 @@ class DataParallelModel(nn.Module):
         plan_chunks(full_batch or 1, len(self.devices), gpu0_bsz, shares=shares)  # raises for an impossible split
 
     @property
-    def device_ids(self) -> list[torch.device]:
-        """The devices; `torch.nn.DataParallel` has the same attribute."""
-        return list(self.devices)
-
-    @property
     def gpu0_bsz(self) -> int | None:
         """Samples of device 0 in a full batch; a new value takes effect at the next forward pass."""
         return self._gpu0_bsz
@@ -221,17 +216,12 @@ class DataParallelModel(nn.Module):
 class BalancedDataParallel(DataParallelModel):
     """`torch.nn.DataParallel` with a given share for device 0: the outputs are gathered on one device.
 
-    Gathering puts the whole batch's outputs on `output_device`; `DataParallelModel` with `DataParallelCriterion` does
+    Gathering puts the whole batch's outputs on one device; `DataParallelModel` with `DataParallelCriterion` does
     not. The name and the order of the arguments come from transformer-xl's class. Unlike that class, this one accepts
     every `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments.
 
-    Args:
-        gpu0_bsz: samples of device 0 in a full batch, or None for an even split; see `plan_chunks`.
-        module: the module, its parameters on device 0.
-        device_ids: as for `DataParallelModel`.
-        output_device: device of the gathered outputs; device 0 by default.
-        dim: the dimension of the samples.
-        **options: `shares`, `full_batch`, `mode` and `timeout_s` of `DataParallelModel`.
+    The outputs are gathered on `output_device`, by default on device 0. The other arguments, also the `options`, are
+    those of `DataParallelModel`.
 
     Example:
         >>> model = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu", "cpu"])

@@ -80,10 +80,7 @@ class SampleMasks:
     def keys(self, epoch: int, first: int, count: int) -> Tensor | None:
         """Return the keys (N, layers) of N = `count` samples in int64; None if no layer drops anything.
 
-        Args:
-            epoch: epoch of the samples.
-            first: position of the first sample in the epoch's order, over all ranks; the others follow it.
-            count: number of samples.
+        `first` is the position of the first sample in the epoch's order, over all ranks; the others follow it.
         """
         if not self._num_layers:
             return None

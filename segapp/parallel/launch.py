@@ -61,20 +61,13 @@ def launch_local(
     Args:
         command: the arguments of `python`: `["-m", "package", ...]` or `["script.py", ...]`.
         num_ranks: number of processes, at least 1.
-        env: environment variables to set or override.
+        env: environment variables that are set for them.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks that run after another one has failed.
         signals: signals to this process that are passed on to the ranks.
 
     Returns:
         0, or the exit status of the first rank that failed; 128 + n if signal n ended it.
-
-    Raises:
-        ValueError: num_ranks is below 1, or command is empty.
     """
-    if not command:
-        raise ValueError('command is empty: give ["-m", package, ...] or [script, ...]')
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks} starts nothing: use 1 or more")
     environ = _environ_of(num_ranks, env or {})
     ranks: list[subprocess.Popen[bytes]] = []
     with _rank_store() as store, _passing_signals_on(ranks, signals) as received:
@@ -178,11 +171,9 @@ def signal_when_parent_dies(number: int, parent: int | None = None) -> None:
 
 
 def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
-    """End this process when its parent dies: SIGTERM first, so that it can save, then SIGKILL.
+    """End this process when its parent dies: SIGTERM first, so that it can save, then SIGKILL after `grace_s`.
 
-    Args:
-        poll_s: seconds between polls, for cases in which the kernel sends no signal.
-        grace_s: seconds between SIGTERM and SIGKILL.
+    It looks every `poll_s` for cases in which the kernel sends no signal.
     """
     if os.getpid() in _watched:
         return
@@ -211,11 +202,8 @@ def end_with_peers(
     A collective operation on a GPU does not notice that a peer has died, and a thread that waits for it handles no
     signals. If the operation fails on its own, as with gloo, this process ends earlier.
 
-    Args:
-        pids: process ids of the other ranks.
-        exit_code: exit code of this process.
-        before: called before it ends.
-        grace_s: seconds after the end of the peer in which this process may end on its own.
+    `pids` are those of the other ranks. After the end of one, this process may end on its own for `grace_s`. Then
+    `before` is called, and it ends with the exit code.
 
     Returns:
         A function that ends the watch; call it when no rank waits for another any more.
@@ -295,11 +283,7 @@ class PeerWatch:
             threading.Thread(target=self._await_answers, name="peer-watch", daemon=True).start()
 
     def stop(self, *, has_left: bool) -> None:
-        """End the watch.
-
-        Args:
-            has_left: this machine ends regularly: the others do not wait for it, and must not report it.
-        """
+        """End the watch; with `has_left`, this machine ends regularly, and the others must not report it."""
         self._has_left = has_left
         self._is_over.set()
         self._beating.join(self._beat_s)
@@ -338,11 +322,7 @@ class PeerWatch:
 
 
 class _Silence:
-    """Measures how long values have not changed, by the clock of this process.
-
-    Args:
-        longest_s: a longer time between two reads counts as this.
-    """
+    """Measures how long values have not changed, by this process's clock; times between reads count up to a limit."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s, self._looked_s = longest_s, time.monotonic()
@@ -411,11 +391,7 @@ class Peers:
 
     @contextlib.contextmanager
     def watched(self, report: Callable[[str], None]) -> Iterator[None]:
-        """Run the body; end this process soon after a rank of this machine, or another machine, is gone.
-
-        Args:
-            report: called with the reason before the process ends.
-        """
+        """Run the body; report and end this process soon after a rank of this machine, or another machine, is gone."""
         gone, self._report = "another rank ended while this rank waited for it: read the other rank's output", report
         pids, code = self._pids_here, self._exit_code
         end_watch = end_with_peers(pids, code, lambda: self._tell(gone)) if pids else lambda: None

@@ -90,26 +90,14 @@ def _check_shared(parts: Mapping[str, nn.Module], homes: Mapping[str, torch.devi
 
 
 def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
-    """Assign consecutive stages to consecutive devices so that the largest load of a device is minimal.
+    """Return the device number of each stage, non-decreasing, such that the largest load of a device is minimal.
 
-    Args:
-        costs: additive cost of each stage, such as bytes, in the order of use.
-        num_devices: devices, >= 1.
-
-    Returns:
-        The device number of each stage, non-decreasing.
-
-    Raises:
-        ValueError: no device, or a negative cost.
+    The costs, such as bytes, are >= 0 and in the order of use; there is at least one device.
 
     Example:
         >>> plan_stages([4, 1, 1, 3, 3], 2)
         (0, 0, 0, 1, 1)
     """
-    if num_devices < 1:
-        raise ValueError(f"num_devices={num_devices} is too small: use 1 or more")
-    if any(cost < 0 for cost in costs):
-        raise ValueError(f"costs={list(costs)} has a negative cost: use costs of at least 0")
     # best[i] = (load of the fullest device, first stage of each device) for the first i stages
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] + [(sum(costs[:i]), (0,)) for i in range(1, len(costs) + 1)]
     for _ in range(1, num_devices):
@@ -130,13 +118,8 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
     The module runs on the meta device: nothing is computed, no memory is allocated, and the module is not changed. So a
     model that is too large for one device can be measured.
 
-    Args:
-        module: the model, on any device.
-        names: stages, none inside another; together they should hold most of the memory.
-        *inputs: a small example batch; only shapes and dtypes are used.
-
-    Returns:
-        Stage name -> bytes, in the order of execution.
+    The stages, none inside another, are in the order of execution. Of the inputs, a small example batch, only shapes
+    and dtypes are used.
 
     Raises:
         ValueError: the module needs values and cannot run on the meta device.
@@ -182,10 +165,7 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
 def balance_stages(module: nn.Module, device_ids: Iterable[DeviceLike], *inputs: Any) -> dict[str, torch.device]:
     """Return stages and devices for `place_stages`: the module's direct children, balanced by measured memory.
 
-    Args:
-        module: the model.
-        device_ids: devices to fill, in order.
-        *inputs: a small example batch; only shapes and dtypes are used.
+    The devices are filled in order; `inputs` are those of `measure_stages`.
 
     Raises:
         ValueError: the module has no children, or it cannot run without values.

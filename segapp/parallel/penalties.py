@@ -26,7 +26,6 @@ def gradient_penalty(
     *,
     alpha: Tensor | None = None,
     noise: Tensor | None = None,
-    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Return the mean over all samples of a penalty on the critic's gradient norm, without a weight.
 
@@ -51,7 +50,6 @@ def gradient_penalty(
         kind: kind of penalty.
         alpha: (N,) interpolation between fake (0) and real (1); None: drawn uniformly.
         noise: in [0, 1], shape of real, for "dragan"; None: drawn uniformly.
-        generator: random generator of alpha and noise, on real's device.
 
     Returns:
         A scalar in float32 or better, differentiable with respect to the critic's parameters. For a gradient of exactly
@@ -63,7 +61,7 @@ def gradient_penalty(
     if kind not in get_args(PenaltyKind):
         raise ValueError(f"kind={kind!r} is not known: use one of {', '.join(get_args(PenaltyKind))}")
     with torch.enable_grad():
-        points = _points(real, fake, kind, alpha, noise, generator).detach().requires_grad_()
+        points = _points(real, fake, kind, alpha, noise).detach().requires_grad_()
         scores = list(tensors_in(critic(points)))
         if not scores:
             raise ValueError("the critic returned no tensor: return its scores")
@@ -80,11 +78,10 @@ def _points(
     kind: PenaltyKind,
     alpha: Tensor | None,
     noise: Tensor | None,
-    generator: torch.Generator | None,
 ) -> Tensor:
     if kind == "dragan":
         if noise is None:
-            noise = torch.rand(real.shape, dtype=real.dtype, device=real.device, generator=generator)
+            noise = torch.rand(real.shape, dtype=real.dtype, device=real.device)
         if noise.shape != real.shape:
             raise ValueError(f"noise has shape {tuple(noise.shape)} and real {tuple(real.shape)}: make them equal")
         return real.detach() + 0.5 * _deviation(real.detach()).to(real.dtype) * noise
@@ -93,7 +90,7 @@ def _points(
     if fake.shape != real.shape:
         raise ValueError(f"fake has shape {tuple(fake.shape)} and real {tuple(real.shape)}: make them equal")
     if alpha is None:
-        alpha = torch.rand(real.size(0), dtype=real.dtype, device=real.device, generator=generator)
+        alpha = torch.rand(real.size(0), dtype=real.dtype, device=real.device)
     if alpha.numel() != real.size(0):
         raise ValueError(f"alpha has {alpha.numel()} values for {real.size(0)} samples: give one per sample")
     alpha = alpha.to(real).view(-1, *[1] * (real.dim() - 1))

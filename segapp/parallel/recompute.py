@@ -17,6 +17,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -186,22 +187,12 @@ def _counted_once(block: nn.Module) -> Iterator[None]:
             layer.momentum, buffer_slots(layer)["num_batches_tracked"] = momentum, counter
 
 
-class _BlockPlan:
-    """Settings that a block and its copies for other devices share.
-
-    Attributes:
-        devices: numbers of the devices on which it is recomputed.
-        is_checked: True after a pass has been seen not to change its buffers.
-    """
-
-    def __init__(self, name: str, devices: Collection[int]) -> None:
-        self.name, self.devices, self.is_checked = name, frozenset(devices), False
-
-
 class RecomputedBlock(nn.Module):
     """Base class of the classes that `set_recompute` gives to blocks."""
 
-    recompute_plan: _BlockPlan
+    recompute_plan: SimpleNamespace
+    """What copies for other devices share: the block's name, the numbers of the devices on which it is recomputed, and
+    `is_checked` after a pass that has changed no buffer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output; see its own class."""
@@ -268,7 +259,8 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
             raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
-        block.__dict__["recompute_plan"] = _BlockPlan(name, [i for i, each in enumerate(sets) if name in each])
+        devices = {i for i, each in enumerate(sets) if name in each}
+        block.__dict__["recompute_plan"] = SimpleNamespace(name=name, devices=devices, is_checked=False)
 
 
 def is_recomputable(block: nn.Module) -> bool:

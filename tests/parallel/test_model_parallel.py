@@ -98,10 +98,6 @@ def test_planned_stages_are_the_best_balanced_in_order():
             loads = [sum(c for c, n in zip(costs, numbers, strict=True) if n == d) for d in range(num_devices)]
             assert max(loads) == brute_force(costs, num_devices)
     assert plan_stages([], 2) == ()
-    with pytest.raises(ValueError, match="num_devices=0"):
-        plan_stages([1], 0)
-    with pytest.raises(ValueError, match="negative"):
-        plan_stages([-1], 1)
 
 
 def test_measured_memory_counts_parameters_and_activations():
