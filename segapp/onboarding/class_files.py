@@ -64,7 +64,7 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
         if reader is None or path.count("/") > _MAX_DEPTH:
             continue
         data = tree.read(path, _MAX_FILE_BYTES + 1)
-        if not data or len(data) > _MAX_FILE_BYTES:
+        if len(data) > _MAX_FILE_BYTES:
             continue
         try:
             read = reader(data.decode("utf-8-sig"), path)
@@ -80,11 +80,9 @@ def nearest_first(files: Sequence[ClassFile], mask: str) -> list[ClassFile]:
 
     Two versions of labels have one class file each: `config_v2.0.json` names the classes of `v2.0/labels`.
     """
-
-    def words(text: str) -> set[str]:
-        return set(re.findall(r"[a-z]+|\d+(?:\.\d+)*", text.lower()))
-
-    return sorted(files, key=lambda file: -len(words(mask) & words(file.source.rpartition(".")[0])))
+    word = re.compile(r"[A-Za-z]+|\d+(?:\.\d+)*")
+    own = {*word.findall(mask)}
+    return sorted(files, key=lambda file: -len(own.intersection(word.findall(file.source.rpartition(".")[0]))))
 
 
 def read_table(text: str, source: str) -> ClassFile | None:

@@ -22,7 +22,7 @@ from itertools import chain
 
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.layout import Answer, OpenQuestionError, Pair, open_question
+from segapp.onboarding.layout import Answer, Pair, open_question
 from segapp.onboarding.tree import known_words
 
 DEFAULT_SHARE = 0.2
@@ -79,20 +79,17 @@ def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
 def _matches(images: Sequence[str], pattern: str) -> tuple[str, ...]:
     """Return the first group, or the match, of an expression in each path; ConfigError if it is invalid or has none."""
     try:
-        expression = re.compile(pattern)
+        found = {image: re.search(pattern, image) for image in images}
     except re.error as error:
         raise ConfigError(
             f"--group {pattern}: not a regular expression ({error}): write one such as '^([^/_]+)_'"
         ) from None
-    groups = []
-    for image in images:
-        match = expression.search(image)
-        if match is None:
-            raise ConfigError(
-                f"--group {pattern}: matches nothing in {shown(image)}: write one that matches every image"
-            )
-        groups.append(match[1] if expression.groups and match[1] is not None else match[0])
-    return tuple(groups)
+    if unmatched := [image for image, match in found.items() if match is None]:
+        raise ConfigError(
+            f"--group {pattern}: matches nothing in {shown(unmatched[0])}: write one that matches every image"
+        )
+    matches = [match for image in images if (match := found[image]) is not None]
+    return tuple(match[1] if match.re.groups and match[1] is not None else match[0] for match in matches)
 
 
 def _by_words(images: Sequence[str], words: frozenset[str]) -> Iterator[Grouping]:
@@ -106,11 +103,10 @@ def _by_words(images: Sequence[str], words: frozenset[str]) -> Iterator[Grouping
 
 
 def _by_folders(scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
-    """Yield each level of the folders of scenes, outer ones first."""
-    for level in range(min(map(len, scenes), default=0)):
-        groups = tuple("/".join(scene[: level + 1]) for scene in scenes)
-        if _are_groups(groups):
-            yield Grouping(groups, "folder")
+    """Return each level of the folders of scenes, outer ones first."""
+    levels = range(min(map(len, scenes), default=0))
+    found = (tuple("/".join(scene[: level + 1]) for scene in scenes) for level in levels)
+    return (Grouping(groups, "folder") for groups in found if _are_groups(groups))
 
 
 def _by_names(images: Sequence[str]) -> Iterator[Grouping]:
@@ -125,7 +121,15 @@ def _by_names(images: Sequence[str]) -> Iterator[Grouping]:
             yield one
             return
     if columns:
-        raise _question(columns, images)
+        answers = [
+            Answer(one.pattern, f"{one.kind}: {one.num_groups} groups; {one.examples(images)}") for one in columns
+        ]
+        raise open_question(
+            "images of one patient, scene or video must stay on one side of the division, and several parts of the "
+            "names may say it",
+            "--group",
+            [*answers, Answer(EACH_IMAGE, "each image is its own group")],
+        )
 
 
 def _columns(columns: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
@@ -145,16 +149,6 @@ def _columns(columns: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
             if len(groups) == len(column) and _are_groups(groups) and not is_position:
                 own = run.replace("$)", r"(?:[_\-. ]|\.[^.]*$))")
                 yield Grouping(groups, kind, rf"^(?:.*/)?[_\-. ]*(?:{_WORD}[_\-. ]+){{{number}}}({own})[^/]*$")
-
-
-def _question(columns: Sequence[Grouping], images: Sequence[str]) -> OpenQuestionError:
-    answers = [Answer(one.pattern, f"{one.kind}: {one.num_groups} groups; {one.examples(images)}") for one in columns]
-    return open_question(
-        "images of one patient, scene or video must stay on one side of the division, and several parts of the names "
-        "may say it",
-        "--group",
-        [*answers, Answer(EACH_IMAGE, "each image is its own group")],
-    )
 
 
 def _are_groups(groups: Sequence[str]) -> bool:

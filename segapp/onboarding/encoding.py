@@ -62,11 +62,10 @@ class Classes:
     def class_of(self, stored: Value) -> int | None:
         """Return the class of a value or color in the masks; None if it is ignored, or has no class."""
         if isinstance(stored, tuple):
-            number = self.palette.index(stored) if stored in self.palette else len(self.names)
+            number = self.palette.index(stored) if stored in self.palette else -1
         else:
-            ignore_index = IGNORED if self.ignore_index is None else self.ignore_index
             number = self.label_map.get(stored, stored)
-            number = len(self.names) if number == ignore_index else number
+            number = -1 if number == (IGNORED if self.ignore_index is None else self.ignore_index) else number
         return number if 0 <= number < len(self.names) else None
 
 
@@ -136,12 +135,9 @@ def _strays_note(content: MaskContent, strays: Sequence[Value]) -> tuple[str, ..
 
 def listed(stored: Sequence[Value]) -> str:
     """Return the first few values or colors as text: "value 0, 85"."""
-    return f"{'value' if all(isinstance(one, int) for one in stored) else 'color'} {_few(stored)}"
-
-
-def _few(values: Sequence[Value]) -> str:
-    named = (str(list(value)) if isinstance(value, tuple) else str(value) for value in values[:_MAX_NAMED])
-    return ", ".join(named) + (" ..." if len(values) > _MAX_NAMED else "")
+    some = ", ".join(str(list(one)) if isinstance(one, tuple) else str(one) for one in stored[:_MAX_NAMED])
+    kind = "color" if any(isinstance(one, tuple) for one in stored) else "value"
+    return f"{kind} {some}" + (" ..." if len(stored) > _MAX_NAMED else "")
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:
@@ -244,7 +240,7 @@ def _sorted_out(
         strays = [one for one in strays if one > largest and one not in void]
     stored = [one for one in found if one not in void and one not in strays]
     if negative := [one for one in stored if isinstance(one, int) and one < 0]:
-        raise DataError(f"the masks hold negative values, {_few(negative)}: save the classes as values from 0 on")
+        raise DataError(f"the masks hold the negative {listed(negative)}: save the classes as values from 0 on")
     notes = [f"{listed([one])} is ignored: {content.percent([one])}" for one in sorted(void) if one in content.values]
     return stored, [*strays, *([-1] if -1 in content.values else [])], [*_strays_note(content, strays), *notes]
 
@@ -335,48 +331,25 @@ def _from_file(
     fit: _Fit, content: MaskContent, strays: Sequence[Any], choices: MaskChoices, notes: Sequence[str]
 ) -> Classes:
     """Return the classes of a file; a note describes what has no name, or the user is asked if it is frequent."""
-    named, why, notes = dict(fit.named), fit.why, list(notes)
-    zero = [stored for stored in fit.unnamed if stored == 0]
-    strange = [stored for stored in fit.unnamed if stored != 0]
-    if zero and _is_zero_class(content, fit, choices):
-        named, why, zero = {0: "background", **named}, "0 has no name: background", []
-    if strange and _is_class(content, strange, fit.file, choices):
-        named |= _placeholders(strange)
-        strange = []
-    for ignored in filter(None, (zero, strange)):
+    named, why, notes, unnamed = dict(fit.named), fit.why, list(notes), list(fit.unnamed)
+    if 0 in unnamed and choices.unlabelled is None and (content.share([0]) >= 0.5 or len(named) == 1):
+        named, why = {0: "background", **named}, "0 has no name: background"
+        unnamed.remove(0)
+    if unnamed and _is_class(content, unnamed, fit.file, choices):
+        named = dict(sorted((named | _placeholders(unnamed) | ({0: "background"} if 0 in unnamed else {})).items()))
+    elif unnamed:
         source = shown(fit.file.source)
-        notes.append(f"{listed(ignored)} has no name in {source} and is ignored: {content.percent(ignored)}")
+        notes.append(f"{listed(unnamed)} has no name in {source} and is ignored: {content.percent(unnamed)}")
     void = _void_of(named, choices)
     notes += _void_notes(content, named, [stored for stored in void if stored != IGNORED])
     kept = {stored: name for stored, name in named.items() if stored not in void}
-    ignored = [*void, *zero, *strange, *strays]
+    ignored = [*void, *(stored for stored in unnamed if stored not in named), *strays]
     return _classes(kept, f"from {described(fit.file)}", ignored, why, notes, fit.file.source)
 
 
 def _placeholders(stored: Iterable[Value]) -> dict[Value, str]:
     """Return a name for each value or color: class_7, color_ff0000."""
     return {one: f"color_{bytes(one).hex()}" if isinstance(one, tuple) else f"class_{one}" for one in stored}
-
-
-def _is_zero_class(content: MaskContent, fit: _Fit, choices: MaskChoices) -> bool:
-    """Return True if value 0, which has no name, is the background; False if it marks unlabeled pixels.
-
-    A question is asked if both are plausible.
-    """
-    share = content.share([0])
-    if choices.unlabelled is None:
-        if any(is_background(name) or name.lower() in ("other", "others") for name in fit.named.values()):
-            return False
-        if share >= 0.5 or len(fit.named) == 1:
-            return True
-        if share <= MAX_UNSAID:
-            return False
-    return _said_class(
-        choices,
-        f"value 0 has no name in {shown(fit.file.source)} and is {content.percent([0])}: background or unlabeled",
-        "0 is unlabeled: neither trained nor scored",
-        "0 is the class background",
-    )
 
 
 def read_classes(

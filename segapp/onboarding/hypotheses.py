@@ -7,11 +7,13 @@ of the images with a mask, and the pixels of a few pairs determine how likely th
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 from typing import TypeVar
@@ -52,20 +54,14 @@ _SPARSE_USED = 0.6  # minimum share of such masks that must have a frame
 class Probe:
     """Contents of a file: its upright height and width and, unless it is too large, statistics of its pixels.
 
-    Flatness is the share of the pixels that equal their left neighbor; the thumbnail has 48 x 48 pixels, as numbers.
+    The likeness of a mask is 1 for few values, less for flat areas with many values, near 0 for a photograph. The
+    thumbnail has 48 x 48 pixels, as numbers.
     """
 
     size_px: tuple[int, int]
     num_values: int | None = None
-    flatness: float = 0.0
+    mask_likeness: float = 1.0
     thumbnail: NDArray[np.int32] | None = None
-
-    @property
-    def mask_likeness(self) -> float:
-        """1 for few values, less for flat areas with many values, near 0 for a photograph."""
-        if self.num_values is None or self.num_values <= _FEW_VALUES:
-            return 1.0
-        return 0.7 if self.flatness >= 0.5 else 0.15
 
 
 @lru_cache(maxsize=4096)
@@ -90,8 +86,10 @@ def probe(path: Path) -> Probe | None:
         numbers = numbers @ np.array([65536, 256, 1], np.int32)
     rows = np.linspace(0, numbers.shape[0] - 1, _THUMBNAIL_PX).astype(int)
     columns = np.linspace(0, numbers.shape[1] - 1, _THUMBNAIL_PX).astype(int)
-    flatness = float(np.mean(numbers[:, 1:] == numbers[:, :-1])) if numbers.shape[1] > 1 else 1.0
-    return Probe(size, len(np.unique(numbers)), flatness, numbers[np.ix_(rows, columns)])
+    num_values = len(np.unique(numbers))
+    is_flat = numbers.shape[1] < 2 or np.mean(numbers[:, 1:] == numbers[:, :-1]) >= 0.5
+    mask_likeness = 1.0 if num_values <= _FEW_VALUES else 0.7 if is_flat else 0.15
+    return Probe(size, num_values, mask_likeness, numbers[np.ix_(rows, columns)])
 
 
 def are_all_alike(probes: list[Probe]) -> bool:
@@ -122,19 +120,23 @@ class Family:
     def divided_at(self, position: int) -> list[Family]:
         """Return one family per folder at a position of `SurveyedImage.scenes`, with its name; none for many."""
         place = [i for i, part in enumerate(self.pattern) if part == "*"][position]
-        before, behind = self.pattern[:place], self.pattern[place + 1 :]
         by_folder = _by(self.files, lambda file: file.scenes[position])
         if len(by_folder) > _MAX_VERSIONS:
             return []
-        return [Family((*before, name, *behind), self.ending, tuple(files)) for name, files in by_folder.items()]
+        return [
+            Family((*self.pattern[:place], name, *self.pattern[place + 1 :]), self.ending, tuple(files))
+            for name, files in by_folder.items()
+        ]
 
     @cached_property
     def label(self) -> str:
         """A short name: the folders that all files share, and the ending."""
-        scenes = iter(enumerate(self.files[0].scenes))
-        folders = [next(scenes) if part == "*" else (-1, part) for part in self.pattern]
-        shared = [folder for position, folder in folders if position not in self.varying]
-        words = [folder.replace("{split}", "").strip("_-. ") for folder in shared]
+        columns = zip(*(file.path.split("/") for file in self.files), strict=True)
+        folders = [
+            column[0] if part == "*" and len({*column}) == 1 else part
+            for part, column in zip(self.pattern, columns, strict=False)
+        ]
+        words = [folder.replace("{split}", "").strip("_-. *") for folder in folders]
         return "/".join(word for word in (*words, self.ending) if word) or "."
 
 
@@ -145,10 +147,7 @@ def find_families(paths: Iterable[str]) -> list[Family]:
     families: list[Family] = []
     for pattern, files in _by(map(parse_file, listed), lambda file: file.pattern).items():
         families.append(Family(pattern, "", tuple(files)))
-        for groups in (
-            _by(files, affix_pattern),
-            _by(files, lambda file: f"*{file.suffix}"),
-        ):
+        for groups in (_by(files, affix_pattern), _by(files, lambda file: f"*{file.suffix}")):
             if len(groups) > 1:
                 families += [Family(pattern, key, tuple(own)) for key, own in groups.items() if len(own) >= least]
     return sorted(families, key=lambda family: -len(family.files))[:_MAX_FAMILIES]
@@ -266,38 +265,29 @@ def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
 
 def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
     """Return the best naming rule, and the rules that find other masks for as many images."""
+    found = [layout for naming in _namings(images, masks) if (layout := _matched(root, images, masks, naming))]
     best: list[Layout] = []
-    for naming in _namings(images, masks):
-        layout = _matched(root, images, masks, naming)
-        if layout is None:
-            continue
-        if best and len(layout.pairs) >= 0.9 * len(best[0].pairs) and not _share_masks(layout, best):
+    for layout in sorted(found, key=lambda one: -one.confidence):
+        known = {pair.mask for other in best for pair in other.pairs}
+        if not best or (
+            len(layout.pairs) >= 0.9 * len(best[0].pairs) and not any(pair.mask in known for pair in layout.pairs)
+        ):
             best.append(layout)
-        elif not best or layout.confidence > best[0].confidence:
-            best = [layout, *(other for other in best if not _share_masks(layout, [other]))]
     return best
-
-
-def _share_masks(layout: Layout, others: list[Layout]) -> bool:
-    masks = {pair.mask for pair in layout.pairs}
-    return any(pair.mask in masks for other in others for pair in other.pairs)
 
 
 def _namings(images: Family, masks: Family) -> Iterator[_Naming]:
     """Yield the possible rules from image names to mask names, simplest first."""
+    stem: _Key = attrgetter("stem")
     if images is not masks:
-        yield _Naming("their masks have the stem of their image", 1.0, _stem, _stem)
+        yield _Naming("their masks have the stem of their image", 1.0, stem, stem)
         yield _Naming("their masks differ from their image's name by words such as mask", 0.99, _core, _core)
     for prefix, ending in frequent_endings({file.stem for file in images.files}, [file.stem for file in masks.files]):
         shape = f"{prefix}*{ending}"
-        yield _Naming(f"their masks are named {shape} after their image", 0.98, _stem, _stripper(prefix, ending), shape)
+        yield _Naming(f"their masks are named {shape} after their image", 0.98, stem, _stripper(prefix, ending), shape)
     if images is not masks:
         words = "their masks differ from their image's name by a fixed beginning or ending"
         yield _Naming(words, 0.95, _learned(images), _learned(masks))
-
-
-def _stem(file: SurveyedImage) -> str:
-    return file.stem
 
 
 def _core(file: SurveyedImage) -> str:
@@ -305,13 +295,9 @@ def _core(file: SurveyedImage) -> str:
 
 
 def _stripper(prefix: str, ending: str) -> _Key:
-    def strip(file: SurveyedImage) -> str | None:
-        stem = file.stem
-        if not (stem.startswith(prefix) and stem.endswith(ending)) or len(stem) <= len(prefix + ending):
-            return None
-        return stem[len(prefix) : len(stem) - len(ending)]
-
-    return strip
+    """Return a function that gives a stem without a prefix and an ending, or None if it lacks them."""
+    shape = re.compile(f"{re.escape(prefix)}(.+){re.escape(ending)}", re.DOTALL)
+    return lambda file: match[1] if (match := shape.fullmatch(file.stem)) else None
 
 
 def _learned(family: Family) -> _Key:
@@ -390,10 +376,6 @@ def _weighed(
         same = mean(float(image.size_px == mask.size_px) for image, mask in seen)
         evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs that were compared")
         confidence *= max(0.02, same) * mean(mask.mask_likeness for _, mask in seen)
-        counts = sorted({mask.num_values for _, mask in seen if mask.num_values is not None})
-        if counts:
-            found = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-            evidence.append(f"the masks contain {found} different values")
         if are_all_alike([mask for _, mask in seen]):
             confidence *= 0.65
             evidence.append("these masks are all alike: fields of view rather than objects?")

@@ -151,7 +151,6 @@ class SurveyedImage:
     pattern: tuple[str, ...]
     scenes: tuple[str, ...]  # the folders that are `*`
     split: str | None  # "train", "val" or "test", if a folder names it
-    split_word: str | None  # the split as the folder writes it
 
     @cached_property
     def name(self) -> str:
@@ -173,24 +172,22 @@ def parse_file(path: str) -> SurveyedImage:
     """Return an image file."""
     pattern: list[str] = []
     scenes: list[str] = []
-    split = word = None
+    split = None
     folders = path.split("/")[:-1]
     splits = [split_in(folder) for folder in folders]
     for folder, said in zip(folders, splits, strict=True):
-        if said is None and is_trainval(folder) and not any(splits):
-            split, word = "train", folder
-            pattern.append("{split}")
-        elif said is not None:
+        if said is not None:
             split, shape = said
-            start = shape.index("{split}")
-            word = folder[start : len(folder) - (len(shape) - start - len("{split}"))]
             pattern.append(shape)
+        elif is_trainval(folder) and not any(splits):
+            split = "train"
+            pattern.append("{split}")
         elif role_of(folder):
             pattern.append(folder)
         else:
             pattern.append("*")
             scenes.append(folder)
-    return SurveyedImage(path, tuple(pattern), tuple(scenes), split, word)
+    return SurveyedImage(path, tuple(pattern), tuple(scenes), split)
 
 
 def affix_pattern(file: SurveyedImage) -> str:
@@ -291,7 +288,7 @@ def unused_files(tree: Tree, used: Collection[str]) -> list[list[str]]:
     for path in (*tree.images, *tree.others, *tree.rest):
         if path not in used:
             file = parse_file(path)
-            groups[file.pattern, file.split_word, affix_pattern(file), file.suffix].append(path)
+            groups[file.pattern, file.split, affix_pattern(file), file.suffix].append(path)
     return sorted(groups.values(), key=lambda paths: -len(paths))
 
 
