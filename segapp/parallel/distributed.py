@@ -69,7 +69,6 @@ def init_from_env(
     device: DeviceLike | None = None,
     backend: str | None = None,
     start_timeout_s: float = 600.0,
-    parent_poll_s: float = 1.0,
 ) -> RankInfo:
     """Join the process group of the ranks, and end this process when its launcher dies.
 
@@ -77,8 +76,7 @@ def init_from_env(
         device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU if there is none.
         backend: "nccl" or "gloo"; by default nccl on CUDA, which refuses two ranks on one GPU.
         start_timeout_s: seconds to wait for the other ranks, whose imports, caches and compilers differ by minutes, and
-            for any exchange until `tighten_timeout`.
-        parent_poll_s: seconds between checks of the launcher.
+            for any exchange until `Ranks.tighten_timeout`.
 
     Raises:
         DistributedSetupError: a variable is missing or wrong, the device does not exist, or the other ranks did not
@@ -87,7 +85,7 @@ def init_from_env(
     rank, world_size, local_rank = _read_rank(os.environ)
     own = _rank_device(local_rank, device)
     chosen = backend or ("nccl" if own.type == "cuda" and dist.is_nccl_available() else "gloo")
-    die_with_parent(parent_poll_s)
+    die_with_parent()
     if own.type == "cuda":
         torch.cuda.set_device(own)
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # two groups work on one GPU
@@ -109,29 +107,11 @@ def init_from_env(
             f"rank {rank} of {world_size} could not join the others at {place} within {start_timeout_s:g} s"
             f" ({type(error).__name__}: {error}): check that every rank runs and reaches that address"
         ) from error
-    _make_layers_group(chosen, world_size, start_timeout_s)
-    return RankInfo(rank, world_size, local_rank, own, chosen)
-
-
-def _make_layers_group(backend: str, world_size: int, timeout_s: float) -> None:
-    if backend == "nccl" and world_size > 1:
+    if chosen == "nccl" and world_size > 1:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s), pg_options=options)
+        group = dist.new_group(timeout=timedelta(seconds=start_timeout_s), pg_options=options)
         use_layers_group(cast(dist.ProcessGroup, group))
-
-
-def tighten_timeout(step_timeout_s: float = 120.0, *groups: Any) -> None:
-    """Set the timeout of exchanges from now on, after which a rank is considered lost.
-
-    Every rank must call it after the first step; it is a barrier.
-
-    `groups` are further process groups, besides the default group and the group of the layers.
-    """
-    if not dist.is_initialized():
-        return
-    dist.barrier()
-    for group in {None, layers_group(), *groups}:
-        set_group_timeout(timedelta(seconds=step_timeout_s), group)
+    return RankInfo(rank, world_size, local_rank, own, chosen)
 
 
 def shutdown() -> None:
@@ -292,9 +272,11 @@ class Ranks:
         return self.rank == 0
 
     def tighten_timeout(self) -> None:
-        """Set the timeout of all exchanges, once the first step has been made."""
+        """Set the timeout of all exchanges, once the first step has been made; it is a barrier."""
         if self.world_size > 1:
-            tighten_timeout(self._step_timeout_s, self._host_group)
+            dist.barrier()
+            for group in {None, layers_group(), self._host_group}:
+                set_group_timeout(timedelta(seconds=self._step_timeout_s), group)
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
         """Return, for each flag, True if any rank sets it; one exchange."""

@@ -256,8 +256,7 @@ class PeerWatch:
 
     Args:
         store: store of the process group, with a separate connection.
-        own: the key of this machine.
-        others: names of the other machines in error messages, by key.
+        others: names of the other machines in error messages, by key; `own` is the key of this one.
         end: ends this process; called in a thread, with the reason.
         limit_s: seconds of silence after which a machine, or the store, is lost.
         needs_store: treat a store that does not answer as lost, too.
@@ -348,7 +347,6 @@ class Peers:
     """The ranks of a job and, on one rank per machine, the watch over the other machines, which starts here.
 
     Args:
-        rank: rank of this process.
         places: (machine, process id, host name) of every rank.
         store: returns the store of the process group, with a separate connection.
         exit_code: exit code of this process if it ends because another one is gone.

@@ -130,14 +130,7 @@ def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim:
     Tensors are cut along `dim`; on their own device, a chunk is a view. 0-d tensors and other values are passed to
     every device unchanged. Tuples, named tuples, lists, dicts and dataclasses keep their type.
 
-    Args:
-        item: the batch: tensors whose size along `dim` is `sum(sizes)`, in any nesting.
-        devices: one per chunk.
-        sizes: samples per chunk, >= 0.
-        dim: the dimension of the samples.
-
-    Returns:
-        The chunks in device order; gradients flow back to `item`.
+    The sizes are the samples of each chunk, >= 0. Gradients flow back to the batch.
 
     Raises:
         ValueError: a tensor's size is not the sum of the sizes.
@@ -164,11 +157,6 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
 
     Tensors are concatenated along `dim`, 0-d tensors are stacked. Containers keep their type. Other values must be
     equal from every replica.
-
-    Args:
-        outputs: one structure per replica, in replica order.
-        device: device of the result.
-        dim: the dimension of the samples.
 
     Raises:
         TypeError: replicas returned different structures or different plain values.
@@ -319,12 +307,7 @@ def sum_of_layer(tensor: Tensor) -> Tensor:
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the sum over the ranks of a process group, differentiable any number of times; every rank must call it.
-
-    Args:
-        tensor: this rank's summand, of the same shape on every rank.
-        group: the process group; None is the default one.
-    """
+    """Return the sum of all ranks' tensors of one shape, differentiable any number of times; every rank calls it."""
     return cast(Tensor, _SumOverRanks.apply(tensor, group))
 
 

@@ -158,14 +158,14 @@ def test_rank_watches_its_launcher_before_it_waits_for_others(monkeypatch):
     calls = []
     for name, value in {**FULL, "RANK": "1", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "die_with_parent", lambda poll_s: calls.append(poll_s))
+    monkeypatch.setattr(distributed, "die_with_parent", lambda: calls.append("the launcher"))
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((*args, options)))
-    info = init_from_env(device="cpu", parent_poll_s=0.25)
+    info = init_from_env(device="cpu")
     assert (info.rank, info.world_size, info.local_rank, info.device, info.backend) == (
         1, 3, 0, torch.device("cpu"), "gloo"
     )  # fmt: skip
     watch, (backend, options) = calls
-    assert watch == 0.25
+    assert watch == "the launcher"
     assert (backend, options["rank"], options["world_size"], options["device_id"]) == ("gloo", 1, 3, None)
 
 

@@ -25,7 +25,7 @@ from segapp.parallel import (
     set_recompute,
     sum_over_ranks,
 )
-from segapp.parallel.distributed import Ranks, init_from_env, shutdown, tighten_timeout, wrap_ddp
+from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.scatter_gather import use_layers_group
 from segapp.session.session import exchanged_classes
 from tests.support.parallel_cases import (
@@ -230,7 +230,7 @@ def differentiated_twice() -> list[float]:
 def main(path: str) -> None:
     torch.set_num_threads(1)
     info = init_from_env(device="cpu", start_timeout_s=120)
-    tighten_timeout(60)
+    Ranks(info, step_timeout_s=60).tighten_timeout()
     splits = SPLITS[info.world_size]
     results = {
         "exact, training": [exact_step(split, True) for split in splits],
