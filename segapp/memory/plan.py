@@ -147,10 +147,6 @@ class Fit:
     """Seconds per step, estimated for an RTX 3090."""
     tensors_mib: tuple[float, ...] = ()
     """Simulated peak of the tensors; empty if it is a line through other splits."""
-    saved_mib: tuple[float, ...] = ()
-    """Memory that each GPU saves compared with a step without recomputation."""
-    slower: float = 1.0
-    """`step_s` divided by the time without recomputation."""
     names: tuple[str, ...] = ()
     """Shortest names for `train.recompute` of a set that all devices share."""
 
@@ -355,9 +351,6 @@ class SavedMemoryPlan:
     """Sentences on how the batch was found."""
     recompute: tuple[tuple[str, ...], ...] | None = None
     """With `train.recompute: auto`: recomputed blocks, one set per device in dp and per rank in ddp, else one set."""
-    saved_mib: tuple[float, ...] | None = None
-    """`Fit.saved_mib` of these blocks."""
-    slower: float | None = None
 
     def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
         """Return the predicted peak of each device under a split; empty if the plan does not have the split.
@@ -388,8 +381,6 @@ class SavedMemoryPlan:
             max(0.0, (high - low) / 8),
             tuple(notes),
             None if plan.chosen is None else plan.chosen.sets,
-            None if plan.chosen is None else plan.chosen.saved_mib,
-            None if plan.chosen is None else plan.chosen.slower,
         )
 
     def write(self, path: Path) -> None:

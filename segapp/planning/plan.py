@@ -193,13 +193,12 @@ class RecomputeSearch:
             devices, peaks = [result], result.peak_mib()
         plain_s = planner.model.step_s(row.split, accumulate)
         step_s = max(each.step_s(accumulate) for each in devices) if any(sets) else plain_s
-        saved = tuple(round(plain - mib, 1) + 0.0 for plain, mib in zip(row.tensors_mib, peaks, strict=True))
         name = "off" if not any(sets) else "all" if sets == self._all else "chosen"
         needed = tuple(round(mib, 1) for mib in planner.required_mib(peaks))
         is_enough = planner.all_fit(peaks)
         found = sum(row.split), accumulate, row.gpu0_bsz, row.split, name, sets, needed, is_enough, step_s, peaks
         names = _short_names(sets[0], self._blocks) if len(set(sets)) == 1 else ()
-        return Fit(*found, saved, step_s / plain_s, names)
+        return Fit(*found, names)
 
 
 def _short_names(chosen: Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:

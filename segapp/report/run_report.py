@@ -40,8 +40,9 @@ class RunReport:
 
     @property
     def terms(self) -> list[str]:
-        """Names of the loss terms, at most 16."""
-        return [name.removeprefix("terms.") for name in self.view.recent if name.startswith("terms.")][:16]
+        """Names of the loss terms of the last step, at most 16."""
+        step = self.view.step
+        return list(step.terms or ())[:16] if step is not None else []
 
     @property
     def class_notes(self) -> list[str]:

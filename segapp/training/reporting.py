@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from segapp.config import RecomputeChoice
 from segapp.datasets.cache import CacheState, PixelCache
@@ -328,9 +328,6 @@ class TrainingReporter:
         self._blocks = blocks
         is_fallback = self.oom_policy.fallbacks.is_recomputed
         reason = "train.recompute" if choice == "config" else "out of memory" if is_fallback else "by hand"
-        plan = self.controller.batch_split.saved_plan
-        is_planned = plan is not None and [list(names) for names in plan.recompute or ()] == blocks
-        costs: Any = {"saved_mib": plan.saved_mib, "slower": plan.slower} if plan is not None and is_planned else {}
         self.event_log.emit(
             Recompute(
                 step=self.progress.position.step,
@@ -338,7 +335,6 @@ class TrainingReporter:
                 blocks=blocks,
                 num_blocks=len(controller.blocks),
                 reason=reason,
-                **costs,
             )
         )
 

@@ -68,7 +68,7 @@ def _notes(view: View, width: int) -> list[Content]:
         last = topology(view.topologies[-1], with_reason=False)
         notes.append([printable(last), printable(view.topologies[-1].reason)])
     if view.recompute is not None and any(view.recompute.blocks):
-        notes.append([recomputed(view.recompute), *view.cost_changes()])
+        notes.append([recomputed(view.recompute)])
     fitting = [fit_parts([LinePart(rank, text) for rank, text in enumerate(texts)], width) for texts in notes]
     return [Content.styled(line.plain, "$text-accent") for line in fitting]
 

@@ -1,7 +1,7 @@
 """The view of a run: a pure fold of its events. No clock, no files, no widgets."""
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from segapp.memory.judge import SplitJudge, usable_mib
 from segapp.memory.peaks import PeakModel
 from segapp.run import events
-from segapp.run.words import memory_text, printable, share_text
+from segapp.run.words import printable, share_text
 from segapp.scores import EpochLoss, as_float, is_best_candidate
 from segapp.view.history import Evaluations, LossHistory
 from segapp.view.wording import LogLine, log_line
@@ -90,8 +90,6 @@ class View:
     step: events.Step | None = None
     history: LossHistory = field(default_factory=LossHistory)
     loss: EpochLoss = field(default_factory=EpochLoss)
-    recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=60)))
-    """Field of the `step` events -> its finite values at the last steps; `terms.NAME` for a term of the loss."""
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
@@ -177,14 +175,6 @@ class View:
         """Median time between two `step` events; 0 if unknown."""
         gaps = sorted(b - a for a, b in pairwise(self.step_times_s))
         return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
-
-    def cost_changes(self) -> list[str]:
-        """Return the plan's savings and costs of recomputation; empty if the plan did not choose the blocks."""
-        planned = self.recompute
-        if planned is None or planned.slower is None:
-            return []
-        saved = " / ".join(memory_text(mib) for mib in planned.saved_mib or ())
-        return [f"saves {saved}", f"step time x {planned.slower:.2f} by the plan"]
 
     @property
     def judge(self) -> SplitJudge:
@@ -284,9 +274,6 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
     view.last_s = view.last_step_s = as_float(raw["t"])
     view.phase = "train"
     view.step_times_s.append(view.last_step_s)
-    terms = raw.get("terms")
-    _keep_recent(view, raw, "")
-    _keep_recent(view, terms if isinstance(terms, dict) else {}, "terms.")
     _set_paused(view, False, view.last_step_s)
     view.evaluating, view.away_s = None, 0.0
     split = raw.get("split")
@@ -304,12 +291,6 @@ def _note_judged_peaks(view: View, peaks_mib: Any) -> None:
     peaks = tuple(peaks_mib)
     if peaks != judge.peaks.measured.get(judge.current) and all(mib is None or type(mib) is float for mib in peaks):
         view._judge = replace(judge, peaks=judge.peaks.with_measured(judge.current, peaks))
-
-
-def _keep_recent(view: View, numbers: dict[str, Any], prefix: str) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, float) and math.isfinite(value):
-            view.recent[prefix + name].append(value)
 
 
 def _note_split(view: View, split: Any) -> None:
@@ -405,7 +386,6 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
         view.recompute = event
         if event.blocks != view._blocks:
             view._blocks = event.blocks
-            view.recent["step_s"].clear()
             view.peaks_mib, view._is_memory_stale = {}, True
     elif isinstance(event, events.Topology):
         view.topologies.append(event)

@@ -101,8 +101,7 @@ def seen_sets(monkeypatch):
 def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_sets):
     """Also when it is resumed and when gpu0_bsz is another, and with the losses of a run without."""
     sets = (("encoder.model.layer1.0",), ())
-    costs = {"saved_mib": (1.5, 0.0), "slower": 1.1}
-    planned = SavedMemoryPlan(4, 1, 2, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=sets, **costs)
+    planned = SavedMemoryPlan(4, 1, 2, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=sets)
     folder = RunFolder.create(path=tmp_path / "run")
     planned.write(folder.saved_plan)
     budgets = {"memory_budget_mib": [500.0, 500.0]}
@@ -111,8 +110,7 @@ def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_sets):
         config = two_devices(tiny, parallel={"gpu0_bsz": gpu0_bsz, **budgets}, train={"epochs": number})
         assert run_session(TrainRequest(config, RunFolder(folder.path))) == 0
     assert seen_sets == [sets] * 3
-    changes = [(e["step"], e["choice"], e["saved_mib"], e["slower"]) for e in events(folder.path, "recompute")]
-    assert [change[1:] for change in changes] == [("config", [1.5, 0.0], 1.1)] * 3  # one for each start
+    assert [event["choice"] for event in events(folder.path, "recompute")] == ["config"] * 3  # one for each start
     assert read_saved_plan(folder.saved_plan) == planned
     assert train(two_devices(tiny, train={"recompute": "off"}), tmp_path / "whole") == 0
     losses = [[event["loss"] for event in events(each, "step")] for each in (folder.path, tmp_path / "whole")]
@@ -144,9 +142,6 @@ def test_uneven_devices_get_sets_of_their_own(tiny, tmp_path, seen_sets):
     assert second
     found = read_saved_plan(tmp_path / "run" / "memory_plan.json")
     assert found.predicted_mib((2, 2))[1] < 0.98 * needed
-    assert found.saved_mib == pytest.approx((0.0, needed - found.predicted_mib((2, 2))[1]), abs=0.1)
-    assert 1.0 - 1e-6 < found.slower < 1.5  # device 0, with the update, may take longer all the same
-    assert read_saved_plan(tmp_path / "whole" / "memory_plan.json").slower == 1.0
     assert not events(tmp_path / "run", "oom")
     losses = [[event["loss"] for event in events(tmp_path / each, "step")] for each in ("run", "whole")]
     assert losses[0] == losses[1]

@@ -335,7 +335,7 @@ def test_run_report_has_terms_changes_and_alerts(tmp_path: Path) -> None:
     run.change_gpu0(6)
     run.alert("hang", "no progress")
     run.write_start(resumed_from_step=4)
-    run.write(Step(epoch=1, step=5, loss=1.0, lr=0.7, images_per_s=70.0, terms={"term2": 1.5}))
+    run.write(Step(epoch=1, step=5, loss=1.0, lr=0.7, images_per_s=70.0, terms={**terms, "term2": 1.5}))
     report = read_run_report(str(run.folder.path))
     assert [change.status for change in report.view.gpu0.changes] == ["applied"]
     assert [alert.message for alert in report.view.last_alerts] == ["no progress"]

@@ -63,7 +63,7 @@ EXAMPLES = [
     Checkpoint(path="checkpoints/last.pt", epoch=1, step=3, is_best=True),
     CommandAnswer(id="a", command="pause", by="me@here", status="applied"),
     Gpu0Bsz(status="pending", old=None, new=1, split=[1, 3], predicted_mib=[1.0, 2.0], epoch=2),
-    Recompute(step=5, choice="all", blocks=[["layer1.0"], []], num_blocks=4, reason="by hand", slower=1.2),
+    Recompute(step=5, choice="all", blocks=[["layer1.0"], []], num_blocks=4, reason="by hand"),
     Topology(step=5, ranks=2, machines=1, old_ranks=3, old_machines=2, round=1, reason="without b cpu"),
     Alert(kind="oom", message="so"),
     Oom(device="cuda:0", index=0, phase="backward", step=3, action="in pieces", largest=[{"mib": 8.0, "what": "f32"}]),

@@ -106,10 +106,7 @@ def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
     assert len(ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()) == 3
     fold_events(view, [{**change.model_copy(update={"blocks": [["a"], []]}).model_dump(), "t": 61.0}])
     assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("1.0 of 2 blocks recomputed\n")
-    by_plan = change.model_copy(update={"saved_mib": [3174.4, 512.0], "slower": 1.25})
-    fold_events(view, [{**by_plan.model_dump(), "t": 61.5}])
-    shown = ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()[0]
-    assert shown == "2 of 2 blocks recomputed  saves 3.1 / 512M  step time x 1.25 by the plan"
+    fold_events(view, [{**change.model_dump(), "t": 61.5}])
     assert ascii_text(gpu_content(view, (), Size(60, 2)).plain).startswith("GPU0")  # no room beside the devices
     fold_events(view, [{**change.model_copy(update={"blocks": [[], []]}).model_dump(), "t": 62.0}])
     assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("GPU0")

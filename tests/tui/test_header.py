@@ -29,7 +29,6 @@ def view() -> View:
         step_s=0.64, loss_scale=1024.0, terms={"pixel": 0.25}, eta_epoch_s=16.0, eta_run_s=76.0, t=140.0,
     )  # fmt: skip
     view.loss.add(3, [49, 50], [0.7, 0.5])
-    view.recent["images_per_s"].extend([10.0, 12.5])
     return view
 
 

@@ -306,10 +306,6 @@ class Recompute(_Event):
     """Number of blocks of the model."""
     reason: Text
     """Cause: train.recompute, out of memory, or by hand."""
-    saved_mib: list[float] | None = None
-    """From the memory plan that chose the blocks: memory that each device saves compared with no recomputation."""
-    slower: float | None = None
-    """From the same plan: time of a step divided by its time without recomputation."""
 
 
 class Topology(_Event):
