@@ -287,7 +287,7 @@ def _bitmap(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:
 
 
 def find_supervisely(tree: Tree) -> Layout | None:
-    """Return the conversion of a Supervisely project: meta.json, and ann/NAME.json for each img/NAME."""
+    """Return the conversion of a Supervisely project: ann/NAME.json for each img/NAME."""
     found = Annotations(tree, "supervisely", "Supervisely", _draw_supervisely)
     for path, content in json_files(tree, dict, folder="ann"):
         objects = content.get("objects")
@@ -298,12 +298,7 @@ def find_supervisely(tree: Tree) -> Layout | None:
             found.labels.update(
                 str(one["classTitle"]) for one in objects if isinstance(one, dict) and "classTitle" in one
             )
-    metas = [path for path in tree.others_named(".json") if path.endswith("meta.json")][:1]
-    meta = tree.read_json(metas[0]) if metas and found.pairs else None
-    classes = meta.get("classes") if isinstance(meta, dict) else None
-    known = classes if isinstance(classes, list) else []
-    found.labels.update(str(one["title"]) for one in known if isinstance(one, dict) and "title" in one)
-    return found.by_label("files", metas)
+    return found.by_label("files")
 
 
 def _draw_supervisely(mask: Mask, one: Mapping[str, Any], values: Values) -> None:

@@ -87,8 +87,6 @@ def find_arrays(tree: Tree) -> Layout | None:
                 "channels of images last, such as np.moveaxis(images, 1, -1)"
             )
     used = {side.path for pair in pairs for side in pair}
-    if unused := [side for side in sides if side.path not in used]:
-        problems.append(f"{len(unused)} arrays without a counterpart are not used, such as {unused[0]}")
     made = [own for image, mask in pairs for own in _pairs_of(tree, image, mask, several=len(pairs) > 1)]
     files = tuple(side.path for side in sides if side.path in used)
     evidence = f"{len(made)} images in {len(files)} files, such as {pairs[0][0]} with {pairs[0][1]}"

@@ -159,11 +159,11 @@ class Annotations:
                 raise ValueError(f"object {number}: {problem_of(error)}") from error
         return mask
 
-    def by_label(self, entries: str, sources: Sequence[str] = ()) -> Layout | None:
+    def by_label(self, entries: str) -> Layout | None:
         """Return the conversion to masks of the labels; None if there are no images.
 
-        Labels that mean unlabeled pixels are ignored, and background is the first class. `sources` are files that are
-        read in addition to the annotations. ValueError is raised if no image has an object.
+        Labels that mean unlabeled pixels are ignored, and background is the first class. ValueError is raised if no
+        image has an object.
         """
         if not self.pairs:
             return None
@@ -177,7 +177,7 @@ class Annotations:
             names = ["background", *names]
         classes = check_classes(names, next(iter(self._files)))
         self.values = {label: number for number, label in enumerate(classes)} | dict.fromkeys(void, IGNORED)
-        return self.layout(classes, "the labels, by name", [*sources, *self._files], entries)
+        return self.layout(classes, "the labels, by name", [*self._files], entries)
 
     def layout(
         self, classes: tuple[str, ...], reason: str, sources: Sequence[str], entries: str = "entries"

@@ -394,20 +394,15 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list
     """Return the results of the converters, and the reasons why a converter cannot read its annotations.
 
     Existing masks are preferred to masks that a converter draws, but not to other interpretations of these masks.
-    Without masks, DataError is raised if a converter needs a package that is not installed.
     """
     found: list[Layout] = []
     problems, known = [], set(tree.images)
     for title, convert in CONVERTERS.items():
         try:
             result = convert(tree)
-        except DataError as error:
-            if not has_masks:
-                raise
-            problems.append(str(error))
-            continue
         except UNUSABLE as error:
-            problems.append(f"the annotations look like {title}, but cannot be read: {problem_of(error)}")
+            reason = f"the annotations look like {title}, but cannot be read: {problem_of(error)}"
+            problems.append(str(error) if isinstance(error, DataError) else reason)
             continue
         for reading in [result] if isinstance(result, Layout) else result or ():
             is_new = reading.is_drawn and not set(reading.sources) & known

@@ -315,7 +315,7 @@ _Rows = Sequence[tuple[str, str, str]]
 
 def find_rle(tree: Tree) -> list[Layout]:
     """Return the conversions of tables of run lengths: one, or one per possible order of the pixels."""
-    images = Images(replace(tree, images=tuple(path for path in tree.images if not _is_in_folder_of_masks(path))))
+    images = Images(tree)
     paths = [path for path in tree.others_named(".csv") if "submission" not in path.rpartition("/")[2].lower()]
     tables = {path: rows for path in paths if (rows := _read(tree, path, images)) is not None}
     by_image: dict[str, list[tuple[str, str]]] = defaultdict(list)
@@ -331,11 +331,6 @@ def find_rle(tree: Tree) -> list[Layout]:
     if not any(runs for rows in by_image.values() for _, runs in rows):
         return []
     return _conversions(tree, images, by_image, table_of, len(missing))
-
-
-def _is_in_folder_of_masks(path: str) -> bool:
-    roles = [role_of(folder) for folder in path.split("/")[:-1]]
-    return any(role.is_mask for role in roles) and not any(role.is_image for role in roles)
 
 
 def _normal(name: str) -> str:

@@ -10,7 +10,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import PurePosixPath
 
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
@@ -61,11 +60,6 @@ class Table:
     def column(self, number: int) -> list[str]:
         """Return the cells of a column; a missing cell is an empty text."""
         return [row[number] if number < len(row) else "" for row in self.rows]
-
-    @cached_property
-    def split(self) -> str | None:
-        """The split in the file's name: "train", "val" or "test"."""
-        return split_of_words(PurePosixPath(self.path).stem)
 
 
 def split_of_words(name: str) -> str | None:
@@ -200,7 +194,7 @@ def _row_splits(table: Table) -> list[str | None]:
         plain = all(len(tokens(cell)) <= 2 for cell in table.column(number))
         if plain and all(said) and (len(set(said)) > 1 or is_named):
             return said
-    return [table.split] * len(table.rows)
+    return [split_of_words(PurePosixPath(table.path).stem)] * len(table.rows)
 
 
 def _row_groups(table: Table) -> list[str] | None:
