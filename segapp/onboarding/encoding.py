@@ -52,10 +52,9 @@ class Classes:
     names: tuple[str, ...]  # of the classes, by id
     names_reason: str  # source of the names
     label_map: Mapping[int, int] = field(default_factory=dict)  # value in the mask -> class or ignored
-    label_map_reason: str = ""  # why
     ignore_index: int | None = None  # None: 255
     palette: tuple[Color, ...] = ()  # colors of RGB masks, the ignored ones last; empty: masks of ids
-    palette_reason: str = ""  # description of the colors
+    stored_reason: str = ""  # source of the label map or the palette
     notes: tuple[str, ...] = ()  # sentences about values that are ignored, or about files that do not fit
     source: str = ""  # file next to the data that contains the names; empty: none
 
@@ -200,7 +199,7 @@ def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequ
         names,
         reason,
         {white: 1, **dict.fromkeys(strays, -1)},
-        f"0 and {white} are {1 - share:.3%} of the pixels" + ("; the rest is ignored" if rest else ""),
+        stored_reason=f"0 and {white} are {1 - share:.3%} of the pixels" + ("; the rest is ignored" if rest else ""),
         ignore_index=-1,
         notes=_strays_note(content, rest),
         source=source,
@@ -272,7 +271,7 @@ def _classes(
     if isinstance(next(iter(named)), tuple):
         palette = tuple(dict.fromkeys([*named, *ignored]))
         why += "; the last are ignored" if len(palette) > len(named) else ""
-        return Classes(names, reason, palette=palette, palette_reason=why, notes=tuple(notes), source=source)
+        return Classes(names, reason, palette=palette, stored_reason=why, notes=tuple(notes), source=source)
     void = set(ignored)
     ignore_index = -1 if IGNORED in named or len(named) > IGNORED or -1 in void else IGNORED
     label_map = {} if [*named] == [*range(len(named))] else {value: number for number, value in enumerate(named)}
@@ -283,7 +282,7 @@ def _classes(
         names,
         reason,
         label_map,
-        why if label_map else "",
+        stored_reason=why if label_map else "",
         ignore_index=None if ignore_index == IGNORED else ignore_index,
         notes=tuple(notes),
         source=source,

@@ -301,15 +301,10 @@ def _stripper(prefix: str, ending: str) -> _Key:
 
 
 def _learned(family: Family) -> _Key:
-    by_split = {
-        split: common_affixes(file.stem for file in family.files if file.split == split) for split in (None, *SPLITS)
-    }
-
-    def core(file: SurveyedImage) -> str:
-        prefix, ending = by_split[file.split]
-        return file.stem[len(prefix) : len(file.stem) - len(ending)]
-
-    return core
+    """Return a function that gives a stem without what all stems of its split begin and end with."""
+    stems = {split: [file.stem for file in family.files if file.split == split] for split in (None, *SPLITS)}
+    cores = {split: _stripper(*common_affixes(own)) for split, own in stems.items()}
+    return lambda file: cores[file.split](file)
 
 
 def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layout | None:

@@ -570,9 +570,9 @@ def _class_lines(facts: Facts) -> Iterator[str]:
     yield _line(f"  classes: {names}", classes.names_reason)
     if classes.palette:
         yield "  rgb_masks: true"
-        yield _line(f"  palette: {[list(color) for color in classes.palette]}", classes.palette_reason)
+        yield _line(f"  palette: {[list(color) for color in classes.palette]}", classes.stored_reason)
     if classes.label_map:
         mapping = ", ".join(f"{value}: {to}" for value, to in classes.label_map.items())
-        yield _line(f"  label_map: {{{mapping}}}", classes.label_map_reason)
+        yield _line(f"  label_map: {{{mapping}}}", classes.stored_reason)
     if classes.ignore_index is not None:
         yield f"  ignore_index: {classes.ignore_index}"
