@@ -250,7 +250,9 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
             continue
         masks.add(pair.mask)
         try:
-            contents = _contents(pair, pair.drawing)
+            contents = {} if pair.drawing.image_bytes is None else {pair.image: pair.drawing.image_bytes()}
+            if pair.drawing.paint is not None:
+                contents[pair.mask] = encode_png(pair.drawing.paint())
         except UNUSABLE as error:
             reason = f"the entry cannot be read ({problem_of(error)}): correct or remove it"
             problems.append(f"{origin}: {error if isinstance(error, DataError) else reason}")
@@ -270,12 +272,6 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
     if (more := len(problems) - _MAX_NAMED) > 0:
         problems[_MAX_NAMED:] = [f"and {more} more"]
     return pairs, problems
-
-
-def _contents(pair: Pair, drawing: Drawing) -> dict[str, bytes]:
-    """Return the files of a pair that are written, by name."""
-    contents = {} if drawing.image_bytes is None else {pair.image: drawing.image_bytes()}
-    return contents if drawing.paint is None else {**contents, pair.mask: encode_png(drawing.paint())}
 
 
 def problem_of(error: Exception) -> str:

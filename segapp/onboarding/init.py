@@ -71,10 +71,7 @@ class InitRequest(MaskChoices):
             )
         if self.folds is not None and self.folds < 2:
             raise ConfigError(f"--folds {self.folds}: write 2 or more")
-        for option, word, known in (
-            ("--masks", self.masks, ("ids",)),
-            ("--unlabelled", self.unlabelled, UNLABELLED),
-        ):
+        for option, word, known in (("--masks", self.masks, ("ids",)), ("--unlabelled", self.unlabelled, UNLABELLED)):
             if word is not None and word not in known:
                 raise ConfigError(f"{option} {word}: choose {' or '.join(known)}")
 

@@ -358,27 +358,17 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     runs = next((i for i in named if any(_RUNS.fullmatch(row[i]) for row in looked)), None)
     if runs is None:
         return None
-    shares = {
-        (i, is_joined): mean(images.find(_image_in(row[i], is_joined), path) is not None for row in looked)
-        for i in range(len(head))
-        if i != runs
-        for is_joined in (False, True)
-    }
-    column, is_joined = max(shares, key=lambda one: shares[one])
-    if shares[column, is_joined] < _MIN_FOUND:
+    shares = {i: mean(images.find(row[i], path) is not None for row in looked) for i in range(len(head)) if i != runs}
+    column = max(shares, key=lambda i: shares[i])
+    if shares[column] < _MIN_FOUND:
         return None
     classes = [i for i, name in enumerate(head) if _normal(name) in _CLASS_NAMES and i not in (column, runs)]
     rows = []
     for row in [*looked, *cells]:
         if len(row) == len(head):
-            value, text = row[column], row[runs].strip()
-            name = value.rpartition("_")[2] if is_joined else row[classes[0]] if classes else ""
-            rows.append((_image_in(value, is_joined), name.strip(), "" if text.lower() in _EMPTY else text))
+            name, text = row[classes[0]] if classes else "", row[runs].strip()
+            rows.append((row[column], name.strip(), "" if text.lower() in _EMPTY else text))
     return rows
-
-
-def _image_in(value: str, is_joined: bool) -> str:
-    return value.rpartition("_")[0] if is_joined else value
 
 
 def _conversions(

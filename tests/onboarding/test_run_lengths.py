@@ -78,8 +78,7 @@ def test_runs_that_do_not_fit_are_refused(runs: str, problem: str) -> None:
         decode_starts(runs, 3, 4)
 
 
-@pytest.mark.parametrize("is_joined", [False, True], ids=["ImageId, ClassId", "ImageId_ClassId"])
-def test_severstal_rows_are_classes_and_no_row_is_background(is_joined: bool, tmp_path: Path) -> None:
+def test_severstal_rows_are_classes_and_no_row_is_background(tmp_path: Path) -> None:
     root, wanted, rows = tmp_path / "d", {}, []
     for number, name in enumerate(NAMES):
         draw_image(root / "train_images" / f"{name}.jpg", WIDE)
@@ -89,24 +88,16 @@ def test_severstal_rows_are_classes_and_no_row_is_background(is_joined: bool, tm
             wanted[name][plane] = {1: 1, 3: 2, 4: 3}[defect]
             rows.append((f"{name}.jpg", str(defect), runs_of(plane)))
     draw_image(root / "test_images" / "9999.jpg", WIDE)
-    if is_joined:
-        full = {(name, kind): "" for name in NAMES for kind in "1234"}
-        full |= {(image[:4], kind): runs for image, kind, runs in rows}
-        joined = [(f"{name}.jpg_{kind}", runs) for (name, kind), runs in full.items()]
-        table(root / "train.csv", ["ImageId_ClassId", "EncodedPixels"], joined)
-        wanted = {name: np.where(mask > 1, mask + 1, mask) for name, mask in wanted.items()}  # class 2 is named too
-    else:
-        table(root / "train.csv", ["ImageId", "ClassId", "EncodedPixels"], rows)
-        table(root / "sample_submission.csv", ["ImageId", "EncodedPixels", "ClassId"], [("9999.jpg", "1 9", "1")])
+    table(root / "train.csv", ["ImageId", "ClassId", "EncodedPixels"], rows)
+    table(root / "sample_submission.csv", ["ImageId", "EncodedPixels", "ClassId"], [("9999.jpg", "1 9", "1")])
     config, result, _ = proposed(root, tmp_path / "made.yaml")
-    known = ["class_1", "class_2", "class_3", "class_4"] if is_joined else ["class_1", "class_3", "class_4"]
-    assert config.data.classes == ["background", *known]
+    assert config.data.classes == ["background", "class_1", "class_3", "class_4"]
     read = targets_read(config)
     assert sorted(read) == NAMES
     for name, mask in wanted.items():
         assert (read[name] == mask).all()
     lines = "\n".join(result.lines)
-    assert ("4 images without a row, such as train_images/0000.jpg, are background" in lines) != is_joined
+    assert "4 images without a row, such as train_images/0000.jpg, are background" in lines
     assert "pixels are numbered by columns from 1" in lines
 
 
@@ -167,9 +158,9 @@ def clouds(root: Path) -> None:
     rows = []
     for name in NAMES:
         draw_image(root / "train_images" / f"{name}.jpg")
-        rows += [(f"{name}.jpg_Fish", runs_of(disk(name))), (f"{name}.jpg_Sugar", runs_of(np.roll(disk(name), 3, 1)))]
-        rows.append((f"{name}.jpg_Gravel", ""))
-    table(root / "train.csv", ("Image_Label", "EncodedPixels"), rows)
+        rows += [(f"{name}.jpg", "Fish", runs_of(disk(name)))]
+        rows += [(f"{name}.jpg", "Sugar", runs_of(np.roll(disk(name), 3, 1))), (f"{name}.jpg", "Gravel", "")]
+    table(root / "train.csv", ("Image", "Label", "EncodedPixels"), rows)
 
 
 def test_overlapping_classes_are_refused(tmp_path: Path) -> None:
