@@ -98,7 +98,7 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
 
     `DistributedDataParallel` waits for the gradient of every parameter, unless it searches for unused ones itself.
 
-    The arguments are those of `smallest_chunk`.
+    `smallest_chunk` has the same arguments.
 
     Example:
         >>> net = nn.Linear(2, 1)

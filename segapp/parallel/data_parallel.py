@@ -220,8 +220,8 @@ class BalancedDataParallel(DataParallelModel):
     not. The name and the order of the arguments come from transformer-xl's class. Unlike that class, this one accepts
     every `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments.
 
-    The outputs are gathered on `output_device`, by default on device 0. The other arguments, also the `options`, are
-    those of `DataParallelModel`.
+    The outputs are gathered on `output_device`, by default on device 0. `DataParallelModel` has
+    the other arguments, also the `options`.
 
     Example:
         >>> model = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu", "cpu"])

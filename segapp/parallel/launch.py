@@ -202,7 +202,7 @@ def end_with_peers(
     A collective operation on a GPU does not notice that a peer has died, and a thread that waits for it handles no
     signals. If the operation fails on its own, as with gloo, this process ends earlier.
 
-    `pids` are those of the other ranks. After the end of one, this process may end on its own for `grace_s`. Then
+    `pids` name the other ranks. After the end of one, this process may end on its own for `grace_s`. Then
     `before` is called, and it ends with the exit code.
 
     Returns:

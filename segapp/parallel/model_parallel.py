@@ -165,7 +165,7 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
 def balance_stages(module: nn.Module, device_ids: Iterable[DeviceLike], *inputs: Any) -> dict[str, torch.device]:
     """Return stages and devices for `place_stages`: the module's direct children, balanced by measured memory.
 
-    The devices are filled in order; `inputs` are those of `measure_stages`.
+    The devices are filled in order; `measure_stages` has the same `inputs`.
 
     Raises:
         ValueError: the module has no children, or it cannot run without values.

@@ -6,7 +6,7 @@ backward passes, which therefore have no barrier. Ranks exchange one tensor per 
 
 The gradient of a part's input depends on the sums of all parts, and a recomputed block must give out the saved tensors
 of each part separately. So each part has two autograd nodes: the backward pass of `_NormalizePart` computes the part's
-sums, and that of `_PartGradient` its gradients. `_JoinSums` adds the sums in between. Tensors without values, the
+sums, and `_PartGradient` its gradients. `_JoinSums` adds the sums in between. Tensors without values, the
 *ties*, connect the nodes. Only the input is saved, as in `nn.BatchNorm2d`. If a second derivative is requested
 (`create_graph`, as in gradient penalties), the backward pass consists of differentiable operations.
 
@@ -100,7 +100,7 @@ def _counts(of_parts_P: Tensor, total: int | None = None, *, by_kernels: bool) -
 def gather_moments(
     pairs: Sequence[Sequence[Tensor]], num_values: Sequence[int], *, over_ranks: bool, by_kernels: bool = False
 ) -> tuple[Sequence[Tensor], tuple[Tensor, Any]]:
-    """Return two moments (P, C) of all parts and their `_counts`, from those of this process; differentiable."""
+    """Return two moments (P, C) of all parts and their `_counts`, from this process's pairs (C,); differentiable."""
     if over_ranks:
         (pair,), (count,), num_channels = pairs, num_values, len(pairs[0][0])
         rows_PK = stack_ranks(torch.cat([*pair, pair[0].new_full((1,), count or _NO_SAMPLES)]))
