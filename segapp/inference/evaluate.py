@@ -30,7 +30,6 @@ from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_ti
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import SegmentationScores, counts_for
-from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.scores import SCORES
 
@@ -352,11 +351,6 @@ def spread_over(counters: Sequence[DeviceCounter]) -> Iterator[Callable[[Batch |
     finally:
         for thread in threads:
             thread.shutdown(wait=True, cancel_futures=True)
-
-
-def further_devices(network: nn.Module) -> tuple[torch.device, ...]:
-    """Return the devices except the first that can share an evaluation: a `DataParallelModel`'s, each once."""
-    return tuple(dict.fromkeys(network.devices))[1:] if isinstance(network, DataParallelModel) else ()
 
 
 def _add(counter: DeviceCounter, batch: Batch | LargeBatch) -> None:

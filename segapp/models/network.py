@@ -182,7 +182,7 @@ class SegmentationModel(nn.Module):
             name for name, _ in self.named_modules() if name and any(fnmatchcase(name, each) for each in resolved)
         )
 
-    def thaw(self) -> list[str]:
+    def unfreeze(self) -> list[str]:
         """Undo `freeze`, so that the parameters train again, and return their names."""
         names, self.frozen_parameters, self.frozen_modules = list(self.frozen_parameters), (), ()
         for name in names:

@@ -292,7 +292,7 @@ def build_simulator(config: RunConfig) -> Simulator:
 
 def run_step(engine: StepEngine, batches: Sequence[Batch], ledger: StorageLedger) -> None:
     """Run one step of an engine whose `mark` is the ledger's; it leaves no gradients."""
-    engine.network.train()
+    engine.network.module.train()
     ledger.mark("forward")
     engine.step(batches)
 

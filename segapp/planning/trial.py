@@ -19,7 +19,7 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
 from segapp.errors import DataError
-from segapp.inference.evaluate import EvaluationSettings, evaluate, further_devices
+from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.workspace import HostLimit
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
@@ -50,7 +50,7 @@ def blank_batch(
 
 def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
     """Evaluate two batches of black images as in training, without scores."""
-    others, pixels = further_devices(engine.network), build_pixels(config.data)
+    others, pixels = engine.network.further_devices, build_pixels(config.data)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
 
     def batches() -> Iterator[Batch]:
@@ -68,7 +68,7 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
             host=HostLimit(1 + len(others)),
             other_devices=others,
         )
-        evaluate(engine.evaluated, batches(), settings)
+        evaluate(engine.update.evaluated, batches(), settings)
     except _EnoughSeen:
         return
 
@@ -125,7 +125,7 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
         config, StepLayout(devices.mode, devices.devices, shares=shares, recompute=saved_plan.recompute)
     )
     try:
-        engine.network.train()
+        engine.network.module.train()
         batch = blank_batch(
             scheme,
             config.train.batch_size,

@@ -29,7 +29,6 @@ from segapp.datasets.targets import ClassFrequencies, cached_frequencies, class_
 from segapp.errors import ConfigError
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.models.network import BaseReference
-from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import RunStart
 from segapp.run.words import announce
@@ -231,21 +230,17 @@ def build_controller(
     inbox = Inbox(context.folder if ranks.is_main else None, context.event_log)
     replay = ranks.from_main(applied_after(context.folder.events, step) if ranks.is_main else None)
     batch_split = BatchSplitController(
-        engine.rank_split or engine.network,
+        engine.network,
         config.train.batch_size,
         devices.mode,
-        engine.smallest_chunk,
         saved_plan,
-        engine.ranks,
-        engine.needs_samples,
     )
     gpu0_bsz, shares = split
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=config.parallel.gpu0_bsz == "auto", shares=shares)
     problem = None
     if config.train.compile or config.train.cuda_graph:
         problem = f"train.{'compile' if config.train.compile else 'cuda_graph'} is on"
-    num_devices = len(engine.network.devices) if isinstance(engine.network, DataParallelModel) else 1
-    recompute = RecomputeController(engine.model, num_devices, problem)
+    recompute = RecomputeController(engine.model, len(engine.network.devices), problem)
     memory = context.device_memory
     return CommandController(
         inbox, context.event_log, batch_split, memory, settings, recompute=recompute, replay=replay or ()
@@ -324,7 +319,7 @@ def _build_loaders(
         rank=rank,
         world_size=world_size,
         order=order,
-        divide=None if engine.rank_split is None else engine.rank_split.plan,
+        divide=None if world_size == 1 else engine.network.split_of,
     )
     val_loader = EvalLoader(
         val_set,

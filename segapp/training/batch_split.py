@@ -7,49 +7,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from segapp.chunks import RankSplit
 from segapp.config import LiveSettings
 from segapp.memory.judge import SplitJudge, allocator_room
 from segapp.memory.peaks import PeakModel
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.parallel import DataParallelModel
-from segapp.parallel.distributed import Ranks
+from segapp.training.step.network import TrainedNetwork
 
 
 class BatchSplitController:
     """Applies the batch split, and keeps everything that the run learns about splits in its judge.
 
-    The divider is a network (only a `DataParallelModel` has a split) or the `RankSplit` of ddp. With fewer than two
-    devices or ranks there is nothing to split. The judge is written into the run's events.
+    With fewer than two devices or ranks there is nothing to split. The judge is written into the run's events.
     """
 
     def __init__(
         self,
-        divider: nn.Module | RankSplit,
+        network: TrainedNetwork,
         batch_size: int,
         mode: str,
-        smallest_chunk: int = 1,
         saved_plan: SavedMemoryPlan | None = None,
-        ranks: Ranks | None = None,
-        needs_samples: str | None = None,
     ) -> None:
-        is_split = isinstance(divider, (DataParallelModel, RankSplit)) and len(divider.plan(batch_size)) > 1
-        self._divider: Any = divider if is_split else None
+        is_split = len(network.split_of(batch_size)) > 1
+        self._divider: Any = network.divider if is_split else None
         self.batch_size = batch_size
         self.saved_plan = saved_plan
         self.is_as_planned = True
         """False while steps need a different amount of memory than the plan predicts."""
-        self._ranks = ranks or Ranks()
-        if not is_split:
-            mode = "model" if mode == "model" else "single"
+        self._ranks = network.ranks
         self.judge = SplitJudge(
             batch_size,
             len(self.current or (batch_size,)),
-            mode="ddp" if isinstance(self._divider, RankSplit) else "dp" if is_split else mode,
-            smallest_chunk=smallest_chunk,
-            needs_samples=needs_samples,
+            mode=mode if is_split or mode == "model" else "single",
+            smallest_chunk=network.smallest_chunk,
+            needs_samples=network.needs_samples,
             current=self.current,
             peaks=PeakModel(slope_mib=None if saved_plan is None else saved_plan.slope_mib),
             room=allocator_room(os.environ),

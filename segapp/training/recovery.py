@@ -305,7 +305,7 @@ class OomPolicy:
             return replace(self.fallbacks, is_recomputed=True), f"with {recompute.words('all')}: {_SAME_RESULT}"
         num_pieces = 2 * self.fallbacks.num_pieces
         size = self._batch_size // num_pieces
-        if num_pieces > MAX_PIECES or size < 1 or not self._engine.can_train_on(size, num_pieces):
+        if num_pieces > MAX_PIECES or size < 1 or not self._engine.network.can_train_on(size, num_pieces):
             return None
         words = "the same mean over the step, but BatchNorm computes its statistics from smaller pieces"
         return replace(self.fallbacks, num_pieces=num_pieces), f"with each micro-batch in {num_pieces} pieces: {words}"

@@ -276,7 +276,7 @@ class TrainingReporter:
     val_set: SegmentationDataset
 
     def __post_init__(self) -> None:
-        inner = next((part for part in self.engine.network.modules() if isinstance(part, NormalizedInput)), None)
+        inner = next((part for part in self.engine.network.module.modules() if isinstance(part, NormalizedInput)), None)
         self._compiled_call = None if inner is None else inner.compiled_call
         self._remaining = RemainingTime(self.settings.timetable)
         self._choice: RecomputeChoice | None = None
@@ -350,7 +350,7 @@ class TrainingReporter:
             self.controller.batch_split.current,
             self.oom_policy.fallbacks.num_pieces,
             self.controller.recompute.current,
-            self.engine.is_frozen,
+            bool(self.engine.model.frozen_parameters),
         )
         self._remaining.observe(clock.num_steps, elapsed_s, way)
         steps_left = math.ceil((len(self.train_loader) - at.batch) / self.settings.accumulate)
@@ -366,7 +366,7 @@ class TrainingReporter:
                 data_wait_frac=clock.wait_s / elapsed_s,
                 grad_norm=norm,
                 split=result.split,
-                skipped=int(self.engine.bad_steps),
+                skipped=int(self.engine.update.bad_steps),
                 loss_scale=None if scaler is None else float(scaler.scale),
                 step_s=elapsed_s / max(clock.num_steps, 1),
                 eta_epoch_s=eta_epoch_s,

@@ -273,7 +273,7 @@ class Trainer:
         with clock.during("load"):
             if self.position.batch == 0:  # a run resumed in the middle of an epoch has already emitted its start
                 self._begin_epoch()
-            self.engine.network.train()
+            self.engine.network.module.train()
             at = self.position
             batches = self.train_loader.epoch(at.epoch, at.batch, last_epoch=self.progress.epochs)
             clock.restart()
@@ -365,8 +365,8 @@ class Trainer:
         """Apply the requested settings; they change only here."""
         self.safe_point.check(is_boundary=True)
         last_frozen = self.settings.freeze_epochs
-        is_frozen = last_frozen is not None and self.engine.is_frozen
-        is_thawing = last_frozen is not None and is_frozen and self.position.epoch > last_frozen
+        is_frozen = last_frozen is not None and bool(self.engine.model.frozen_parameters)
+        is_unfreezing = last_frozen is not None and is_frozen and self.position.epoch > last_frozen
         requested = self.controller.settings_for_step(self.position.step, is_frozen=is_frozen)
         requested = self.ranks.from_main(requested)
         if requested.recompute != self.live.recompute:
@@ -378,9 +378,9 @@ class Trainer:
             accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes
         self.controller.apply(requested, self.progress.command_position())
         self.device_memory.reset_observed()
-        if is_thawing:
+        if is_unfreezing:
             self.controller.batch_split.clear_peaks()  # they lack gradients and optimizer state of frozen parameters
-            self.engine.thaw()
+            self.engine.unfreeze()
         self.progress.begin_epoch()
         self.reporter.epoch_start(self._lr(self.position.step + 1))
 
@@ -413,7 +413,7 @@ class Trainer:
             self._judge_epoch()
         if self._is_evaluation_due():
             found = self.evaluate()
-            if found.loss is None and not self.engine.is_loss_scale_falling:
+            if found.loss is None and not self.engine.update.is_loss_scale_falling:
                 self._end_diverged(f"the validation loss is not finite after step {self.position.step}")
             self.position.is_evaluated = True
             value = found.monitored(settings.monitor)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate, further_devices
+from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate
 from segapp.inference.predict import colorize, predict_image
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
@@ -108,7 +108,7 @@ class Validation:
         self.loader = loader
         self._engine, self._inference, self._scheme = engine, inference, scheme
         self._samples = samples
-        self._others = further_devices(engine.network)
+        self._others = engine.network.further_devices
         self._host = HostLimit(engine.ranks.world_size * (1 + len(self._others)))
         self._num_checks = max(engine.ranks.gather(len(loader)))
 
@@ -134,7 +134,7 @@ class Validation:
         check()
         ranks, settings = self._engine.ranks, self._settings(fallbacks)
         return evaluate(
-            self._engine.evaluated,
+            self._engine.update.evaluated,
             self.loader.batches(reads_windows=settings.reads_windows),
             settings,
             check=check,
@@ -158,4 +158,4 @@ class Validation:
     def draw_samples(self, epoch: int, fallbacks: MemoryFallbacks) -> None:
         """Draw the sample pictures of an epoch; every rank must call it."""
         if self._samples is not None:
-            self._samples.draw(self._engine.evaluated, epoch, fallbacks.adapted, self._host)
+            self._samples.draw(self._engine.update.evaluated, epoch, fallbacks.adapted, self._host)

@@ -26,6 +26,7 @@ from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingProgress
 from segapp.training.reporting import ActivityLog
 from segapp.training.signals import StopSignals
+from segapp.training.step.network import TrainedNetwork
 from segapp.training.trainer import SafePoint
 from tests.support.runs import events, merged, train
 
@@ -61,10 +62,11 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
     watch = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
     inbox = Inbox(folder, event_log)
     context = RunContext(folder, event_log, Ranks(), StopSignals(), watch)
+    linear: Any = torch.nn.Linear(1, 1)
     controller = CommandController(
         inbox,
         event_log,
-        BatchSplitController(torch.nn.Linear(1, 1), 2, "single"),
+        BatchSplitController(TrainedNetwork(linear, linear, torch.device("cpu")), 2, "single"),
         watch,
         LiveSettings(),
         recompute=RecomputeController(torch.nn.Linear(1, 1)),

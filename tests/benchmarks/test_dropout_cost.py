@@ -34,7 +34,7 @@ def test_time_of_a_step(name: str) -> None:
     model = {"weights": None, "weights_backbone": None, **NETWORKS[name]}
     config = validate_config({"name": "r", "data": data, "model": model, "train": {"batch_size": 4, "ema": None}})
     engine = build_trial_engine(config, StepLayout("single", (torch.device("cpu"),)))
-    engine.network.train()
+    engine.network.module.train()
     batches = [blank_batch(build_scheme(config.data), 4, (256, 256))]
     masks, seconds, launches = engine.masks, {True: [], False: []}, {}  # type: ignore[var-annotated]
     for number in range(16):

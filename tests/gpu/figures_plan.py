@@ -187,7 +187,7 @@ def _fits(config: RunConfig, place: torch.device, allowed_mib: float) -> bool:
 def _engine(config: RunConfig, place: torch.device) -> StepEngine:
     _free(place)
     engine = build_trial_engine(config, StepLayout("single", (place,)))
-    engine.network.train()
+    engine.network.module.train()
     return engine
 
 

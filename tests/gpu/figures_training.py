@@ -110,7 +110,7 @@ def plain_step(config: RunConfig, engine: StepEngine, batch: Batch) -> Callable[
 
 
 def _normalized(engine: StepEngine) -> NormalizedInput:
-    return next(module for module in engine.network.modules() if isinstance(module, NormalizedInput))
+    return next(module for module in engine.network.module.modules() if isinstance(module, NormalizedInput))
 
 
 def small_cases(device: str) -> list[Case]:
@@ -175,7 +175,7 @@ def engine_of(config: RunConfig, place: torch.device, wanted: Mode) -> Iterator[
         try:
             with _fake_group() if wanted == "ddp" else nullcontext():
                 engine = _built(config, place, wanted)
-                engine.network.train()
+                engine.network.module.train()
                 yield engine
                 del engine
         finally:
@@ -189,8 +189,9 @@ def _built(config: RunConfig, place: torch.device, wanted: Mode) -> StepEngine:
         return build_trial_engine(config, StepLayout("single", (place,)))
     if wanted == "dp":
         engine = build_trial_engine(config, StepLayout("dp", (place,) * NUM_PARTS))
-        assert isinstance(engine.network, DataParallelModel)
-        engine.network.mode = "threads"  # of one device named three times it would be "lockstep", as dropout asks for
+        assert isinstance(engine.network.module, DataParallelModel)
+        # Of one device named three times it would be "lockstep", as dropout asks for.
+        engine.network.module.mode = "threads"
         return engine
     assembler = StepAssembler(with_precision(config, (place,)), build_scheme(config.data))
     layout = StepLayout("ddp", (place,))
@@ -198,8 +199,9 @@ def _built(config: RunConfig, place: torch.device, wanted: Mode) -> StepEngine:
     parts = assembler.build_parts(layout, lambda _: [1.0] * num_classes, with_weights=False)
     # Backend gloo: the fake group then serves the exchanges of Python values too.
     engine = assembler.assemble(parts, layout, ranks=Ranks(RankInfo(0, NUM_PARTS, 0, place, "gloo")))
-    assert isinstance(engine.network, DistributedDataParallel)
-    engine.network.register_comm_hook(None, _all_reduce_bucket)  # work of the fake group has no result for the reducer
+    assert isinstance(engine.network.module, DistributedDataParallel)
+    # Work of the fake group has no result for the reducer.
+    engine.network.module.register_comm_hook(None, _all_reduce_bucket)
     return engine
 
 
@@ -224,7 +226,7 @@ def _all_reduce_bucket(_state, bucket):  # no annotations: DDP checks them, and 
 
 def mode_of(engine: StepEngine) -> str:
     """Return how an engine works, read from its modules: what is timed has no other name."""
-    network = engine.network
+    network = engine.network.module
     num_synced = sum(isinstance(module, SyncBatchNorm) for module in engine.model.modules())
     batchnorm = "SyncBatchNorm" if num_synced else "BatchNorm"
     if isinstance(network, DataParallelModel) and len(network.devices) > 1:
@@ -242,10 +244,9 @@ def batch_of(config: RunConfig, engine: StepEngine, place: torch.device) -> Batc
 
     They lie on the device; in dp, which scatters them, in pinned memory of the host.
     """
-    num_images = config.train.batch_size
-    if engine.rank_split is not None:
-        num_images = engine.rank_split.plan(num_images)[0]
-    is_scattered = isinstance(engine.network, DataParallelModel) and len(engine.network.devices) > 1
+    num_images, is_scattered = config.train.batch_size, len(engine.network.devices) > 1
+    if not is_scattered:
+        num_images = engine.network.split_of(num_images)[0]
     where = "cpu" if is_scattered else str(place)
     batch = blank_batch(build_scheme(config.data), num_images, config.data.crop_px, device=where)
     if is_scattered and place.type == "cuda":

@@ -134,7 +134,7 @@ def test_out_of_memory_leaves_the_step_without_trace(device: str) -> None:
     config = figures_config(True, batch_size=32, ema=None)
     with numerics(deterministic=False, tf32=True):
         engine = build_trial_engine(config, StepLayout("single", (torch.device(device),)))
-        engine.network.train()
+        engine.network.module.train()
         batch = blank_batch(build_scheme(config.data), 32, config.data.crop_px)
         before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
         total = torch.cuda.get_device_properties(0).total_memory

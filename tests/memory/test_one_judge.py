@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,6 +20,7 @@ from segapp.memory.judge import SplitVerdict
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import GpuSpec, OverheadEstimate, Planner
 from segapp.parallel import DataParallelModel
+from segapp.parallel.distributed import Ranks
 from segapp.run.commands import SetCommand, parse_command, send_command
 from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunStart, Step
 from segapp.run.events.writer import EventLog
@@ -27,6 +29,7 @@ from segapp.training.batch_split import BatchSplitController
 from segapp.training.commands import CommandController, RecomputeController
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
+from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.tui.devices import gpu0_content
 from segapp.tui.dialogs import Gpu0Screen
 from segapp.tui.widgets import ascii_text
@@ -34,6 +37,9 @@ from segapp.view.source import Status
 from segapp.view.view import View, fold_events
 
 FIXED_MIB, SLOPE_MIB = (300.0, 200.0, 200.0), 100.0
+
+
+CPU = torch.device("cpu")
 
 
 class Counters:
@@ -69,14 +75,16 @@ class TrainedRun:
         log = EventLog(self.writer)
         self.devices = [DeviceInfo(f"cuda:{i}", f"GPU-{i}", total_mib) for i in range(num_devices)]
         self.counters = [Counters() for _ in self.devices]
-        divider: Any = nn.Linear(1, 1)
+        model: Any = nn.Linear(1, 1)
+        network = TrainedNetwork(model, model, CPU)
         if mode == "dp":
-            divider = DataParallelModel(divider, ["cpu"] * num_devices, full_batch=batch_size)
+            network = ReplicatedNetwork(
+                model, DataParallelModel(model, ["cpu"] * num_devices, full_batch=batch_size), CPU
+            )
         elif mode == "ddp":
-            divider = RankSplit(num_devices, full_batch=batch_size)
-        self.split = BatchSplitController(
-            divider, batch_size, mode, smallest_chunk=smallest_chunk, needs_samples=needs_samples
-        )
+            network = RankNetwork(model, lambda: model, CPU, Ranks(), RankSplit(num_devices, full_batch=batch_size))
+        network.smallest_chunk, network.needs_samples = smallest_chunk, needs_samples
+        self.split = BatchSplitController(network, batch_size, mode)
         memory = DeviceMemoryTracker(self.devices, self.counters)
         self.controller = CommandController(
             Inbox(self.folder, log),

@@ -35,7 +35,7 @@ def test_frozen_backbone_has_no_gradient_and_fixed_statistics(model: Segmentatio
     changed = {name for name, value in model.named_buffers() if not torch.equal(value, before[name])}
     assert changed
     assert all(name.startswith("classifier.") for name in changed)
-    assert sorted(model.thaw()) == sorted(frozen)
+    assert sorted(model.unfreeze()) == sorted(frozen)
     model.train()
     assert all(module.training for module in model.modules())
     assert all(p.requires_grad for p in model.parameters())

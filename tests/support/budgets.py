@@ -44,8 +44,8 @@ _HELD = "held"
 def held_tensors(engine: StepEngine) -> list[Tensor]:
     """Weights, buffers, optimizer states and averages, which an engine keeps between two steps on the first device."""
     modules: list[torch.nn.Module] = [engine.model, engine.criterion]
-    modules += [] if engine.average is None else [engine.average.module]
-    optimizers, guards = [engine.optimizer], [engine.guard]
+    modules += [] if engine.update.average is None else [engine.update.average.module]
+    optimizers, guards = [engine.update.optimizer], [engine.guard]
     for participant in engine.participants:
         if isinstance(participant, CriticTrainer):
             modules.append(participant.critic)
@@ -56,7 +56,7 @@ def held_tensors(engine: StepEngine) -> list[Tensor]:
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     return [
         *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())),
-        *(parameter for group in engine.optimizer.param_groups for parameter in group["params"]),
+        *(parameter for group in engine.update.optimizer.param_groups for parameter in group["params"]),
         *(tensor for guard in guards for tensor in guard.kept),
         *(value for value in states if isinstance(value, Tensor)),
     ]
@@ -252,7 +252,7 @@ class LimitCounters:
 
 def limit_of(engine: StepEngine, limits_mib: Sequence[float], phase: Callable[[], str]) -> MemoryLimit:
     """The limits of an engine's logical devices, counted from now on."""
-    network = engine.network
+    network = engine.network.module
 
     def busy() -> Sequence[int]:
         split = network.last_split if isinstance(network, DataParallelModel) else (1,)
@@ -267,7 +267,7 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `parallel.memory_budget_mib` hold on logical devices of the CPU, in trainings of this process."""
     limits: dict[str, MemoryLimit] = {}
     by_engine: dict[int, MemoryLimit] = {}
-    assemble, step, thaw = StepAssembler.assemble, StepEngine.step, StepEngine.thaw
+    assemble, step, unfreeze = StepAssembler.assemble, StepEngine.step, StepEngine.unfreeze
     device_infos, counters_of = session._device_infos, counters.counters_of
     validate, evaluate_blank = Validation.run, trial.evaluate_blank
 
@@ -300,8 +300,8 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         with within(self):
             return step(self, *args, **options)
 
-    def thaw_within(self: StepEngine) -> None:
-        thaw(self)
+    def unfreeze_within(self: StepEngine) -> None:
+        unfreeze(self)
         if id(self) in by_engine:
             by_engine[id(self)].hold_training(self)
 
@@ -327,6 +327,6 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "counters_of", logical_counters)
     monkeypatch.setattr(StepAssembler, "assemble", assemble_within)
     monkeypatch.setattr(StepEngine, "step", step_within)
-    monkeypatch.setattr(StepEngine, "thaw", thaw_within)
+    monkeypatch.setattr(StepEngine, "unfreeze", unfreeze_within)
     monkeypatch.setattr(Validation, "run", validate_within)
     monkeypatch.setattr(trial, "evaluate_blank", evaluate_within)

@@ -25,15 +25,15 @@ from segapp.training.step.engine import StepEngine
 
 def description(engine: StepEngine) -> dict[str, Any]:
     """Return types, shapes, precisions and settings of everything that a step consists of."""
-    groups = engine.optimizer.param_groups
+    groups = engine.update.optimizer.param_groups
     return {
         "model": {name: type(module).__name__ for name, module in engine.model.named_modules()},
         "parameters": _tensors(engine.model.named_parameters()),
         "buffers": _tensors(engine.model.named_buffers()),
-        "network": _wrappers(engine.network),
-        "split": engine.split_of(6) if hasattr(engine.network, "plan") else None,
+        "network": _wrappers(engine.network.module),
+        "split": engine.network.split_of(6),
         "criterion": [type(part).__name__ for part in engine.criterion.modules()],
-        "optimizer": type(engine.optimizer).__name__,
+        "optimizer": type(engine.update.optimizer).__name__,
         "groups": [
             {
                 **{key: value for key, value in group.items() if isinstance(value, (int, float, bool, tuple))},
@@ -42,9 +42,9 @@ def description(engine: StepEngine) -> dict[str, Any]:
             for group in groups
         ],
         "precision": [engine.precision.name, str(engine.precision.input_dtype), engine.precision.scaler is not None],
-        "average": None if engine.average is None else type(engine.average.module).__name__,
+        "average": None if engine.update.average is None else type(engine.update.average.module).__name__,
         "participants": [type(participant).__name__ for participant in engine.participants],
-        "clip": engine.clip_grad_norm,
+        "clip": engine.update.clip_grad_norm,
     }
 
 

@@ -45,7 +45,9 @@ from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.launch import STORE_VARIABLE
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
+from segapp.training.step.network import RankNetwork, TrainedNetwork
 from segapp.training.step.participant import UpdateCount
+from segapp.training.step.update import WeightUpdate
 
 FULL_BATCH = 8
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -132,27 +134,21 @@ def engine_of(
     model = build().double().to(device)
     mask_by_sample(model)
     inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64).to(device))  # type: ignore[arg-type]
-    network: nn.Module = inner
-    rank_split = None
+    network = TrainedNetwork(model, inner, device)  # type: ignore[arg-type]
     if ranks is not None:
         convert_sync_batchnorm(model)
-        network = wrap_ddp(inner, device)
         rank_split = RankSplit(ranks.world_size, full_batch=FULL_BATCH, **split)
+        network = RankNetwork(model, partial(wrap_ddp, inner, device), device, ranks, rank_split)  # type: ignore[arg-type]
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.01}]
     optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
     masking = getattr(model, "masking", None)
     participants = [] if masking is None else [UpdateCount(masking)]
     precision = Precision("fp32", device)
     return StepEngine(
-        model,  # type: ignore[arg-type]
         network,
         criterion.double().to(device),
-        optimizer,
-        precision,
-        clip_grad_norm=1.0,
-        rank_split=rank_split,
+        WeightUpdate(model, optimizer, precision, clip_grad_norm=1.0),  # type: ignore[arg-type]
         participants=participants,
-        ranks=ranks,
         masks=SampleMasks(model, 5),
     )
 
@@ -185,16 +181,16 @@ def errors_of(
     ours, alone = engine_of(criterion(), ranks, build, **splits[0]), engine_of(criterion(), None, build)
     errors = [0.0, 0.0]
     for number, split in enumerate(splits):
-        assert ours.rank_split is not None
-        ours.rank_split.shares, ours.rank_split.gpu0_bsz = split.get("shares"), split.get("gpu0_bsz")
+        assert ours.network.divider is not None
+        ours.network.divider.shares, ours.network.divider.gpu0_bsz = split.get("shares"), split.get("gpu0_bsz")
         whole = [images_of(size, 10 * number + i) for i, size in enumerate(sizes)]
         for i, each in enumerate(whole):
             each.epoch, each.first = number, 8 * i
-        own = [part(each, ours.rank_split.plan(len(each)), ranks.rank) for each in whole]
+        own = [part(each, ours.network.split_of(len(each)), ranks.rank) for each in whole]
         result = ours.step(own, num_samples=sizes[0])
         with as_one_device():
             expected = alone.step(whole)
-        assert result.split == list(ours.rank_split.plan(sizes[0]))
+        assert result.split == ours.network.split_of(sizes[0])
         errors[0] = max(errors[0], abs(float(result.loss - expected.loss)))
         errors[1] = max(errors[1], abs(float(result.grad_norm - expected.grad_norm)))
     pairs = zip(state_of(ours), state_of(alone), strict=True)
@@ -214,8 +210,7 @@ def as_one_device() -> Iterator[None]:
 def collectives_of_a_step(ranks: Ranks, num_micro_batches: int) -> dict[str, int]:
     """Count the exchanges that Python code begins in the third step; those of DDP's reducer are in C++."""
     engine = engine_of(CriterionCE(), ranks)
-    assert engine.rank_split is not None
-    own = [part(images_of(FULL_BATCH, i), engine.rank_split.plan(FULL_BATCH), ranks.rank) for i in range(4)]
+    own = [part(images_of(FULL_BATCH, i), engine.network.split_of(FULL_BATCH), ranks.rank) for i in range(4)]
     for _ in range(2):
         engine.step(own[:num_micro_batches])
     with counted_collectives() as counts:
@@ -246,8 +241,7 @@ def recomputed_steps(ranks: Ranks) -> dict[str, Any]:
     split: dict[str, Any] = {} if ranks.world_size == 1 else {"shares": shares}
     kept, again = (engine_of(CriterionCE(), ranks, **split) for _ in range(2))
     set_recompute(again.model, [sets[ranks.rank % 3]])
-    assert kept.rank_split is not None
-    own = [part(images_of(FULL_BATCH, i), kept.rank_split.plan(FULL_BATCH), ranks.rank) for i in range(3)]
+    own = [part(images_of(FULL_BATCH, i), kept.network.split_of(FULL_BATCH), ranks.rank) for i in range(3)]
     exchanged = []
     for engine in (kept, again):
         engine.step(own[:1])
@@ -264,8 +258,7 @@ def resumed_step(ranks: Ranks) -> float:
     """Return the largest difference between three steps, and two that were saved, loaded and followed by one."""
     split = list(splits_of(ranks.world_size).values())[-1]
     whole, parts = (engine_of(CriterionCE(), ranks, **split) for _ in range(2))
-    assert whole.rank_split is not None
-    own = [part(images_of(FULL_BATCH, i), whole.rank_split.plan(FULL_BATCH), ranks.rank) for i in range(3)]
+    own = [part(images_of(FULL_BATCH, i), whole.network.split_of(FULL_BATCH), ranks.rank) for i in range(3)]
     for each in own:
         whole.step([each])
     for each in own[:2]:

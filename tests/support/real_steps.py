@@ -51,7 +51,7 @@ def config_of(model, crop=(128, 160), **sections):
 
 def static_bytes(engine):
     tensors = [*engine.model.parameters(), *engine.model.buffers(), *engine.guard.kept]
-    tensors += [t for state in engine.optimizer.state.values() for t in state.values()]
+    tensors += [t for state in engine.update.optimizer.state.values() for t in state.values()]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -148,8 +148,8 @@ if __name__ == "__main__":
     for split in splits:
         engine, batch = real_engine(own, split), own.batch(sum(split))
         measured.append(measured_mib(engine, batch))
-        if engine.is_frozen:
-            engine.thaw()
+        if engine.model.frozen_parameters:
+            engine.unfreeze()
             measured.append(measured_mib(engine, batch))
     for (split, simulated), mib in zip(rows, measured, strict=True):
         print(json.dumps((split, mib, simulated)))

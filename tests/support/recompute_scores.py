@@ -75,7 +75,7 @@ def step_seconds(simulator: Simulator, ways: dict[str, tuple[str, ...]]) -> dict
     batch, found = simulator.batch(BATCH), dict.fromkeys(ways, float("inf"))
     for number in range(NUM_STEPS):
         for way, engine in engines.items():
-            engine.network.train()
+            engine.network.module.train()
             began = time.process_time()
             engine.step([batch])
             if number:  # the first allocates

@@ -263,7 +263,7 @@ def test_freeze_thaw_and_layer_decay_apply_to_adapters(base: dict[str, Any]) -> 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     assert not any(name.startswith(("encoder.blocks.0.", "decoder.")) for name in trained)
-    thawed = set(model.thaw())
+    thawed = set(model.unfreeze())
     now = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert now == trained | thawed
     assert all(".lora_" in name for name in now if name.startswith("encoder."))

@@ -15,7 +15,7 @@ from segapp.errors import ConfigError, DataError, RunError
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest, plan_request
 from segapp.session.session import run_session
-from segapp.training.step.engine import may_update
+from segapp.training.step.update import may_update
 from tests.support import ROOT
 from tests.support.runs import differing, events, merged, train
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +52,9 @@ from segapp.training.step.distill_assembly import (
 )
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.graph import StepGraph
+from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.training.step.participant import StepParticipant, UpdateCount
+from segapp.training.step.update import WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -293,52 +296,26 @@ class StepAssembler:
         config, device, model = self.config, layout.devices[0], parts.model
         is_one_device = layout.mode == "dp" and len(layout.devices) == 1
         check_mode(config, "single" if is_one_device else layout.mode)
-        ranks = ranks or Ranks()
         if backend is None:
-            views = config.parallel.gradient_as_bucket_view
-            backend = RealDevices(gradient_as_bucket_view=views)
+            backend = RealDevices(gradient_as_bucket_view=config.parallel.gradient_as_bucket_view)
         precision = Precision(config.train.precision, device)
         normalizer = build_normalizer(config.data, precision.input_dtype).to(device)
-        bare = NormalizedInput(model, normalizer)
         inner = self._inner(parts, layout, backend, normalizer)
-        rank_split = self._rank_split(layout, ranks) if layout.mode == "ddp" else None
-        network = self._wrapped(inner, bare, layout, backend, rank_split)
-        if self.config.train.compile and backend.has_values:  # after the checks, which use the network otherwise
-            inner.compile_training()
-        optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)
-        smallest, needs_samples = 1, None
-        divider = network if isinstance(network, DataParallelModel) else rank_split
-        if backend.has_values and divider is not None and not config.parallel.sync_bn:
-            smallest = smallest_chunk(bare, self._example())
-            split = divider.plan(config.train.batch_size)
-            if any(0 < size < smallest for size in split):
-                raise ConfigError(
-                    f"parallel: split {list(split)} leaves a BatchNorm layer a single value per channel: set "
-                    "parallel.sync_bn to true, or give 2 samples or more to every device that has any",
-                    key="parallel",
-                )
-        if backend.has_values and rank_split is not None:
-            needs_samples = self._needs_samples(inner, criterion, precision, rank_split)
-
-        def thawed(names: Sequence[str]) -> tuple[nn.Module, list[Mapping[str, Any]]]:
-            again = self._wrapped(inner, bare, layout, backend, rank_split) if layout.mode == "ddp" else network
-            return again, build_parameter_groups(config.optim, model, precision, names)
-
-        engine = StepEngine(
+        network = self._network(model, inner, layout, backend, ranks or Ranks(), criterion, precision)
+        update = WeightUpdate(
             model,
-            network,
-            criterion,
-            optimizer,
+            build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision)),
             precision,
             average=self._average(model),
             clip_grad_norm=config.optim.clip_grad_norm,
-            smallest_chunk=smallest,
-            rank_split=rank_split,
-            needs_samples=needs_samples,
-            thawed=thawed if model.frozen_parameters else None,
-            participants=self._participants(model, network, inner, device, ranks),
-            ranks=ranks,
+            groups_of=partial(build_parameter_groups, config.optim, model, precision),
+        )
+        engine = StepEngine(
+            network,
+            criterion,
+            update,
+            participants=self._participants(network, inner),
             graph=self._graph(model, criterion, device) if has_graph else None,
             masks=SampleMasks(model, config.seed) if backend.has_values else None,
             mark=mark,
@@ -375,40 +352,14 @@ class StepAssembler:
         base = [p for name, p in named if not p.requires_grad and name not in model.frozen_parameters]
         return WeightAverage(model, self.config.train.ema, base)
 
-    def _participants(
-        self, model: SegmentationModel, network: nn.Module, inner: NormalizedInput, device: torch.device, ranks: Ranks
-    ) -> list[StepParticipant]:
+    def _participants(self, network: TrainedNetwork, inner: NormalizedInput) -> list[StepParticipant]:
         """Return the participants of every step that config or model ask for."""
         found: list[StepParticipant] = []
         if isinstance(inner, DistilledInput):
-            found += build_distillation(self.config, network, inner, device, ranks)
-        if isinstance(model, EomtModel) and model.masking is not None:
-            found.append(UpdateCount(model.masking))
+            found += build_distillation(self.config, network, inner)
+        if isinstance(network.model, EomtModel) and network.model.masking is not None:
+            found.append(UpdateCount(network.model.masking))
         return found
-
-    def _needs_samples(
-        self, inner: NormalizedInput, criterion: AdditiveCriterion, precision: Precision, rank_split: RankSplit
-    ) -> str | None:
-        """Return why every rank needs samples in each step; None if it need not; ConfigError if one has none."""
-        target = torch.zeros(
-            0, *self.config.data.crop_px, dtype=getattr(torch, self.scheme.dtype.name), device=precision.device
-        )
-
-        def loss(outputs: Any) -> Tensor:
-            first, *others = (part.sum() for part in criterion.statistics(outputs, target))
-            return sum(others, first)
-
-        example = self._example().to(next(inner.parameters()).device)
-        problem = no_samples_problem(inner, example, autocast=precision.autocast, loss=loss)
-        shares = rank_split.plan(self.config.train.batch_size)
-        if problem is not None and 0 in shares:
-            raise ConfigError(
-                f"parallel: split {list(shares)} leaves a rank without samples, and {problem}: give every "
-                "rank one, or use parallel.mode=dp",
-                key="parallel.mode",
-                value="ddp",
-            )
-        return problem
 
     def _check_deterministic(self) -> None:
         """Raise ConfigError for a term of distillation that has no deterministic form on CUDA."""
@@ -429,45 +380,89 @@ class StepAssembler:
         teacher = build_teacher(self.teacher, layout.devices, normalizer.dtype, backend.copy_to)
         return build_distilled_input(config, model, normalizer, teacher, parts.critic, device)
 
-    def _rank_split(self, layout: StepLayout, ranks: Ranks) -> RankSplit:
-        """Return the split of a batch over the ranks."""
-        batch_size = self.config.train.batch_size
-        if batch_size < ranks.world_size:
-            raise ConfigError(
-                f"parallel: {ranks.world_size} ranks cannot share train.batch_size = {batch_size}: "
-                f"use {ranks.world_size} or more",
-                key="train.batch_size",
-                value=batch_size,
-            )
-        try:
-            return RankSplit(ranks.world_size, layout.gpu0_bsz, shares=layout.shares, full_batch=batch_size)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"parallel: {error}", key="parallel") from None
-
-    def _wrapped(
+    def _network(
         self,
+        model: SegmentationModel,
         inner: NormalizedInput,
-        bare: NormalizedInput,
         layout: StepLayout,
         backend: DeviceBackend,
-        rank_split: RankSplit | None,
-    ) -> nn.Module:
-        """Return `inner` on its devices, wrapped as the mode requires."""
+        ranks: Ranks,
+        criterion: AdditiveCriterion,
+        precision: Precision,
+    ) -> TrainedNetwork:
+        """Return `inner`, which contains the model, on its devices and divided as the mode requires."""
+        device, batch_size = layout.devices[0], self.config.train.batch_size
+        network: TrainedNetwork
         try:
-            if rank_split is not None:
-                return backend.wrap_ddp(inner, layout.devices[0], self._example())
-            if layout.mode == "model":
+            if layout.mode == "ddp":
+                if batch_size < ranks.world_size:
+                    raise ConfigError(
+                        f"parallel: {ranks.world_size} ranks cannot share train.batch_size = {batch_size}: "
+                        f"use {ranks.world_size} or more",
+                        key="train.batch_size",
+                        value=batch_size,
+                    )
+                split = RankSplit(ranks.world_size, layout.gpu0_bsz, shares=layout.shares, full_batch=batch_size)
+                wrap = partial(backend.wrap_ddp, inner, device, self._example())
+                network = RankNetwork(model, wrap, device, ranks, split, has_masters=precision.has_masters)
+            elif layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.
-                example = self._example().to(bare.normalizer.dtype).expand(2, -1, -1, -1)
-                stages = backend.stages(bare.model, layout, example)
-                place_stages(bare.model, stages, layout.devices[0], layout.devices[0])
-                return inner
-            full_batch = self.config.train.batch_size if layout.shares is None else None
-            options: Any = {"shares": layout.shares, "full_batch": full_batch}
-            options["mode"] = backend.replica_mode(layout.devices)
-            return DataParallelModel(inner, layout.devices, layout.gpu0_bsz, **options)
+                example = self._example().to(inner.normalizer.dtype).expand(2, -1, -1, -1)
+                place_stages(model, backend.stages(model, layout, example), device, device)
+                network = TrainedNetwork(model, inner, device)
+            else:
+                replicas = DataParallelModel(
+                    inner,
+                    layout.devices,
+                    layout.gpu0_bsz,
+                    shares=layout.shares,
+                    full_batch=batch_size if layout.shares is None else None,
+                    mode=backend.replica_mode(layout.devices),
+                )
+                network = ReplicatedNetwork(model, replicas, device)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"parallel: {error}", key="parallel") from None
+        if backend.has_values and network.divider is not None:
+            self._check_chunks(network, inner, criterion, precision)
+        if self.config.train.compile and backend.has_values:  # after the checks, which use the network otherwise
+            inner.compile_training()
+        return network
+
+    def _check_chunks(
+        self, network: TrainedNetwork, inner: NormalizedInput, criterion: AdditiveCriterion, precision: Precision
+    ) -> None:
+        """Set how many samples each device needs; ConfigError if the split gives one fewer."""
+        split = network.split_of(self.config.train.batch_size)
+        if not self.config.parallel.sync_bn:
+            network.smallest_chunk = smallest_chunk(NormalizedInput(network.model, inner.normalizer), self._example())
+        if any(0 < size < network.smallest_chunk for size in split):
+            raise ConfigError(
+                f"parallel: split {split} leaves a BatchNorm layer a single value per channel: set "
+                "parallel.sync_bn to true, or give 2 samples or more to every device that has any",
+                key="parallel",
+            )
+        if isinstance(network, RankNetwork):
+            network.needs_samples = self._needs_samples(inner, criterion, precision)
+            if network.needs_samples is not None and 0 in split:
+                raise ConfigError(
+                    f"parallel: split {split} leaves a rank without samples, and {network.needs_samples}: give every "
+                    "rank one, or use parallel.mode=dp",
+                    key="parallel.mode",
+                    value="ddp",
+                )
+
+    def _needs_samples(self, inner: NormalizedInput, criterion: AdditiveCriterion, precision: Precision) -> str | None:
+        """Return why every rank needs samples in each step; None if it need not."""
+        target = torch.zeros(
+            0, *self.config.data.crop_px, dtype=getattr(torch, self.scheme.dtype.name), device=precision.device
+        )
+
+        def loss(outputs: Any) -> Tensor:
+            first, *others = (part.sum() for part in criterion.statistics(outputs, target))
+            return sum(others, first)
+
+        example = self._example().to(next(inner.parameters()).device)
+        return no_samples_problem(inner, example, autocast=precision.autocast, loss=loss)
 
     def _example(self) -> Tensor:
         return torch.zeros(1, self.pixels.num_bands, *self.config.data.crop_px, dtype=self.pixels.torch_dtype)
@@ -475,12 +470,11 @@ class StepAssembler:
 
 def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:
     """Tag the tensors that an engine holds between two steps in addition to the weights."""
-    own = {id(parameter) for parameter in engine.model.parameters()}
-    optimizers = [engine.optimizer, *(each for p in engine.participants for each in p.optimizers())]
-    updated = [p for group in engine.optimizer.param_groups for p in group["params"]]
-    backend.tag((p for p in updated if id(p) not in own), "masters")
-    if engine.average is not None:
-        backend.tag((*engine.average.module.parameters(), *engine.average.module.buffers()), "average")
+    update, own = engine.update, {id(parameter) for parameter in engine.model.parameters()}
+    optimizers = [update.optimizer, *(each for p in engine.participants for each in p.optimizers())]
+    backend.tag((p for p in update.parameters() if id(p) not in own), "masters")
+    if update.average is not None:
+        backend.tag((*update.average.module.parameters(), *update.average.module.buffers()), "average")
         backend.tag(engine.model.parameters(), "weights")  # the average may share some of them
     backend.tag((*engine.model.buffers(), *engine.guard.kept), "buffers")
     states = [state for each in optimizers for state in each.state.values()]

@@ -46,8 +46,8 @@ class CriticTrainer(StepParticipant):
     for its own maps. Both use the other's weights from before the step. Random numbers depend only on (seed, step,
     image).
 
-    The network is a `DataParallelModel` around the critic, or the critic itself. The optimizer's groups have
-    `lr_factor`; `factor` is the weight of the penalty.
+    The network is a `DataParallelModel` around the critic, or the critic itself; `student` is then the student's, whose
+    split it takes over. The optimizer's groups have `lr_factor`; `factor` is the weight of the penalty.
     """
 
     name = "distillation"
@@ -63,7 +63,9 @@ class CriticTrainer(StepParticipant):
         penalty: PenaltyKind,
         factor: float,
         seed: int,
+        student: nn.Module | None = None,
     ) -> None:
+        self._student = student
         self.critic, self.network, self.optimizer, self.precision = critic, network, optimizer, precision
         self.ranks, self.penalty, self.factor, self.seed = ranks, penalty, factor, seed
         self.device = precision.device
@@ -77,11 +79,11 @@ class CriticTrainer(StepParticipant):
         self._seen: list[tuple[Tensor, Tensor]] = []
         critic.requires_grad_(False)  # except in its own update: the student's backward pass goes through it
 
-    def begin(self, network: nn.Module) -> None:
+    def begin(self) -> None:
         """Store the state for `rollback`, and divide batches over the devices as the student's network does."""
-        if isinstance(self.network, DataParallelModel) and isinstance(network, DataParallelModel):
-            self.network.shares = network.shares
-            self.network.gpu0_bsz = network.gpu0_bsz
+        if isinstance(self.network, DataParallelModel) and isinstance(self._student, DataParallelModel):
+            self.network.shares = self._student.shares
+            self.network.gpu0_bsz = self._student.gpu0_bsz
         self._guard.remember()
         self.forget()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from segapp.losses import AdditiveCriterion, CriterionDistilled
 from segapp.models import Critic, SegmentationModel, critic_size
 from segapp.models.normalizer import Normalizer
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm
-from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.distill import (
     HOLISTIC,
@@ -31,6 +30,7 @@ from segapp.training.step.distill import (
     Teacher,
     TeacherIdentity,
 )
+from segapp.training.step.network import TrainedNetwork
 from segapp.training.step.participant import StepParticipant
 
 if TYPE_CHECKING:
@@ -152,37 +152,36 @@ def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
     return Precision("amp-fp16" if name == "fp16" else name, device)
 
 
-def build_distillation(
-    config: RunConfig, network: nn.Module, inner: DistilledInput, device: torch.device, ranks: Ranks
-) -> list[StepParticipant]:
+def build_distillation(config: RunConfig, network: TrainedNetwork, inner: DistilledInput) -> list[StepParticipant]:
     """Build the participants of the distillation; a critic is trained on the devices of the student's network.
 
-    `network` is the student's wrapped network, `inner` the same without the wrapper, and `device` the first device.
+    `network` is the student's, and `inner` the same without its division over devices.
     """
     assert config.distill is not None
     critic = inner.critic
     identity = TeacherIdentity(inner.teacher)
     if critic is None:
         return [identity]
-    own: nn.Module = critic
-    if isinstance(network, DataParallelModel):
+    student, own = network.module, cast(nn.Module, critic)
+    if isinstance(student, DataParallelModel):
         own = DataParallelModel(
             critic,
-            network.devices,
-            network.gpu0_bsz,
-            shares=network.shares,
-            full_batch=network.full_batch,
-            mode=network.mode,
+            student.devices,
+            student.gpu0_bsz,
+            shares=student.shares,
+            full_batch=student.full_batch,
+            mode=student.mode,
         )
     trainer = CriticTrainer(
         critic,
         own,
         _build_optimizer(critic, lr_factor=CRITIC_LR / config.optim.lr),
-        _critic_precision(config, device),
-        ranks,
+        _critic_precision(config, network.device),
+        network.ranks,
         penalty=config.distill.critic_penalty,
         factor=PENALTY_WEIGHT,
         seed=config.seed,
+        student=student,
     )
     return [identity, trainer]
 

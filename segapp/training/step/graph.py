@@ -154,8 +154,8 @@ class StepGraph:
             self._note("train.cuda_graph: in pieces, this loss needs two passes of each, and steps run without a graph")
         elif self._captured is not None:
             self._note(
-                "train.cuda_graph: a step that differs from the captured graph (a short batch, pieces, parameters that "
-                f"thaw) runs without it; after {WARM_UP_STEPS} steps that are alike a graph is captured again"
+                "train.cuda_graph: a step that differs from the captured graph (a short batch, pieces, unfrozen "
+                f"parameters) runs without it; after {WARM_UP_STEPS} steps that are alike a graph is captured again"
             )
 
     def _note(self, text: str) -> None:

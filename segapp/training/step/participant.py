@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from segapp.models.eomt import QueryMasking
 
@@ -27,7 +27,7 @@ class StepParticipant:
     name = "participant"
     """Key of its state in a checkpoint; participants with the same name share a dict."""
 
-    def begin(self, network: nn.Module) -> None:
+    def begin(self) -> None:
         """Store the state for `rollback`."""
 
     def take(self, outputs: Any) -> None:

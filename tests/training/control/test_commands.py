@@ -26,10 +26,17 @@ from segapp.training.batch_split import BatchSplitController
 from segapp.training.commands import CommandController, RecomputeController
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
+from segapp.training.step.network import ReplicatedNetwork
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import alerts, differing, events, train
 
 MIDDLE = TrainingPosition(epoch=2, step=15, next_epoch=3, epochs=9)
+
+
+def replicated(num_devices: int, gpu0_bsz: int | None = None) -> ReplicatedNetwork:
+    model: Any = nn.Linear(1, 1)
+    replicas = DataParallelModel(model, ["cpu"] * num_devices, gpu0_bsz, full_batch=8)
+    return ReplicatedNetwork(model, replicas, torch.device("cpu"))
 
 
 class ControllerHarness:
@@ -39,7 +46,7 @@ class ControllerHarness:
         self.folder = RunFolder.create(path=path)
         self.writer = EventWriter(self.folder.events)
         event_log = EventLog(self.writer)
-        network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * num_devices, full_batch=8)
+        network = replicated(num_devices)
         self.batch_split = BatchSplitController(network, 8, mode)
         self.controller = CommandController(
             Inbox(self.folder, event_log),
@@ -137,8 +144,7 @@ def test_split_of_two_devices_is_the_least_to_steer(tmp_path: Path, num_devices:
 
 def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
     def controller_of() -> BatchSplitController:
-        network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * 3, gpu0_bsz=6, full_batch=8)
-        return BatchSplitController(network, 8, "dp")
+        return BatchSplitController(replicated(3, gpu0_bsz=6), 8, "dp")
 
     fresh = controller_of()
     fresh.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))

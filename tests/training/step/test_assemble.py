@@ -29,7 +29,7 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
 ) -> None:
     ranks = Ranks()
     ranks.world_size = 2
-    monkeypatch.setattr(StepAssembler, "_wrapped", lambda _, inner, *__: inner)  # DDP would wait for the other rank
+    monkeypatch.setattr(RealDevices, "wrap_ddp", lambda _, inner, *__: inner)  # DDP would wait for the other rank
     config = merged(tiny, train={"batch_size": 4}, parallel={"sync_bn": False})
     assembler = assembler_of(config)
     layout = StepLayout("ddp", (torch.device("cpu"),), gpu0_bsz=gpu0_bsz)
@@ -38,7 +38,7 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
         with pytest.raises(ConfigError, match=r"split \[0, 4\] leaves a rank without samples.* BatchNorm layer"):
             assembler.assemble(parts, layout, ranks=ranks)
     else:
-        assert assembler.assemble(parts, layout, ranks=ranks).split_of(4) == [1, 3]
+        assert assembler.assemble(parts, layout, ranks=ranks).network.split_of(4) == [1, 3]
 
 
 def test_channels_last_weights_where_they_are_faster(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +60,10 @@ def test_state_between_steps_is_tagged_by_its_use(tiny: dict[str, Any]) -> None:
     assembler = assembler_of(merged(tiny, train={"ema": 0.9}))
     parts = assembler.build_parts(ONE_CPU, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
     engine = assembler.assemble(parts, ONE_CPU, RealDevices(tag=tag))
-    assert engine.average is not None
-    averages = [*engine.average.module.parameters(), *engine.average.module.buffers()]
+    assert engine.update.average is not None
+    averages = [*engine.update.average.module.parameters(), *engine.update.average.module.buffers()]
     assert tagged["average"] == [id(tensor) for tensor in averages]
     assert set(tagged["buffers"]) == {id(tensor) for tensor in (*engine.model.buffers(), *engine.guard.kept)}
-    held = [value for state in engine.optimizer.state.values() for value in state.values()]
+    held = [value for state in engine.update.optimizer.state.values() for value in state.values()]
     assert set(tagged["optimizer"]) == {id(value) for value in held if isinstance(value, torch.Tensor)} != set()
     assert tagged["masters"] == []  # fp32 has no second copy of the weights

@@ -58,7 +58,7 @@ def batch_of(*indices: int) -> Batch:
 def make_step(trainer: CriticTrainer, *indices: int, is_step_bad: bool = False, factor: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(trainer.num_steps)
     real, fake = torch.rand(2, len(indices), 5, 8, 8, generator=generator)
-    trainer.begin(trainer.critic)
+    trainer.begin()
     trainer.take((None, None, (real, factor * fake)))
     trainer.backward([batch_of(*indices)])
     trainer.finish_gradients()

@@ -73,7 +73,7 @@ def test_steps_on_the_cpu_run_under_the_switch() -> None:
 
     config = config_of({**PSP}, deterministic=True)
     engine = build_trial_engine(config, StepLayout("single", (CPU,)))
-    engine.network.train()
+    engine.network.module.train()
     result = engine.step([blank_batch(build_scheme(config.data), 2, (64, 64))])
     assert float(result.is_bad) == 0.0
     assert validate_config(config.model_dump(mode="json")).train.deterministic

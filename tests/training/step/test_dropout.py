@@ -18,6 +18,8 @@ from segapp.models.normalizer import Normalizer
 from segapp.parallel import DataParallelModel, SampleMasks, mask_by_sample, set_recompute
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
+from segapp.training.step.network import ReplicatedNetwork, TrainedNetwork
+from segapp.training.step.update import WeightUpdate
 from tests.training.step.test_engine import CPU, MEAN, STD, TinyNet, batch
 
 
@@ -30,15 +32,17 @@ def dropping_engine(
     model = TinyNet(nn.Dropout2d(0.2), inside, DropPath(0.2), *extra).double()
     mask_by_sample(model)
     set_recompute(model, [("body.2",), (), ("body.2",)][:num_devices])
-    network: nn.Module = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64))  # type: ignore[arg-type]
+    inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64))  # type: ignore[arg-type]
+    network = TrainedNetwork(model, inner, CPU)  # type: ignore[arg-type]
     if num_devices > 1:
-        network = DataParallelModel(network, ["cpu"] * num_devices, mode=mode, **split)
+        replicas = DataParallelModel(inner, ["cpu"] * num_devices, mode=mode, **split)
+        network = ReplicatedNetwork(model, replicas, CPU)  # type: ignore[arg-type]
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
     optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
-    options: Any = {"masks": SampleMasks(model, 3)}
-    engine = StepEngine(model, network, criterion().double(), optimizer, Precision("fp32", CPU), **options)  # type: ignore[arg-type]
+    update = WeightUpdate(model, optimizer, Precision("fp32", CPU))  # type: ignore[arg-type]
+    engine = StepEngine(network, criterion().double(), update, masks=SampleMasks(model, 3))
     model.min_train_batch = 1  # type: ignore[assignment]
-    engine.network.train()
+    engine.network.module.train()
     return engine
 
 

@@ -28,6 +28,8 @@ from segapp.parallel import BalancedDataParallel
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
+from segapp.training.step.network import ReplicatedNetwork, TrainedNetwork
+from segapp.training.step.update import WeightUpdate
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -68,6 +70,7 @@ class TinyNet(nn.Module):
         return (self.body(images),)
 
     base = None
+    frozen_parameters = ()
 
     def without_base(self, state: dict[str, object]) -> dict[str, object]:
         return state
@@ -93,21 +96,19 @@ def engine_of(
 ) -> StepEngine:
     torch.manual_seed(0)
     model = TinyNet(*extra)
-    network: nn.Module = NormalizedInput(model, Normalizer(MEAN, STD))
+    inner = NormalizedInput(model, Normalizer(MEAN, STD))
+    network = TrainedNetwork(model, inner, CPU, ranks)  # type: ignore[arg-type]
     if num_devices > 1:
-        network = BalancedDataParallel(1, network, ["cpu"] * num_devices)
+        network = ReplicatedNetwork(model, BalancedDataParallel(1, inner, ["cpu"] * num_devices), CPU)  # type: ignore[arg-type]
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
-    return StepEngine(
+    update = WeightUpdate(
         model,  # type: ignore[arg-type]
-        network,
-        criterion,
         build_optimizer(OptimConfig(lr=lr, momentum=0.9), groups),
         Precision("fp32", CPU),
         average=WeightAverage(model, 0.5) if average else None,  # type: ignore[arg-type]
         clip_grad_norm=clip,
-        ranks=ranks,
-        mark=mark,
     )
+    return StepEngine(network, criterion, update, mark=mark)
 
 
 def parameters(engine: StepEngine) -> list[Tensor]:
@@ -230,7 +231,7 @@ def test_mean_of_means_differs_from_engine_loss() -> None:
     criterion = CriterionCE()
     engine = engine_of(criterion)
     with torch.no_grad():
-        means = torch.stack([criterion(engine.network(b.images), b.target) for b in _uneven()])
+        means = torch.stack([criterion(engine.network.module(b.images), b.target) for b in _uneven()])
     exact = engine.step(_uneven()).loss
     assert abs(float(means.mean() - exact)) > 1e-3
 
@@ -243,7 +244,7 @@ def test_dice_over_micro_batches_runs_dropout_and_norm_once() -> None:
     torch.manual_seed(0)
     other = engine_of(CriterionDice(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
     for part in _uneven():  # three forward passes draw as much as the step did
-        other.network(part.images)
+        other.network.module(part.images)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -252,23 +253,23 @@ def test_bad_step_changes_nothing_and_is_counted() -> None:
     engine.step([batch(2)])
     before = parameters(engine)
     buffers = [b.clone() for b in engine.model.buffers()]
-    average = [t.clone() for t in engine.average.module.state_dict().values()]
-    momentum = [s["momentum_buffer"].clone() for s in engine.optimizer.state.values()]
+    average = [t.clone() for t in engine.update.average.module.state_dict().values()]
+    momentum = [s["momentum_buffer"].clone() for s in engine.update.optimizer.state.values()]
     handle = engine.model.body[0].register_forward_hook(lambda _m, _i, output: output * math.inf)
     result = engine.step([batch(2)])
     handle.remove()
     assert float(result.is_bad) == 1.0
-    assert (int(engine.bad_steps), int(engine.bad_in_row)) == (1, 1)
-    after = [s["momentum_buffer"] for s in engine.optimizer.state.values()]
+    assert (int(engine.update.bad_steps), int(engine.update.bad_in_row)) == (1, 1)
+    after = [s["momentum_buffer"] for s in engine.update.optimizer.state.values()]
     for old, new in (
         *zip(before, parameters(engine), strict=True),
         *zip(buffers, engine.model.buffers(), strict=True),
-        *zip(average, engine.average.module.state_dict().values(), strict=True),
+        *zip(average, engine.update.average.module.state_dict().values(), strict=True),
         *zip(momentum, after, strict=True),
     ):
         assert torch.equal(old, new)
     engine.step([batch(2)])
-    assert (int(engine.bad_steps), int(engine.bad_in_row)) == (1, 0)
+    assert (int(engine.update.bad_steps), int(engine.update.bad_in_row)) == (1, 0)
 
 
 def test_interrupted_step_is_rolled_back() -> None:

@@ -287,7 +287,7 @@ def assembled(config: RunConfig) -> StepEngine:
     torch.manual_seed(0)
     parts = assembler.build_parts(layout, lambda _: [1.0] * 3, with_weights=False)
     engine = assembler.assemble(parts, layout, has_graph=True)
-    engine.network.train()
+    engine.network.module.train()
     return engine
 
 
@@ -310,7 +310,7 @@ def test_parameters_that_thaw_are_captured_again(graphs: TapedGraphs, precision:
     for engine in engines:
         torch.manual_seed(3)
         losses = [float(engine.step([drawn(2, seed)]).loss) for seed in range(5)]
-        engine.thaw()
+        engine.unfreeze()
         courses.append(losses + [float(engine.step([drawn(2, seed)]).loss) for seed in range(5, 12)])
     assert courses[0] == pytest.approx(courses[1], rel=1e-2 if precision == "amp-bf16" else 1e-4)
     assert (graphs.num_captured, graphs.num_eager) == (2, 2 * WARM_UP_STEPS)

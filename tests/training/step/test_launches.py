@@ -28,7 +28,7 @@ def config_of(model: dict[str, Any], **train: Any) -> RunConfig:
 
 def launches_of_second_step(config: RunConfig, mode: Any) -> tuple[LaunchCounter, StepEngine]:
     engine = build_trial_engine(config, StepLayout(mode, (CPU,)))
-    engine.network.train()
+    engine.network.module.train()
     batches = [blank_batch(build_scheme(config.data), 2, (64, 64))] * config.train.accumulate
     engine.step(batches)
     with LaunchCounter() as counter:
@@ -68,12 +68,12 @@ def test_launches_of_a_ddp_step() -> None:
 
 def test_undo_and_average_take_at_most_20_launches() -> None:
     engine = build_trial_engine(config_of(R50), StepLayout("single", (CPU,)))
-    assert engine.average is not None
+    assert engine.update.average is not None
     is_bad = torch.zeros(())
     with LaunchCounter() as counter:
         engine.guard.remember()
         engine.guard.restore_where(is_bad)
-        engine.average.update(is_bad)
+        engine.update.average.update(is_bad)
     assert counter.total <= 11, counter.by_operator  # 183 buffers, 187 parameters
 
 

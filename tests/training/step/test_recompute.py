@@ -43,7 +43,7 @@ def batch_of(num_images: int, seed: int) -> Batch:
 def state_after_steps(config: RunConfig, layout: StepLayout, *, num_pieces: int = 1) -> tuple[list[Any], int]:
     """Return losses, norms, the whole state and the next random number after two steps, and the number of blocks."""
     engine = engine_of(config, layout)
-    engine.network.train()
+    engine.network.module.train()
     torch.manual_seed(5)
     found: list[Any] = []
     for number in range(2):
