@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 import logging
 import os
 import platform
-import re
 import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import PosixPath
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from segapp import __version__
 from segapp.accelerator import GPUS, gpu_of
@@ -36,59 +31,40 @@ from segapp.checkpoint.training_state import (
     load_on_every_rank,
     saved_state,
 )
-from segapp.compat.torch import group_store
-from segapp.config import LiveSettings, RunConfig, dump_config, part_names
+from segapp.config import RunConfig, dump_config, part_names
 from segapp.config.trust import unnamed_trackers
-from segapp.custom.loading import raised_at
 from segapp.custom.names import keep_parts
-from segapp.datasets.cache import CacheFiles
 from segapp.errors import (
     CheckpointError,
-    CommandError,
     ConfigError,
     DataError,
     DistributedError,
-    OutOfMemoryError,
-    RunError,
-    SegappError,
     StorageError,
 )
-from segapp.losses import PlainLossError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemorySampler, device_info_of, limit_gpus
-from segapp.memory.oom import is_out_of_memory
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.models.inspection import ONE_VALUE
-from segapp.parallel import ReplicaError
 from segapp.parallel.distributed import (
-    DistributedSetupError,
     Ranks,
-    abandon,
-    init_from_env,
     is_launched,
-    shutdown,
 )
-from segapp.parallel.launch import Peers, launch_local, peer_limit_s
+from segapp.parallel.launch import Peers
 from segapp.planning.auto import is_planned, resolve_auto
-from segapp.run.checkpoints import CheckpointFolder
-from segapp.run.commands import CheckpointCommand, send_command
-from segapp.run.events import Alert, EventListener, EventLog, EventWriter, Oom, RunEnd
+from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
 from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, first_line, printable
+from segapp.session.failures import as_segapp_error
+from segapp.session.ranks import RANK_DEVICES, devices_of_launcher, joined_ranks, launch_ranks
 from segapp.session.request import TrainRequest, taken_note
 from segapp.session.start_checks import changed_length_note
 from segapp.session.trainer import build_trainer
-from segapp.training.commands import PendingRequests
 from segapp.training.console import PlainReporter
 from segapp.training.context import Places, RunContext, shares_note, topology_event
-from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
+from segapp.training.recovery import report_reverted_split
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
 from segapp.training.trackers import make_trackers
 from segapp.training.trainer import Trainer
-from segapp.training.watchdog import Watchdog, exchange_timeout_s, rank_words
-
-_DEVICES = "SEGAPP_RANK_DEVICES"
-"""The devices of the ranks and the reasons for them, as JSON, from the process that starts the ranks."""
+from segapp.training.watchdog import Watchdog, rank_words
 
 _FOLDER_S = 60.0
 
@@ -116,11 +92,11 @@ def run_session(
     train = request.config.train
     switches = numerics(deterministic=train.deterministic, tf32=train.tf32)
     with signals or StopSignals() as signals, switches:
-        devices = _devices_of_launcher() or plan_devices(request.config)
+        devices = devices_of_launcher() or plan_devices(request.config)
         if devices.mode == "ddp" and not is_launched():
             _check_before_start(request)
-            return _launch_ranks(request, devices, arguments, signals)
-        with _joined_ranks(request.config, devices) as (ranks, own_devices, peers):
+            return launch_ranks(request, devices, arguments, signals)
+        with joined_ranks(request.config, devices) as (ranks, own_devices, peers):
             try:
                 _check_before_start(request)
                 with _opened_folder(request, own_devices, ranks) as folder:
@@ -156,103 +132,6 @@ def _with_saved(config: RunConfig, state: Mapping[str, Any], *keys: str) -> RunC
     return config.model_copy(update={"train": config.train.model_copy(update=kept)})
 
 
-def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
-    """Start the ranks and wait for them; a checkpoint request to this process is put into their inbox.
-
-    A rank that runs out of memory ends all ranks, because the others wait for it in an exchange. If it has reported a
-    way to continue with less memory, they start again and continue from the last checkpoint in that way.
-    """
-    print(f"{devices.description}, one rank each", flush=True)
-    folder = request.folder or RunFolder.create(request.config.name, path=request.run)
-    if note := taken_note(request, folder):
-        print(note, flush=True)
-
-    def ask_for_checkpoint() -> None:
-        with contextlib.suppress(CommandError):
-            send_command(folder.path, CheckpointCommand(), "SIGUSR1")
-
-    signals.forward_checkpoint_requests(ask_for_checkpoint)
-    command = ["-m", "segapp", *arguments, *([] if request.folder is not None else ["--run", str(folder.path)])]
-    words = {"devices": [str(each) for each in devices.devices], "reasons": [devices.reason, devices.mode_reason]}
-    environment = {_DEVICES: json.dumps(words)}
-    while True:
-        adopted = fallbacks_after(folder, 0)
-        code = launch_local(command, len(devices.devices), env=environment)
-        if code in (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code) and folder.is_made:
-            remove_failed_start(folder)
-        if code != OutOfMemoryError.exit_code or signals.is_set or fallbacks_after(folder, 0) == adopted:
-            return code
-        if request.checkpoint is not None and CheckpointFolder(folder.checkpoints).is_untouched():
-            return code  # it began from another run's checkpoint, and has none of its own to continue from
-        print("the ranks start again, in the way that was reported", flush=True)
-        debug = [word for word in arguments if word == "--debug"]
-        command = ["-m", "segapp", *debug, "train", "--plain", "--resume", str(folder.path)]
-
-
-def _devices_of_launcher() -> DevicePlan | None:
-    """Return the devices that `_launch_ranks` chose; None in a process that it did not start."""
-    if _DEVICES not in os.environ or not is_launched():
-        return None
-    words = json.loads(os.environ[_DEVICES])
-    return DevicePlan("ddp", tuple(torch.device(name) for name in words["devices"]), *words["reasons"])
-
-
-def _find_peers(ranks: Ranks) -> Peers:
-    """Return the ranks of this job; every rank must call it.
-
-    Raises:
-        DistributedError: the variable with the time limit is no number.
-    """
-    try:
-        limit_s = peer_limit_s()
-    except ValueError as error:
-        raise DistributedError(str(error)) from None
-    places = ranks.gather((machine_id(), os.getpid(), socket.gethostname()))
-    return Peers(ranks.rank, places, group_store, DistributedError.exit_code, limit_s)
-
-
-@contextlib.contextmanager
-def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan, Peers]]:
-    """Join the ranks that were started; yield them, the device of this process, and the watch over the others.
-
-    In modes other than ddp, this process is the only one.
-    """
-    if devices.mode != "ddp":
-        yield Ranks(), devices, _find_peers(Ranks())
-        return
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    is_chosen = config.parallel.devices != "auto" or _DEVICES in os.environ
-    own = devices.devices[local_rank % len(devices.devices)] if is_chosen else None
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or len(devices.devices))
-    is_shared = is_chosen and ranks_here > len(set(devices.devices))
-    try:
-        info = init_from_env(device=own, backend="gloo" if is_shared else None)  # NCCL refuses a GPU with two ranks
-    except DistributedSetupError as error:
-        raise DistributedError(str(error)) from None
-    try:
-        timeout_s = exchange_timeout_s(config.train.hang_timeout_s)
-        ranks = Ranks(info, step_timeout_s=timeout_s, classes=exchanged_classes())
-        reason = f"rank {info.rank} of {info.world_size}"
-        with contextlib.closing(_find_peers(ranks)) as peers:
-            yield ranks, DevicePlan("ddp", (info.device,), reason, devices.mode_reason), peers
-    except BaseException as error:
-        if info.backend == "nccl" and isinstance(error, Exception):
-            abandon(as_segapp_error(error).exit_code)
-        else:
-            shutdown()
-        raise
-    shutdown()
-
-
-def exchanged_classes() -> list[type]:
-    """Return the classes of the values that ranks send to each other, besides tensors and plain values."""
-    errors: list[type] = [SegappError]
-    for error in errors:  # the list grows while it is read
-        errors += error.__subclasses__()
-    of_memory = (SavedMemoryPlan, DeviceInfo, MemoryFallbacks, Oom)
-    return [*errors, *of_memory, LoadedCheckpoint, LiveSettings, PendingRequests, CacheFiles, PosixPath]
-
-
 @contextlib.contextmanager
 def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> Iterator[RunFolder]:
     """Create or reopen the run folder, on the main rank with its lock, and log into it."""
@@ -274,7 +153,7 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
         folder.acquire(functools.partial(print, flush=True))
         with folder:
             print(f"run folder: {printable(str(folder.path))}", flush=True)
-            if (len(devices.devices) > 1 or gpu_of(devices.devices[0]) is not None) and _DEVICES not in os.environ:
+            if (len(devices.devices) > 1 or gpu_of(devices.devices[0]) is not None) and RANK_DEVICES not in os.environ:
                 print(devices.description, flush=True)
             ranks.from_main(str(folder.path))
             folder.write_info(versions=_versions(), gpus=_gpus())
@@ -597,56 +476,3 @@ def _gpus() -> list[dict[str, Any]]:
     infos = [device_info_of(device) for gpu in GPUS for device in gpu.devices()]
     names = ("device", "name", "uuid", "total_mib")
     return [{name: getattr(info, name) for name in names} for info in infos]
-
-
-_OF_A_COLLECTIVE = re.compile(
-    r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE
-)
-
-
-def as_segapp_error(
-    error: Exception, parts: Mapping[str, str] = MappingProxyType({}), *, num_devices: int = 1
-) -> SegappError:
-    """Return the error that tells a user what failed; an unexpected error becomes a RunError with its type.
-
-    `parts` has the custom component of each key of the config. If the process has one device, the error within a
-    replica is shown instead of the replica's.
-    """
-    if isinstance(error, SegappError):
-        return error
-    first = str(error).strip().partition("\n")[0]
-    if is_out_of_memory(error):
-        return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
-    if "does not have a deterministic implementation" in str(error):
-        return ConfigError(
-            f"train.deterministic = true: {first}: choose another model or loss, or set it to false",
-            key="train.deterministic",
-        )
-    if ONE_VALUE in str(error):
-        return ConfigError(
-            "train.batch_size: a BatchNorm layer gets only one value per channel from a single image: give every "
-            "device at least 2 images in each step, or choose another model",
-            key="train.batch_size",
-        )
-    if isinstance(error, OSError) and error.errno is not None:
-        return StorageError(
-            f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"
-        )
-    cause = error.__cause__ if isinstance(error, ReplicaError) and isinstance(error.__cause__, Exception) else error
-    if isinstance(cause, PlainLossError):
-        losses = " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss."))
-        return RunError(f"{losses or 'the loss'}: {cause}: segapp check-part --config FILE checks it").see("own-parts")
-    place = raised_at(cause, parts)
-    if place is not None:
-        part, line = place
-        said = str(cause).strip().partition("\n")[0]
-        return RunError(
-            f"{part} raised {type(cause).__name__} at {line}: {said}: correct it; segapp check-part --config FILE "
-            "shows the component in every way that a training uses it"
-        ).see("own-parts")
-    if isinstance(error, ReplicaError):
-        is_alone = cause is not error and num_devices == 1
-        return as_segapp_error(cause) if is_alone else DistributedError(first)
-    if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
-        return DistributedError(f"another rank does not answer ({first}): read its output and stacks.log")
-    return RunError(f"unexpected {type(error).__name__}: {first}")

@@ -21,7 +21,7 @@ from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.predict import predict_image
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.models.normalizer import Normalizer
-from segapp.session.session import as_segapp_error
+from segapp.session.failures import as_segapp_error
 from tests.support import ROOT
 
 PLAIN: dict[str, Any] = {"deterministic": False, "tf32": True}

@@ -28,7 +28,7 @@ import torch
 from segapp.checkpoint.snapshot import hold_own_state
 from segapp.checkpoint.training_state import load_checkpoint, load_on_every_rank
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown
-from segapp.session.session import exchanged_classes
+from segapp.session.ranks import exchanged_classes
 
 def own_mib():
     words = Path("/proc/self/status").read_text().split()

@@ -20,7 +20,7 @@ from segapp.errors import DistributedError, OutOfMemoryError, StorageError
 from segapp.parallel.distributed import DistributedSetupError, Ranks
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
-from segapp.session import session
+from segapp.session import ranks, session
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training.context import RunContext
@@ -101,9 +101,9 @@ def test_devices_are_told_once_where_there_are_several(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delenv(session._DEVICES, raising=False)
+    monkeypatch.delenv(ranks.RANK_DEVICES, raising=False)
     if by_environment:
-        monkeypatch.setenv(session._DEVICES, "[]")
+        monkeypatch.setenv(ranks.RANK_DEVICES, "[]")
     config = merged(tiny, parallel={"devices": devices})
     plan = plan_devices(config)
     with session._opened_folder(TrainRequest(config, run=tmp_path / "run"), plan, Ranks()):
@@ -124,14 +124,14 @@ def test_rank_takes_its_device_where_config_or_launcher_chose(
         taken.append(device)
         raise DistributedSetupError("no peers")
 
-    monkeypatch.setattr(session, "init_from_env", join)
+    monkeypatch.setattr(ranks, "init_from_env", join)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.delenv(session._DEVICES, raising=False)
+    monkeypatch.delenv(ranks.RANK_DEVICES, raising=False)
     if by_environment:
-        monkeypatch.setenv(session._DEVICES, "[]")
+        monkeypatch.setenv(ranks.RANK_DEVICES, "[]")
     plan = DevicePlan("ddp", (torch.device("cpu"), torch.device("cpu")), "")
     config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
-    with pytest.raises(DistributedError, match="no peers"), session._joined_ranks(config, plan):
+    with pytest.raises(DistributedError, match="no peers"), ranks.joined_ranks(config, plan):
         pass
     assert taken == [None if expected is None else torch.device(expected)]
 
@@ -160,14 +160,14 @@ def test_ranks_that_share_a_gpu_exchange_through_gloo(
         asked.append(options)
         raise DistributedSetupError("seen enough")
 
-    monkeypatch.setattr(session, "init_from_env", join)
+    monkeypatch.setattr(ranks, "init_from_env", join)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks_here is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
     config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
     plan = DevicePlan("ddp", tuple(map(torch.device, devices)), "")
-    with pytest.raises(DistributedError, match="seen enough"), session._joined_ranks(config, plan):
+    with pytest.raises(DistributedError, match="seen enough"), ranks.joined_ranks(config, plan):
         pass
     assert asked == [{"device": torch.device(devices[1]), "backend": backend}]
 
@@ -190,7 +190,7 @@ def test_ranks_start_again_while_they_report_a_way(
             )
         return 0 if step is None and steps else OutOfMemoryError.exit_code
 
-    monkeypatch.setattr(session, "launch_local", launch)
+    monkeypatch.setattr(ranks, "launch_local", launch)
     config = merged(tiny, parallel={"mode": "ddp", "devices": ["cpu", "cpu"]})
     code = run_session(TrainRequest(config, run=tmp_path / "run"), ["--debug", "train"])
     assert code == (0 if steps else OutOfMemoryError.exit_code)

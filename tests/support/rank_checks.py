@@ -27,7 +27,7 @@ from segapp.parallel import (
 )
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.scatter_gather import use_layers_group
-from segapp.session.session import exchanged_classes
+from segapp.session.ranks import exchanged_classes
 from tests.support.parallel_cases import (
     IGNORE,
     Critic,

@@ -15,7 +15,7 @@ from segapp.parallel import launch
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.launch import Peers
 from segapp.run.files import machine_id
-from segapp.session.session import _find_peers
+from segapp.session.ranks import _find_peers
 from segapp.training.step.engine import StepEngine
 from segapp.training.watchdog import exchange_timeout_s
 from tests.support.runs import merged, train

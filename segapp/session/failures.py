@@ -1,0 +1,75 @@
+"""The error that tells a user what failed, for any exception of a training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch.distributed as dist
+
+from segapp.custom.loading import raised_at
+from segapp.errors import (
+    ConfigError,
+    DistributedError,
+    OutOfMemoryError,
+    RunError,
+    SegappError,
+    StorageError,
+)
+from segapp.losses import PlainLossError
+from segapp.memory.oom import is_out_of_memory
+from segapp.models.inspection import ONE_VALUE
+from segapp.parallel import ReplicaError
+
+_OF_A_COLLECTIVE = re.compile(
+    r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE
+)
+
+
+def as_segapp_error(
+    error: Exception, parts: Mapping[str, str] = MappingProxyType({}), *, num_devices: int = 1
+) -> SegappError:
+    """Return the error that tells a user what failed; an unexpected error becomes a RunError with its type.
+
+    `parts` has the custom component of each key of the config. If the process has one device, the error within a
+    replica is shown instead of the replica's.
+    """
+    if isinstance(error, SegappError):
+        return error
+    first = str(error).strip().partition("\n")[0]
+    if is_out_of_memory(error):
+        return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
+    if "does not have a deterministic implementation" in str(error):
+        return ConfigError(
+            f"train.deterministic = true: {first}: choose another model or loss, or set it to false",
+            key="train.deterministic",
+        )
+    if ONE_VALUE in str(error):
+        return ConfigError(
+            "train.batch_size: a BatchNorm layer gets only one value per channel from a single image: give every "
+            "device at least 2 images in each step, or choose another model",
+            key="train.batch_size",
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return StorageError(
+            f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"
+        )
+    cause = error.__cause__ if isinstance(error, ReplicaError) and isinstance(error.__cause__, Exception) else error
+    if isinstance(cause, PlainLossError):
+        losses = " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss."))
+        return RunError(f"{losses or 'the loss'}: {cause}: segapp check-part --config FILE checks it").see("own-parts")
+    place = raised_at(cause, parts)
+    if place is not None:
+        part, line = place
+        said = str(cause).strip().partition("\n")[0]
+        return RunError(
+            f"{part} raised {type(cause).__name__} at {line}: {said}: correct it; segapp check-part --config FILE "
+            "shows the component in every way that a training uses it"
+        ).see("own-parts")
+    if isinstance(error, ReplicaError):
+        is_alone = cause is not error and num_devices == 1
+        return as_segapp_error(cause) if is_alone else DistributedError(first)
+    if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
+        return DistributedError(f"another rank does not answer ({first}): read its output and stacks.log")
+    return RunError(f"unexpected {type(error).__name__}: {first}")
