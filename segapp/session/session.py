@@ -99,8 +99,13 @@ def run_session(
         with joined_ranks(request.config, devices) as (ranks, own_devices, peers):
             try:
                 _check_before_start(request)
-                with _opened_folder(request, own_devices, ranks) as folder:
-                    return _run_in(folder, request, own_devices, ranks, peers, signals, listener)
+                with (
+                    _opened_folder(request, own_devices, ranks) as folder,
+                    _reported(folder, request, own_devices, ranks, peers, signals, listener) as (context, stage),
+                    _restored_trainer(context, request, own_devices, stage, peers.pids) as trainer,
+                ):
+                    _fit(trainer, stage)
+                return stage.code
             except (ConfigError, DataError, CheckpointError) as error:
                 if ranks.is_main:
                     raise
@@ -239,6 +244,10 @@ class Stage:
     """True if there is a checkpoint to continue from; from the first step on, every end saves first."""
     is_failed: bool = False
     """True if this rank failed, so that the others may be elsewhere."""
+    reason: str | None = None
+    """Why the training finished; None if it did not, or if the run was complete before."""
+    code: int = 0
+    """Exit code of this process."""
 
     def step(self) -> int | None:
         """Return the steps done; None before the training begins."""
@@ -253,7 +262,8 @@ class Stage:
         return None if self.trainer is None else self.trainer.saver.written_for_s()
 
 
-def _run_in(
+@contextlib.contextmanager
+def _reported(
     folder: RunFolder,
     request: TrainRequest,
     devices: DevicePlan,
@@ -261,53 +271,43 @@ def _run_in(
     peers: Peers,
     signals: StopSignals,
     listener: EventListener | None,
-) -> int:
+) -> Iterator[tuple[RunContext, Stage]]:
+    """Yield what a training needs of its run, and report how it ends, as an event and as the stage's exit code.
+
+    Raises:
+        SegappError: the training failed.
+    """
     console, stage = PlainReporter(), Stage()
     event_log = EventLog(None)
     if ranks.is_main:
         event_log = EventLog(EventWriter(folder.events), [listener or console])
     device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
     memory, places = DeviceMemoryTracker(device_infos), _places(devices, ranks)
-    context = RunContext(folder, event_log, ranks, signals, memory, places)
 
-    def end(
-        status: Literal["finished", "stopped", "failed"], reason: str, code: int, by: StoppedBy | None = None
-    ) -> int:
-        event_log.emit(RunEnd(status=status, reason=reason, exit_code=code, step=stage.step(), stopped_by=by))
-        return code
+    def end(status: Literal["finished", "stopped", "failed"], reason: str, by: StoppedBy | None = None) -> None:
+        event_log.emit(RunEnd(status=status, reason=reason, exit_code=stage.code, step=stage.step(), stopped_by=by))
 
     def report(reason: str) -> None:
-        console.is_error_shown = True
-        end("failed", reason, DistributedError.exit_code)
+        console.is_error_shown, stage.code = True, DistributedError.exit_code
+        end("failed", reason)
         event_log.close()
 
     with peers.watched(report):
         try:
-            with _restored_trainer(context, request, devices, stage, peers.pids) as trainer:
-                if trainer.progress.is_complete:
-                    if ranks.is_main:
-                        trainer.answer_commands("the run is complete", is_finished=True)
-                        key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
-                        print(f"already complete: {trainer.length}; raise {key} to train on")
-                    return 0
-                stage.trainer, stage.is_saved = trainer, True
-                if ranks.is_main:
-                    for note in trainer.facts.notes:
-                        print(printable(note), flush=True)
-                    announce("first step (loads images, compiles kernels)")
-                reason = trainer.fit()
-            return end("finished", reason, 0)
+            yield RunContext(folder, event_log, ranks, signals, memory, places), stage
+            if stage.reason is not None:
+                end("finished", stage.reason)
         except StopRequest as stop:
             outcome = "a checkpoint was saved" if stage.is_saved else "nothing was there to save yet"
-            code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
-            return end("stopped", f"{stop}: {outcome}", code, stop.by)
+            stage.code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
+            end("stopped", f"{stop}: {outcome}", stop.by)
         except Exception as error:
             known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
             logger.exception("training failed")
-            stage.is_failed = True
+            stage.is_failed, stage.code = True, known.exit_code
             console.is_error_shown = True  # on stderr, by the code that catches the error raised here
             # The report of an out-of-memory error is a separate event.
-            end("failed", first_line(known), known.exit_code)
+            end("failed", first_line(known))
             if known is error:
                 raise
             shown = type(known)(f"{known}\n(traceback in {folder.log_of(ranks.rank)})")
@@ -317,6 +317,23 @@ def _run_in(
             event_log.close()
             if stage.trainer is not None and not stage.is_failed:
                 ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
+
+
+def _fit(trainer: Trainer, stage: Stage) -> None:
+    """Train until the end that the config asks for, unless the run has reached it before."""
+    is_main = trainer.ranks.is_main
+    if trainer.progress.is_complete:
+        if is_main:
+            trainer.answer_commands("the run is complete", is_finished=True)
+            key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
+            print(f"already complete: {trainer.length}; raise {key} to train on")
+        return
+    stage.trainer, stage.is_saved = trainer, True
+    if is_main:
+        for note in trainer.facts.notes:
+            print(printable(note), flush=True)
+        announce("first step (loads images, compiles kernels)")
+    stage.reason = trainer.fit()
 
 
 @contextlib.contextmanager
@@ -336,7 +353,11 @@ def _restored_trainer(
     config = request.config
     if checkpoint is not None and config.train.precision == "auto":
         config = _with_saved(config, checkpoint.state, "precision")
-    config, saved_plan = _with_resolved_auto(folder, config, devices, context.device_memory.devices, ranks)
+    if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
+        print("planning the memory (some seconds)", flush=True)
+    config, saved_plan = resolve_auto(config, folder, devices, context.device_memory.devices, ranks)
+    if ranks.is_main:
+        _note_plan(folder, config, saved_plan)
     stage.is_saved = checkpoint is not None
     if ranks.world_size > 1 and ranks.is_main:
         report_reverted_split(folder, context.event_log)
@@ -397,20 +418,13 @@ def _watched(
         yield
 
 
-def _with_resolved_auto(
-    folder: RunFolder, config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
-) -> tuple[RunConfig, SavedMemoryPlan | None]:
-    """Replace every `auto` that must be known now, from a plan of the devices; save both in the run folder."""
-    if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
-        print("planning the memory (some seconds)", flush=True)
-    resolved, saved_plan = resolve_auto(config, folder, devices, device_infos, ranks)
-    if ranks.is_main:
-        folder.write_config(dump_config(resolved))
-        for note in saved_plan.notes if saved_plan is not None else ():
-            print(note, flush=True)
-        if config.train.recompute == "auto" and (saved_plan is None or saved_plan.recompute is None):
-            print("train.recompute = auto: the memory of the devices is unknown, so nothing is recomputed", flush=True)
-    return resolved, saved_plan
+def _note_plan(folder: RunFolder, config: RunConfig, saved_plan: SavedMemoryPlan | None) -> None:
+    """Save the config without its `auto`, and print what the plan chose."""
+    folder.write_config(dump_config(config))
+    for note in saved_plan.notes if saved_plan is not None else ():
+        print(note, flush=True)
+    if config.train.recompute == "auto" and (saved_plan is None or saved_plan.recompute is None):
+        print("train.recompute = auto: the memory of the devices is unknown, so nothing is recomputed", flush=True)
 
 
 def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoint: LoadedCheckpoint | None) -> None:
