@@ -356,7 +356,7 @@ def read_classes(
 ) -> Classes:
     """Return the classes of masks; `masks` are their paths, beginning with the name of the data folder.
 
-    The first of these that fits names the classes: the values 0 and 255 alone, the file that names the most pixels,
+    The first of these that fits names the classes: only the values 0 and 255, the file that names the most pixels,
     a published data set with these colors or with these folders and values, and the values or colors themselves.
 
     Raises:

@@ -1,10 +1,11 @@
-"""Sample images in the terminal, in half blocks: two pixels per cell. They need color.
+"""Sample images in the terminal, in half blocks: two pixels per cell.
 
-A file of a run contains a validation image, its prediction and
+Without color, they are drawn in characters and letters. A file of a run contains a validation image, its prediction and
 its target next to each other, in the colors of the classes.
 """
 
 import re
+import string
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -61,6 +62,7 @@ def arrange(size: tuple[int, int], picture_px: tuple[int, int], legend_width: in
     return Arrangement(columns, *used, *legend)
 
 
+_RAMP = " .:-=+*#%@"
 _NAME = re.compile(r"epoch_(\d{1,9})_(\d{1,9})\.png")
 _LABELS = ("image", "target", "prediction")
 _OF_FILE = (0, 2, 1)
@@ -77,7 +79,10 @@ class PictureKey(NamedTuple):
 
 
 class PictureView(StripWidget):
-    """Shows a PNG of the run's `samples`: its three pictures, labeled and as large as possible, with their classes."""
+    """Shows a PNG of the run's `samples`: its three pictures, labeled and as large as possible, with their classes.
+
+    In color it draws half blocks, otherwise characters by brightness, and a letter per class.
+    """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text", "picture-view--name", "picture-view--label"}
     DEFAULT_CSS = """
@@ -155,25 +160,24 @@ class PictureView(StripWidget):
         if width < 2 or height < 2:
             return []
         path = self._paths[self._shown]
-        if not self._has_color:
-            return [self._text(f"images need color and Unicode: open {printable(str(path))}")]
         try:
             image = load_picture(path)
         except (OSError, ValueError, SyntaxError) as error:
             return [self._text(f"{printable(path.name)} cannot be shown: {printable(str(error))[:60]}")]
         if _NAME.fullmatch(path.name) is None or image.width % 3:
-            return _draw(image, width, height, is_classes=False)
+            return self._draw(image, {}, width, height)
         part = image.width // 3
         pictures = [image.crop((at * part, 0, (at + 1) * part, image.height)) for at in _OF_FILE]
         legend = find_legend(pictures[1:], self._names)
         plan = arrange(
             (width, height), (part, image.height), max((len(name) + 3 for name in legend.values()), default=0)
         )
+        letters = dict(zip(legend, string.ascii_uppercase, strict=False))
         blocks = [
-            [self._text(label, "label"), *_draw(picture, plan.width, plan.height, is_classes=i > 0)]
+            [self._text(label, "label"), *self._draw(picture, letters if i else {}, plan.width, plan.height)]
             for i, (label, picture) in enumerate(zip(_LABELS, pictures, strict=True))
         ]
-        return self._join(plan, blocks, self._legend(legend, plan))
+        return self._join(plan, blocks, self._legend(legend, letters, plan))
 
     def _join(self, plan: Arrangement, blocks: list[list[Strip]], legend: list[Strip]) -> list[Strip]:
         """Return the labeled pictures in their positions, with the legend in the free one."""
@@ -195,14 +199,14 @@ class PictureView(StripWidget):
 
         return [Strip.join([*map(padded, row[:-1]), row[-1]]) for row in rows]
 
-    def _legend(self, legend: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
+    def _legend(self, legend: dict[Rgb, str], letters: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
         """Return the classes of the pictures, most pixels first, as many as fit."""
         entries = []
         for color, name in legend.items():
+            sign = "██" if self._has_color else letters.get(color, "?")
+            style = Style(color=Color.from_rgb(*color)) if self._has_color else self.rich_style
             text = self._text(f" {clip(printable(name), max(1, plan.legend_width - 4))}", "name")
-            entries.append(
-                Strip.join([Strip([Segment("██", self.rich_style + Style(color=Color.from_rgb(*color)))]), text])
-            )
+            entries.append(Strip.join([Strip([Segment(sign, self.rich_style + style)]), text]))
         per_row = max(1, plan.legend_width // (max((e.cell_length for e in entries), default=1) + 2))
         room = per_row * max(1, plan.legend_height)
         if len(entries) > room:
@@ -213,6 +217,24 @@ class PictureView(StripWidget):
 
     def _text(self, text: str, name: str = "text") -> Strip:
         return Strip([Segment(text, self.get_component_rich_style(f"picture-view--{name}"))])
+
+    def _draw(self, image: Any, letters: dict[Rgb, str], width: int, height: int) -> list[Strip]:
+        """Return a picture as large as possible; class colors use the nearest pixel, an image is averaged."""
+        from PIL.Image import Resampling
+
+        size = _fitted(image.size, width, 2 * height)
+        is_smaller = size[0] < image.width and not letters
+        scaled = image.resize(size, Resampling.BOX if is_smaller else Resampling.NEAREST)
+        if self._has_color:
+            return _color_strips(scaled)
+        small = scaled.resize((size[0], size[1] // 2), Resampling.NEAREST)
+        pixels, grey = small.load(), small.convert("L").load()
+
+        def sign(x: int, y: int) -> str:
+            return letters.get(pixels[x, y], ".") if letters else _RAMP[grey[x, y] * (len(_RAMP) - 1) // 255]
+
+        rows = ["".join(sign(x, y) for x in range(small.width)) for y in range(small.height)]
+        return [Strip([Segment(row, self.rich_style)], small.width) for row in rows]
 
 
 def _next(choices: list[int], current: int, by: int) -> int:
@@ -265,13 +287,7 @@ def _fitted(size: tuple[int, int], max_width: int, max_height: int) -> tuple[int
     return max(1, round(size[0] * scale)), max(2, round(size[1] * scale / 2) * 2)
 
 
-def _draw(image: Any, width: int, height: int, *, is_classes: bool) -> list[Strip]:
-    """Return a picture as large as possible; class colors use the nearest pixel, a smaller image is averaged."""
-    from PIL.Image import Resampling
-
-    size = _fitted(image.size, width, 2 * height)
-    is_averaged = size[0] < image.width and not is_classes
-    image = image.resize(size, Resampling.BOX if is_averaged else Resampling.NEAREST)
+def _color_strips(image: Any) -> list[Strip]:
     pixels = image.load()
 
     def cell(x: int, y: int) -> Segment:
