@@ -272,7 +272,7 @@ def _reported(
     signals: StopSignals,
     listener: EventListener | None,
 ) -> Iterator[tuple[RunContext, Stage]]:
-    """Yield what a training needs of its run, and report how it ends, as an event and as the stage's exit code.
+    """Yield the run that a training writes to, and report the end of the training: an event, and the stage's exit code.
 
     Raises:
         SegappError: the training failed.

@@ -41,7 +41,7 @@ from segapp.training.context import RunContext, TrainerSettings, TrainingFacts, 
 from segapp.training.inbox import Inbox, applied_after
 from segapp.training.progress import Timetable
 from segapp.training.recovery import OomPolicy, fallbacks_after
-from segapp.training.step.assembler import StepAssembler, build_layout
+from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts
 from segapp.training.step.engine import StepEngine
 from segapp.training.trainer import Trainer
 from segapp.training.validation import SamplePictures, Validation
@@ -92,7 +92,8 @@ def build_trainer(
     is_second_trial = limit is not None and checkpoint is not None  # the first trial has printed every message
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
     split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.places)
-    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, split)
+    assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
+    engine = assembler.assemble(parts, layout, ranks=ranks, mark=context.device_memory.mark, has_graph=True)
     step = 0 if checkpoint is None else checkpoint.step
     controller = build_controller(config, context, devices, engine, saved_plan, split, step)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
@@ -267,24 +268,25 @@ def _build_datasets(
     return train_set, val_set
 
 
-def _build_engine(
+def _build_parts(
     config: RunConfig,
-    context: RunContext,
+    ranks: Ranks,
     devices: DevicePlan,
     train_set: SegmentationDataset,
     saved_plan: SavedMemoryPlan | None,
     checkpoint: LoadedCheckpoint | None,
     split: tuple[int | None, list[int] | None],
-) -> StepEngine:
-    scheme, ranks = train_set.scheme, context.ranks
-    teacher = None if config.distill is None else read_trained(config.distill.teacher)
-    assembler = StepAssembler(config, scheme, teacher)
+) -> tuple[StepAssembler, StepParts, StepLayout]:
+    """Build the modules of a step, with the frozen base of a checkpoint, and say how a step is divided."""
+    scheme = train_set.scheme
+    assembler = StepAssembler(config, scheme, None if config.distill is None else read_trained(config.distill.teacher))
     sets = saved_plan.recompute if saved_plan is not None and config.train.recompute == "auto" else None
     if sets is not None and devices.mode == "ddp":
         sets = (sets[ranks.rank],)
     gpu0_bsz, shares = split
-    layout = build_layout(config, devices, gpu0_bsz, sets)
-    layout = dataclasses.replace(layout, shares=None if shares is None else tuple(shares))
+    layout = StepLayout(
+        devices.mode, devices.devices, gpu0_bsz, None if shares is None else tuple(shares), recompute=sets
+    )
     parts = assembler.build_parts(
         layout,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),
@@ -292,8 +294,7 @@ def _build_engine(
     )
     if checkpoint is not None:
         fill_in_base(checkpoint, parts.model)
-    mark = context.device_memory.mark
-    return assembler.assemble(parts, layout, ranks=ranks, mark=mark, has_graph=True)
+    return assembler, parts, layout
 
 
 def _build_loaders(

@@ -1,4 +1,4 @@
-"""The roads of ARCHITECTURE.md: chains of functions, each of which names the next one, or the same config key.
+"""The roads of ARCHITECTURE.md: chains of functions, each of which names the next one.
 
 A road is a line `name: file.py:function -> file.py:function -> ...`; a method is written `Class.method`, a plain name
 at the end (`optimizer.step`) stands for itself.
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support import ROOT
-from tests.support.file_tree import MAP
 
+MAP = ROOT / "segapp" / "docs" / "ARCHITECTURE.md"
 _ROAD = re.compile(r"^- \*\*(?P<name>[^*]+)\*\*: (?P<stops>(?:.+?)(?:\n  .+?)*)$", re.MULTILINE)
 _STOP = re.compile(r"`(?P<file>[\w/]+\.py):(?P<name>[\w.]+)`|`(?P<end>[\w.]+)`")
 
@@ -47,11 +47,6 @@ def hops(stops: list[Stop]) -> int:
     return len(stops) - 1
 
 
-def files(stops: list[Stop]) -> list[str]:
-    """Return the files along a road, each once."""
-    return list(dict.fromkeys(stop.file for stop in stops if stop.file))
-
-
 def broken_links(stops: list[Stop]) -> list[str]:
     """Return the stops that do not exist, or do not name the next one."""
     problems = []
@@ -64,19 +59,6 @@ def broken_links(stops: list[Stop]) -> list[str]:
     last = stops[-1]
     if last.file and definition(last) is None:
         problems.append(f"{last.file} defines no {last.name}")
-    return problems
-
-
-def stops_without(stops: list[Stop], key: str) -> list[str]:
-    """Return the stops that do not exist, or do not use the last part of a config key by its name."""
-    leaf = key.rpartition(".")[2]
-    problems = []
-    for stop in stops:
-        node = definition(stop)
-        if node is None:
-            problems.append(f"{stop.file} defines no {stop.name}")
-        elif leaf not in {*_names_in(node), *_defined_by(node)}:
-            problems.append(f"{stop.file}:{stop.name} does not name {leaf}")
     return problems
 
 

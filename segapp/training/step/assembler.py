@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from segapp.accelerator import accelerator_of
 from segapp.assembly.criterion import build_criterion
-from segapp.assembly.devices import DevicePlan, uses_channels_last
+from segapp.assembly.devices import uses_channels_last
 from segapp.assembly.network import build_network, build_normalizer, check_sizes, num_queries, put_adapters
 from segapp.assembly.optimizer import build_optimizer, build_parameter_groups
 from segapp.assembly.pairs import build_pixels
@@ -82,17 +82,6 @@ class StepLayout:
     def is_batch_divided(self) -> bool:
         """True if BatchNorm sees only a part of the batch on each device."""
         return self.mode == "ddp" or (self.mode == "dp" and len(self.devices) > 1)
-
-
-def build_layout(
-    config: RunConfig,
-    devices: DevicePlan,
-    gpu0_bsz: int | None,
-    recompute: tuple[tuple[str, ...], ...] | None = None,
-) -> StepLayout:
-    """Return the layout that a config asks for on the devices of this process, with every `auto` resolved."""
-    shares = None if config.parallel.shares is None else tuple(config.parallel.shares)
-    return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares, recompute=recompute)
 
 
 @dataclass(frozen=True)
