@@ -70,7 +70,7 @@ def test_viewer_packages_load_no_torch() -> None:
         "segapp.commands.spawn",
         "segapp.commands.plan",
         "segapp.commands.sweep",
-        "segapp.memory.judge",
+        "segapp.memory.split_check",
         "segapp.memory.plan",
         "segapp.cli",
     )

@@ -22,7 +22,7 @@ from segapp.config import RunConfig, TrainConfig
 from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError, did_you_mean
 from segapp.memory.gpus import cuda_uuids, order_by_free_memory, query_gpus
-from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
+from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 from segapp.parallel.distributed import is_launched
 from segapp.parallel.scatter_gather import resolve_devices
 

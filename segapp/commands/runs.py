@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.errors import CheckpointError, CommandError, ConfigError, RunError
-from segapp.memory.judge import format_split
+from segapp.memory.split_check import format_split
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.commands import Command, SetCommand, format_command, parse_command, send_command
 from segapp.run.events import CommandAnswer, EventReader
@@ -250,10 +250,10 @@ def split_problem(command: Command, folder: RunFolder) -> str | None:
     fold_events(view, EventReader(folder.events).read_skimmed())
     if view.start is None:
         return None
-    verdict = view.judge.verdict(command.gpu0_bsz, command.shares)
-    problem = verdict.rejection(force=command.force)
-    if problem is None and verdict.split is not None and command.gpu0_bsz != "auto":
-        print(f"split {format_split(verdict.split)} of {view.judge.batch_size}")
+    checked = view.split_checker.check(command.gpu0_bsz, command.shares)
+    problem = checked.rejection(force=command.force)
+    if problem is None and checked.split is not None and command.gpu0_bsz != "auto":
+        print(f"split {format_split(checked.split)} of {view.split_checker.batch_size}")
     return problem
 
 

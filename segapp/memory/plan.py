@@ -1,8 +1,8 @@
 """The memory plan: splits and batches that fit given GPUs, and the part that a run saves.
 
 A GPU must hold the tensors, the driver's context and some spare memory for the allocator. Peaks come from the simulated
-lines of `segapp.memory.peaks`, verdicts from the judge of splits (`segapp.memory.judge`), so a split fits if a running
-training would allow it. No torch here.
+lines of `segapp.memory.peaks`, and `segapp.memory.split_check` decides if a split fits, as in a running training. No
+torch here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
 from segapp.errors import ConfigError
-from segapp.memory.judge import FULL_FRAC, Level, SplitJudge, fits
+from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
 from segapp.memory.peaks import PeakModel, PlannedPeaks
 from segapp.run.files import read_of_run, write_atomic
 
@@ -106,7 +106,7 @@ class OverheadEstimate:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One split of a batch, its predicted memory and the verdict on it."""
+    """One split of a batch, its predicted memory, and if that fits."""
 
     gpu0_bsz: int | None
     """gpu0_bsz; None if the mode has none."""
@@ -227,9 +227,9 @@ class Planner:
 
         Modes without a split have one row; if the batch is too small for BatchNorm, `batch_size` is refused instead.
         """
-        judge = self.judge(batch_size)
+        checker = self.checker(batch_size)
         asked = {value: value for value in range(batch_size + 1)} if self.has_split else {batch_size: None}
-        found = {name: self._evaluate(judge, gpu0_bsz) for name, gpu0_bsz in asked.items()}
+        found = {name: self._evaluate(checker, gpu0_bsz) for name, gpu0_bsz in asked.items()}
         rows = tuple(row for row in found.values() if not isinstance(row, str))
         return rows, tuple((name, reason) for name, reason in found.items() if isinstance(reason, str))
 
@@ -239,7 +239,7 @@ class Planner:
         Raises:
             ValueError: the split is not possible.
         """
-        found = self._evaluate(self.judge(batch_size), gpu0_bsz, shares)
+        found = self._evaluate(self.checker(batch_size), gpu0_bsz, shares)
         if isinstance(found, str):
             raise ValueError(found)
         return found
@@ -263,10 +263,10 @@ class Planner:
         fitting = [row for row in self.rows(batch_size)[0] if row.fits]
         return min(fitting, key=lambda row: row.fullest(self.gpus), default=None)
 
-    def judge(self, batch_size: int) -> SplitJudge:
-        """Return the judge of the splits of a batch."""
+    def checker(self, batch_size: int) -> SplitChecker:
+        """Return the checker of the splits of a batch."""
         usable = (gpu.total_mib - context for gpu, context in zip(self.gpus, self.overhead.context_mib, strict=True))
-        return SplitJudge(
+        return SplitChecker(
             batch_size,
             len(self.gpus),
             mode=self.model.mode,
@@ -277,18 +277,18 @@ class Planner:
             room=self.overhead.room,
         )
 
-    def _evaluate(self, judge: SplitJudge, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
+    def _evaluate(self, checker: SplitChecker, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
         """Return the row of a split, or why it is refused; modes without a split have the whole batch first."""
         if self.has_split or gpu0_bsz is not None or shares is not None:
-            verdict = judge.verdict(gpu0_bsz, shares)
-            if verdict.split is None:
-                return verdict.reason
-            return self._row(gpu0_bsz, verdict.split, verdict.level, verdict.reason)
-        check = check_split(judge.batch_size, 1, smallest_chunk=self.smallest_chunk)
+            checked = checker.check(gpu0_bsz, shares)
+            if checked.split is None:
+                return checked.reason
+            return self._row(gpu0_bsz, checked.split, checked.level, checked.reason)
+        check = check_split(checker.batch_size, 1, smallest_chunk=self.smallest_chunk)
         if check.split is None:
             return check.reasons[0]
-        split = (judge.batch_size, *[0] * (len(self.gpus) - 1))
-        return self._row(None, split, *judge.fit_of(split))
+        split = (checker.batch_size, *[0] * (len(self.gpus) - 1))
+        return self._row(None, split, *checker.fit_of(split))
 
     def _row(self, gpu0_bsz: int | None, split: Sequence[int], level: Level, reason: str) -> PlanRow:
         phases = self.model.phases(split)

@@ -20,7 +20,7 @@ from segapp.custom.names import is_part
 from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.judge import allocator_room
+from segapp.memory.split_check import allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, context_mib, read_saved_plan
 from segapp.parallel.distributed import Ranks

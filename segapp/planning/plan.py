@@ -14,7 +14,7 @@ from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError
-from segapp.memory.judge import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room, fits
+from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room, fits
 from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     BLAS_MIB,

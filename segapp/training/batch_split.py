@@ -1,4 +1,4 @@
-"""The split of the batch over the devices of one process or over ranks: applied between steps, and judged."""
+"""The split of the batch over the devices of one process or over ranks: applied and checked between steps."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from segapp.config import LiveSettings
-from segapp.memory.judge import SplitJudge, allocator_room
+from segapp.memory.split_check import SplitChecker, allocator_room
 from segapp.memory.peaks import PeakModel
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.training.step.network import TrainedNetwork
 
 
 class BatchSplitController:
-    """Applies the batch split, and keeps everything that the run learns about splits in its judge.
+    """Applies the batch split, and keeps everything that the run learns about splits in `checker`.
 
-    With fewer than two devices or ranks there is nothing to split. The judge is written into the run's events.
+    With fewer than two devices or ranks there is nothing to split. `checker` is written into the run's events.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class BatchSplitController:
         self.is_as_planned = True
         """False while steps need a different amount of memory than the plan predicts."""
         self._ranks = network.ranks
-        self.judge = SplitJudge(
+        self.checker = SplitChecker(
             batch_size,
             len(self.current or (batch_size,)),
             mode=mode if is_split or mode == "model" else "single",
@@ -50,21 +50,21 @@ class BatchSplitController:
         """Samples of a full batch for each device; None if there is nothing to split."""
         return None if self._divider is None else self._divider.plan(self.batch_size)
 
-    def judge_with(self, usable_mib: Sequence[float | None]) -> SplitJudge:
-        """Return the judge after it has been given the memory of each device for this run."""
-        self.judge = replace(self.judge, usable_mib=tuple(usable_mib))
-        return self.judge
+    def checker_with(self, usable_mib: Sequence[float | None]) -> SplitChecker:
+        """Return the checker after it has been given the memory of each device for this run."""
+        self.checker = replace(self.checker, usable_mib=tuple(usable_mib))
+        return self.checker
 
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the predicted peaks under the present split, from measurements or the plan; empty if unknown."""
-        if self.current is not None and self.judge.peaks.measured:
-            return self.judge.peaks.peak_mib(self.current)
+        if self.current is not None and self.checker.peaks.measured:
+            return self.checker.peaks.peak_mib(self.current)
         plan = self.saved_plan if self.is_as_planned else None
         return () if plan is None else plan.predicted_mib(self.current)
 
     def record_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> None:
         """Record that a split ran out of memory after `old` did not; None: the present split."""
-        self.judge = self.judge.with_failure(split, old)
+        self.checker = self.checker.with_failure(split, old)
 
     def gathered(self, peaks_mib: Sequence[float | None]) -> list[float | None]:
         """Return the peaks of all devices; in ddp every rank knows only its own, and every rank must call it."""
@@ -74,15 +74,15 @@ class BatchSplitController:
 
     def record_peaks(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> None:
         """Record the peaks measured under a split; the highest of each device is kept."""
-        self.judge = replace(self.judge, peaks=self.judge.peaks.with_measured(split, peaks_mib))
+        self.checker = replace(self.checker, peaks=self.checker.peaks.with_measured(split, peaks_mib))
 
     def clear_peaks(self) -> None:
         """Discard the measured peaks, because steps are made differently from now on."""
-        self.judge = replace(self.judge, peaks=replace(self.judge.peaks, measured={}))
+        self.checker = replace(self.checker, peaks=replace(self.checker.peaks, measured={}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the learned facts as plain values."""
-        known = self.judge.to_json()
+        known = self.checker.to_json()
         return {"observed": known["peaks"]["measured"], "failed": known["failed"], "ceiling": known["ceiling"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,11 +90,11 @@ class BatchSplitController:
         num_devices = len(self.current or ())
         measured = {tuple(s): tuple(p) for s, p in state.get("observed", ()) if len(s) == num_devices}
         failed = {tuple(split) for split in state.get("failed", ()) if len(split) == num_devices}
-        ceilings = [each for each in (self.judge.ceiling, state.get("ceiling")) if each is not None]
-        self.judge = replace(
-            self.judge,
-            peaks=replace(self.judge.peaks, measured=measured),
-            failed=frozenset({*self.judge.failed, *failed}),
+        ceilings = [each for each in (self.checker.ceiling, state.get("ceiling")) if each is not None]
+        self.checker = replace(
+            self.checker,
+            peaks=replace(self.checker.peaks, measured=measured),
+            failed=frozenset({*self.checker.failed, *failed}),
             ceiling=min(ceilings, default=None),
         )
 
@@ -108,10 +108,10 @@ class BatchSplitController:
         divider = self._divider
         if divider is None:
             return settings.shares is None
-        if not self.judge.verdict(settings.gpu0_bsz, settings.shares).is_possible:
+        if not self.checker.check(settings.gpu0_bsz, settings.shares).is_possible:
             return False
         divider.shares = None if settings.shares is None else list(settings.shares)
         divider.full_batch = None if settings.shares is not None else self.batch_size
         divider.gpu0_bsz = None if settings.shares is not None else settings.gpu0_bsz
-        self.judge = replace(self.judge, current=self.current)
+        self.checker = replace(self.checker, current=self.current)
         return True

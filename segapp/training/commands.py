@@ -15,7 +15,7 @@ from torch import nn
 from segapp.config import LiveSettings, RecomputeChoice
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceMemoryTracker
-from segapp.memory.judge import SplitJudge, format_split
+from segapp.memory.split_check import SplitChecker, format_split
 from segapp.models.blocks import find_blocks
 from segapp.parallel import recomputed_blocks, set_recompute
 from segapp.parallel.recompute import is_recomputable
@@ -174,9 +174,9 @@ class CommandController:
         """True if a full batch was trained since the peaks were reset."""
         self._replay = list(replay)
 
-    def judge(self) -> SplitJudge:
-        """Return the judge of splits with the memory that the devices now have for this run."""
-        return self.batch_split.judge_with(self._device_memory.usable_mib())
+    def split_checker(self) -> SplitChecker:
+        """Return the checker of splits with the memory that the devices now have for this run."""
+        return self.batch_split.checker_with(self._device_memory.usable_mib())
 
     def handle_commands(self, position: TrainingPosition) -> None:
         """Handle every command that waits in the inbox; on the main rank only."""
@@ -247,14 +247,14 @@ class CommandController:
         pending = PendingSet(received, command.new_settings)
         reason, is_new = f"from epoch {position.next_epoch} on", True
         if command.asks_for_split:
-            verdict = self.judge().verdict(command.gpu0_bsz, command.shares)
-            problem = verdict.rejection(force=command.force)
+            checked = self.split_checker().check(command.gpu0_bsz, command.shares)
+            problem = checked.rejection(force=command.force)
             if problem is not None:
                 self.inbox.answer(received, "rejected", problem, position.step)
                 return
-            pending.split, pending.predicted_mib = verdict.split, verdict.predicted_mib
-            is_new = verdict.level != "no change"
-            reason += f": split {format_split(verdict.split)}, {verdict.level}: {verdict.reason}"
+            pending.split, pending.predicted_mib = checked.split, checked.predicted_mib
+            is_new = checked.level != "no change"
+            reason += f": split {format_split(checked.split)}, {checked.level}: {checked.reason}"
         if command.recompute is not None:
             if self.recompute.problem is not None and command.recompute == "all":
                 self.inbox.answer(received, "rejected", f"recompute=all: {self.recompute.problem}", position.step)
@@ -339,7 +339,7 @@ class CommandController:
                 id=None if pending.received is None else pending.received.id,
                 is_auto=bool(pending.changes.get("gpu0_bsz_auto", False)),
                 step=step,
-                judge=self.judge().to_json(),
+                judge=self.split_checker().to_json(),
             )
         )
 
@@ -424,7 +424,7 @@ class CommandController:
             return self._with_pending(settings)
         settings = self.requests.settings or self.settings
         if settings.gpu0_bsz_auto and not is_frozen and not any(pending.is_split for pending in self._sets):
-            move = self.judge().best_move()
+            move = self.split_checker().best_move()
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
                 self._sets.append(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))
@@ -493,7 +493,7 @@ class CommandController:
             return None
         if self._has_full_batch:
             self.batch_split.record_peaks(split, self._device_memory.observed_mib()[: len(split)])
-        measured = self.batch_split.judge.peaks.measured.get(split)
+        measured = self.batch_split.checker.peaks.measured.get(split)
         return None if measured is None else list(measured)
 
     def _record_peaks(self, split: Sequence[int]) -> list[float | None]:

@@ -20,7 +20,7 @@ from segapp.checkpoint.saver import Position
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference
-from segapp.memory.judge import format_split
+from segapp.memory.split_check import format_split
 from segapp.memory.oom import examine, headline, is_out_of_memory, release, report_lines
 from segapp.parallel.distributed import PeerOutOfMemoryError
 from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, Oom, read_answers
@@ -270,9 +270,8 @@ class OomPolicy:
         else:
             self._cut_at_step = position.step
             self._controller.batch_split.clear_peaks()
-        judge = self._controller.judge().to_json()
         action = f"this step and all later steps run {way}"
-        self._report(report, action=action, judge=judge, fallbacks=self.fallbacks.to_json())
+        self._report(report, action=action, judge=self._controller.split_checker().to_json(), fallbacks=self.fallbacks.to_json())
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
         """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""

@@ -291,7 +291,7 @@ class TrainingReporter:
             "gpu0_bsz": live.gpu0_bsz,
             "is_auto": live.gpu0_bsz_auto,
             "split": self._split(),
-            "judge": self.controller.judge().to_json(),
+            "judge": self.controller.split_checker().to_json(),
         }
         self.event_log.emit(facts.start.model_copy(update=present))
         for report in self.engine.model.load_reports:
@@ -312,7 +312,7 @@ class TrainingReporter:
                 lr=lr,
                 split=self._split(),
                 num_thawed=num_thawed,
-                judge=self.controller.judge().to_json(),
+                judge=self.controller.split_checker().to_json(),
             )
         )
 

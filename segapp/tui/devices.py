@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.geometry import Size
 
-from segapp.memory.judge import FULL_FRAC, TIGHT_FRAC
+from segapp.memory.split_check import FULL_FRAC, TIGHT_FRAC
 from segapp.run.commands import CancelCommand, Command, SetCommand
 from segapp.run.events import DeviceMemory
 from segapp.run.words import dots, duration, memory_text, percent, printable, share_text
@@ -130,7 +130,7 @@ def gpu0_content(view: View, status: Status, width: int, *, can_edit: bool) -> C
         return Content.styled("known once the training has started", "$text-muted")
     if view.num_devices < 2:
         return Content.styled("one device: nothing to split", "$text-muted")
-    why = view.judge.why_no_split
+    why = view.split_checker.why_no_split
     if why is not None:
         return Content.styled("\n".join(textwrap.wrap(why, max(width, 1))[:3]), "$text-muted")
     is_pending = view.gpu0.pending is not None
@@ -176,7 +176,7 @@ def _pending_lines(view: View, status: Status) -> list[Content]:
     epoch_eta_s, _ = etas_s(view, status)
     when = f"epoch {pending.epoch}" if pending.epoch is not None else "the next epoch"
     eta = f", in {duration(epoch_eta_s)}" if epoch_eta_s is not None else ""
-    split = pending.split or view.judge.verdict(pending.new).split
+    split = pending.split or view.split_checker.check(pending.new).split
     return [
         Content.assemble(
             (share_text(view.gpu0.value), "bold"),
@@ -198,4 +198,4 @@ def undo_gpu0(gpu0: Gpu0) -> Command | None:
 
 def why_no_split(view: View) -> str | None:
     """Return why the run's batch cannot be split; None if it can."""
-    return "the run has one device, so there is nothing to split" if view.num_devices < 2 else view.judge.why_no_split
+    return "the run has one device, so there is nothing to split" if view.num_devices < 2 else view.split_checker.why_no_split

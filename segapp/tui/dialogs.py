@@ -97,11 +97,11 @@ class Gpu0Screen(ModalScreen[SetCommand | None]):
         assert isinstance(command, SetCommand)
         if command.gpu0_bsz == "auto":
             return command, "the trainer chooses it from the measured memory"
-        verdict = self._view.judge.verdict(command.gpu0_bsz)
-        peaks = [] if self._view.has_logical_devices else [memory_text(mib) for mib in verdict.predicted_mib]
+        checked = self._view.split_checker.check(command.gpu0_bsz)
+        peaks = [] if self._view.has_logical_devices else [memory_text(mib) for mib in checked.predicted_mib]
         predicted = f", peaks {', '.join(peaks)} GiB" if peaks else ""
-        meaning = f"{verdict.level}: split {dots(verdict.split)}{predicted}; {verdict.reason}"
-        return command if verdict.is_allowed else None, meaning
+        meaning = f"{checked.level}: split {dots(checked.split)}{predicted}; {checked.reason}"
+        return command if checked.is_allowed else None, meaning
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from segapp.memory.judge import SplitJudge, usable_mib
+from segapp.memory.split_check import SplitChecker, usable_mib
 from segapp.memory.peaks import PeakModel
 from segapp.run import events
 from segapp.run.words import printable, share_text
@@ -135,8 +135,8 @@ class View:
     _split_text: bytes = b""
     _blocks: list[list[str]] = field(default_factory=list)
     """The split of `recompute`, kept at a resume."""
-    _judge: SplitJudge | None = None
-    """The judge as written by the trainer, with the peaks of the steps since."""
+    _split_checker: SplitChecker | None = None
+    """As written by the trainer, with the peaks of the steps since."""
     _paused_s: float | None = None
 
     @property
@@ -177,26 +177,26 @@ class View:
         return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
 
     @property
-    def judge(self) -> SplitJudge:
-        """The trainer's judge of splits, with the devices' memory from the last sample.
+    def split_checker(self) -> SplitChecker:
+        """The facts that decide about a split, as the trainer wrote them, with the devices' memory of the last sample.
 
-        Without one in the events, it is made from observations.
+        If the events have none, they are made from observations.
         """
-        judge = self._judge
-        if judge is None:
+        checker = self._split_checker
+        if checker is None:
             peaks = {split: tuple(mib) for split, mib in self.peaks_mib.items()}
             batch_size = self.start.batch_size if self.start is not None else sum(self.split or (0,))
             mode = (self.start.mode if self.start is not None else None) or "dp"
             usable = [device.total_mib for device in self.devices]
-            judge = SplitJudge(batch_size, self.num_devices, mode, current=self.split, usable_mib=usable,
+            checker = SplitChecker(batch_size, self.num_devices, mode, current=self.split, usable_mib=usable,
                                peaks=PeakModel(peaks), ceiling=self.gpu0.ceiling)  # fmt: skip
         if self.has_logical_devices:
-            judge = replace(judge, peaks=PeakModel({}))
-        usable = list(judge.usable_mib)
+            checker = replace(checker, peaks=PeakModel({}))
+        usable = list(checker.usable_mib)
         for i, each in enumerate(self.devices[: len(usable)]):
             if None not in (each.total_mib, each.used_mib, each.reserved_mib) and is_gpu(each):
                 usable[i] = usable_mib(each.total_mib, each.used_mib, each.reserved_mib)
-        return replace(judge, usable_mib=tuple(usable))
+        return replace(checker, usable_mib=tuple(usable))
 
 
 def is_gpu(device: events.DeviceMemory) -> bool:
@@ -279,18 +279,18 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
     split = raw.get("split")
     if split and split != view.split:
         _note_split(view, split)
-    _note_judged_peaks(view, raw.get("peaks_mib"))
+    _note_measured_peaks(view, raw.get("peaks_mib"))
     return True
 
 
-def _note_judged_peaks(view: View, peaks_mib: Any) -> None:
+def _note_measured_peaks(view: View, peaks_mib: Any) -> None:
     """Fold the peaks with the present split; they are the peaks of the whole epoch so far."""
-    judge = view._judge
-    if judge is None or judge.current is None or not isinstance(peaks_mib, list):
+    checker = view._split_checker
+    if checker is None or checker.current is None or not isinstance(peaks_mib, list):
         return
     peaks = tuple(peaks_mib)
-    if peaks != judge.peaks.measured.get(judge.current) and all(mib is None or type(mib) is float for mib in peaks):
-        view._judge = replace(judge, peaks=judge.peaks.with_measured(judge.current, peaks))
+    if peaks != checker.peaks.measured.get(checker.current) and all(mib is None or type(mib) is float for mib in peaks):
+        view._split_checker = replace(checker, peaks=checker.peaks.with_measured(checker.current, peaks))
 
 
 def _note_split(view: View, split: Any) -> None:
@@ -354,7 +354,7 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
         return
     if isinstance(event, events.RunStart | events.EpochStart | events.Gpu0Bsz | events.Oom) and event.judge is not None:
         try:
-            view._judge = SplitJudge.from_json(event.judge)
+            view._split_checker = SplitChecker.from_json(event.judge)
         except ValueError:
             view.num_bad += 1
     line = log_line(event, view.classes, view.vals[-1] if view.vals else None)

@@ -11,7 +11,7 @@ import yaml
 from segapp.commands.plan import _gpu_specs, print_plan
 from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuStatus
-from segapp.memory.judge import ALLOCATOR_VARIABLES
+from segapp.memory.split_check import ALLOCATOR_VARIABLES
 from segapp.memory.plan import GpuSpec
 from segapp.planning.plan import _precision, plan_memory
 from tests.support.runs import merged, segapp

@@ -16,7 +16,7 @@ import torch
 from segapp.assembly.devices import numerics
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, load_config
-from segapp.memory.judge import allocator_room
+from segapp.memory.split_check import allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import EVAL, PhasePeak, SimulationJob
 from segapp.memory.plan import BLAS_MIB

@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from segapp.assembly.devices import numerics
-from segapp.memory.judge import ALLOCATOR_VARIABLES
+from segapp.memory.split_check import ALLOCATOR_VARIABLES
 from segapp.parallel.launch import signal_when_parent_dies
 from tests.gpu.cases import DONE_VARIABLE, RESULTS_VARIABLE, add_line, outcomes, starts_without_end
 from tests.gpu.report import SESSION, last_states, write_page

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from segapp.chunks import plan_chunks
-from segapp.memory.judge import MARGIN_FRAC, SplitJudge, SplitMove
+from segapp.memory.split_check import MARGIN_FRAC, SplitChecker, SplitMove
 from segapp.memory.peaks import PeakModel
 
 Split = tuple[int, ...]
@@ -27,7 +27,7 @@ def walk(
         peaks = [f * (n > 0) + slope * n + rng.uniform(0, noise) for f, n in zip(fixed, split, strict=True)]
         known = observed.get(split, peaks)
         observed[split] = tuple(map(max, known, peaks))
-        move = SplitJudge(batch, len(fixed), current=split, usable_mib=totals, peaks=PeakModel(observed)).best_move()
+        move = SplitChecker(batch, len(fixed), current=split, usable_mib=totals, peaks=PeakModel(observed)).best_move()
         split = split if move is None else move.split
     return walked
 
@@ -83,7 +83,7 @@ def plan(
 ) -> SplitMove | None:
     """The move of a batch of 8 over three devices with a planned slope of 100 MiB."""
     peaks = PeakModel({current: peaks_mib} if peaks_mib else {}, slope_mib)
-    return SplitJudge(8, 3, current=current, usable_mib=[total_mib] * 3, peaks=peaks, **facts).best_move()
+    return SplitChecker(8, 3, current=current, usable_mib=[total_mib] * 3, peaks=peaks, **facts).best_move()
 
 
 def test_split_moves_only_for_a_large_gain_with_reason() -> None:
@@ -124,7 +124,7 @@ def test_share_of_device_0_stays_below_its_ceiling(ceiling: int | None, split: S
 def test_device_0_may_get_the_whole_batch() -> None:
     """By hand: device 1 is as good as full without a sample; each sample takes 100 MiB."""
     peaks = PeakModel({(1, 1): (200.0, 950.0)}, slope_mib=100.0)
-    move = SplitJudge(2, 2, current=(1, 1), usable_mib=[1000.0, 1000.0], peaks=peaks).best_move()
+    move = SplitChecker(2, 2, current=(1, 1), usable_mib=[1000.0, 1000.0], peaks=peaks).best_move()
     assert move is not None
     assert (move.gpu0_bsz, move.split) == (2, (2, 0))
 

@@ -164,7 +164,7 @@ def test_optimizers_skip_steps_and_keep_the_state_of_torch(make):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch reads the variables on its own there")
 def test_names_of_the_allocator_s_variables_are_those_of_torch():
-    from segapp.memory.judge import ALLOCATOR_VARIABLES
+    from segapp.memory.split_check import ALLOCATOR_VARIABLES
 
     libraries = [SITE / "torch" / "lib" / name for name in ("libc10.so", "libc10_cuda.so")]
     found = set()

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from segapp.memory.judge import FULL_FRAC, PLAIN_FRAC
+from segapp.memory.split_check import FULL_FRAC, PLAIN_FRAC
 from segapp.memory.peaks import EVAL
 from segapp.memory.plan import BLAS_MIB
 from tests.gpu.figures_plan import network_config, planned_phases

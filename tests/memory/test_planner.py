@@ -1,4 +1,4 @@
-"""The plan's arithmetic, against splits counted out by hand and against the judge of live splits."""
+"""The plan's arithmetic, against splits counted out by hand and against the check of live splits."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def planner(memory=None, gpus=GPUS, smallest_chunk=1, **overhead):
 
 
 def brute_force_largest_batch(own):
-    """Every split of every batch up to 60, judged by adding up."""
+    """Every split of every batch up to 60, checked by adding up."""
     largest = 0
     for batch in range(1, 61):
         for g in range(batch + 1):

@@ -220,8 +220,8 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert view.gpu0.previous == []
     assert view.gpu0.ceiling == 6
     assert "out of memory" in view.alerts["reverted"].last.message
-    assert view.judge.verdict(6).level == "won't fit"
-    assert view.judge.verdict(7).level == "won't fit"
+    assert view.split_checker.check(6).level == "won't fit"
+    assert view.split_checker.check(7).level == "won't fit"
 
 
 def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:

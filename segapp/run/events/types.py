@@ -101,7 +101,7 @@ class RunStart(_Event):
     """RGB color of each class in the sample images."""
     judge: dict[str, Any] | None = None
     """All facts that determine if a batch split fits, as JSON: the rules of this training, the memory of each device,
-    the measured peaks, the splits that failed (`segapp.memory.judge.SplitJudge`)."""
+    the measured peaks, the splits that failed (`segapp.memory.split_check.SplitChecker`)."""
 
 
 class Weights(_Event):

@@ -113,7 +113,7 @@ def test_split_is_reverted_within_twenty_steps_only(harness: ControllerHarness, 
     if num_full and num_full + num_short >= 20:
         assert done is None, "its trial is over: the batch did not change, the memory did"
         assert harness.batch_split.current == (6, 1, 1)
-        assert not harness.batch_split.judge.failed
+        assert not harness.batch_split.checker.failed
     else:
         assert done == "split 6·1·1 does not fit: back to split 2·3·3"
         assert harness.batch_split.current == before == (2, 3, 3)
@@ -148,16 +148,16 @@ def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
 
     fresh = controller_of()
     fresh.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
-    best = fresh.judge_with([1000.0] * 3).best_move()
+    best = fresh.checker_with([1000.0] * 3).best_move()
     assert best is not None
     failed = controller_of()
     failed.record_failure(best.split, (6, 1, 1))
-    assert failed.judge.ceiling is None, "device 0 had fewer samples than before: another device ran out of memory"
+    assert failed.checker.ceiling is None, "device 0 had fewer samples than before: another device ran out of memory"
     failed.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
     resumed = controller_of()
     resumed.load_state_dict(failed.state_dict())
     for batch_split in (failed, resumed):
-        move = batch_split.judge_with([1000.0] * 3).best_move()
+        move = batch_split.checker_with([1000.0] * 3).best_move()
         assert move is not None
         assert move.split != best.split
 

@@ -1,4 +1,4 @@
-"""The verdicts of the judge against tables computed by hand, and its way into JSON and back."""
+"""Checks of splits against tables computed by hand, and their facts in JSON and back."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import segapp.memory.judge as module
+import segapp.memory.split_check as module
 from segapp.chunks import plan_chunks
-from segapp.memory.judge import (
+from segapp.memory.split_check import (
     EXPANDABLE_SEGMENTS,
     FULL_FRAC,
     PLAIN_FRAC,
-    SplitJudge,
+    SplitChecker,
     allocator_room,
     usable_mib,
 )
@@ -41,50 +41,50 @@ def test_examples_in_the_docstrings_hold() -> None:
         ({"gpu0_bsz": None, "shares": [5, 9, 9]}, "refused", None),
     ],
 )
-def test_verdicts_for_four_devices_and_batch_32(asked: dict, level: str, split: tuple | None) -> None:
-    verdict = SplitJudge(32, 4, current=(4, 10, 9, 9)).verdict(**asked)
-    assert (verdict.level, verdict.split) == (level, split)
-    assert verdict.is_allowed == (level == "ok")
-    assert verdict.reason
+def test_checks_for_four_devices_and_batch_32(asked: dict, level: str, split: tuple | None) -> None:
+    checked = SplitChecker(32, 4, current=(4, 10, 9, 9)).check(**asked)
+    assert (checked.level, checked.split) == (level, split)
+    assert checked.is_allowed == (level == "ok")
+    assert checked.reason
 
 
-def test_verdict_names_one_device_and_idle_devices() -> None:
-    assert SplitJudge(8, 1).verdict(0).level == "refused"
-    assert "no effect on one device" in SplitJudge(8, 1).verdict(3).reason
-    assert "device 0 computes nothing" in SplitJudge(8, 2).verdict(0).reason
+def test_check_names_one_device_and_idle_devices() -> None:
+    assert SplitChecker(8, 1).check(0).level == "refused"
+    assert "no effect on one device" in SplitChecker(8, 1).check(3).reason
+    assert "device 0 computes nothing" in SplitChecker(8, 2).check(0).reason
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("model", "whole batch"), ("single", "one device")])
 def test_modes_without_a_split_refuse_every_request(mode: str, reason: str) -> None:
     for gpu0_bsz in (0, 4, None, "auto"):
-        verdict = SplitJudge(8, 2, mode=mode).verdict(gpu0_bsz)  # type: ignore[arg-type]
-        assert verdict.level == "refused"
-        assert reason in verdict.reason
+        checked = SplitChecker(8, 2, mode=mode).check(gpu0_bsz)  # type: ignore[arg-type]
+        assert checked.level == "refused"
+        assert reason in checked.reason
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2, 8, None])
 def test_ranks_take_the_splits_of_devices(gpu0_bsz: int | None) -> None:
-    dp, ddp = (SplitJudge(8, 3, mode=mode).verdict(gpu0_bsz) for mode in ("dp", "ddp"))
+    dp, ddp = (SplitChecker(8, 3, mode=mode).check(gpu0_bsz) for mode in ("dp", "ddp"))
     assert (ddp.split, ddp.level) == (dp.split, dp.level)
 
 
 def test_rank_without_samples_is_refused_if_network_needs_any() -> None:
-    judge = SplitJudge(8, 2, mode="ddp", needs_samples="the network cannot run without samples")
+    checker = SplitChecker(8, 2, mode="ddp", needs_samples="the network cannot run without samples")
     for gpu0_bsz, level in ((0, "refused"), (1, "ok"), (8, "refused")):
-        assert judge.verdict(gpu0_bsz).level == level
-    assert "give every rank at least one sample" in judge.verdict(0).reason
+        assert checker.check(gpu0_bsz).level == level
+    assert "give every rank at least one sample" in checker.check(0).reason
 
 
 def test_auto_is_refused_where_device_memory_is_unknown() -> None:
-    judge = SplitJudge(8, 2, current=(4, 4), usable_mib=[1000, 1000])
-    assert (judge.verdict("auto").level, judge.verdict("auto").split) == ("ok", (4, 4))
+    checker = SplitChecker(8, 2, current=(4, 4), usable_mib=[1000, 1000])
+    assert (checker.check("auto").level, checker.check("auto").split) == ("ok", (4, 4))
     for usable in ((), (1000, None)):
-        assert SplitJudge(8, 2, current=(4, 4), usable_mib=usable).verdict("auto").level == "refused"
+        assert SplitChecker(8, 2, current=(4, 4), usable_mib=usable).check("auto").level == "refused"
 
 
 def test_batchnorm_without_sync_refuses_single_samples() -> None:
-    assert SplitJudge(8, 2, smallest_chunk=2).verdict(1).level == "refused"
-    assert SplitJudge(8, 2).verdict(1).level == "ok"
+    assert SplitChecker(8, 2, smallest_chunk=2).check(1).level == "refused"
+    assert SplitChecker(8, 2).check(1).level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -93,44 +93,44 @@ def test_batchnorm_without_sync_refuses_single_samples() -> None:
 )
 def test_thresholds_are_90_and_95_percent_of_the_fullest_device(peak: float, level: str, allowed: bool) -> None:
     peaks = PeakModel({(2, 3, 3): (100, peak, None)})
-    verdict = SplitJudge(8, 3, usable_mib=[1000, 1000, 1000], peaks=peaks).verdict(2)
-    assert (verdict.level, verdict.is_allowed) == (level, allowed)
-    assert "device 1" in verdict.reason
-    assert f"{peak} of 1000 MiB" in verdict.reason
+    checked = SplitChecker(8, 3, usable_mib=[1000, 1000, 1000], peaks=peaks).check(2)
+    assert (checked.level, checked.is_allowed) == (level, allowed)
+    assert "device 1" in checked.reason
+    assert f"{peak} of 1000 MiB" in checked.reason
 
 
 def test_gpu0_bsz_that_ran_out_of_memory_is_an_upper_bound() -> None:
-    judge = SplitJudge(8, 2, ceiling=6)
-    assert judge.verdict(5).level == "ok"
+    checker = SplitChecker(8, 2, ceiling=6)
+    assert checker.check(5).level == "ok"
     for gpu0_bsz in (6, 7):
-        verdict = judge.verdict(gpu0_bsz)
-        assert verdict.level == "won't fit"
-        assert verdict.is_possible
-        assert "add --force" in (verdict.rejection(force=False) or "")
-        assert verdict.rejection(force=True) is None
+        checked = checker.check(gpu0_bsz)
+        assert checked.level == "won't fit"
+        assert checked.is_possible
+        assert "add --force" in (checked.rejection(force=False) or "")
+        assert checked.rejection(force=True) is None
 
 
 def test_unproven_estimate_warns_and_never_refuses() -> None:
-    judge = SplitJudge(8, 2, usable_mib=[1000, 1000], peaks=PeakModel({(4, 4): (800.0, 700.0)}))
-    verdict = judge.verdict(5)
-    assert (verdict.level, verdict.predicted_mib) == ("tight", (1000.0, 700.0))
-    assert "no other split was measured" in verdict.reason
+    checker = SplitChecker(8, 2, usable_mib=[1000, 1000], peaks=PeakModel({(4, 4): (800.0, 700.0)}))
+    checked = checker.check(5)
+    assert (checked.level, checked.predicted_mib) == ("tight", (1000.0, 700.0))
+    assert "no other split was measured" in checked.reason
 
 
 def test_no_observation_gives_no_prediction() -> None:
-    verdict = SplitJudge(4, 2, usable_mib=[100, 100]).verdict(1)
-    assert (verdict.level, verdict.predicted_mib) == ("ok", (None, None))
+    checked = SplitChecker(4, 2, usable_mib=[100, 100]).check(1)
+    assert (checked.level, checked.predicted_mib) == ("ok", (None, None))
 
 
 @given(st.integers(1, 24), st.integers(1, 6), st.none() | st.integers(-2, 30))
-def test_verdict_split_equals_the_trainers(num_samples: int, num_devices: int, gpu0_bsz: int | None) -> None:
-    verdict = SplitJudge(num_samples, num_devices).verdict(gpu0_bsz)
+def test_checked_split_equals_the_trainers(num_samples: int, num_devices: int, gpu0_bsz: int | None) -> None:
+    checked = SplitChecker(num_samples, num_devices).check(gpu0_bsz)
     try:
         expected = plan_chunks(num_samples, num_devices, gpu0_bsz, full_batch=num_samples)
     except ValueError:
-        assert verdict.level == "refused"
+        assert checked.level == "refused"
     else:
-        assert verdict.split == expected
+        assert checked.split == expected
 
 
 def test_usable_memory_excludes_other_processes() -> None:
@@ -144,20 +144,20 @@ def test_usable_memory_excludes_other_processes() -> None:
 @pytest.mark.parametrize(("total_mib", "amount"), [(4095.0, "2048 of 4095 MiB"), (4096.0, "2.0 of 4.0 GiB")])
 def test_amounts_are_in_gib_from_four_on(total_mib: float, amount: str) -> None:
     peaks = PeakModel({(4, 4): (2048.0, 1.0)})
-    verdict = SplitJudge(8, 2, usable_mib=[total_mib] * 2, peaks=peaks).verdict(4)
-    assert verdict.reason == f"device 0 would need about {amount} (50 %)"
+    checked = SplitChecker(8, 2, usable_mib=[total_mib] * 2, peaks=peaks).check(4)
+    assert checked.reason == f"device 0 would need about {amount} (50 %)"
 
 
 def test_slope_of_the_plan_makes_an_estimate_of_the_bound() -> None:
     """By hand: 300 and 200 MiB are fixed where a sample takes 125; the bound would be 1000 MiB."""
     measured = {(4, 4): (800.0, 700.0)}
-    judge = SplitJudge(8, 2, usable_mib=[1000, 1000], peaks=PeakModel(measured, slope_mib=125.0))
-    assert judge.verdict(5).predicted_mib == (925.0, 575.0)
-    assert judge.verdict(5).reason == "device 0 would need about 925 of 1000 MiB (92 %): little memory is left"
+    checker = SplitChecker(8, 2, usable_mib=[1000, 1000], peaks=PeakModel(measured, slope_mib=125.0))
+    assert checker.check(5).predicted_mib == (925.0, 575.0)
+    assert checker.check(5).reason == "device 0 would need about 925 of 1000 MiB (92 %): little memory is left"
 
 
-judges = st.builds(
-    SplitJudge,
+checkers = st.builds(
+    SplitChecker,
     st.integers(1, 12),
     st.just(3),
     mode=st.sampled_from(("single", "dp", "ddp", "model")),
@@ -175,15 +175,15 @@ judges = st.builds(
 )
 
 
-@given(judges)
-def test_judge_read_from_json_is_the_same(judge: SplitJudge) -> None:
-    assert SplitJudge.from_json(json.loads(json.dumps(judge.to_json()))) == judge
+@given(checkers)
+def test_checker_read_from_json_is_the_same(checker: SplitChecker) -> None:
+    assert SplitChecker.from_json(json.loads(json.dumps(checker.to_json()))) == checker
 
 
-@pytest.mark.parametrize("values", [{}, {"batch_size": 8}, {**SplitJudge(8, 2).to_json(), "peaks": 3}])
+@pytest.mark.parametrize("values", [{}, {"batch_size": 8}, {**SplitChecker(8, 2).to_json(), "peaks": 3}])
 def test_json_that_is_no_judge_is_a_value_error(values: dict) -> None:
     with pytest.raises(ValueError, match="not the facts of a split"):
-        SplitJudge.from_json(values)
+        SplitChecker.from_json(values)
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_room_is_by_the_first_setting_of_the_allocator(environ: dict[str, str], 
 def test_tight_and_full_follow_the_room(room: float, tight_from: float, full_from: float) -> None:
     for frac, level in ((tight_from - 0.005, "ok"), (tight_from + 0.005, "tight"), (full_from + 0.005, "won't fit")):
         peaks = PeakModel({(4, 4): (100.0, 1000 * frac)})
-        assert SplitJudge(8, 2, usable_mib=[1000, 1000], peaks=peaks, room=room).fit_of((4, 4))[0] == level
+        assert SplitChecker(8, 2, usable_mib=[1000, 1000], peaks=peaks, room=room).fit_of((4, 4))[0] == level

@@ -1,10 +1,10 @@
-"""The judge of batch splits: one object with all facts that decide about a split. Pure, and no torch here.
+"""Check if a batch split is possible and fits, from all facts that decide about it. Pure, and no torch here.
 
-The trainer builds a `SplitJudge`, updates it with measurements, and writes it into its events. The TUI and `ctl` read
-it there (`segapp.view.view.View.judge`), and the memory plan makes one without a run. So all of them give the same
-verdict on the same facts. The verdict has a level: `refused` (no split can fulfill the request), `no change`, `won't
-fit` (a device would need more than 95 % of its memory, or ran out of memory with as many samples before), `tight` (more
-than 90 %, or the estimate is an upper bound), `ok`.
+The trainer builds a `SplitChecker`, updates it with measurements, and writes it into its events. The TUI and `ctl` read
+it there (`segapp.view.view.View.split_checker`), and the memory plan makes one without a run. So all of them get the
+same result from the same facts. The result has a level: `refused` (no split can fulfill the request), `no change`,
+`won't fit` (a device would need more than 95 % of its memory, or ran out of memory with as many samples before),
+`tight` (more than 90 %, or the estimate is an upper bound), `ok`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ASSUMED_FRACS = (1.0, 0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
-class SplitVerdict:
+class CheckedSplit:
     """The result of checking a requested split."""
 
     split: Split | None
@@ -76,8 +76,8 @@ class SplitMove:
 
 
 @dataclass(frozen=True)
-class SplitJudge:
-    """The facts that decide which splits of a batch are possible and fit, and the verdict on each."""
+class SplitChecker:
+    """The facts that decide which splits of a batch are possible and fit; `check` applies them to a request."""
 
     batch_size: int
     """Samples of a full batch, over all devices."""
@@ -107,34 +107,34 @@ class SplitJudge:
         why = why if self.mode == "model" else "there is one device: it takes the whole batch"
         return f"{why}: gpu0_bsz and shares are for parallel.mode = dp or ddp"
 
-    def verdict(self, gpu0_bsz: int | Literal["auto"] | None, shares: Sequence[int] | None = None) -> SplitVerdict:
+    def check(self, gpu0_bsz: int | Literal["auto"] | None, shares: Sequence[int] | None = None) -> CheckedSplit:
         """Check a requested split against all known facts; never raises for a bad request.
 
         `gpu0_bsz`: Samples of device 0 in a full batch; None for an even split; `auto` to follow the measured memory.
 
         Example:
-            >>> SplitJudge(8, 3, current=(0, 4, 4)).verdict(2).split
+            >>> SplitChecker(8, 3, current=(0, 4, 4)).check(2).split
             (2, 3, 3)
-            >>> SplitJudge(8, 3).verdict(9).level
+            >>> SplitChecker(8, 3).check(9).level
             'refused'
             >>> full = PeakModel({(4, 4): (980.0, 500.0)})
-            >>> SplitJudge(8, 2, usable_mib=[1000, 1000], peaks=full).verdict(4).level
+            >>> SplitChecker(8, 2, usable_mib=[1000, 1000], peaks=full).check(4).level
             "won't fit"
         """
         if self.why_no_split is not None:
-            return SplitVerdict(None, "refused", self.why_no_split)
+            return CheckedSplit(None, "refused", self.why_no_split)
         if gpu0_bsz == "auto":
-            return self._auto_verdict()
+            return self._check_auto()
         split, note = self._split_of(gpu0_bsz, shares)
         if split is None:
-            return SplitVerdict(None, "refused", note)
+            return CheckedSplit(None, "refused", note)
         predicted = self.peaks.peak_mib(split)
         if self.current == split:
-            return SplitVerdict(split, "no change", "this split is already in use", predicted)
+            return CheckedSplit(split, "no change", "this split is already in use", predicted)
         level, reason = self.fit_of(split)
         if level == "ok" and note:
             reason = f"{reason}; {note}"
-        return SplitVerdict(split, level, reason, predicted)
+        return CheckedSplit(split, level, reason, predicted)
 
     def _split_of(self, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> tuple[Split | None, str]:
         """Return a split and a note on it, which may be empty; or None and why no split fulfills the request."""
@@ -173,14 +173,14 @@ class SplitJudge:
             return "tight", f"{need}: little memory is left"
         return "ok", need
 
-    def _auto_verdict(self) -> SplitVerdict:
+    def _check_auto(self) -> CheckedSplit:
         if self.usable_mib and None not in self.usable_mib:
-            return SplitVerdict(self.current, "ok", "the split follows the measured memory")
+            return CheckedSplit(self.current, "ok", "the split follows the measured memory")
         reason = (
             "gpu0_bsz=auto needs the memory of each device, which is unknown where devices share one memory: "
             "use a number"
         )
-        return SplitVerdict(None, "refused", reason)
+        return CheckedSplit(None, "refused", reason)
 
     def best_move(self) -> SplitMove | None:
         """Return the change from the current split to the split whose fullest device is least full; None for no change.
@@ -191,7 +191,7 @@ class SplitJudge:
 
         Example:
             >>> peaks = PeakModel({(6, 1, 1): (700.0, 200.0, 200.0)}, slope_mib=100.0)
-            >>> SplitJudge(8, 3, current=(6, 1, 1), usable_mib=[1000.0] * 3, peaks=peaks).best_move().split
+            >>> SplitChecker(8, 3, current=(6, 1, 1), usable_mib=[1000.0] * 3, peaks=peaks).best_move().split
             (2, 3, 3)
         """
         current = self.current
@@ -243,8 +243,8 @@ class SplitJudge:
                 splits.setdefault(split, gpu0_bsz)
         return splits
 
-    def with_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> SplitJudge:
-        """Return the judge after a split ran out of memory and `old` did not; None: the current split."""
+    def with_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> SplitChecker:
+        """Return the checker after a split ran out of memory and `old` did not; None: the current split."""
         old = self.current if old is None else old
         ceiling = self.ceiling
         if old is not None and split[0] > old[0]:
@@ -262,8 +262,8 @@ class SplitJudge:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SplitJudge:
-        """Return the judge of `to_json`'s values; unknown names are ignored.
+    def from_json(cls, values: Mapping[str, Any]) -> SplitChecker:
+        """Return the checker of `to_json`'s values; unknown names are ignored.
 
         Raises:
             ValueError: A value is missing or not of its type.

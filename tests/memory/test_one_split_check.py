@@ -1,4 +1,4 @@
-"""Trainer, screen, `ctl` and memory plan give one verdict on a split, with one reason, through the events of a run."""
+"""Trainer, screen, `ctl` and memory plan give one answer on a split, with one reason, through the events of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from segapp.chunks import RankSplit
 from segapp.commands.runs import split_problem
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.judge import SplitVerdict
+from segapp.memory.split_check import CheckedSplit
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import GpuSpec, OverheadEstimate, Planner
 from segapp.parallel import DataParallelModel
@@ -99,7 +99,7 @@ class TrainedRun:
             RunStart(
                 classes=["road"], num_params=1, batch_size=batch_size, epochs=99, steps_per_epoch=2, mode=mode,
                 devices=[Device(device=info.device, total_mib=total_mib) for info in self.devices],
-                judge=self.controller.judge().to_json(),
+                judge=self.controller.split_checker().to_json(),
             )
         )  # fmt: skip
 
@@ -110,7 +110,7 @@ class TrainedRun:
     def train_epoch(self, *, is_full: bool = True) -> None:
         """An epoch as the trainer makes it, with one step."""
         self.controller.apply(self.controller.settings_for_step(self.epoch), self.position)
-        self.writer.write(EpochStart(epoch=self.epoch, lr=0.1, judge=self.controller.judge().to_json()))
+        self.writer.write(EpochStart(epoch=self.epoch, lr=0.1, judge=self.controller.split_checker().to_json()))
         split = self.split.current or (self.batch_size,)
         for counters, fixed, count in zip(self.counters, FIXED_MIB, split, strict=False):
             counters.peak_mib = fixed + SLOPE_MIB * count
@@ -126,8 +126,8 @@ class TrainedRun:
         if self.controller.inbox.has_commands():
             self.controller.handle_commands(self.position)
 
-    def trainer(self, gpu0_bsz: Any, shares: Any = None) -> SplitVerdict:
-        return self.controller.judge().verdict(gpu0_bsz, shares)
+    def trainer(self, gpu0_bsz: Any, shares: Any = None) -> CheckedSplit:
+        return self.controller.split_checker().check(gpu0_bsz, shares)
 
     @property
     def view(self) -> View:
@@ -144,9 +144,9 @@ class TrainedRun:
         lines = [({"backward": Line(fixed, SLOPE_MIB)},) for fixed in FIXED_MIB]
         model = PlannedPeaks(self.mode, lines[0], (lines[1],), lines[0])  # type: ignore[arg-type]
         gpus = [GpuSpec(info.total_mib or 1e9, info.device) for info in self.devices]
-        judge = self.split.judge
+        checker = self.split.checker
         context = OverheadEstimate((0.0,) * len(gpus))
-        return Planner(model, tuple(gpus), context, judge.smallest_chunk, judge.needs_samples)
+        return Planner(model, tuple(gpus), context, checker.smallest_chunk, checker.needs_samples)
 
 
 REFUSED: list[tuple[dict[str, Any], int | None, str]] = [
@@ -163,11 +163,11 @@ def test_split_that_the_trainer_refuses_is_refused_by_all(
 ) -> None:
     run = TrainedRun(tmp_path / "run", **rules)
     run.train_epoch()
-    verdict = run.trainer(gpu0_bsz)
-    assert (verdict.level, reason in verdict.reason) == ("refused", True)
-    assert run.view.judge.verdict(gpu0_bsz) == verdict
-    assert run.ctl(gpu0_bsz) == verdict.reason
-    assert run.plan().judge(8).verdict(gpu0_bsz) == verdict
+    checked = run.trainer(gpu0_bsz)
+    assert (checked.level, reason in checked.reason) == ("refused", True)
+    assert run.view.split_checker.check(gpu0_bsz) == checked
+    assert run.ctl(gpu0_bsz) == checked.reason
+    assert run.plan().checker(8).check(gpu0_bsz) == checked
     assert Gpu0Screen(run.view).check("even" if gpu0_bsz is None else str(gpu0_bsz))[0] is None
 
 
@@ -184,12 +184,12 @@ def test_failed_split_reaches_the_screen_and_ctl(tmp_path: Path) -> None:
     run.ask("set gpu0_bsz=6")
     run.controller.apply(run.controller.settings_for_step(2), run.position)
     assert run.controller.revert_split("no memory", 2) is not None
-    assert run.view.judge.failed == {(6, 2)}
+    assert run.view.split_checker.failed == {(6, 2)}
     for gpu0_bsz, level in ((5, "ok"), (6, "won't fit"), (7, "won't fit")):
-        verdict = run.trainer(gpu0_bsz)
-        assert verdict.level == level
-        assert run.view.judge.verdict(gpu0_bsz) == verdict
-        assert run.ctl(gpu0_bsz) == verdict.rejection(force=False)
+        checked = run.trainer(gpu0_bsz)
+        assert checked.level == level
+        assert run.view.split_checker.check(gpu0_bsz) == checked
+        assert run.ctl(gpu0_bsz) == checked.rejection(force=False)
 
 
 requests = st.tuples(st.none() | st.integers(0, 10) | st.just("auto"), st.none()) | st.tuples(
@@ -211,7 +211,7 @@ requests = st.tuples(st.none() | st.integers(0, 10) | st.just("auto"), st.none()
     st.lists(requests, min_size=1, max_size=6),
 )
 @settings(max_examples=60, deadline=None)
-def test_random_runs_have_one_verdict_and_one_reason(
+def test_random_runs_have_one_answer_and_one_reason(
     facts: dict[str, Any], course: list[tuple[str, int]], asked: list[tuple[Any, Any]]
 ) -> None:
     with tempfile.TemporaryDirectory() as path:
@@ -223,20 +223,20 @@ def test_random_runs_have_one_verdict_and_one_reason(
                 run.ask(f"set gpu0_bsz={number}")
             else:
                 run.controller.revert_split("no memory", run.epoch)
-        judge, planner = run.view.judge, run.plan()
+        checker, planner = run.view.split_checker, run.plan()
         for gpu0_bsz, shares in asked:
-            verdict = run.trainer(gpu0_bsz, shares)
-            assert judge.verdict(gpu0_bsz, shares) == verdict
-            assert run.ctl(gpu0_bsz, shares) == verdict.rejection(force=False)
+            checked = run.trainer(gpu0_bsz, shares)
+            assert checker.check(gpu0_bsz, shares) == checked
+            assert run.ctl(gpu0_bsz, shares) == checked.rejection(force=False)
             if gpu0_bsz == "auto":
                 continue
-            planned = planner.judge(run.batch_size).verdict(gpu0_bsz, shares)
-            assert planned.is_possible == verdict.is_possible
-            if not verdict.is_possible:
-                assert planned.reason == verdict.reason
-            elif facts["total_mib"] and judge.ceiling is None and verdict.level not in ("no change", "refused"):
-                peaks = judge.peaks.peak(verdict.split or ())
-                if all(peak.basis in ("measured", "fitted") for peak in peaks) and 0 not in (verdict.split or ()):
+            planned = planner.checker(run.batch_size).check(gpu0_bsz, shares)
+            assert planned.is_possible == checked.is_possible
+            if not checked.is_possible:
+                assert planned.reason == checked.reason
+            elif facts["total_mib"] and checker.ceiling is None and checked.level not in ("no change", "refused"):
+                peaks = checker.peaks.peak(checked.split or ())
+                if all(peak.basis in ("measured", "fitted") for peak in peaks) and 0 not in (checked.split or ()):
                     row = planner.row(run.batch_size, gpu0_bsz, shares)
-                    assert (row.level, row.reason) == (verdict.level, verdict.reason)
+                    assert (row.level, row.reason) == (checked.level, checked.reason)
         run.writer.close()
