@@ -50,11 +50,6 @@ class BatchSplitController:
         """Samples of a full batch for each device; None if there is nothing to split."""
         return None if self._divider is None else self._divider.plan(self.batch_size)
 
-    def checker_with(self, usable_mib: Sequence[float | None]) -> SplitChecker:
-        """Return the checker after it has been given the memory of each device for this run."""
-        self.checker = replace(self.checker, usable_mib=tuple(usable_mib))
-        return self.checker
-
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the predicted peaks under the present split, from measurements or the plan; empty if unknown."""
         if self.current is not None and self.checker.peaks.measured:

@@ -7,7 +7,7 @@ training loop calls `handle_commands`, carries requests out at points where its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -175,8 +175,8 @@ class CommandController:
         self._replay = list(replay)
 
     def split_checker(self) -> SplitChecker:
-        """Return the checker of splits with the memory that the devices now have for this run."""
-        return self.batch_split.checker_with(self._device_memory.usable_mib())
+        """Return what is known about splits, with the memory that the devices now have for this run."""
+        return replace(self.batch_split.checker, usable_mib=tuple(self._device_memory.usable_mib()))
 
     def handle_commands(self, position: TrainingPosition) -> None:
         """Handle every command that waits in the inbox; on the main rank only."""

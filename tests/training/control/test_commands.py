@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
 
     fresh = controller_of()
     fresh.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
-    best = fresh.checker_with([1000.0] * 3).best_move()
+    best = replace(fresh.checker, usable_mib=[1000.0] * 3).best_move()
     assert best is not None
     failed = controller_of()
     failed.record_failure(best.split, (6, 1, 1))
@@ -157,7 +158,7 @@ def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
     resumed = controller_of()
     resumed.load_state_dict(failed.state_dict())
     for batch_split in (failed, resumed):
-        move = batch_split.checker_with([1000.0] * 3).best_move()
+        move = replace(batch_split.checker, usable_mib=[1000.0] * 3).best_move()
         assert move is not None
         assert move.split != best.split
 
