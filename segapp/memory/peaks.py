@@ -116,12 +116,6 @@ def fit_lines(
     return slope, tuple(sum(y - used * x for x, y in own) / len(own) if own else None for own in groups)
 
 
-Numbers = dict[str, float]
-"""Phase or phase/kind -> MiB, and `TIMES` -> seconds."""
-
-TIMES = ("pass_s", "update_s")
-"""Keys of the fields of `StepTime`, which are fitted like peaks."""
-
 FEW, MANY = (2, 4), (10, 12)
 """Samples per device in the simulations of the two regimes; at least 2, because BatchNorm may need 2."""
 
@@ -133,15 +127,59 @@ class Line:
     fixed: float = 0.0
     per_sample: float = 0.0
 
+    @classmethod
+    def through(cls, samples: tuple[int, int], values: Sequence[float]) -> Line:
+        """Return the line through two simulations."""
+        slope, (fixed,) = fit_lines([list(zip(samples, values, strict=True))])
+        return cls(fixed or 0.0, slope or 0.0)
+
     def at(self, samples: int) -> float:
         """Return the value, at least 0."""
         return max(0.0, self.fixed + self.per_sample * samples)
 
 
-Lines = Mapping[str, Line]
-"""Key of `Numbers` -> line."""
-Regimes = tuple[Lines, ...]
-"""Lines for few and for many samples; in every phase, the higher one applies."""
+@dataclass(frozen=True)
+class PhaseLines:
+    """Memory at the peak of a device in one phase, and of each kind in it, MiB."""
+
+    total: Line
+    by_kind: Mapping[str, Line] = field(default_factory=dict)
+
+    @classmethod
+    def through(cls, samples: tuple[int, int], peaks: Sequence[PhasePeak]) -> PhaseLines:
+        """Return the lines through two simulations."""
+        kinds = dict.fromkeys(kind for peak in peaks for kind in peak.by_kind)
+        by_kind = {kind: Line.through(samples, [peak.by_kind.get(kind, 0.0) for peak in peaks]) for kind in kinds}
+        return cls(Line.through(samples, [peak.mib for peak in peaks]), by_kind)
+
+    def at(self, samples: int) -> PhasePeak:
+        """Return the peak with this number of samples."""
+        return PhasePeak(self.total.at(samples), {kind: line.at(samples) for kind, line in self.by_kind.items()})
+
+
+@dataclass(frozen=True)
+class DeviceLines:
+    """Memory and times of a device; of the lines for few and for many samples, the higher one applies."""
+
+    phases: Mapping[str, tuple[PhaseLines, ...]] = field(default_factory=dict)
+    pass_s: tuple[Line, ...] = ()
+    update_s: tuple[Line, ...] = ()
+
+    def phase_mib(self, samples: int) -> dict[str, float]:
+        """Return phase -> MiB; a plan needs this for thousands of splits, so the kinds are left out."""
+        return {phase: max(each.total.at(samples) for each in lines) for phase, lines in self.phases.items()}
+
+    def peaks(self, samples: int) -> dict[str, PhasePeak]:
+        """Return phase -> peak."""
+        return {
+            phase: max((each.at(samples) for each in lines), key=lambda peak: peak.mib)
+            for phase, lines in self.phases.items()
+        }
+
+    def time(self, samples: int) -> StepTime:
+        """Return the estimated seconds; 0 without times."""
+        times = (self.pass_s, self.update_s)
+        return StepTime(*(max((line.at(samples) for line in lines), default=0.0) for lines in times))
 
 
 @dataclass(frozen=True)
@@ -151,81 +189,52 @@ class PlannedPeaks:
     In each phase, `peak = fixed + per_sample * samples of the device`. Device 0 without samples has separate lines,
     because it holds no activations and gradients of a replica; another device without samples only evaluates.
 
-    The peak of a phase may occur at different moments with few and with many samples (with few, loss bands and
+    The peak of a phase may occur at different times with few and with many samples (with few, loss bands and
     gradients matter more). So there are two regimes of lines, and the higher one applies. The model is wrong by about
     20 MiB for chunks whose upsampled logits are below 8 MiB, because the loss then computes them whole, so the peak is
     not affine.
     """
 
     mode: Mode
-    first: Regimes
+    first: DeviceLines
     """Device 0 with samples; in mode model, the device of the first stage."""
-    others: tuple[Regimes, ...] = ()
+    others: tuple[DeviceLines, ...] = ()
     """Further devices with samples; the last entry applies to all that follow, and `first` if it is empty."""
-    idle: Regimes = ()
+    idle: DeviceLines = field(default_factory=DeviceLines)
     """Device 0 without samples."""
 
-    def numbers(self, split: Sequence[int]) -> tuple[Numbers, ...]:
-        """Return phase -> MiB and phase/kind -> MiB for every device."""
-        return tuple(_highest(self._regimes[key], samples) for key, samples in self._places(split))
+    def peaks(self, split: Sequence[int]) -> tuple[dict[str, PhasePeak], ...]:
+        """Return phase -> peak for every device."""
+        return tuple(lines.peaks(samples) for lines, samples in self._devices(split))
 
-    def phases(self, split: Sequence[int]) -> tuple[Numbers, ...]:
+    def phase_mib(self, split: Sequence[int]) -> tuple[dict[str, float], ...]:
         """Return phase -> MiB for every device."""
-        return tuple(
-            {phase: max(line.at(samples) for line in lines) for phase, lines in self._by_phase[key].items()}
-            for key, samples in self._places(split)
-        )
+        return tuple(lines.phase_mib(samples) for lines, samples in self._devices(split))
 
     def peak_mib(self, split: Sequence[int]) -> tuple[float, ...]:
         """Return the highest peak of each device over all phases, MiB."""
-        return tuple(max(found.values(), default=0.0) for found in self.phases(split))
+        return tuple(max(phases.values(), default=0.0) for phases in self.phase_mib(split))
 
     def step_s(self, split: Sequence[int], accumulate: int) -> float:
         """Return the estimated seconds of a step with this number of micro-batches on the slowest device."""
-        return max(_time(self._regimes[key], samples).step_s(accumulate) for key, samples in self._places(split))
+        return max(lines.time(samples).step_s(accumulate) for lines, samples in self._devices(split))
 
-    def _places(self, split: Sequence[int]) -> Iterator[tuple[int | str, int]]:
-        """Return the key of each device's lines in `_regimes`, and its samples."""
+    def _devices(self, split: Sequence[int]) -> Iterator[tuple[DeviceLines, int]]:
+        """Return the lines of each device, and its samples."""
+        devices = (self.first, *self.others)
         for i, samples in enumerate(split):
             if self.mode == "model":
-                yield i, sum(split)
+                yield devices[i], sum(split)
             elif samples or self.mode == "ddp":  # a rank without samples also has weights, gradients and optimizer
-                yield min(i, len(self.others)), samples
+                yield devices[min(i, len(self.others))], samples
             else:
-                yield "evaluation" if i else "idle", samples
+                yield self._evaluating if i else self.idle, samples
 
     @cached_property
-    def _regimes(self) -> dict[int | str, Regimes]:
-        found: dict[int | str, Regimes] = dict(enumerate((self.first, *self.others)))
-        return {**found, "idle": self.idle, "evaluation": _evaluation(self.others[0]) if self.others else ()}
-
-    @cached_property
-    def _by_phase(self) -> dict[int | str, dict[str, list[Line]]]:
-        """Only the lines of whole phases, because a plan needs the peaks of thousands of splits."""
-        return {
-            key: {phase: lines for phase in PHASES if (lines := [found[phase] for found in regimes if phase in found])}
-            for key, regimes in self._regimes.items()
-        }
-
-
-def _evaluation(regimes: Regimes) -> Regimes:
-    """Return the lines of the evaluation, in which devices without samples also take part."""
-    return tuple({key: line for key, line in lines.items() if key.partition("/")[0] == "eval"} for lines in regimes)
-
-
-def _highest(regimes: Regimes, samples: int) -> Numbers:
-    found: Numbers = {}
-    for phase in PHASES:
-        holding = [lines for lines in regimes if phase in lines]
-        if holding:
-            lines = max(holding, key=lambda candidate: candidate[phase].at(samples))
-            own = (key for key in lines if key == phase or key.startswith(f"{phase}/"))
-            found.update({key: lines[key].at(samples) for key in own})
-    return found
-
-
-def _time(regimes: Regimes, samples: int) -> StepTime:
-    return StepTime(*(max((lines[key].at(samples) for lines in regimes if key in lines), default=0.0) for key in TIMES))
+    def _evaluating(self) -> DeviceLines:
+        """The lines of the evaluation, in which devices without samples also take part."""
+        phases = self.others[0].phases if self.others else {}
+        return DeviceLines({EVAL: phases[EVAL]} if EVAL in phases else {})
 
 
 def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
@@ -238,33 +247,28 @@ def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
 
 def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> PlannedPeaks:
     """Return the affine model that agrees with the results of `splits_to_simulate`, in that order."""
-    tables = [[_flat(*each) for each in zip_longest(result.devices, result.times)] for result in results]
-    if len(results) == len((*FEW, *MANY)):
-        columns = [
-            (_through(FEW, few, more), _through(MANY, many, most))
-            for few, more, many, most in zip(*tables, strict=True)
-        ]
-        return PlannedPeaks(mode, columns[0], tuple(columns[1:]))
-    few, few_turned, many, many_turned, without = tables
-    first = _through(FEW, few[0], few_turned[0]), _through(MANY, many[0], many_turned[0])
-    others = _through(FEW, few_turned[1], few[1]), _through(MANY, many_turned[1], many[1])
-    idle = {key: Line(mib) for key, mib in without[0].items()}
-    return PlannedPeaks(mode, first, (others,), (idle,))
+    steps = [list(zip_longest(result.devices, result.times)) for result in results]
+    if len(steps) == len((*FEW, *MANY)):
+        first, *others = (_lines_of(*four) for four in zip(*steps, strict=True))
+        return PlannedPeaks(mode, first, tuple(others))
+    few, few_turned, many, many_turned, without = steps
+    first = _lines_of(few[0], few_turned[0], many[0], many_turned[0])
+    other = _lines_of(few_turned[1], few[1], many_turned[1], many[1])
+    return PlannedPeaks(mode, first, (other,), idle=_lines_of(*[without[0]] * 4))
 
 
-def _through(samples: tuple[int, int], low: Numbers, high: Numbers) -> dict[str, Line]:
-    """Return the lines through two simulations, `low` and `high` with `samples` on the device."""
-    fits = {
-        key: fit_lines([[(samples[0], low.get(key, 0.0)), (samples[1], high.get(key, 0.0))]])
-        for key in dict.fromkeys((*low, *high))
-    }
-    return {key: Line(fixed or 0.0, slope or 0.0) for key, (slope, (fixed,)) in fits.items()}
-
-
-def _flat(phases: Mapping[str, PhasePeak], time: StepTime | None) -> Numbers:
-    of_kinds = {f"{phase}/{kind}": mib for phase, peak in phases.items() for kind, mib in peak.by_kind.items()}
-    times = {} if time is None else dict(zip(TIMES, time, strict=True))
-    return {phase: peak.mib for phase, peak in phases.items()} | of_kinds | times
+def _lines_of(*steps: tuple[Mapping[str, PhasePeak], StepTime | None]) -> DeviceLines:
+    """Return the lines of a device through four simulations, with the samples of `FEW` and of `MANY`."""
+    phases: dict[str, tuple[PhaseLines, ...]] = {}
+    for phase in PHASES:
+        peaks = [found.get(phase, PhasePeak(0.0)) for found, _ in steps]
+        if any(phase in found for found, _ in steps):
+            phases[phase] = PhaseLines.through(FEW, peaks[:2]), PhaseLines.through(MANY, peaks[2:])
+    times = [time or StepTime(0.0, 0.0) for _, time in steps]
+    pass_s, update_s = (
+        (Line.through(FEW, seconds[:2]), Line.through(MANY, seconds[2:])) for seconds in zip(*times, strict=True)
+    )
+    return DeviceLines(phases, pass_s, update_s)
 
 
 class Peak(NamedTuple):

@@ -291,7 +291,7 @@ class Planner:
         return self._row(None, split, *checker.fit_of(split))
 
     def _row(self, gpu0_bsz: int | None, split: Sequence[int], level: Level, reason: str) -> PlanRow:
-        phases = self.model.phases(split)
+        phases = self.model.phase_mib(split)
         tensors = [max(found.values(), default=0.0) for found in phases]
         for i, (gpu, context_mib) in enumerate(zip(self.gpus, self.overhead.context_mib, strict=True)):
             if gpu.total_mib <= context_mib:

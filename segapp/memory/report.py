@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from segapp.memory.peaks import KINDS
 from segapp.memory.plan import MemoryPlan, PlanRow
+from segapp.memory.split_check import fits
 from segapp.run.words import aligned
 
 MAX_ROWS = 40
@@ -61,19 +62,19 @@ def split_table(plan: MemoryPlan) -> list[str]:
 
 def gpu_lines(plan: MemoryPlan, row: PlanRow) -> list[str]:
     """Return the memory of each GPU by kind at its peak, under one split."""
-    numbers = plan.model.numbers(row.split)
+    peaks = plan.model.peaks(row.split)
     lines = [f"split {_joined(row.split)}, each GPU at its peak:"]
     for i, gpu in enumerate(plan.gpus):
-        own, phase = numbers[i], row.phase[i]
-        parts = {kind: own.get(f"{phase}/{kind}", 0.0) for kind in KINDS}
-        parts["overhead"] = row.peak_mib[i] - row.tensors_mib[i]
-        over = "" if row.peak_mib[i] <= gpu.total_mib else "  OVER"
+        phase, overhead_mib = row.phase[i], row.peak_mib[i] - row.tensors_mib[i]
+        by_kind = peaks[i][phase].by_kind if phase in peaks[i] else {}
+        shown = {kind: by_kind.get(kind, 0.0) for kind in KINDS} | {"overhead": overhead_mib}
+        over = "" if fits(row.peak_mib[i], gpu.total_mib) else "  OVER"
         free = gpu.total_mib - row.peak_mib[i]
         lines.append(
             f"  {gpu.name or f'GPU {i}':8s} {row.peak_mib[i]:.0f} of {gpu.total_mib:.0f} MiB, "
             f"{phase}, {free:+.0f} free{over}"
         )
-        largest = sorted(((mib, kind) for kind, mib in parts.items() if mib >= 1.0), reverse=True)[:6]
+        largest = sorted(((mib, kind) for kind, mib in shown.items() if mib >= 1.0), reverse=True)[:6]
         lines.append("           " + "  ".join(f"{kind} {mib:.0f}" for mib, kind in largest))
     return lines
 

@@ -35,6 +35,7 @@ from segapp.tui.dialogs import Gpu0Screen
 from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
+from tests.support.device_lines import device_lines
 
 FIXED_MIB, SLOPE_MIB = (300.0, 200.0, 200.0), 100.0
 
@@ -141,7 +142,7 @@ class TrainedRun:
 
     def plan(self) -> Planner:
         """The plan of the same network on the same devices, with the true lines."""
-        lines = [({"backward": Line(fixed, SLOPE_MIB)},) for fixed in FIXED_MIB]
+        lines = [device_lines(backward=Line(fixed, SLOPE_MIB)) for fixed in FIXED_MIB]
         model = PlannedPeaks(self.mode, lines[0], (lines[1],), lines[0])  # type: ignore[arg-type]
         gpus = [GpuSpec(info.total_mib or 1e9, info.device) for info in self.devices]
         checker = self.split.checker

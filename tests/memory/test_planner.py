@@ -5,7 +5,15 @@ import json
 
 import pytest
 
-from segapp.memory.peaks import Line, PhasePeak, PlannedPeaks, SimulationResult, fit_model, splits_to_simulate
+from segapp.memory.peaks import (
+    Line,
+    PhaseLines,
+    PhasePeak,
+    PlannedPeaks,
+    SimulationResult,
+    fit_model,
+    splits_to_simulate,
+)
 from segapp.memory.plan import (
     GpuSpec,
     MemoryPlan,
@@ -16,14 +24,15 @@ from segapp.memory.plan import (
     plan_as_json,
 )
 from segapp.memory.report import plan_lines
+from tests.support.device_lines import device_lines
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
 
 
 def model(fixed0=1000.0, fixed=500.0, slope=1000.0, evaluation=300.0):
-    first = {"backward": Line(fixed0, slope), "eval": Line(evaluation)}
-    idle = {"step": Line(400.0), "eval": Line(evaluation)}
-    return PlannedPeaks("dp", (first,), (({"backward": Line(fixed, slope)},),), (idle,))
+    first = device_lines(backward=Line(fixed0, slope), eval=Line(evaluation))
+    idle = device_lines(step=Line(400.0), eval=Line(evaluation))
+    return PlannedPeaks("dp", first, (device_lines(backward=Line(fixed, slope)),), idle)
 
 
 def planner(memory=None, gpus=GPUS, smallest_chunk=1, **overhead):
@@ -66,8 +75,8 @@ def test_best_split_and_largest_batch_equal_a_full_search():
 
 
 def test_of_two_equal_splits_the_first_gpu_has_more():
-    lines = ({"backward": Line(100.0, 1000.0)},)
-    own = planner(PlannedPeaks("dp", lines, (lines,), ({},)), GPUS[:2])
+    lines = device_lines(backward=Line(100.0, 1000.0))
+    own = planner(PlannedPeaks("dp", lines, (lines,)), GPUS[:2])
     plan = MemoryPlan("x", "dp", 3, own.gpus, own.model, own.overhead, own.rows(3)[0])
     assert plan.rows[1].peak_mib == plan.rows[2].peak_mib[::-1]
     assert plan.best.split == (2, 1)
@@ -106,7 +115,7 @@ def test_gpu_smaller_than_the_context_fits_no_split():
 
 @pytest.mark.parametrize(("mode", "largest"), [("dp", 2), ("ddp", 0)])
 def test_only_ranks_need_a_sample_each(mode, largest):
-    lines = ({"backward": Line(100.0, 10.0)},)
+    lines = device_lines(backward=Line(100.0, 10.0))
     gpus = (GpuSpec(120.0), GpuSpec(120.0), GpuSpec(110.0))  # room for one sample, one and none: 0.95 * 120 is 114
     own = Planner(PlannedPeaks(mode, lines, (lines,), lines), gpus, OverheadEstimate((0.0,) * 3))
     assert own.largest_batch()[0] == largest
@@ -122,10 +131,10 @@ def test_context_and_room_change_the_need():
 
 @pytest.mark.parametrize("mode", ["single", "model"])
 def test_modes_without_gpu0_bsz_give_one_row(mode):
-    lines = {"backward": Line(100.0, 10.0)}
+    lines = device_lines(backward=Line(100.0, 10.0))
     gpus = GPUS[:1] if mode == "single" else GPUS
     own = Planner(
-        PlannedPeaks(mode, (lines,), ((lines,), (lines,)) if mode == "model" else ()),
+        PlannedPeaks(mode, lines, (lines, lines) if mode == "model" else ()),
         gpus,
         OverheadEstimate((0.0,) * len(gpus)),
     )
@@ -138,8 +147,8 @@ def test_modes_without_gpu0_bsz_give_one_row(mode):
 
 @pytest.mark.slow
 def test_ranks_have_every_split_also_without_samples():
-    lines = {"backward": Line(100.0, 10.0)}
-    own = Planner(PlannedPeaks("ddp", (lines,)), GPUS, OverheadEstimate((0.0,) * 3))
+    lines = device_lines(backward=Line(100.0, 10.0))
+    own = Planner(PlannedPeaks("ddp", lines), GPUS, OverheadEstimate((0.0,) * 3))
     rows, refused = own.rows(6)
     assert {row.gpu0_bsz: row.tensors_mib for row in rows} == {
         0: (100.0, 130.0, 130.0),
@@ -189,9 +198,12 @@ def test_fit_recovers_a_known_law_in_every_mode(mode, num_devices, split, expect
 
     fitted = fit_model(mode, [simulated(each) for each in splits_to_simulate(mode, num_devices)])
     assert fitted.peak_mib(split) == pytest.approx(expected, rel=1e-9)
-    for numbers, mib in zip(fitted.numbers(split), expected, strict=True):
-        kinds = {"backward": mib, "backward/weights": 100.0, "backward/activations": mib - 100.0}
-        assert numbers == pytest.approx(kinds if mib else {}, rel=1e-9)
+    for peaks, mib in zip(fitted.peaks(split), expected, strict=True):
+        assert peaks.keys() == ({"backward"} if mib else set())
+        if mib:
+            assert peaks["backward"].mib == pytest.approx(mib, rel=1e-9)
+            kinds = {"weights": 100.0, "activations": mib - 100.0}
+            assert peaks["backward"].by_kind == pytest.approx(kinds, rel=1e-9)
 
 
 def test_devices_without_samples_evaluate_too():
@@ -204,21 +216,19 @@ def test_devices_without_samples_evaluate_too():
 
     fitted = fit_model("dp", [simulated(each) for each in splits_to_simulate("dp", 3)])
     assert fitted.peak_mib((7, 1, 0)) == pytest.approx((321 + 7 * 2462, 161 + 2623, 900.0), rel=1e-9)
-    assert fitted.numbers((7, 1, 0))[2] == pytest.approx(
-        {"eval": 900.0, "eval/weights": 100.0, "eval/evaluation": 800.0}, rel=1e-9
-    )
+    assert fitted.peaks((7, 1, 0))[2] == {"eval": PhasePeak(900.0, {"weights": 100.0, "evaluation": 800.0})}
 
 
 def test_one_sample_may_be_the_largest_batch():
-    lines = {"backward": Line(100.0, 10.0)}
-    own = Planner(PlannedPeaks("single", (lines,)), (GpuSpec(120.0),), OverheadEstimate((0.0,)))
+    lines = device_lines(backward=Line(100.0, 10.0))
+    own = Planner(PlannedPeaks("single", lines), (GpuSpec(120.0),), OverheadEstimate((0.0,)))
     largest, row = own.largest_batch()  # 110 / 0.95 = 115.8, 120 / 0.95 = 126.3
     assert (largest, row.split) == (1, (1,))
 
 
 def test_smallest_possible_batch_may_be_the_largest():
-    lines = {"backward": Line(100.0, 10.0)}
-    memory, zero = PlannedPeaks("single", (lines,)), OverheadEstimate((0.0,))
+    lines = device_lines(backward=Line(100.0, 10.0))
+    memory, zero = PlannedPeaks("single", lines), OverheadEstimate((0.0,))
     own = Planner(memory, (GpuSpec(130.0),), zero, smallest_chunk=2)  # 120 / 0.95 = 126.3, 130 / 0.95 = 136.8
     largest, row = own.largest_batch()
     assert (largest, row.split) == (2, (2,))
@@ -257,8 +267,9 @@ def test_every_simulated_device_has_two_samples_or_none():
 
 
 def test_kinds_of_a_gpu_by_hand():
-    lines = {"backward": Line(100.0), "backward/activations": Line(60.0), "backward/weights": Line(40.0)}
-    memory = PlannedPeaks("single", (lines,))
+    kinds = {"activations": Line(60.0), "weights": Line(40.0)}
+    lines = device_lines(backward=PhaseLines(Line(100.0), kinds))
+    memory = PlannedPeaks("single", lines)
     own = Planner(memory, (GpuSpec(200.0),), OverheadEstimate((10.0,)))
     plan = MemoryPlan("x", "single", 1, own.gpus, memory, own.overhead, own.rows(1)[0])
     (at,) = [i for i, line in enumerate(plan_lines(plan)) if line.startswith("  GPU 0")]

@@ -17,11 +17,12 @@ from segapp.memory.plan import (
     read_saved_plan,
 )
 from segapp.memory.report import fit_lines, gpu_lines, plan_lines, split_table
+from tests.support.device_lines import device_lines
 
 
 def plan_of_one(total_mib):
     """Return a plan whose GPU needs 110 MiB."""
-    memory = PlannedPeaks("single", ({"backward": Line(100.0)},))
+    memory = PlannedPeaks("single", device_lines(backward=Line(100.0)))
     own = Planner(memory, (GpuSpec(total_mib),), OverheadEstimate((10.0,), room=1.0))
     return MemoryPlan("x", "single", 1, own.gpus, memory, own.overhead, own.rows(1)[0])
 
@@ -29,9 +30,9 @@ def plan_of_one(total_mib):
 def plan_of_two(slope=1000.0, **fields):
     memory = PlannedPeaks(
         "dp",
-        ({"backward": Line(1000.0, slope)},),
-        (({"backward": Line(800.0, slope)},),),
-        ({"step": Line(400.0)},),
+        device_lines(backward=Line(1000.0, slope)),
+        (device_lines(backward=Line(800.0, slope)),),
+        device_lines(step=Line(400.0)),
     )
     own = Planner(memory, (GpuSpec(10_000.0),) * 2, OverheadEstimate((500.0, 700.0)))
     rows, _ = own.rows(2)
@@ -96,7 +97,7 @@ def test_forty_rows_around_the_best_are_shown(batch, best, first):
         PlanRow(i, (i, batch - i), (100.0 + abs(i - best),) * 2, (), ("step",) * 2, (), True, "ok", "")
         for i in range(batch + 1)
     )
-    memory = PlannedPeaks("dp", ())
+    memory = PlannedPeaks("dp", device_lines())
     plan = MemoryPlan("x", "dp", batch, (GpuSpec(1e3),) * 2, memory, OverheadEstimate(()), rows)
     _, *shown = split_table(plan)
     if batch == 60:
@@ -165,7 +166,7 @@ def test_words_of_a_way_leave_out_what_the_config_has():
 
 
 def test_devices_with_other_blocks_have_lines_of_their_own():
-    lines = [({"backward": Line(100.0, slope)},) for slope in (10.0, 20.0, 30.0)]
+    lines = [device_lines(backward=Line(100.0, slope)) for slope in (10.0, 20.0, 30.0)]
     for mode in ("dp", "ddp"):
         peaks = PlannedPeaks(mode, lines[0], tuple(lines[1:]))
         assert peaks.peak_mib((1, 2, 3)) == (110.0, 140.0, 190.0)
