@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 from segapp.config import RunConfig, load_runnable, named_config
 from segapp.errors import ConfigError
-from segapp.memory.plan import GpuSpec, parse_gpus, plan_as_json
+from segapp.memory.plan import GpuSpec, plan_as_json
 from segapp.memory.report import plan_lines
 from segapp.planning.plan import plan_memory
 from segapp.run.words import announce_on_terminal
+
+_GPUS = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
+_MIB_OF = {"mib": 1.0, "gib": 1024.0, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20}
+_EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for the GPUs of this machine"
+MAX_GPUS = 64
 
 
 def print_plan(
@@ -52,3 +58,30 @@ def _gpu_specs(gpus: str | None) -> tuple[GpuSpec, ...]:
     if not found:
         raise ConfigError("--gpus here: nvidia-smi shows no GPU on this machine: name them, e.g. --gpus 3x24220MiB")
     return tuple(found)
+
+
+def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
+    """Parse GPU sizes with a unit (MiB, GiB, MB, GB), separated by commas, each with an optional count before it.
+
+    Raises:
+        ConfigError: the text has another form.
+
+    Example:
+        >>> [gpu.total_mib for gpu in parse_gpus("2x24GiB,11019MiB")]
+        [24576.0, 24576.0, 11019.0]
+    """
+    gpus: list[GpuSpec] = []
+    for word in text.split(","):
+        found = _GPUS.fullmatch(word.strip())
+        if found is None:
+            raise ConfigError(f"--gpus {text}: {word.strip()!r} is not a count and a size: {_EXAMPLE}")
+        unit = found["unit"].lower()
+        if unit not in _MIB_OF:
+            raise ConfigError(f"--gpus {text}: {word.strip()!r} has no known unit: use MiB or GiB; {_EXAMPLE}")
+        count, size_mib = int(found["count"] or 1), float(found["size"]) * _MIB_OF[unit]
+        if not count or not size_mib:
+            raise ConfigError(f"--gpus {text}: {word.strip()!r} has a count or size of 0: {_EXAMPLE}")
+        if len(gpus) + count > MAX_GPUS:
+            raise ConfigError(f"--gpus {text}: more than {MAX_GPUS} GPUs: plan for one machine")
+        gpus += [GpuSpec(size_mib)] * count
+    return tuple(GpuSpec(gpu.total_mib, gpu.name or f"GPU {i}") for i, gpu in enumerate(gpus))

@@ -8,7 +8,6 @@ torch here.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
-from segapp.errors import ConfigError
 from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
 from segapp.memory.peaks import PeakModel, PlannedPeaks
 from segapp.run.files import read_of_run, write_atomic
@@ -40,45 +38,12 @@ EQUALLY_FAST = 1.02
 _SAVED_FORMAT = 1
 
 
-_GPUS = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
-_MIB_OF = {"mib": 1.0, "gib": 1024.0, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20}
-_EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for the GPUs of this machine"
-MAX_GPUS = 64
-
-
 @dataclass(frozen=True)
 class GpuSpec:
     """Memory of one GPU, as nvidia-smi reports it, and its name in reports."""
 
     total_mib: float
     name: str = ""
-
-
-def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
-    """Parse GPU sizes with a unit (MiB, GiB, MB, GB), separated by commas, each with an optional count before it.
-
-    Raises:
-        ConfigError: the text has another form.
-
-    Example:
-        >>> [gpu.total_mib for gpu in parse_gpus("2x24GiB,11019MiB")]
-        [24576.0, 24576.0, 11019.0]
-    """
-    gpus: list[GpuSpec] = []
-    for word in text.split(","):
-        found = _GPUS.fullmatch(word.strip())
-        if found is None:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} is not a count and a size: {_EXAMPLE}")
-        unit = found["unit"].lower()
-        if unit not in _MIB_OF:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} has no known unit: use MiB or GiB; {_EXAMPLE}")
-        count, size_mib = int(found["count"] or 1), float(found["size"]) * _MIB_OF[unit]
-        if not count or not size_mib:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} has a count or size of 0: {_EXAMPLE}")
-        if len(gpus) + count > MAX_GPUS:
-            raise ConfigError(f"--gpus {text}: more than {MAX_GPUS} GPUs: plan for one machine")
-        gpus += [GpuSpec(size_mib)] * count
-    return tuple(GpuSpec(gpu.total_mib, gpu.name or f"GPU {i}") for i, gpu in enumerate(gpus))
 
 
 def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) -> tuple[float, ...]:

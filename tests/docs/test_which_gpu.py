@@ -9,7 +9,7 @@ import yaml
 
 from segapp.config import load_config
 from segapp.docs.pages import find_page
-from segapp.memory.plan import parse_gpus
+from segapp.commands.plan import parse_gpus
 from segapp.planning.plan import plan_memory
 from tests.support import ROOT
 
