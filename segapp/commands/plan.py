@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from segapp.config import RunConfig, load_runnable, named_config
 from segapp.errors import ConfigError
-from segapp.memory.plan import GpuSpec, plan_as_json
-from segapp.memory.report import plan_lines
+from segapp.memory.plan import GpuSpec
+from segapp.memory.report import plan_as_json, plan_lines
 from segapp.planning.plan import plan_memory
 from segapp.run.words import announce_on_terminal
 

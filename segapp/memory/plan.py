@@ -275,29 +275,6 @@ class Planner:
         )
 
 
-def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
-    """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
-    fastest = plan.fastest
-    return {
-        "name": plan.name,
-        "mode": plan.mode,
-        "batch_size": plan.batch_size,
-        "gpus_mib": [gpu.total_mib for gpu in plan.gpus],
-        "overhead": asdict(plan.overhead),
-        "rows": [asdict(row) for row in plan.rows],
-        "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],
-        "current": None if plan.current is None else asdict(plan.current),
-        "best": asdict(plan.best),
-        "max_batch": plan.max_batch,
-        "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
-        "fits": [asdict(fit) for fit in plan.fits],
-        "fastest": fastest and {**asdict(fastest), "words": fastest.words(keeps_images=plan.keeps_images)},
-        "recompute": None if plan.chosen is None else plan.chosen.sets,
-        "notes": list(plan.notes),
-        **plan.facts,
-    }
-
-
 @dataclass(frozen=True)
 class SavedMemoryPlan:
     """The part of a plan that resumes and reports need."""

@@ -1,8 +1,10 @@
-"""Text of a memory plan: a table of splits, the memory of each GPU by kind, and ways to make a step. No torch here."""
+"""Text and JSON of a memory plan: splits, the memory of each GPU by kind, and ways to make a step. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from segapp.memory.peaks import KINDS
 from segapp.memory.plan import MemoryPlan, PlanRow
@@ -31,6 +33,29 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         *fit_lines(plan),
     ]
     return [line.rstrip() for line in lines]
+
+
+def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
+    fastest = plan.fastest
+    return {
+        "name": plan.name,
+        "mode": plan.mode,
+        "batch_size": plan.batch_size,
+        "gpus_mib": [gpu.total_mib for gpu in plan.gpus],
+        "overhead": asdict(plan.overhead),
+        "rows": [asdict(row) for row in plan.rows],
+        "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],
+        "current": None if plan.current is None else asdict(plan.current),
+        "best": asdict(plan.best),
+        "max_batch": plan.max_batch,
+        "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
+        "fits": [asdict(fit) for fit in plan.fits],
+        "fastest": fastest and {**asdict(fastest), "words": fastest.words(keeps_images=plan.keeps_images)},
+        "recompute": None if plan.chosen is None else plan.chosen.sets,
+        "notes": list(plan.notes),
+        **plan.facts,
+    }
 
 
 def split_table(plan: MemoryPlan) -> list[str]:
@@ -67,14 +92,14 @@ def gpu_lines(plan: MemoryPlan, row: PlanRow) -> list[str]:
     for i, gpu in enumerate(plan.gpus):
         phase, overhead_mib = row.phase[i], row.peak_mib[i] - row.tensors_mib[i]
         by_kind = peaks[i][phase].by_kind if phase in peaks[i] else {}
-        shown = {kind: by_kind.get(kind, 0.0) for kind in KINDS} | {"overhead": overhead_mib}
+        parts = {kind: by_kind.get(kind, 0.0) for kind in KINDS} | {"overhead": overhead_mib}
         over = "" if fits(row.peak_mib[i], gpu.total_mib) else "  OVER"
         free = gpu.total_mib - row.peak_mib[i]
         lines.append(
             f"  {gpu.name or f'GPU {i}':8s} {row.peak_mib[i]:.0f} of {gpu.total_mib:.0f} MiB, "
             f"{phase}, {free:+.0f} free{over}"
         )
-        largest = sorted(((mib, kind) for kind, mib in shown.items() if mib >= 1.0), reverse=True)[:6]
+        largest = sorted(((mib, kind) for kind, mib in parts.items() if mib >= 1.0), reverse=True)[:6]
         lines.append("           " + "  ".join(f"{kind} {mib:.0f}" for mib, kind in largest))
     return lines
 

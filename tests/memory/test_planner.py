@@ -21,9 +21,8 @@ from segapp.memory.plan import (
     Planner,
     SavedMemoryPlan,
     context_mib,
-    plan_as_json,
 )
-from segapp.memory.report import plan_lines
+from segapp.memory.report import plan_as_json, plan_lines
 from tests.support.device_lines import device_lines
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))

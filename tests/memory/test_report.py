@@ -13,10 +13,9 @@ from segapp.memory.plan import (
     Planner,
     PlanRow,
     SavedMemoryPlan,
-    plan_as_json,
     read_saved_plan,
 )
-from segapp.memory.report import fit_lines, gpu_lines, plan_lines, split_table
+from segapp.memory.report import fit_lines, gpu_lines, plan_as_json, plan_lines, split_table
 from tests.support.device_lines import device_lines
 
 
