@@ -23,8 +23,8 @@ from segapp.compat.torch import (
     tree_iter,
 )
 
-CUDA_GRANULE_BYTES = 512
-"""Allocations of torch's CUDA allocator are multiples of this."""
+CUDA_ALLOC_UNIT_BYTES = 512
+"""Sizes in torch's CUDA allocator are multiples of this (its `kMinBlockSize`)."""
 
 _MOVED, _PACKED, _ADDED = "_to_copy", "cat", "add"
 _COPIES = "replicas"
@@ -57,12 +57,12 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        granule_bytes: int = CUDA_GRANULE_BYTES,
+        alloc_unit_bytes: int = CUDA_ALLOC_UNIT_BYTES,
         is_skipped: Callable[[Any], bool] = lambda _: False,
         workspaces: Mapping[Any, Callable[..., Sequence[Tensor]]] = MappingProxyType({}),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.granule_bytes = granule_bytes
+        self.alloc_unit_bytes = alloc_unit_bytes
         self.is_skipped, self.workspaces = is_skipped, workspaces
         self.allocations: list[Allocation] = []
         self.modules: list[str] = [""]
@@ -131,8 +131,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage_key(tensor)
         if key in self._alive:
             return
-        storage, granule = tensor.untyped_storage(), self.granule_bytes
-        size = -(-storage.nbytes() // granule) * granule
+        storage, unit = tensor.untyped_storage(), self.alloc_unit_bytes
+        size = -(-storage.nbytes() // unit) * unit
         number = len(self.allocations)
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         what = f"{operator} {shape} {str(tensor.dtype).removeprefix('torch.')}".strip()

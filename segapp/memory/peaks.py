@@ -25,6 +25,11 @@ KINDS = (
 """Kinds of memory, in the order of the bars in reports."""
 
 
+BlocksPerDevice = tuple[tuple[str, ...], ...]
+"""Names of the recomputed blocks of each device in dp, and of each rank in ddp: `(("layer1.0", "layer1.1"), ())`
+recomputes two blocks on device 0 and none on device 1. Other modes have one tuple of names."""
+
+
 @dataclass(frozen=True)
 class SimulationJob:
     """One simulation."""
@@ -36,8 +41,8 @@ class SimulationJob:
     accumulate: int = 1
     eval_px: tuple[int, int] | None = None
     """Height and width of the evaluated images; None: no evaluation."""
-    recompute: tuple[tuple[str, ...], ...] | None = None
-    """Blocks that are recomputed, one set per device in dp, else one; None: from the config, none with `auto`."""
+    recompute: BlocksPerDevice | None = None
+    """None: the blocks of the config, and none with `train.recompute: auto`."""
     blas_mib: float = 0.0
     """Workspace that torch's allocator gives to cuBLAS for each thread; 0 on a CPU."""
 

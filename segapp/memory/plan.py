@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
 from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
-from segapp.memory.peaks import PeakModel, PlannedPeaks
+from segapp.memory.peaks import BlocksPerDevice, PeakModel, PlannedPeaks
 from segapp.run.files import read_of_run, write_atomic
 
 CONTEXT_MIB = 500.0
@@ -95,7 +95,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to make a step of a given number of images: batch, split, and recomputed blocks."""
+    """A batch, a split and recomputed blocks that make a step of a given number of images."""
 
     batch_size: int
     accumulate: int
@@ -103,8 +103,7 @@ class Fit:
     split: tuple[int, ...]
     recompute: str
     """off, chosen or all."""
-    sets: tuple[tuple[str, ...], ...]
-    """Names of blocks, one set per device in dp and per rank in ddp, else one set."""
+    blocks_per_device: BlocksPerDevice
     peak_mib: tuple[float, ...]
     """Memory that each GPU needs, overhead included."""
     fits: bool
@@ -113,15 +112,7 @@ class Fit:
     tensors_mib: tuple[float, ...] = ()
     """Simulated peak of the tensors; empty if it is a line through other splits."""
     names: tuple[str, ...] = ()
-    """Shortest names for `train.recompute` of a set that all devices share."""
-
-    def words(self, *, keeps_images: bool) -> str:
-        """Return the config keys for this way; `keeps_images`: the config has `train.effective_batch_size`."""
-        names = f"[{','.join(self.names)}]" if self.names else "auto"
-        found = [f"train.batch_size={self.batch_size}"]
-        found += [] if keeps_images else [f"train.accumulate={self.accumulate}"]
-        found += [] if self.gpu0_bsz is None else [f"parallel.gpu0_bsz={self.gpu0_bsz}"]
-        return " ".join((*found, f"train.recompute={names if self.recompute == 'chosen' else self.recompute}"))
+    """Shortest names for `train.recompute`, if all devices recompute the same blocks."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ class MemoryPlan:
     max_row: PlanRow | None = None
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
-    keeps_images: bool = False
+    has_effective_batch_size: bool = False
     """True if the config has `train.effective_batch_size`."""
     fits: tuple[Fit, ...] = ()
     """Ways to make a step of the same images, the largest batch first; empty if none was searched."""
@@ -154,6 +145,17 @@ class MemoryPlan:
         fitting = [each for each in self.fits if each.fits]
         fastest_s = min((each.step_s for each in fitting), default=0.0)
         return next((each for each in fitting if each.step_s <= EQUALLY_FAST * fastest_s), None)
+
+    def as_config_keys(self, fit: Fit) -> str:
+        """Return the overrides that make the config's step like this, for the command line.
+
+        A config with `train.effective_batch_size` refuses `train.accumulate`, which is left out then.
+        """
+        names = f"[{','.join(fit.names)}]" if fit.names else "auto"
+        keys = [f"train.batch_size={fit.batch_size}"]
+        keys += [] if self.has_effective_batch_size else [f"train.accumulate={fit.accumulate}"]
+        keys += [] if fit.gpu0_bsz is None else [f"parallel.gpu0_bsz={fit.gpu0_bsz}"]
+        return " ".join((*keys, f"train.recompute={names if fit.recompute == 'chosen' else fit.recompute}"))
 
     @property
     def best(self) -> PlanRow:
@@ -291,8 +293,8 @@ class SavedMemoryPlan:
     """Memory that one more sample adds to a device."""
     notes: tuple[str, ...] = ()
     """Sentences on how the batch was found."""
-    recompute: tuple[tuple[str, ...], ...] | None = None
-    """With `train.recompute: auto`: recomputed blocks, one set per device in dp and per rank in ddp, else one set."""
+    recompute: BlocksPerDevice | None = None
+    """With `train.recompute: auto`: the recomputed blocks."""
 
     def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
         """Return the predicted peak of each device under a split; empty if the plan does not have the split.
@@ -310,7 +312,7 @@ class SavedMemoryPlan:
         many = plan.batch_size + 8  # a batch at which the activations determine the peak
         shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()
         if (chosen := plan.chosen) is not None:
-            counts = "/".join(str(len(names)) for names in chosen.sets)
+            counts = "/".join(str(len(names)) for names in chosen.blocks_per_device)
             notes = (*notes, f"train.recompute = auto: the memory plan chose {counts} blocks to recompute")
         low, high = (plan.model.peak_mib((count, *shape))[0] for count in (many, many + 8))
         return cls(
@@ -322,7 +324,7 @@ class SavedMemoryPlan:
             tuple(row.tensors_mib for row in plan.rows),
             max(0.0, (high - low) / 8),
             tuple(notes),
-            None if plan.chosen is None else plan.chosen.sets,
+            None if chosen is None else chosen.blocks_per_device,
         )
 
     def write(self, path: Path) -> None:

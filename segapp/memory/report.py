@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from segapp.memory.peaks import KINDS
-from segapp.memory.plan import MemoryPlan, PlanRow
+from segapp.memory.plan import Fit, MemoryPlan, PlanRow
 from segapp.memory.split_check import fits
 from segapp.run.words import aligned
 
@@ -50,12 +50,18 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "best": asdict(plan.best),
         "max_batch": plan.max_batch,
         "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
-        "fits": [asdict(fit) for fit in plan.fits],
-        "fastest": fastest and {**asdict(fastest), "words": fastest.words(keeps_images=plan.keeps_images)},
-        "recompute": None if plan.chosen is None else plan.chosen.sets,
+        "fits": [_fit_as_json(fit) for fit in plan.fits],
+        "fastest": fastest and {**_fit_as_json(fastest), "words": plan.as_config_keys(fastest)},
+        "recompute": None if plan.chosen is None else plan.chosen.blocks_per_device,
         "notes": list(plan.notes),
         **plan.facts,
     }
+
+
+def _fit_as_json(fit: Fit) -> dict[str, Any]:
+    values = asdict(fit)
+    values["sets"] = values.pop("blocks_per_device")
+    return values
 
 
 def split_table(plan: MemoryPlan) -> list[str]:
@@ -117,7 +123,7 @@ def fit_lines(plan: MemoryPlan) -> list[str]:
         (
             str(fit.batch_size),
             str(fit.accumulate),
-            f"chosen: {max(map(len, fit.sets))} blocks" if fit.recompute == "chosen" else fit.recompute,
+            f"chosen: {max(map(len, fit.blocks_per_device))} blocks" if fit.recompute == "chosen" else fit.recompute,
             "-" if fit.gpu0_bsz is None else str(fit.gpu0_bsz),
             _joined(fit.split),
             *(f"{mib:.0f}" for mib in fit.peak_mib),
@@ -133,12 +139,11 @@ def fit_lines(plan: MemoryPlan) -> list[str]:
     ]
     if plan.fastest is None:
         return [*lines, "none of them fits: lower data.crop_px, or use a smaller model"]
-    keeps = plan.keeps_images
-    lines.append(f"fastest that fits: {plan.fastest.words(keeps_images=keeps)}")
+    lines.append(f"fastest that fits: {plan.as_config_keys(plan.fastest)}")
     same = [fit for fit in plan.fits if fit.fits and fit.batch_size == plan.batch_size]
     if same and plan.fastest not in same:
-        words = min(same, key=lambda fit: fit.step_s).words(keeps_images=keeps)
-        lines.append(f"with batches of {plan.batch_size}, so that BatchNorm sees as many images: {words}")
+        keys = plan.as_config_keys(min(same, key=lambda fit: fit.step_s))
+        lines.append(f"with batches of {plan.batch_size}, so that BatchNorm sees as many images: {keys}")
     return lines
 
 

@@ -41,7 +41,7 @@ from segapp.compat.torch import (
 )
 from segapp.losses.fused.kernels import buffers_of
 from segapp.losses.fused.reference import compute_dtype
-from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
+from segapp.memory.ledger import CUDA_ALLOC_UNIT_BYTES, StorageLedger
 
 BACKEND = "simgpu"
 
@@ -232,14 +232,14 @@ def _convolution_workspace(gradient: Tensor, values: Tensor, weight: Tensor, *op
     return (values.new_empty(values.numel() + gradient.numel() + 2 * weight.numel()),)
 
 
-def simulated_ledger(granule_bytes: int = CUDA_GRANULE_BYTES) -> StorageLedger:
+def simulated_ledger(alloc_unit_bytes: int = CUDA_ALLOC_UNIT_BYTES) -> StorageLedger:
     """Return the ledger of a simulation, with the in-place rules and the loss's workspace that fake tensors lack."""
     workspaces: dict[Any, Any] = {
         torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers,
         aten.mean.dim: _reduction_buffer,
         aten.convolution_backward.default: _convolution_workspace,
     }
-    return StorageLedger(granule_bytes, lacks_fake_rule, workspaces)
+    return StorageLedger(alloc_unit_bytes, lacks_fake_rule, workspaces)
 
 
 class _MemoryFormats(TorchDispatchMode):  # type: ignore[no-untyped-call]

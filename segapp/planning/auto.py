@@ -72,10 +72,10 @@ def _load_or_make_plan(
     if kept is not None and batch_size not in (0, kept.batch_size):
         kept = None
     is_divided = devices.mode in ("dp", "ddp")
-    num_sets = len(device_infos) if is_divided else 1
-    has_sets = kept is not None and kept.recompute is not None and len(kept.recompute) == num_sets
+    num_choices = len(device_infos) if is_divided else 1
+    has_blocks = kept is not None and kept.recompute is not None and len(kept.recompute) == num_choices
     is_for_these = kept is not None and (not is_divided or len(kept.best_split) == len(device_infos))
-    if kept is not None and is_for_these and (has_sets or config.train.recompute != "auto"):
+    if kept is not None and is_for_these and (has_blocks or config.train.recompute != "auto"):
         return kept
     gpus = known_gpus(device_infos)
     if gpus is None and (batch_size or kept is not None):

@@ -15,7 +15,7 @@ from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError
 from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room, fits
-from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
+from segapp.memory.peaks import BlocksPerDevice, PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     BLAS_MIB,
     LARGEST_BATCH,
@@ -29,9 +29,6 @@ from segapp.memory.plan import (
 )
 from segapp.planning.pool import SimulationPool
 from segapp.run.words import printable
-
-Sets = tuple[tuple[str, ...], ...]
-"""Names of blocks, one set per device in dp and per rank in ddp, else one set."""
 
 MOST_TRIES = 3
 """Maximum number of splits that are tried with simulated steps, the fastest by estimate first."""
@@ -53,44 +50,45 @@ class RecomputeSearch:
     def __init__(self, pool: SimulationPool, job: SimulationJob, planner: Planner, blocks: Sequence[str]) -> None:
         self._pool, self._job, self._blocks = pool, job, tuple(blocks)
         self._gpus = planner.gpus
-        self._num_sets = len(planner.gpus) if planner.has_split else 1
-        self._nothing: Sets = ((),) * self._num_sets
-        self._all: Sets = (self._blocks,) * self._num_sets
-        self._planners: dict[tuple[int, Sets], Planner] = {(min(2, job.accumulate), self._nothing): planner}
+        self._num_choices = len(planner.gpus) if planner.has_split else 1
+        """Number of devices whose blocks are chosen separately."""
+        self.no_blocks: BlocksPerDevice = ((),) * self._num_choices
+        self.all_blocks: BlocksPerDevice = (self._blocks,) * self._num_choices
+        self._planners = {(min(2, job.accumulate), self.no_blocks): planner}
 
-    def planner(self, accumulate: int, sets: Sets | None = None) -> Planner:
-        """Return the planner of steps with this number of micro-batches and these blocks recomputed; None: no block."""
-        key = min(2, accumulate), sets or self._nothing
+    def planner(self, accumulate: int, blocks: BlocksPerDevice | None = None) -> Planner:
+        """Return the planner of steps with this number of micro-batches and these blocks recomputed; None: no block.
+
+        From the second micro-batch on, a step needs no more memory, so two stand for any larger number.
+        """
+        key = min(2, accumulate), blocks or self.no_blocks
         if key not in self._planners:
             known = next(iter(self._planners.values()))
             self._planners[key] = replace(known, model=self._model(key[1], accumulate))
         return self._planners[key]
 
-    def most_frugal(self, accumulate: int) -> Planner:
-        """Return the planner with all blocks recomputed."""
-        return self.planner(accumulate, self._all)
+    def _model(self, blocks: BlocksPerDevice, accumulate: int) -> PlannedPeaks:
+        """Return the peaks of every split with these blocks recomputed.
 
-    def _model(self, sets: Sets, accumulate: int) -> PlannedPeaks:
-        """Return the peaks of every split with these blocks recomputed."""
-        mode, first = self._job.mode, sets[0]
-        alone = not (mode == "dp" and len(sets) > 1)
-        kinds = list(dict.fromkeys(sets if alone else sets[1:]))
+        In dp, device 0 is simulated with one of the others, once for each different choice of blocks on these.
+        """
+        mode, (first, *others) = self._job.mode, blocks
+        is_dp = mode == "dp" and bool(others)
+        choices = list(dict.fromkeys(others if is_dp else blocks))
         splits = splits_to_simulate(mode, len(self._gpus))
         job = replace(self._job, accumulate=accumulate)
         jobs = [
-            replace(job, split=split, recompute=(kind,) if alone else (first, kind))
-            for kind in kinds
+            replace(job, split=split, recompute=(first, choice) if is_dp else (choice,))
+            for choice in choices
             for split in splits
         ]
-        results = self._pool.simulate(jobs)
-        models = {
-            kind: fit_model(mode, results[i * len(splits) : (i + 1) * len(splits)]) for i, kind in enumerate(kinds)
-        }
-        if not alone:
-            return replace(models[sets[1]], others=tuple(models[kind].others[0] for kind in sets[1:]))
-        if len(kinds) == 1:
+        results = iter(self._pool.simulate(jobs))
+        models = {choice: fit_model(mode, list(itertools.islice(results, len(splits)))) for choice in choices}
+        if is_dp:
+            return replace(models[others[0]], others=tuple(models[choice].others[0] for choice in others))
+        if len(choices) == 1:
             return models[first]
-        return replace(models[first], others=tuple(models[kind].first for kind in sets[1:]))
+        return replace(models[first], others=tuple(models[choice].first for choice in others))
 
     def fastest(self, candidates: Sequence[tuple[PlanRow, int]]) -> Fit | None:
         """Return the fastest way that fits, with recomputed blocks if necessary; None if there is none."""
@@ -104,45 +102,47 @@ class RecomputeSearch:
 
     def _estimate_s(self, row: PlanRow, accumulate: int) -> float | None:
         """Return the seconds of a step, if memory and time are proportional to the recomputed blocks; None: no fit."""
-        plain, frugal = self.planner(accumulate), self.most_frugal(accumulate)
-        plain_s, frugal_s = (each.model.step_s(row.split, accumulate) for each in (plain, frugal))
+        plain, recomputed = self.planner(accumulate), self.planner(accumulate, self.all_blocks)
+        plain_s, recomputed_s = (planner.model.step_s(row.split, accumulate) for planner in (plain, recomputed))
         if row.fits:
             return plain_s
-        tensors_mib = frugal.model.peak_mib(row.split)
-        if not frugal.all_fit(tensors_mib):
+        tensors_mib = recomputed.model.peak_mib(row.split)
+        if not recomputed.all_fit(tensors_mib):
             return None
-        needed = zip(self._gpus, row.peak_mib, frugal.required_mib(tensors_mib), strict=True)
-        shares = [(most - gpu.total_mib) / (most - least) for gpu, most, least in needed if most > gpu.total_mib]
-        return plain_s + max(shares, default=0.0) * (frugal_s - plain_s)
+        needed = zip(self._gpus, row.peak_mib, recomputed.required_mib(tensors_mib), strict=True)
+        shares = [
+            (most - gpu.total_mib) / (most - least) for gpu, most, least in needed if not fits(most, gpu.total_mib)
+        ]
+        return plain_s + max(shares, default=0.0) * (recomputed_s - plain_s)
 
     def _fewest(self, row: PlanRow, accumulate: int) -> Fit | None:
         """Return a split with as few of the first or of the last blocks recomputed as fit, whichever is faster.
 
         None if not even all blocks are enough.
         """
-        if row.fits and (plain := self._simulated(row, self._nothing, accumulate)).fits:
+        if row.fits and (plain := self.simulated(row, self.no_blocks, accumulate)).fits:
             return plain
-        found = (self._bisected(row, accumulate, order) for order in (self._blocks, self._blocks[::-1]))
-        return min((each for each in found if each.fits), key=lambda each: each.step_s, default=None)
+        both = (self._bisected(row, accumulate, order) for order in (self._blocks, self._blocks[::-1]))
+        return min((fit for fit in both if fit.fits), key=lambda fit: fit.step_s, default=None)
 
     def _bisected(self, row: PlanRow, accumulate: int, order: Sequence[str]) -> Fit:
         """Return a split with the fewest blocks recomputed that fit, in an order of the blocks; all if none do.
 
-        Devices with sets of their own are bisected at the same time, each by its own peak.
+        The devices of dp and the ranks of ddp are bisected at the same time, each by its own peak.
         """
 
         @functools.cache
         def with_first(*counts: int) -> Fit:
             chosen = [set(order[:count]) for count in counts]
-            sets = tuple(tuple(name for name in self._blocks if name in names) for names in chosen)
-            return self._simulated(row, sets, accumulate)
+            blocks = tuple(tuple(name for name in self._blocks if name in names) for names in chosen)
+            return self.simulated(row, blocks, accumulate)
 
-        least, most = [0] * self._num_sets, [len(order)] * self._num_sets
+        least, most = [0] * self._num_choices, [len(order)] * self._num_choices
         while least != most:
             counts = [(low + high) // 2 for low, high in zip(least, most, strict=True)]
-            found = with_first(*counts)
-            fitting = [fits(mib, gpu.total_mib) for mib, gpu in zip(found.peak_mib, self._gpus, strict=True)]
-            for i, is_enough in enumerate(fitting if self._num_sets > 1 else [found.fits]):
+            fit = with_first(*counts)
+            fitting = [fits(mib, gpu.total_mib) for mib, gpu in zip(fit.peak_mib, self._gpus, strict=True)]
+            for i, is_enough in enumerate(fitting if self._num_choices > 1 else [fit.fits]):
                 if is_enough:
                     most[i] = counts[i]
                 elif least[i] < most[i]:
@@ -160,45 +160,45 @@ class RecomputeSearch:
             plain = [self._plain(row, accumulate) for row in rows]
             if not plain:
                 continue
-            best = min(plain, key=lambda each: (not each.fits, each.step_s if each.fits else max(each.peak_mib)))
+            best = min(plain, key=lambda fit: (not fit.fits, fit.step_s if fit.fits else max(fit.peak_mib)))
             yield best
-            if not self._blocks or (best.fits and best.step_s <= min(each.step_s for each in plain)):
+            if not self._blocks or (best.fits and best.step_s <= min(fit.step_s for fit in plain)):
                 continue
             chosen = self.fastest([(row, accumulate) for row in rows])
             if chosen is not None and chosen.recompute == "chosen":
                 yield chosen
             split = best.split if chosen is None else chosen.split
-            yield self.all(next(row for row in rows if row.split == split), accumulate)
-
-    def all(self, row: PlanRow, accumulate: int) -> Fit:
-        """Return a split with all blocks recomputed."""
-        return self._simulated(row, self._all, accumulate)
+            yield self.simulated(next(row for row in rows if row.split == split), self.all_blocks, accumulate)
 
     def _plain(self, row: PlanRow, accumulate: int) -> Fit:
         step_s = self.planner(accumulate).model.step_s(row.split, accumulate)
         split, peak_mib = row.split, row.peak_mib
-        return Fit(sum(split), accumulate, row.gpu0_bsz, split, "off", self._nothing, peak_mib, row.fits, step_s)
+        return Fit(sum(split), accumulate, row.gpu0_bsz, split, "off", self.no_blocks, peak_mib, row.fits, step_s)
 
-    def _simulated(self, row: PlanRow, sets: Sets, accumulate: int) -> Fit:
+    def simulated(self, row: PlanRow, blocks: BlocksPerDevice, accumulate: int) -> Fit:
         """Return a split with these blocks recomputed, with the peaks of a simulated step."""
         job, planner = replace(self._job, accumulate=accumulate), self.planner(accumulate)
         if job.mode == "ddp":
-            ranks = list(dict.fromkeys(zip(row.split, sets, strict=True)))
-            results = self._pool.simulate([replace(job, split=(n,), recompute=(own,)) for n, own in ranks])
-            of_rank = dict(zip(ranks, results, strict=True))
-            devices = [of_rank[rank] for rank in zip(row.split, sets, strict=True)]
-            peaks = tuple(each.peak_mib()[0] for each in devices)
+            ranks = list(zip(row.split, blocks, strict=True))
+            different = list(dict.fromkeys(ranks))  # ranks with equal samples and blocks need the same memory
+            jobs = [replace(job, split=(samples,), recompute=(names,)) for samples, names in different]
+            result_of = dict(zip(different, self._pool.simulate(jobs), strict=True))
+            results = [result_of[rank] for rank in ranks]
+            peaks = tuple(result.peak_mib()[0] for result in results)
         else:
-            (result,) = self._pool.simulate([replace(job, split=row.split, recompute=sets)])
-            devices, peaks = [result], result.peak_mib()
-        plain_s = planner.model.step_s(row.split, accumulate)
-        step_s = max(each.step_s(accumulate) for each in devices) if any(sets) else plain_s
-        name = "off" if not any(sets) else "all" if sets == self._all else "chosen"
-        needed = tuple(round(mib, 1) for mib in planner.required_mib(peaks))
-        is_enough = planner.all_fit(peaks)
-        found = sum(row.split), accumulate, row.gpu0_bsz, row.split, name, sets, needed, is_enough, step_s, peaks
-        names = _short_names(sets[0], self._blocks) if len(set(sets)) == 1 else ()
-        return Fit(*found, names)
+            results = self._pool.simulate([replace(job, split=row.split, recompute=blocks)])
+            peaks = results[0].peak_mib()
+        plain = self._plain(row, accumulate)
+        return replace(
+            plain,
+            recompute="off" if not any(blocks) else "all" if blocks == self.all_blocks else "chosen",
+            blocks_per_device=blocks,
+            peak_mib=tuple(round(mib, 1) for mib in planner.required_mib(peaks)),
+            fits=planner.all_fit(peaks),
+            step_s=max(result.step_s(accumulate) for result in results) if any(blocks) else plain.step_s,
+            tensors_mib=peaks,
+            names=_short_names(blocks[0], self._blocks) if len(set(blocks)) == 1 else (),
+        )
 
 
 def _short_names(chosen: Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:
@@ -264,10 +264,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the plan of a config on given GPUs.
 
-    With `train.batch_size: auto`, the plan is for the largest of `batches`, in ascending order, that fits.
-    `fit`: search for the fastest way to make a step
-    of the same images; None: only if the config does not fit. With `train.recompute: auto`, the recomputed blocks are
-    chosen for the config's split, or together with an automatic split and batch.
+    With `train.recompute: auto`, the recomputed blocks are chosen for the config's split, or together with an automatic
+    split and batch.
+
+    Args:
+        batches: with `train.batch_size: auto`, the allowed batches in ascending order; the largest that fits is planned.
+        fit: search for the batch, split and recomputed blocks with which a step of the same images is fastest; None:
+            only if the config does not fit.
 
     Raises:
         ConfigError: the config does not fit the GPUs, or cannot be built, or no batch fits.
@@ -295,8 +298,8 @@ def plan_memory(
                 config = with_batch(config, _largest_batch(config, planner, facts["min_train_batch"], batches))
             plan = _assembled(config, planner, facts)
         if fit or (fit is None and not (plan.current or plan.best).fits):
-            ways = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
-            plan = replace(plan, fits=ways, keeps_images=images is not None)
+            table = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
+            plan = replace(plan, fits=table, has_effective_batch_size=images is not None)
     return plan
 
 
@@ -316,7 +319,7 @@ def _with_chosen(
         try:
             counts = [_largest_batch(config, planner, least, batches)]
         except ConfigError:
-            counts = [_largest_batch(config, search.most_frugal(train.accumulate), least, batches)]
+            counts = [_largest_batch(config, search.planner(train.accumulate, search.all_blocks), least, batches)]
     total = total or counts[0] * train.accumulate
     candidates = [
         (row, total // count)
@@ -329,10 +332,11 @@ def _with_chosen(
     if not candidates:
         return config, planner, None
     if chosen is None:
-        chosen = search.all(*min(candidates, key=lambda each: each[0].fullest(planner.gpus)))
+        row, accumulate = min(candidates, key=lambda candidate: candidate[0].fullest(planner.gpus))
+        chosen = search.simulated(row, search.all_blocks, accumulate)
     config = with_batch(config, chosen.batch_size)
     config = config.model_copy(update={"train": config.train.model_copy(update={"accumulate": chosen.accumulate})})
-    return config, search.planner(chosen.accumulate, chosen.sets), chosen
+    return config, search.planner(chosen.accumulate, chosen.blocks_per_device), chosen
 
 
 def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:

@@ -35,7 +35,7 @@ from segapp.custom.names import is_part
 from segapp.datasets.pool import Batch
 from segapp.errors import RunError, SegappError
 from segapp.inference.sliding import NormalizedInput
-from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
+from segapp.memory.ledger import CUDA_ALLOC_UNIT_BYTES, StorageLedger
 from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult, StepTime
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.models.blocks import find_blocks
@@ -195,7 +195,7 @@ class Simulator:
         job: SimulationJob,
         devices: Sequence[str] | None = None,
         *,
-        granule_bytes: int = CUDA_GRANULE_BYTES,
+        alloc_unit_bytes: int = CUDA_ALLOC_UNIT_BYTES,
         is_host_batch: bool = True,
     ) -> SimulationResult:
         """Simulate one job: a training step like every later one, then an evaluation.
@@ -204,7 +204,7 @@ class Simulator:
         from the host, like a loader's, or are on device 0.
         """
         devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
-        ledger = simulated_ledger(granule_bytes)
+        ledger = simulated_ledger(alloc_unit_bytes)
         times = StepTimes(ledger)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -88,7 +88,7 @@ def test_backward_twice_with_retained_graph_agrees():
 def test_backward_allocates_the_gradient_only():
     logits, target = draw(2)
     loss_sum, _ = upsample_cross_entropy(logits.requires_grad_(), target, implementation="bands")
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     with ledger:
         loss_sum.backward()
     sizes = [allocation.num_bytes for allocation in ledger.allocations]

@@ -98,7 +98,7 @@ def test_default_sizes_of_buckets_are_those_of_ddp(tmp_path):
     assert ddp.bucket_bytes_cap == 25 * MIB
     numbers = [MIB // 4 - 1, 1, 25 * MIB // 4 - 1, 1, 7]
     parameters = [nn.Parameter(torch.empty(number)) for number in reversed(numbers)]
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     with ledger:
         Buckets(parameters, as_views=True, is_lazy=False, ledger=ledger)
     assert [each.num_bytes for each in ledger.allocations] == [MIB, 25 * MIB, 28]
@@ -108,7 +108,7 @@ def test_parameters_of_two_types_fill_buckets_of_their_own():
     """Float32 weights of BatchNorm between half weights do not end a bucket."""
     sizes = [(300_000, torch.float16), (11, torch.float32), (200_000, torch.float16), (13, torch.float32)]
     parameters = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in reversed(sizes)]
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     with ledger:
         Buckets(parameters, as_views=True, is_lazy=False, ledger=ledger)
     assert sorted(each.num_bytes for each in ledger.allocations) == [4 * 24, 2 * 500_000]

@@ -11,7 +11,7 @@ from segapp.memory.simulated_devices import Buckets, _WeightCache
 
 
 def test_peaks_by_hand():
-    ledger = StorageLedger(granule_bytes=512)
+    ledger = StorageLedger(alloc_unit_bytes=512)
     with ledger:
         ledger.mark("forward")
         freed = torch.empty(256)  # 1024 bytes
@@ -37,7 +37,7 @@ def test_peaks_by_hand():
 
 
 def test_later_and_smaller_storages_do_not_move_the_peak():
-    ledger = StorageLedger(granule_bytes=512)
+    ledger = StorageLedger(alloc_unit_bytes=512)
     with ledger:
         ledger.mark("forward")
         first = torch.empty(1024)  # 4096 bytes
@@ -48,7 +48,7 @@ def test_later_and_smaller_storages_do_not_move_the_peak():
 
 
 def test_tensors_from_outside_count_once_they_are_tagged():
-    ledger, outside = StorageLedger(granule_bytes=512), torch.zeros(3)
+    ledger, outside = StorageLedger(alloc_unit_bytes=512), torch.zeros(3)
     assert ledger.kind_of(outside) is None
     ledger.tag([outside], "input")
     assert ledger.kind_of(outside) == "input"
@@ -96,7 +96,7 @@ def test_buckets_are_those_of_torch_s_reducer(as_views, is_lazy):
     bytes_of_buckets = [sum(4 * backwards[i].numel() for i in bucket) for bucket in expected]
     assert len(expected) == 3, "the case is meant to have buckets of both limits"
 
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     with ledger:
         buckets = Buckets(parameters, as_views=as_views, is_lazy=is_lazy, ledger=ledger)
         ledger.mark("backward")
@@ -158,7 +158,7 @@ class PlusOne(torch.autograd.Function):
 )
 def test_gradients_are_added_in_place_as_by_autograd(combine, num_bytes):
     """Vectors of 4000 bytes: x and h, what the operators keep, and at most the gradients that torch allocates."""
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     with ledger:
         x = torch.ones(1000, requires_grad=True)
         h = x * 2

@@ -1,6 +1,7 @@
 """The text of a plan and the plan in a run's folder, line by line and field by field by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -156,10 +157,12 @@ def test_ways_to_make_a_step_by_hand():
     assert fit_lines(plan_of_one(500.0)) == []
 
 
-def test_words_of_a_way_leave_out_what_the_config_has():
-    assert WAYS[2].words(keeps_images=True) == "train.batch_size=8 train.recompute=all"
+def test_config_keys_leave_out_what_the_config_has():
+    plan = plan_of_one(500.0)
+    of_images = replace(plan, has_effective_batch_size=True)
+    assert of_images.as_config_keys(WAYS[2]) == "train.batch_size=8 train.recompute=all"
     uneven = Fit(8, 2, 3, (3, 5), "chosen", ((), ("a",)), (1.0, 2.0), True, 1.0)
-    assert uneven.words(keeps_images=False) == (
+    assert plan.as_config_keys(uneven) == (
         "train.batch_size=8 train.accumulate=2 parallel.gpu0_bsz=3 train.recompute=auto"
     )
 

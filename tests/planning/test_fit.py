@@ -85,7 +85,7 @@ def two_devices(tiny, **sections):
 
 
 @pytest.fixture
-def seen_sets(monkeypatch):
+def seen_blocks(monkeypatch):
     """The blocks that each engine of this test computes again."""
     seen, own = [], assembler.set_recompute
 
@@ -98,10 +98,10 @@ def seen_sets(monkeypatch):
 
 
 @pytest.mark.usefixtures("logical_budgets")
-def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_sets):
+def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_blocks):
     """Also when it is resumed and when gpu0_bsz is another, and with the losses of a run without."""
-    sets = (("encoder.model.layer1.0",), ())
-    planned = SavedMemoryPlan(4, 1, 2, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=sets)
+    blocks = (("encoder.model.layer1.0",), ())
+    planned = SavedMemoryPlan(4, 1, 2, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=blocks)
     folder = RunFolder.create(path=tmp_path / "run")
     planned.write(folder.saved_plan)
     budgets = {"memory_budget_mib": [500.0, 500.0]}
@@ -109,7 +109,7 @@ def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_sets):
     for number, gpu0_bsz in enumerate((None, 1), start=2):
         config = two_devices(tiny, parallel={"gpu0_bsz": gpu0_bsz, **budgets}, train={"epochs": number})
         assert run_session(TrainRequest(config, RunFolder(folder.path))) == 0
-    assert seen_sets == [sets] * 3
+    assert seen_blocks == [blocks] * 3
     assert [event["choice"] for event in events(folder.path, "recompute")] == ["config"] * 3  # one for each start
     assert read_saved_plan(folder.saved_plan) == planned
     assert train(two_devices(tiny, train={"recompute": "off"}), tmp_path / "whole") == 0
@@ -117,15 +117,15 @@ def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_sets):
     assert losses[0][:2] == losses[1]
 
 
-def test_unknown_memory_computes_nothing_again_and_says_so(tiny, tmp_path, seen_sets, capsys):
+def test_unknown_memory_computes_nothing_again_and_says_so(tiny, tmp_path, seen_blocks, capsys):
     assert train(merged(tiny, model=UNET, train={"epochs": 1, "recompute": "auto"}), tmp_path / "run") == 0
-    assert not any(map(any, seen_sets))
+    assert not any(map(any, seen_blocks))
     assert "train.recompute = auto: the memory of the devices is unknown" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logical_budgets")
-def test_uneven_devices_get_sets_of_their_own(tiny, tmp_path, seen_sets):
+def test_uneven_devices_recompute_different_blocks(tiny, tmp_path, seen_blocks):
     """One device has room for its images, the other has not; the run stays within both budgets and the same course."""
     crops = {"data": {"crop_px": [288, 384]}}  # activations weigh more than the 97 MiB of workspaces, which stay
     roomy = {"memory_budget_mib": [1000.0, 1000.0]}
@@ -137,7 +137,7 @@ def test_uneven_devices_get_sets_of_their_own(tiny, tmp_path, seen_sets):
     budgets = {"memory_budget_mib": [1000.0, 0.98 * needed]}
     config = two_devices(tiny, parallel={"gpu0_bsz": 2, **budgets}, **crops)
     assert train(config, tmp_path / "run") == 0
-    first, second = seen_sets[-1]
+    first, second = seen_blocks[-1]
     assert first == ()
     assert second
     found = read_saved_plan(tmp_path / "run" / "memory_plan.json")
@@ -150,13 +150,13 @@ def test_uneven_devices_get_sets_of_their_own(tiny, tmp_path, seen_sets):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_rank_takes_its_own_blocks(tiny, tmp_path):
-    sets = (("encoder.model.layer1.0",), ("encoder.model.layer2.0",))
+    blocks = (("encoder.model.layer1.0",), ("encoder.model.layer2.0",))
     folder = RunFolder.create(path=tmp_path / "run")
-    SavedMemoryPlan(4, 1, None, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=sets).write(folder.saved_plan)
+    SavedMemoryPlan(4, 1, None, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=blocks).write(folder.saved_plan)
     (tmp_path / "ddp.yaml").write_text(dump_config(two_devices(tiny, parallel={"mode": "ddp"})))
     done = segapp("train", "--config", "ddp.yaml", "--run", str(folder.path), cwd=tmp_path, timeout_s=500)
     assert done.returncode == 0, done.stderr
-    assert [event["blocks"] for event in events(folder.path, "recompute")] == [[list(names) for names in sets]]
+    assert [event["blocks"] for event in events(folder.path, "recompute")] == [[list(names) for names in blocks]]
 
 
 def test_modules_with_chosen_blocks_alone_are_named_whole() -> None:

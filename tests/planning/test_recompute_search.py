@@ -63,7 +63,7 @@ def test_fewest_first_blocks_that_fit_are_recomputed(room_mib: int, count: int) 
     search, _, planner = search_of("single", 100 + 2 * room_mib)
     found = search.fastest([(planner.row(2), 3)])
     assert found is not None
-    assert found.sets == (tuple("abcdefg"[:count]),)
+    assert found.blocks_per_device == (tuple("abcdefg"[:count]),)
     assert found.recompute == ("off" if not count else "all" if count == 7 else "chosen")
     assert found.fits
     assert found.peak_mib == (100 + 2 * sum(list(KEPT_MIB.values())[count:]),)
@@ -74,7 +74,7 @@ def test_last_blocks_are_recomputed_if_they_keep_the_most() -> None:
     search, _, planner = search_of("single", 100 + 2 * 150, kept_mib=REVERSED_MIB)
     found = search.fastest([(planner.row(2), 1)])
     assert found is not None
-    assert found.sets == (("f", "g"),)
+    assert found.blocks_per_device == (("f", "g"),)
     assert found.names == ("f", "g")
 
 
@@ -88,7 +88,7 @@ def test_each_device_recomputes_as_few_as_its_own_memory_needs(mode: str) -> Non
     search, pool, planner = search_of(mode, 100 + 3 * 225, 100 + 3 * 70, 100 + 2 * 155)
     found = search.fastest([(planner.row(8, shares=(3, 3, 2)), 1)])
     assert found is not None
-    assert found.sets == ((), ("a", "b", "c"), ("a",))
+    assert found.blocks_per_device == ((), ("a", "b", "c"), ("a",))
     assert found.step_s == 3 * (21 + 3) + 3
     assert len([job for job in pool.jobs if job.split in ((3, 3, 2), (3,), (2,))]) <= 2 * 3 * 4
 
@@ -99,15 +99,15 @@ def test_split_that_needs_fewer_blocks_is_preferred() -> None:
     rows = [planner.row(6, gpu0_bsz) for gpu0_bsz in (3, 2, 1)]
     found = search.fastest([(row, 1) for row in rows])
     assert found is not None
-    assert (found.split, found.sets, found.step_s) == ((3, 3), (("a",), ()), 3 * 22 + 3)
+    assert (found.split, found.blocks_per_device, found.step_s) == ((3, 3), (("a",), ()), 3 * 22 + 3)
     found = search.fastest([(row, 1) for row in rows[1:]])
     assert found is not None
     assert (found.split, found.recompute) == ((2, 4), "off")
 
 
-def test_one_set_serves_all_devices_of_mode_model() -> None:
+def test_all_devices_of_mode_model_share_one_choice() -> None:
     for sizes_mib, count in (((100 + 4 * 155, 10_000), 1), ((10_000, 10_000), 0)):
         search, _, planner = search_of("model", *sizes_mib)
         found = search.fastest([(planner.row(4), 1)])
         assert found is not None
-        assert found.sets == (tuple("abcdefg"[:count]),)
+        assert found.blocks_per_device == (tuple("abcdefg"[:count]),)

@@ -112,7 +112,7 @@ def real_engine(simulator: Simulator, ledger: StorageLedger, blocks: tuple[str, 
 def ledger_mib(simulator: Simulator, blocks: tuple[str, ...] = ()) -> tuple[float, dict[str, float]]:
     """Peak of the second of two real steps, MiB, and that of each phase: what the operators returned."""
     torch.manual_seed(0)
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     engine, batch = real_engine(simulator, ledger, blocks), simulator.batch(BATCH)
     ledger.tag((batch.images, batch.target), "input")
     with ledger:
@@ -128,14 +128,14 @@ def ledger_mib(simulator: Simulator, blocks: tuple[str, ...] = ()) -> tuple[floa
 def allocator_mib(simulator: Simulator) -> float:
     """Peak of a step as torch's profiler counts what the CPU's allocator gives and takes."""
     torch.manual_seed(0)
-    engine = real_engine(simulator, StorageLedger(granule_bytes=1))
+    engine = real_engine(simulator, StorageLedger(alloc_unit_bytes=1))
     return measured_mib(engine, simulator.batch(BATCH))
 
 
 def row(name: str, *, has_allocator: bool) -> dict:
     config = config_of({**NETWORKS, **QUICK}[name].copy())
     simulator = Simulator(StepAssembler(config, build_scheme(config.data)))
-    result = simulator.run(SimulationJob("single", (BATCH,)), granule_bytes=1, is_host_batch=False)
+    result = simulator.run(SimulationJob("single", (BATCH,)), alloc_unit_bytes=1, is_host_batch=False)
     real, phases = ledger_mib(simulator)
     return {
         "network": name,

@@ -109,7 +109,7 @@ def chosen_blocks(simulator, split, share):
 def simulated_mib(simulator, split, recompute=None):
     job = SimulationJob("dp" if len(split) > 1 else "single", split, recompute=recompute)
     devices = ["simgpu:0"] * len(split)
-    return simulator.run(job, devices, granule_bytes=1, is_host_batch=False).peak_mib()[0]
+    return simulator.run(job, devices, alloc_unit_bytes=1, is_host_batch=False).peak_mib()[0]
 
 
 def at_full_resolution(build):

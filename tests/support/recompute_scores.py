@@ -66,7 +66,7 @@ def chosen_blocks(config: RunConfig, budget_mib: float) -> tuple[str, ...]:
     all_for_tensors = OverheadEstimate((0.0,), room=1.0)
     plan = plan_memory(config, (GpuSpec(budget_mib, "half"),), mode="single", overhead=all_for_tensors)
     assert plan.chosen is not None
-    return plan.chosen.sets[0]
+    return plan.chosen.blocks_per_device[0]
 
 
 def step_seconds(simulator: Simulator, ways: dict[str, tuple[str, ...]]) -> dict[str, float]:
@@ -90,7 +90,7 @@ def rows(name: str) -> list[dict]:
 
     def simulated(blocks):
         job = SimulationJob("single", (BATCH,), recompute=(blocks,))
-        return simulator.run(job, granule_bytes=1, is_host_batch=False)
+        return simulator.run(job, alloc_unit_bytes=1, is_host_batch=False)
 
     whole = simulated(())
     peak_mib = whole.peak_mib()[0]

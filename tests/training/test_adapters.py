@@ -235,7 +235,7 @@ def test_predict_export_and_from_run_use_the_merged_network(base: dict[str, Any]
 def test_plan_counts_gradients_and_state_of_adapters_only(base: dict[str, Any]) -> None:
     """AdamW's two states of float32, and no second copy of the backbone in the average of the weights."""
     simulator = build_simulator(merged(base, model={"weights_backbone": None}))
-    (phases,) = simulator.run(SimulationJob("single", (2,)), granule_bytes=1).devices
+    (phases,) = simulator.run(SimulationJob("single", (2,)), alloc_unit_bytes=1).devices
     model = simulator.assembler.build_model(with_weights=False)
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     mib = {kind: phases["step"].by_kind[kind] * 2**20 / 4 for kind in ("optimizer", "average", "gradients")}

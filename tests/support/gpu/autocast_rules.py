@@ -31,7 +31,7 @@ def casts(ledger: StorageLedger, call: Callable[[], object]) -> int:
 
 def main() -> None:
     """Print the dtype of each result."""
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     with simulation(ledger):
         single = torch.zeros(2, 3, 8, 8, device=DEVICE)
         half, double, whole = single.bfloat16(), single.double(), single.int()

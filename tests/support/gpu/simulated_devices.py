@@ -33,7 +33,7 @@ def casts(ledger: StorageLedger) -> int:
 
 def attention_bytes(*, masked: bool) -> list[int]:
     """Return the bytes that attention of 2 heads over 20 tokens creates and keeps for its backward pass, sorted."""
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     with simulation(ledger):
         query, key, value = (torch.empty(1, 2, 20, 8, device="simgpu:0", requires_grad=True) for _ in range(3))
         mask = torch.ones(1, 1, 20, 20, dtype=torch.bool, device="simgpu:0") if masked else None
@@ -47,7 +47,7 @@ def attention_bytes(*, masked: bool) -> list[int]:
 def seconds_of_a_step() -> dict[str, float]:
     """Return the estimated seconds of four convolutions and a sum."""
     layers = [nn.Conv2d(2, 2, 1, bias=False) for _ in range(4)]
-    ledger = StorageLedger(granule_bytes=1)
+    ledger = StorageLedger(alloc_unit_bytes=1)
     times = StepTimes(ledger)
     with simulation(ledger, times):
         net = place(skeleton(nn.Sequential(*layers)), lambda _: "simgpu:0")
@@ -61,7 +61,7 @@ def seconds_of_a_step() -> dict[str, float]:
 
 def main() -> None:
     """Print the facts."""
-    model, ledger = network(), StorageLedger(granule_bytes=1)
+    model, ledger = network(), StorageLedger(alloc_unit_bytes=1)
     found: dict[str, object] = {}
     with simulation(ledger):
         net = place(model, lambda name: "simgpu:1" if name == "1" else "simgpu:0")
