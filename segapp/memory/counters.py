@@ -24,8 +24,8 @@ import torch
 from segapp.accelerator import Gpu, gpu_of
 from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuPoller, GpuStatus
-from segapp.memory.split_check import usable_mib
 from segapp.memory.peaks import PHASES
+from segapp.memory.split_check import usable_mib
 from segapp.run.events import Alert, DeviceMemory, Event, Heartbeat, Memory
 
 IDLE = "data"

@@ -15,8 +15,8 @@ import torch
 from segapp.accelerator import GPUS, Gpu, accelerator_of, gpu_of
 from segapp.failpoints import failpoint
 from segapp.memory.counters import IDLE, DeviceMemoryTracker
-from segapp.memory.split_check import format_split
 from segapp.memory.peaks import PHASES
+from segapp.memory.split_check import format_split
 from segapp.parallel import ReplicaError, current_replica
 from segapp.run import events
 from segapp.run.words import first_line

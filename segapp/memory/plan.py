@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
-from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
 from segapp.memory.peaks import BlocksPerDevice, PeakModel, PlannedPeaks
+from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
 from segapp.run.files import read_of_run, write_atomic
 
 CONTEXT_MIB = 500.0
@@ -61,12 +61,12 @@ class OverheadEstimate:
 
     context_mib: tuple[float, ...]
     """Driver, libraries and other processes."""
-    room: float = FULL_FRAC
+    tensor_frac: float = FULL_FRAC
     """Share of the rest for tensors, 0 to 1; the remainder is for the allocator's rounding and fragments."""
 
     def required_mib(self, device: int, tensors_mib: float) -> float:
         """Return the memory that a GPU needs for this amount of tensors."""
-        return self.context_mib[device] + tensors_mib / self.room
+        return self.context_mib[device] + tensors_mib / self.tensor_frac
 
 
 @dataclass(frozen=True)
@@ -241,10 +241,12 @@ class Planner:
             needs_samples=self.needs_samples,
             usable_mib=tuple(usable),
             peaks=PeakModel(planned=self.model),
-            room=self.overhead.room,
+            tensor_frac=self.overhead.tensor_frac,
         )
 
-    def _evaluate(self, checker: SplitChecker, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
+    def _evaluate(
+        self, checker: SplitChecker, gpu0_bsz: int | None, shares: Sequence[int] | None = None
+    ) -> PlanRow | str:
         """Return the row of a split, or why it is refused; modes without a split have the whole batch first."""
         if self.has_split or gpu0_bsz is not None or shares is not None:
             checked = checker.check(gpu0_bsz, shares)

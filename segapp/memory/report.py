@@ -43,7 +43,7 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "mode": plan.mode,
         "batch_size": plan.batch_size,
         "gpus_mib": [gpu.total_mib for gpu in plan.gpus],
-        "overhead": asdict(plan.overhead),
+        "overhead": {"context_mib": plan.overhead.context_mib, "room": plan.overhead.tensor_frac},
         "rows": [asdict(row) for row in plan.rows],
         "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],
         "current": None if plan.current is None else asdict(plan.current),
@@ -161,11 +161,11 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
         lines.append(f"largest batch that fits: {plan.max_batch}{value}, split {_joined(plan.max_row.split)}")
     if not plan.fits:
         lines.append("  with other batches and with blocks computed again: add --fit")
-    a = plan.overhead
-    contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
+    overhead = plan.overhead
+    contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(overhead.context_mib))
     lines.append(
         f"overhead (assumed): {contexts} MiB per GPU for driver, context and libraries, "
-        f"{100 * (1 - a.room):.0f} % for the allocator"
+        f"{100 * (1 - overhead.tensor_frac):.0f} % for the allocator"
     )
     return lines
 

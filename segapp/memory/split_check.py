@@ -92,8 +92,8 @@ class SplitChecker:
     usable_mib: Sequence[float | None] = ()
     """Memory of each device for this run (`usable_mib`)."""
     peaks: PeakModel = field(default_factory=PeakModel)
-    room: float = FULL_FRAC
-    """Share of a device's memory for tensors (`allocator_room`)."""
+    tensor_frac: float = FULL_FRAC
+    """Share of a device's memory for tensors; the rest is for the fragments of torch's allocator. `room` in events."""
     ceiling: int | None = None
     """Number of samples on device 0 with which it ran out of memory."""
     failed: Collection[Split] = ()
@@ -164,10 +164,10 @@ class SplitChecker:
             return "ok", "the memory it needs is not known yet"
         frac, device, mib, total, is_bound = max(known)
         need = f"device {device} would need about {_amount(mib, total)} ({100 * frac:.0f} %)"
-        tight_frac = self.room - (FULL_FRAC - TIGHT_FRAC)
+        tight_frac = self.tensor_frac - (FULL_FRAC - TIGHT_FRAC)
         if is_bound and frac > tight_frac:
             return "tight", f"{need} at most: no other split was measured yet"
-        if not fits(mib / self.room, total):
+        if not fits(mib / self.tensor_frac, total):
             return "won't fit", f"{need}: give it fewer samples"
         if frac > tight_frac:
             return "tight", f"{need}: little memory is left"
@@ -253,8 +253,10 @@ class SplitChecker:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for the events of a run."""
+        facts = dict(vars(self))
         return {
-            **vars(self),
+            "room": facts.pop("tensor_frac"),
+            **facts,
             "current": None if self.current is None else list(self.current),
             "usable_mib": list(self.usable_mib),
             "peaks": self.peaks.to_json(),
@@ -273,6 +275,7 @@ class SplitChecker:
             known["current"] = None if known["current"] is None else tuple(known["current"])
             known["usable_mib"] = tuple(known["usable_mib"])
             known["peaks"] = PeakModel.from_json(known["peaks"])
+            known["tensor_frac"] = values.get("room", FULL_FRAC)
             known["failed"] = frozenset(tuple(split) for split in known["failed"])
             return cls(**known)
         except (KeyError, TypeError, AttributeError) as error:
@@ -284,7 +287,7 @@ def fits(required_mib: float, total_mib: float) -> bool:
     return required_mib <= total_mib
 
 
-def allocator_room(environ: Mapping[str, str]) -> float:
+def tensor_frac(environ: Mapping[str, str]) -> float:
     """Return the share of a device's memory for tensors; the rest is for the fragments of torch's allocator."""
     settings = next((environ[name] for name in ALLOCATOR_VARIABLES if name in environ), "")
     is_expandable = EXPANDABLE_SEGMENTS.lower() in settings.replace(" ", "").lower()

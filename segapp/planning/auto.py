@@ -20,9 +20,9 @@ from segapp.custom.names import is_part
 from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.split_check import allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, context_mib, read_saved_plan
+from segapp.memory.split_check import tensor_frac
 from segapp.parallel.distributed import Ranks
 from segapp.planning.plan import plan_memory
 from segapp.planning.trial import trial_step
@@ -103,8 +103,8 @@ def _load_or_make_plan(
 def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
     """Return the memory of libraries on each GPU; the driver's memory is already subtracted."""
     if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
-        return OverheadEstimate((0.0,) * num_gpus, allocator_room(os.environ))
-    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0), allocator_room(os.environ))
+        return OverheadEstimate((0.0,) * num_gpus, tensor_frac(os.environ))
+    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0), tensor_frac(os.environ))
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:

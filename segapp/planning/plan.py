@@ -14,7 +14,6 @@ from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError
-from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_room, fits
 from segapp.memory.peaks import BlocksPerDevice, PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     BLAS_MIB,
@@ -27,6 +26,7 @@ from segapp.memory.plan import (
     PlanRow,
     context_mib,
 )
+from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, fits, tensor_frac
 from segapp.planning.pool import SimulationPool
 from segapp.run.words import printable
 
@@ -54,7 +54,7 @@ class RecomputeSearch:
         """Number of devices whose blocks are chosen separately."""
         self.no_blocks: BlocksPerDevice = ((),) * self._num_choices
         self.all_blocks: BlocksPerDevice = (self._blocks,) * self._num_choices
-        self._planners = {(min(2, job.accumulate), self.no_blocks): planner}
+        self._planners: dict[tuple[int, BlocksPerDevice], Planner] = {(min(2, job.accumulate), self.no_blocks): planner}
 
     def planner(self, accumulate: int, blocks: BlocksPerDevice | None = None) -> Planner:
         """Return the planner of steps with this number of micro-batches and these blocks recomputed; None: no block.
@@ -264,13 +264,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the plan of a config on given GPUs.
 
-    With `train.recompute: auto`, the recomputed blocks are chosen for the config's split, or together with an automatic
-    split and batch.
-
-    Args:
-        batches: with `train.batch_size: auto`, the allowed batches in ascending order; the largest that fits is planned.
-        fit: search for the batch, split and recomputed blocks with which a step of the same images is fastest; None:
-            only if the config does not fit.
+    With `train.batch_size: auto`, the plan is for the largest of `batches`, in ascending order, that fits. With
+    `train.recompute: auto`, the recomputed blocks are chosen for the config's split, or together with an automatic
+    split and batch. `fit` asks for the batches, splits and recomputed blocks that make a step of the same images, with
+    their times; with None, they are only searched if the config does not fit.
 
     Raises:
         ConfigError: the config does not fit the GPUs, or cannot be built, or no batch fits.
@@ -280,8 +277,8 @@ def plan_memory(
     mode = mode or choose_mode(small, len(gpus))
     images = config.train.effective_batch_size
     if overhead is None:
-        room = allocator_room({ALLOCATOR_VARIABLES[-1]: EXPANDABLE_SEGMENTS, **os.environ})  # as a training sets it
-        overhead = OverheadEstimate(context_mib(mode, len(gpus)), room)
+        environ = {ALLOCATOR_VARIABLES[-1]: EXPANDABLE_SEGMENTS, **os.environ}  # as a training sets it
+        overhead = OverheadEstimate(context_mib(mode, len(gpus)), tensor_frac(environ))
     with SimulationPool(small) as pool:
         facts = pool.facts(mode)
         num_ranks = len(gpus) if mode == "ddp" else 1

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from segapp.config import LiveSettings
-from segapp.memory.split_check import SplitChecker, allocator_room
 from segapp.memory.peaks import PeakModel
 from segapp.memory.plan import SavedMemoryPlan
+from segapp.memory.split_check import SplitChecker, tensor_frac
 from segapp.training.step.network import TrainedNetwork
 
 
@@ -42,7 +42,7 @@ class BatchSplitController:
             needs_samples=network.needs_samples,
             current=self.current,
             peaks=PeakModel(slope_mib=None if saved_plan is None else saved_plan.slope_mib),
-            room=allocator_room(os.environ),
+            tensor_frac=tensor_frac(os.environ),
         )
 
     @property

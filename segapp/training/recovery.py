@@ -20,8 +20,8 @@ from segapp.checkpoint.saver import Position
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference
-from segapp.memory.split_check import format_split
 from segapp.memory.oom import examine, headline, is_out_of_memory, release, report_lines
+from segapp.memory.split_check import format_split
 from segapp.parallel.distributed import PeerOutOfMemoryError
 from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, Oom, read_answers
 from segapp.run.files import read_of_run, write_atomic
@@ -271,7 +271,9 @@ class OomPolicy:
             self._cut_at_step = position.step
             self._controller.batch_split.clear_peaks()
         action = f"this step and all later steps run {way}"
-        self._report(report, action=action, judge=self._controller.split_checker().to_json(), fallbacks=self.fallbacks.to_json())
+        self._report(
+            report, action=action, judge=self._controller.split_checker().to_json(), fallbacks=self.fallbacks.to_json()
+        )
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
         """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""

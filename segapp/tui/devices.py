@@ -198,4 +198,8 @@ def undo_gpu0(gpu0: Gpu0) -> Command | None:
 
 def why_no_split(view: View) -> str | None:
     """Return why the run's batch cannot be split; None if it can."""
-    return "the run has one device, so there is nothing to split" if view.num_devices < 2 else view.split_checker.why_no_split
+    return (
+        "the run has one device, so there is nothing to split"
+        if view.num_devices < 2
+        else view.split_checker.why_no_split
+    )

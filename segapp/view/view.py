@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from segapp.memory.split_check import SplitChecker, usable_mib
 from segapp.memory.peaks import PeakModel
+from segapp.memory.split_check import SplitChecker, usable_mib
 from segapp.run import events
 from segapp.run.words import printable, share_text
 from segapp.scores import EpochLoss, as_float, is_best_candidate

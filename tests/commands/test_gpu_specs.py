@@ -1,7 +1,7 @@
 import pytest
 
-from segapp.errors import ConfigError
 from segapp.commands.plan import parse_gpus
+from segapp.errors import ConfigError
 
 
 @pytest.mark.parametrize(

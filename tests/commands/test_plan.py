@@ -11,8 +11,8 @@ import yaml
 from segapp.commands.plan import _gpu_specs, print_plan
 from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuStatus
-from segapp.memory.split_check import ALLOCATOR_VARIABLES
 from segapp.memory.plan import GpuSpec
+from segapp.memory.split_check import ALLOCATOR_VARIABLES
 from segapp.planning.plan import _precision, plan_memory
 from tests.support.runs import merged, segapp
 
@@ -88,9 +88,9 @@ def test_gpus_of_this_machine_decide_the_precision(folder, monkeypatch, gpus, ca
 
 
 @pytest.mark.parametrize(
-    ("environ", "room"), [({}, 0.95), ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, 0.86)]
+    ("environ", "frac"), [({}, 0.95), ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, 0.86)]
 )
-def test_plan_has_the_room_that_a_training_will_have(tiny, monkeypatch, environ, room):
+def test_plan_leaves_to_the_allocator_what_a_training_leaves(tiny, monkeypatch, environ, frac):
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
@@ -98,7 +98,7 @@ def test_plan_has_the_room_that_a_training_will_have(tiny, monkeypatch, environ,
     found = []
 
     def planner(_model, _gpus, overhead, *_):
-        found.append(overhead.room)
+        found.append(overhead.tensor_frac)
         raise ConfigError("seen")
 
     facts = {"smallest_chunk": 1, "needs_samples": None, "eval_px": (8, 8)}
@@ -108,7 +108,7 @@ def test_plan_has_the_room_that_a_training_will_have(tiny, monkeypatch, environ,
     monkeypatch.setattr("segapp.planning.plan.Planner", planner)
     with pytest.raises(ConfigError, match="seen"):
         plan_memory(merged(tiny), (GpuSpec(1000.0),))
-    assert found == [room]
+    assert found == [frac]
 
 
 def test_missing_config_is_one_clear_line(folder):

@@ -7,9 +7,9 @@ import re
 import pytest
 import yaml
 
+from segapp.commands.plan import parse_gpus
 from segapp.config import load_config
 from segapp.docs.pages import find_page
-from segapp.commands.plan import parse_gpus
 from segapp.planning.plan import plan_memory
 from tests.support import ROOT
 

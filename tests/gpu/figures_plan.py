@@ -16,10 +16,10 @@ import torch
 from segapp.assembly.devices import numerics
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, load_config
-from segapp.memory.split_check import allocator_room
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import EVAL, PhasePeak, SimulationJob
 from segapp.memory.plan import BLAS_MIB
+from segapp.memory.split_check import tensor_frac
 from segapp.planning.trial import blank_batch, build_trial_engine, evaluate_blank
 from segapp.training.step.assembler import StepLayout
 from segapp.training.step.engine import StepEngine
@@ -133,7 +133,7 @@ def plan_row(plans: Plans, place: torch.device, key: Key) -> dict[str, Any]:
         _peaks(config, place)  # as on a card, without a measurement
         return {**row, "measured MiB": None}
     measured_mib, measured_eval_mib, reserved_mib = _peaks(config, place)
-    allowed_mib = max(step_mib, eval_mib) / allocator_room(os.environ)  # what a plan leaves to the allocator
+    allowed_mib = max(step_mib, eval_mib) / tensor_frac(os.environ)  # what a plan leaves to the allocator
     fails = not _fits(config, place, allowed_mib)
     return {
         **row,

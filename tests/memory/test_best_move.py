@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from segapp.chunks import plan_chunks
-from segapp.memory.split_check import MARGIN_FRAC, SplitChecker, SplitMove
 from segapp.memory.peaks import PeakModel
+from segapp.memory.split_check import MARGIN_FRAC, SplitChecker, SplitMove
 
 Split = tuple[int, ...]
 

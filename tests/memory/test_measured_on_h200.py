@@ -16,9 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from segapp.memory.split_check import FULL_FRAC, PLAIN_FRAC
 from segapp.memory.peaks import EVAL
 from segapp.memory.plan import BLAS_MIB
+from segapp.memory.split_check import FULL_FRAC, PLAIN_FRAC
 from tests.gpu.figures_plan import network_config, planned_phases
 from tests.support import ROOT
 from tests.support.caching_allocator import MIB, least_bytes, replayed

@@ -16,9 +16,9 @@ from segapp.chunks import RankSplit
 from segapp.commands.runs import split_problem
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.split_check import CheckedSplit
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import GpuSpec, OverheadEstimate, Planner
+from segapp.memory.split_check import CheckedSplit
 from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import Ranks
 from segapp.run.commands import SetCommand, parse_command, send_command

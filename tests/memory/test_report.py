@@ -23,7 +23,7 @@ from tests.support.device_lines import device_lines
 def plan_of_one(total_mib):
     """Return a plan whose GPU needs 110 MiB."""
     memory = PlannedPeaks("single", device_lines(backward=Line(100.0)))
-    own = Planner(memory, (GpuSpec(total_mib),), OverheadEstimate((10.0,), room=1.0))
+    own = Planner(memory, (GpuSpec(total_mib),), OverheadEstimate((10.0,), tensor_frac=1.0))
     return MemoryPlan("x", "single", 1, own.gpus, memory, own.overhead, own.rows(1)[0])
 
 

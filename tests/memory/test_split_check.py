@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 import segapp.memory.split_check as module
 from segapp.chunks import plan_chunks
+from segapp.memory.peaks import PeakModel
 from segapp.memory.split_check import (
     EXPANDABLE_SEGMENTS,
     FULL_FRAC,
     PLAIN_FRAC,
     SplitChecker,
-    allocator_room,
+    tensor_frac,
     usable_mib,
 )
-from segapp.memory.peaks import PeakModel
 
 
 def test_examples_in_the_docstrings_hold() -> None:
@@ -187,7 +187,7 @@ def test_json_that_is_no_judge_is_a_value_error(values: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "room"),
+    ("environ", "frac"),
     [
         ({}, PLAIN_FRAC),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : True"}, FULL_FRAC),
@@ -197,12 +197,12 @@ def test_json_that_is_no_judge_is_a_value_error(values: dict) -> None:
         ({"PYTORCH_ALLOC_CONF": EXPANDABLE_SEGMENTS, "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, FULL_FRAC),
     ],
 )
-def test_room_is_by_the_first_setting_of_the_allocator(environ: dict[str, str], room: float) -> None:
-    assert allocator_room(environ) == room
+def test_share_is_by_the_first_setting_of_the_allocator(environ: dict[str, str], frac: float) -> None:
+    assert tensor_frac(environ) == frac
 
 
-@pytest.mark.parametrize(("room", "tight_from", "full_from"), [(FULL_FRAC, 0.90, 0.95), (PLAIN_FRAC, 0.81, 0.86)])
-def test_tight_and_full_follow_the_room(room: float, tight_from: float, full_from: float) -> None:
+@pytest.mark.parametrize(("share", "tight_from", "full_from"), [(FULL_FRAC, 0.90, 0.95), (PLAIN_FRAC, 0.81, 0.86)])
+def test_tight_and_full_follow_the_share(share: float, tight_from: float, full_from: float) -> None:
     for frac, level in ((tight_from - 0.005, "ok"), (tight_from + 0.005, "tight"), (full_from + 0.005, "won't fit")):
         peaks = PeakModel({(4, 4): (100.0, 1000 * frac)})
-        assert SplitChecker(8, 2, usable_mib=[1000, 1000], peaks=peaks, room=room).fit_of((4, 4))[0] == level
+        assert SplitChecker(8, 2, usable_mib=[1000, 1000], peaks=peaks, tensor_frac=share).fit_of((4, 4))[0] == level

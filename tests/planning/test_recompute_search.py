@@ -51,7 +51,7 @@ def search_of(
     model = fit_model(
         mode, pool.simulate([SimulationJob(mode, split) for split in splits_to_simulate(mode, len(gpus))])
     )
-    planner = Planner(model, gpus, OverheadEstimate((0.0,) * len(gpus), room=1.0))
+    planner = Planner(model, gpus, OverheadEstimate((0.0,) * len(gpus), tensor_frac=1.0))
     pool.jobs.clear()
     return RecomputeSearch(pool, job, planner, tuple(KEPT_MIB)), pool, planner
 

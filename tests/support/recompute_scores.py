@@ -63,7 +63,7 @@ def chosen_blocks(config: RunConfig, budget_mib: float) -> tuple[str, ...]:
     """The blocks that a memory plan chooses for one device of so much memory, all of it for tensors."""
     train = config.train.model_copy(update={"recompute": "auto"})
     config = config.model_copy(update={"train": train})
-    all_for_tensors = OverheadEstimate((0.0,), room=1.0)
+    all_for_tensors = OverheadEstimate((0.0,), tensor_frac=1.0)
     plan = plan_memory(config, (GpuSpec(budget_mib, "half"),), mode="single", overhead=all_for_tensors)
     assert plan.chosen is not None
     return plan.chosen.blocks_per_device[0]
