@@ -16,6 +16,7 @@ from segapp.assembly.pairs import build_pixels, build_scheme, split_names
 from segapp.assembly.trained import read_trained
 from segapp.config import RunConfig
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
 from segapp.errors import DataError
@@ -26,8 +27,6 @@ from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayou
 from segapp.training.step.engine import StepEngine
 
 MAX_HEADERS = 500
-KNOWN_SIZES = {"cityscapes": (1024, 2048), "camvid": (720, 960), "voc": (500, 500), "ade20k": (768, 1024)}
-"""Height and width of the largest common image of a format, pixels."""
 
 
 class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
@@ -88,8 +87,9 @@ def evaluation_size(config: RunConfig) -> tuple[tuple[int, int], str]:
         sizes = []
     if sizes:
         return max(sizes, key=lambda size: size[0] * size[1]), f"the largest of {len(sizes)} validation images"
-    if data.format in KNOWN_SIZES:
-        return KNOWN_SIZES[data.format], f"usual for {data.format}: its images are not here"
+    usual_px = DATASETS[data.format].usual_px if data.format in DATASETS else None
+    if usual_px is not None:
+        return usual_px, f"usual for {data.format}: its images are not here"
     return data.crop_px, "data.crop_px: the images are not here"
 
 

@@ -72,6 +72,7 @@ class DatasetFormat:
     # Id in the file -> train id, None for ignored; None: ids are train ids
     label_map: Mapping[int, int | None] | None = None
     train_id_suffix: str | None = None  # ending of mask names whose files hold train ids
+    usual_px: tuple[int, int] | None = None  # usual height and width of its images, for a plan without the data
 
 
 def _described(name: str, table: Mapping[str, Any]) -> DatasetFormat:
