@@ -20,7 +20,7 @@ from segapp.run.events import EpochStart, EventReader, EventWriter, RunStart, St
 from segapp.run.folder import RunFolder
 from segapp.scores import SCORES, EpochLoss, best_shown, count_scored
 from segapp.view.runs import summarize
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 
 SHARES = st.none() | st.floats(0, 1) | st.sampled_from([math.nan, math.inf, 0.0, 0.5, 0.5004])
 LOSSES = st.none() | st.floats(1e-3, 1e3)
@@ -78,13 +78,13 @@ def test_loss_is_the_mean_of_the_last_epoch_for_every_reader(
     last = next(((epoch, losses) for epoch, losses in reversed(list(enumerate(epochs, start=1))) if losses), None)
     finite = [] if last is None else [loss for loss in last[1] if loss is not None]
     wanted = (None if last is None else last[0], math.fsum(finite) / len(finite) if finite else None)
-    summary = summarize(folder.path)
+    summary = summarize(folder.path).as_json()
     plain = EpochLoss()
     for raw in EventReader(folder.events).read_raw():
         plain.add_event(raw)
     skimmed = View()
-    fold_events(skimmed, EventReader(folder.events).read_skimmed())
-    found = [(summary.loss_epoch, summary.loss), *((loss.epoch, loss.mean) for loss in (plain, skimmed.loss))]
+    EventFold(skimmed).add(EventReader(folder.events).read_skimmed())
+    found = [(summary["loss_epoch"], summary["loss"]), *((loss.epoch, loss.mean) for loss in (plain, skimmed.loss))]
     assert found == [wanted] * 3
 
 
@@ -99,8 +99,8 @@ def test_repeated_steps_count_once(tmp_path: Path) -> None:
         writer.write(EpochStart(epoch=1, lr=0.1, step=2))
         writer.write(Step(epoch=1, step=3, loss=3.0, lr=0.1))
     view = View()
-    fold_events(view, EventReader(folder.events).read_skimmed())
-    assert summarize(folder.path).loss == view.loss.mean == 3.0
+    EventFold(view).add(EventReader(folder.events).read_skimmed())
+    assert summarize(folder.path).as_json()["loss"] == view.loss.mean == 3.0
 
 
 @given(st.lists(st.tuples(st.none() | st.floats(0, 1), LOSSES), min_size=1, max_size=6))
@@ -112,17 +112,17 @@ def test_best_evaluation_is_finite_for_every_reader(
         writer.write(start())
         for epoch, (miou, loss) in enumerate(found, start=1):
             writer.write(Val(epoch=epoch, step=epoch, loss=loss, miou=miou, iou=[miou, None, 0.0]))
-    view, summary = View(), summarize(folder.path)
-    fold_events(view, EventReader(folder.events).read_raw())
+    view, summary = View(), summarize(folder.path).as_json()
+    EventFold(view).add(EventReader(folder.events).read_raw())
     finite = [(miou, epoch) for epoch, (miou, loss) in enumerate(found, 1) if miou is not None and loss is not None]
     if not finite:
         assert view.best is None
-        assert (summary.best_miou, summary.best_epoch, summary.best_num_scored) == (None, None, None)
+        assert (summary["best_miou"], summary["best_epoch"], summary["best_num_scored"]) == (None, None, None)
     else:
         miou, epoch = max(finite, key=lambda pair: (pair[0], -pair[1]))
         assert view.best is not None
-        assert (view.best.miou, view.best.epoch) == (summary.best_miou, summary.best_epoch) == (miou, epoch)
-        assert count_scored(view.best.iou) == summary.best_num_scored == 2
+        assert (view.best.miou, view.best.epoch) == (summary["best_miou"], summary["best_epoch"]) == (miou, epoch)
+        assert count_scored(view.best.iou) == summary["best_num_scored"] == 2
 
 
 def recorded(folder: RunFolder, loss: float | None, val_loss: float | None) -> None:
@@ -173,7 +173,7 @@ def test_a_score_of_the_table_reaches_every_reader(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with EventWriter(folder.events) as writer:
         writer.write(val)
-    assert summarize(folder.path).scores == values
+    assert summarize(folder.path).as_json()["scores"] == values
 
 
 def test_a_run_can_monitor_any_score() -> None:

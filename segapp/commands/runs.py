@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from segapp.run.words import aligned, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.runs import RunSummary, list_runs, summarize
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 
 APPLIED, NOT_APPLIED = 0, 1
 MAX_REASON_CHARS = 100
@@ -37,7 +36,7 @@ def print_runs(root: Path, *, as_json: bool) -> None:
     """Print one line per run in a folder or a sweep, which may be named, the last started or resumed first."""
     summaries = list_runs(Path("runs") / root if is_sweep(Path("runs") / root) else root)
     if as_json:
-        print(json.dumps([asdict(summary) for summary in summaries], indent=2))
+        print(json.dumps([summary.as_json() for summary in summaries], indent=2))
         return
     if not summaries:
         print(f"no runs in {printable(str(root))}: segapp train starts one")
@@ -47,32 +46,24 @@ def print_runs(root: Path, *, as_json: bool) -> None:
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
+    facts = summary.as_json()
+    reason = (facts["reason"] or "") if summary.state == "failed" else ""
     return (
-        summary.name,
+        facts["name"],
         summary.state,
-        _progress(summary),
-        "-" if summary.step is None else f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step),
-        loss_text(summary.loss, is_known=summary.loss_epoch is not None),
-        with_count(score_text(summary.miou), summary.num_scored, summary.num_classes),
-        with_count(score_text(summary.best_miou), summary.best_num_scored, summary.num_classes),
-        duration(summary.age_s),
-        _failure(summary),
+        summary.progress,
+        "-" if facts["step"] is None else f"{facts['step']}/{facts['steps']}" if facts["steps"] else str(facts["step"]),
+        loss_text(facts["loss"], is_known=facts["loss_epoch"] is not None),
+        with_count(score_text(facts["miou"]), facts["num_scored"], facts["num_classes"]),
+        with_count(score_text(facts["best_miou"]), facts["best_num_scored"], facts["num_classes"]),
+        duration(facts["age_s"]),
+        reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 3]}...",
     )
-
-
-def _failure(summary: RunSummary) -> str:
-    """Return why a run failed, cut to the width that is left; empty for other runs."""
-    reason = (summary.reason or "") if summary.state == "failed" else ""
-    return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 3]}..."
-
-
-def _progress(summary: RunSummary) -> str:
-    return "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
 
 
 def print_status(run: str, *, as_json: bool) -> None:
     """Print the state and progress of a run."""
-    facts = asdict(summarize(find_run(run).path))
+    facts = summarize(find_run(run).path).as_json()
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -247,7 +238,7 @@ def split_problem(command: Command, folder: RunFolder) -> str | None:
     if not isinstance(command, SetCommand) or not command.asks_for_split:
         return None
     view = View()
-    fold_events(view, EventReader(folder.events).read_skimmed())
+    EventFold(view).add(EventReader(folder.events).read_skimmed())
     if view.start is None:
         return None
     checked = view.split_checker.check(command.gpu0_bsz, command.shares)

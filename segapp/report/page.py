@@ -92,7 +92,7 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "report": report,
         "view": view,
         "start": view.start,
-        "last": view.vals[-1] if view.vals else None,
+        "last": view.vals.last,
         "loss": loss_chart([report]),
         "miou": _miou_chart(report),
         "lr": _small_chart("learning rate", report.series("lr"), "learning rate"),
@@ -170,7 +170,7 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
     """Return a row per class, lowest IoU first, absent ones last; from the evaluation or the last `val` event."""
     view = report.view
     names = list(view.start.classes) if view.start else []
-    newest = view.vals[-1] if view.vals else None
+    newest = view.vals.last
     before = view.vals[-2] if len(view.vals) > 1 else None
     rows = []
     for i, name in enumerate(names):

@@ -115,7 +115,7 @@ class RunRow:
 
 def run_row(report: RunReport) -> RunRow:
     """Return the key figures of a run."""
-    view, best, last = report.view, report.view.best, report.view.vals[-1] if report.view.vals else None
+    view, best, last = report.view, report.view.best, report.view.vals.last
     assert view.start is not None
     peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
     return RunRow(

@@ -93,7 +93,7 @@ def _row_content(row: ClassRow, widths: tuple[int, int], *, is_selected: bool) -
 
 def classes_title(view: View, wanted: str, width: int) -> Content:
     """Return the title of the pane: mean, best, and the search."""
-    last, best = view.vals[-1] if view.vals else None, view.best
+    last, best = view.vals.last, view.best
     parts = [
         LinePart(0, "3 Classes", "bold"),
         LinePart(1, f"e{last.epoch} mIoU {miou(last)}") if last else None,
@@ -134,7 +134,7 @@ class ClassesPane(Vertical):
         self._view = view
         wanted = self.search.text
         size = Size(max(1, self._box.scrollable_content_region.width), max(1, self.size.height - 2))
-        shown = wanted, self.cursor, size, id(view), view.start, view.vals[-1] if view.vals else None
+        shown = wanted, self.cursor, size, id(view), view.start, view.vals.last
         if shown == self._shown:
             return
         self._shown = shown

@@ -13,14 +13,14 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
+from segapp.run.events import Val
 from segapp.run.folder import RunFolder
 from segapp.run.words import age, number, plural, printable
-from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, SearchLine, drawable
 from segapp.view.runs import FollowedRun, RunList
-from segapp.view.wording import clip, fit_cells
+from segapp.view.wording import clip, fit_cells, miou
 
 _SCORE = 13
 """Cells of a score with its classes: 0.557 (17/19)."""
@@ -137,25 +137,25 @@ def _shown_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _score(miou: float | None, num_scored: int | None, num_classes: int | None) -> str:
-    return with_count(number(miou), num_scored, num_classes).rjust(_SCORE)
+def _score(val: Val | None) -> str:
+    return ("-" if val is None else miou(val)).rjust(_SCORE)
 
 
 def run_row(run: FollowedRun, width: int, columns: tuple[int, int]) -> Content:
     """Return one line of the list; columns that do not fit are left out."""
     summary = run.summary
-    epoch = "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
-    speed = number(summary.images_per_s) if summary.state in ("live", "busy") else "-"
+    is_live = summary.state in ("live", "busy")
+    speed = number(run.view.step.images_per_s) if is_live and run.view.step else "-"
     name = fit_cells(printable(run.folder.path.name), columns[0])
     parts = [
         LinePart(0, f"  {name}", "bold"),
         LinePart(1, fit_cells(printable(run.sweep), columns[1]), "$text-muted"),
         LinePart(0, summary.state.ljust(9), STATE_STYLES[summary.state]),
-        LinePart(1, clip(epoch, 9).rjust(9)),
-        LinePart(2, _score(summary.miou, summary.num_scored, summary.num_classes)),
-        LinePart(2, _score(summary.best_miou, summary.best_num_scored, summary.num_classes)),
+        LinePart(1, clip(summary.progress, 9).rjust(9)),
+        LinePart(2, _score(run.view.vals.last)),
+        LinePart(2, _score(run.view.best)),
         LinePart(5, speed.rjust(7)),
         LinePart(6, run.devices.ljust(7)),
-        LinePart(3, age(summary.age_s).rjust(12), "$text-muted"),
+        LinePart(3, age(summary.facts.event_age_s).rjust(12), "$text-muted"),
     ]
     return fit_parts(parts, width)

@@ -173,21 +173,26 @@ class Evaluations:
     def __init__(self, vals: Iterable[Val] = ()) -> None:
         self._rows: list[array[float]] = []
         """`_NUMBERS` and the IoU of the classes of each evaluation; nan for None."""
-        self._last: deque[Val] = deque(maxlen=NUM_WHOLE)
+        self._whole: deque[Val] = deque(maxlen=NUM_WHOLE)
         for val in vals:
             self.append(val)
+
+    @property
+    def last(self) -> Val | None:
+        """The last evaluation; None before the first one."""
+        return self[-1] if self._rows else None
 
     def append(self, val: Val) -> None:
         """Add an evaluation."""
         numbers = [val.score(name) if name in SCORES else getattr(val, name) for name in _NUMBERS]
         self._rows.append(array("d", [as_float(value) for value in (*numbers, *val.iou)]))
-        self._last.append(val)
+        self._whole.append(val)
 
     def drop_after(self, step: int) -> None:
         """Remove the evaluations after a step."""
         at = _NUMBERS.index("step")
         self._rows = [row for row in self._rows if row[at] <= step]
-        self._last = deque((val for val in self._last if val.step <= step), maxlen=NUM_WHOLE)
+        self._whole = deque((val for val in self._whole if val.step <= step), maxlen=NUM_WHOLE)
 
     def values(self, name: str) -> Floats:
         """Return `epoch`, `step`, `num_images`, `val_s` or a score, float64 [evaluations]; nan if it is missing."""
@@ -208,9 +213,9 @@ class Evaluations:
 
     def __getitem__(self, index: int) -> Val:
         place = range(len(self))[index]
-        num_short = len(self) - len(self._last)
+        num_short = len(self) - len(self._whole)
         if place >= num_short:
-            return self._last[place - num_short]
+            return self._whole[place - num_short]
         known = [None if math.isnan(value) else value for value in self._rows[place]]
         numbers = dict(zip(_NUMBERS, known, strict=False))
         return Val.model_validate({**numbers, "scores": numbers, "iou": known[len(_NUMBERS) :]})

@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from segapp.errors import StorageError
-from segapp.run.folder import RunFolder, run_folders
+from segapp.run.events import RunEnd
+from segapp.run.folder import RunFolder, RunInfo, run_folders
+from segapp.run.lock import ProcessId
 from segapp.run.state import State, StateFacts, derive_state, read_facts
 from segapp.scores import SCORES, count_scored
 from segapp.view.history import LossHistory
@@ -19,65 +21,75 @@ _NUM_POINTS = 2**10
 """Maximum number of loss points in a view whose curve is not drawn."""
 
 
-@dataclass
-class RunSummary:
-    """The fields of `segapp status --json` and `segapp ls` for one run; None if unknown."""
+_OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
-    name: str
-    path: str
-    state: State
-    id: str | None = None
-    host: str | None = None
-    pid: int | None = None
-    began_s: float | None = None
-    age_s: float | None = None
-    phase: str | None = None
-    """Activity of the trainer: start, train, eval, save, paused."""
-    epoch: int | None = None
-    epochs: int | None = None
-    step: int | None = None
-    steps: int | None = None
-    """Steps of the whole run, if its length is given in steps."""
-    steps_per_epoch: int | None = None
-    batch_size: int | None = None
-    num_params: int | None = None
-    num_classes: int | None = None
-    loss: float | None = None
-    """Mean training loss of the epoch `loss_epoch`, see `EpochLoss`; None if all its losses were non-finite."""
-    loss_epoch: int | None = None
-    """The last epoch with a `step` event."""
-    lr: float | None = None
-    images_per_s: float | None = None
-    data_wait_frac: float | None = None
-    eta_epoch_s: float | None = None
-    eta_run_s: float | None = None
-    gpu0_bsz: int | None = None
-    split: list[int] | None = None
-    val_epoch: int | None = None
-    val_loss: float | None = None
-    """Loss of the last evaluation; None if it was not finite."""
-    miou: float | None = None
-    num_scored: int | None = None
-    """Number of classes that `miou` averages over: those in the targets or the predictions."""
-    pixel_accuracy: float | None = None
-    scores: dict[str, float | None] = field(default_factory=dict)
-    """All scores of the last evaluation: name, as in `segapp.scores.SCORES`, -> value."""
-    best_miou: float | None = None
-    """The highest mIoU of an evaluation whose loss is finite."""
-    best_num_scored: int | None = None
-    best_epoch: int | None = None
-    checkpoint: dict[str, Any] | None = None
-    """The last committed checkpoint: path, epoch, step."""
-    devices: list[dict[str, Any]] = field(default_factory=list)
-    """The last sample of each device: used_mib, total_mib, utilization and so on; its machine if there are several."""
-    pending: dict[str, str] = field(default_factory=dict)
-    """Accepted commands that are not yet applied: id -> text."""
-    last_oom: dict[str, Any] | None = None
-    """The last out-of-memory error: device, phase, action, and the path of its report."""
-    num_alerts: int = 0
-    last_alert: str | None = None
-    reason: str | None = None
-    exit_code: int | None = None
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run of `segapp ls`, of `segapp status`, or of the list of the TUI."""
+
+    folder: RunFolder
+    view: View
+    facts: StateFacts
+    info: RunInfo | None = None
+    process: ProcessId | None = None
+    """The process that holds the folder, else the one that created it."""
+
+    @property
+    def state(self) -> State:
+        """The state of the run."""
+        return derive_state(self.facts)
+
+    @property
+    def progress(self) -> str:
+        """The epoch of all epochs: `3/20`, or `3/?` for a run with a fixed number of steps; `-` before the first."""
+        epochs = self.view.start.epochs if self.view.start else None
+        return "-" if self.view.epoch is None else f"{self.view.epoch}/{epochs or '?'}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields of `segapp status --json` and `segapp ls --json`; None if unknown."""
+        info, view, start, last, best = self.info, self.view, self.view.start, self.view.vals.last, self.view.best
+        is_over = view.end is not None and self.facts.end_status is not None
+        return {
+            "name": self.folder.name,
+            "path": str(self.folder.path),
+            "state": self.state,
+            "id": info.id if info else None,
+            **_fields(self.process, "host", "pid"),
+            "began_s": info.created_s if info else None,
+            "age_s": self.facts.event_age_s,
+            "phase": view.phase,
+            "epoch": view.epoch,
+            **_fields(start, "epochs"),
+            "step": view.step.step if view.step else start.resumed_from_step if start else None,
+            **_fields(start, "steps", "steps_per_epoch", "batch_size", "num_params"),
+            "num_classes": (len(start.classes) or None) if start else None,
+            "loss": view.loss.mean,  # the mean training loss of an epoch, as every viewer shows it
+            "loss_epoch": view.loss.epoch,
+            "lr": view.lr,
+            **_fields(view.step, "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s"),
+            "gpu0_bsz": view.gpu0.value,
+            "split": list(view.split) if view.split is not None else None,
+            "val_epoch": last.epoch if last else None,
+            "val_loss": last.loss if last else None,
+            **_fields(last, "miou"),
+            "num_scored": count_scored(last.iou) if last else None,
+            **_fields(last, "pixel_accuracy"),
+            "scores": {name: last.score(name) for name in SCORES} if last else {},
+            "best_miou": best.miou if best else None,
+            "best_num_scored": count_scored(best.iou) if best else None,
+            "best_epoch": best.epoch if best else None,
+            "checkpoint": view.checkpoint.model_dump(include={"path", "epoch", "step"}) if view.checkpoint else None,
+            "devices": [
+                {**device.model_dump(), "machine": machine}
+                for device, machine in zip_longest(view.devices, view.machines[: len(view.devices)])
+            ],
+            "pending": {command_id: answer.command for command_id, answer in view.pending.items()},
+            "last_oom": view.oom.model_dump(include=_OOM_FIELDS) if view.oom else None,
+            "num_alerts": view.num_alerts,
+            "last_alert": view.last_alerts[-1].message if view.last_alerts else None,
+            **_fields(view.end if is_over else None, "reason", "exit_code"),
+        }
 
 
 def small_view() -> View:
@@ -91,7 +103,8 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
     try:
         folder.check()
     except StorageError as error:
-        return RunSummary(folder.name, str(folder.path), "failed", reason=str(error))
+        view.end = RunEnd(status="failed", reason=str(error))
+        return RunSummary(folder, view, StateFacts(end_status="failed"))
     fold_file(view, folder.events)
     return summary_of(view, folder, read_facts(path, now_s))
 
@@ -103,52 +116,13 @@ def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[Run
 
 def summary_of(view: View, folder: RunFolder, facts: StateFacts) -> RunSummary:
     """Return the summary of a run from its folded events, its folder, and the facts of its state."""
-    info, start, last, best = folder.read_info(), view.start, view.vals[-1] if view.vals else None, view.best
-    is_over = view.end is not None and facts.end_status is not None
-    oom = view.oom.model_dump(include={"device", "phase", "step", "action", "path"}) if view.oom else None
-    return RunSummary(
-        folder.name,
-        str(folder.path),
-        derive_state(facts),
-        id=info.id if info else None,
-        **_fields(folder.read_holder() or (info.process if info else None), "host", "pid"),
-        began_s=info.created_s if info else None,
-        age_s=facts.event_age_s,
-        phase=view.phase,
-        epoch=view.epoch,
-        **_fields(start, "epochs", "steps", "steps_per_epoch", "batch_size", "num_params"),
-        num_classes=(len(start.classes) or None) if start else None,
-        loss=view.loss.mean,
-        loss_epoch=view.loss.epoch,
-        lr=view.lr,
-        **{"step": start.resumed_from_step if start else None}
-        | _fields(view.step, "step", "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s"),
-        gpu0_bsz=view.gpu0.value,
-        split=list(view.split) if view.split is not None else None,
-        val_epoch=last.epoch if last else None,
-        val_loss=last.loss if last else None,
-        **_fields(last, "miou", "pixel_accuracy"),
-        num_scored=count_scored(last.iou) if last else None,
-        scores={name: last.score(name) for name in SCORES} if last else {},
-        best_miou=best.miou if best else None,
-        best_num_scored=count_scored(best.iou) if best else None,
-        best_epoch=best.epoch if best else None,
-        checkpoint=view.checkpoint.model_dump(include={"path", "epoch", "step"}) if view.checkpoint else None,
-        devices=[
-            {**device.model_dump(), "machine": machine}
-            for device, machine in zip_longest(view.devices, view.machines[: len(view.devices)])
-        ],
-        pending={command_id: answer.command for command_id, answer in view.pending.items()},
-        last_oom=oom,
-        num_alerts=view.num_alerts,
-        last_alert=view.last_alerts[-1].message if view.last_alerts else None,
-        **_fields(view.end if is_over else None, "reason", "exit_code"),
-    )
+    info = folder.read_info()
+    return RunSummary(folder, view, facts, info, folder.read_holder() or (info.process if info else None))
 
 
 def _fields(source: object | None, *names: str) -> dict[str, Any]:
-    """Return fields of an event or a file by their names; none if it does not exist."""
-    return {name: getattr(source, name) for name in names} if source is not None else {}
+    """Return fields of an event or a file by their names; None for each if it does not exist."""
+    return {name: None if source is None else getattr(source, name) for name in names}
 
 
 class FollowedRun(LiveSource):

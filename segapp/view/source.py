@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from segapp.run.lock import ProcessId
 from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, was_acquired_after
 from segapp.run.words import printable
 from segapp.view.history import LossHistory
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 
 _SLICE_BYTES = 4 * 2**20
 _MAX_PICTURES = 1500
@@ -99,7 +99,7 @@ class LiveSource:
         self, folder: RunFolder, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self.folder = folder
-        self.view = self.new_view()
+        self._fold = EventFold(self.new_view())
         self._reader = EventReader(folder.events)
         self._clock, self._monotonic = clock, monotonic
         self._generation = self._reader.generation
@@ -111,6 +111,11 @@ class LiveSource:
         self._found: _Found | None = None
         self._series: dict[str, SeriesReader] = {}
 
+    @property
+    def view(self) -> View:
+        """The state that follows from the events read so far."""
+        return self._fold.view
+
     def new_view(self) -> View:
         """Return an empty view."""
         return View()
@@ -120,14 +125,22 @@ class LiveSource:
         deadline = self._monotonic() + budget_s
         while True:
             left = self._reader.num_bytes_left
-            if left > self.full_bytes:
-                items = self._reader.read_skimmed(_BLOCK_BYTES)
-            else:
-                items = list(self._reader.read_raw(_BLOCK_BYTES))
+            items: Sequence[dict[str, Any] | StepRun] = (
+                self._reader.read_skimmed(_BLOCK_BYTES)
+                if left > self.full_bytes
+                else self._reader.read_raw(_BLOCK_BYTES)
+            )
             if self._reader.generation != self._generation:
                 self._generation, self._is_void = self._reader.generation, True
-            if items:
-                self._take(items)
+            if items and self._is_void:  # the file was replaced or removed; the old view stays until there are events
+                self._fold, self._is_void = EventFold(self.new_view()), False
+                self._is_caught_up, self._num_read = False, 0
+            step_before = self.view.last_step_s
+            self._fold.add(items)
+            if items and self._is_caught_up:
+                self._arrived = self._monotonic()
+                if self.view.last_step_s != step_before:
+                    self._step_arrived = self._arrived
             left_now = self._reader.num_bytes_left
             self._num_read += max(0, left - left_now)
             if left_now == 0 or left_now >= left:  # all, or all except an incomplete last line
@@ -144,16 +157,6 @@ class LiveSource:
             reader = self._series[field]
         reader.poll()
         return reader.history
-
-    def _take(self, items: list[dict[str, Any] | StepRun]) -> None:
-        if self._is_void:  # the file was replaced, truncated or removed; the old view stays until there are new events
-            self.view, self._is_void, self._is_caught_up, self._num_read = self.new_view(), False, False, 0
-        step_before = self.view.last_step_s
-        fold_events(self.view, items)
-        if self._is_caught_up:
-            self._arrived = self._monotonic()
-            if self.view.last_step_s != step_before:
-                self._step_arrived = self._arrived
 
     def facts(self) -> StateFacts:
         """Return the facts from which the state is derived.
@@ -216,10 +219,10 @@ class LiveSource:
 
 def fold_file(view: View, path: Path) -> None:
     """Fold all events of a file; of consecutive steps, only the losses and the last step."""
-    reader = EventReader(path)
+    reader, fold = EventReader(path), EventFold(view)
     left = reader.num_bytes_left
     while left:
-        fold_events(view, reader.read_skimmed(LiveSource.full_bytes))
+        fold.add(reader.read_skimmed(LiveSource.full_bytes))
         before, left = left, reader.num_bytes_left
         if left >= before:  # an incomplete last line
             break

@@ -2,10 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from segapp.memory.peaks import PeakModel
 from segapp.memory.split_check import SplitChecker, usable_mib
@@ -78,7 +78,7 @@ NUM_WHOLE_EVENTS = 300
 
 @dataclass
 class View:
-    """The state of a run, folded from its events."""
+    """The state of a run, which `EventFold` makes from its events."""
 
     start: events.RunStart | None = None
     first_start_s: float | None = None
@@ -129,15 +129,8 @@ class View:
     num_events: int = 0
     num_bad: int = 0
     """Number of events with invalid fields."""
-    _raw_step: dict[str, Any] | None = None
-    _raw_memory: dict[str, Any] | None = None
-    _is_memory_stale: bool = False
-    _split_text: bytes = b""
-    _blocks: list[list[str]] = field(default_factory=list)
-    """The split of `recompute`, kept at a resume."""
-    _split_checker: SplitChecker | None = None
+    written_checker: SplitChecker | None = None
     """As written by the trainer, with the peaks of the steps since."""
-    _paused_s: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -182,7 +175,7 @@ class View:
 
         If the events have none, they are made from observations.
         """
-        checker = self._split_checker
+        checker = self.written_checker
         if checker is None:
             peaks = {split: tuple(mib) for split, mib in self.peaks_mib.items()}
             batch_size = self.start.batch_size if self.start is not None else sum(self.split or (0,))
@@ -204,312 +197,335 @@ def is_gpu(device: events.DeviceMemory) -> bool:
     return not (device.device or "cpu").startswith("cpu")
 
 
-def fold_events(view: View, items: Iterable[dict[str, Any] | events.StepRun]) -> None:
-    """Fold events into a view, in order; invalid ones are counted and skipped."""
-    steps: list[int] = []
-    times_s: list[float] = []
-    losses: list[float] = []
-    run: events.StepRun | None = None
+class EventFold:
+    """Folds the events of a run into its view, in order; invalid events are counted and skipped."""
 
-    def keep_curve() -> None:
-        if steps:
-            view.history.extend(steps, times_s, losses)
-            for column in (steps, times_s, losses):
-                column.clear()
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._raw_step: dict[str, Any] | None = None
+        """The last step; like the last memory sample, it is parsed in full once per `add`, not once per event."""
+        self._raw_memory: dict[str, Any] | None = None
+        self._steps: list[int] = []
+        """The steps that are not yet in the history."""
+        self._times_s: list[float] = []
+        self._losses: list[float] = []
+        self._is_memory_stale = False
+        """True if the peaks of the next memory sample may belong to the previous split."""
+        self._split_text = b""
+        self._blocks: list[list[str]] = []
+        """The last recomputed blocks; a resume does not clear them."""
+        self._paused_s: float | None = None
 
-    for item in items:
-        if isinstance(item, events.StepRun):
-            steps += item.step
-            times_s += item.t
-            losses += item.loss
-            view.loss.add(item.epoch, item.step, item.loss)
-            view.num_events += len(item.step)
-            run = item
-            if item.split_text != view._split_text:
-                view._split_text = item.split_text
-                _note_run(view, item)
-            view.last_s = item.t[-1]
-            continue
-        view.num_events += 1
-        kind = item["type"]
-        if kind == "step":
-            if _note_step(view, item):
-                steps.append(item["step"])
-                times_s.append(as_float(item["t"]))
-                losses.append(as_float(item.get("loss")))
-                view.loss.add_event(item)
-        elif kind == "memory":
-            _note_memory(view, item)
-        else:
-            if run is not None:
-                _note_run(view, run)
+    def add(self, items: Iterable[dict[str, Any] | events.StepRun]) -> None:
+        """Fold the next items of an `EventReader`."""
+        view = self.view
+        run: events.StepRun | None = None
+        for item in items:
+            if isinstance(item, events.StepRun):
+                self._add_run(item)
+                run = item
+                continue
+            kind = item["type"]
+            if run is not None and kind not in ("step", "memory"):
+                self._note_last_of(run)
                 run = None
-            if kind == "heartbeat":
-                _note_heartbeat(view, item)
+            view.num_events += 1
+            if kind == "step":
+                if self._note_step(item):
+                    self._steps.append(item["step"])
+                    self._times_s.append(as_float(item["t"]))
+                    self._losses.append(as_float(item.get("loss")))
+                    view.loss.add_event(item)
+            elif kind == "memory":
+                self._note_memory(item)
+            elif kind == "heartbeat":
+                self._note_heartbeat(item)
             else:
-                keep_curve()
-                _fold_rare(view, item)
-        view.last_s = as_float(item["t"])
-    if run is not None:
-        _note_run(view, run)
-    keep_curve()
-    _parse_latest(view)
+                self._extend_history()
+                self._fold_rare(item)
+            view.last_s = as_float(item["t"])
+        if run is not None:
+            self._note_last_of(run)
+        self._extend_history()
+        self._parse_step()
+        memory, self._raw_memory = self._parsed(self._raw_memory), None
+        if isinstance(memory, events.Memory):
+            view.devices = memory.devices
 
+    def _add_run(self, run: events.StepRun) -> None:
+        self._steps += run.step
+        self._times_s += run.t
+        self._losses += run.loss
+        self.view.loss.add(run.epoch, run.step, run.loss)
+        self.view.num_events += len(run.step)
+        if run.split_text != self._split_text:
+            self._split_text = run.split_text
+            self._note_last_of(run)
+        self.view.last_s = run.t[-1]
 
-def _note_run(view: View, run: events.StepRun) -> None:
-    """Fold the last step of consecutive ones; it represents all of them."""
-    last = run.last
-    if last is not None and (view.last_step_s is None or as_float(last["t"]) >= view.last_step_s):
-        last_s = view.last_s
-        _note_step(view, last)
-        view.last_s = last_s
+    def _note_last_of(self, run: events.StepRun) -> None:
+        """Fold the last step of consecutive ones; it represents all of them."""
+        view, last = self.view, run.last
+        if last is not None and (view.last_step_s is None or as_float(last["t"]) >= view.last_step_s):
+            last_s = view.last_s
+            self._note_step(last)
+            view.last_s = last_s
 
+    def _extend_history(self) -> None:
+        if self._steps:
+            self.view.history.extend(self._steps, self._times_s, self._losses)
+            self._steps, self._times_s, self._losses = [], [], []
 
-def _note_step(view: View, raw: dict[str, Any]) -> bool:
-    step = raw.get("step")
-    if type(step) is not int or not 0 <= step < 2**53:
-        view.num_bad += 1
-        return False
-    view._raw_step = raw
-    view.last_s = view.last_step_s = as_float(raw["t"])
-    view.phase = "train"
-    view.step_times_s.append(view.last_step_s)
-    _set_paused(view, False, view.last_step_s)
-    view.evaluating, view.away_s = None, 0.0
-    split = raw.get("split")
-    if split and split != view.split:
-        _note_split(view, split)
-    _note_measured_peaks(view, raw.get("peaks_mib"))
-    return True
-
-
-def _note_measured_peaks(view: View, peaks_mib: Any) -> None:
-    """Fold the peaks with the present split; they are the peaks of the whole epoch so far."""
-    checker = view._split_checker
-    if checker is None or checker.current is None or not isinstance(peaks_mib, list):
-        return
-    peaks = tuple(peaks_mib)
-    if peaks != checker.peaks.measured.get(checker.current) and all(mib is None or type(mib) is float for mib in peaks):
-        view._split_checker = replace(checker, peaks=checker.peaks.with_measured(checker.current, peaks))
-
-
-def _note_split(view: View, split: Any) -> None:
-    """Keep a split if it is for a full batch; the last batch of an epoch may be short."""
-    if not (isinstance(split, (list, tuple)) and all(type(n) is int and 0 <= n < 2**31 for n in split)):
-        return
-    full = view.start.batch_size if view.start else sum(split)
-    if sum(split) == full and tuple(split) != view.split:
-        view.split = tuple(split)
-        view._is_memory_stale = True
-
-
-def _note_memory(view: View, raw: dict[str, Any]) -> None:
-    view._raw_memory = raw
-    devices = raw.get("devices")
-    if not isinstance(devices, list):
-        return
-    if view.split is None or not all(isinstance(each, dict) for each in devices):
-        return
-    if view._is_memory_stale:  # its peak may belong to the previous split
-        view._is_memory_stale = False
-        return
-    _keep_peaks(view, view.split, [as_float(device.get("peak_mib")) for device in devices[:64]])
-
-
-def _keep_peaks(view: View, split: tuple[int, ...], peaks_mib: Sequence[float | None]) -> None:
-    """Keep the peaks of each device that are higher than those observed earlier with the same split."""
-    highest = view.peaks_mib.setdefault(split, [None] * len(split))
-    for i, peak in enumerate(peaks_mib[: len(highest)]):
-        if peak is not None and math.isfinite(peak) and peak > (highest[i] or 0.0):
-            highest[i] = peak
-
-
-def _set_paused(view: View, is_paused: bool, t: float) -> None:
-    if is_paused and view._paused_s is None:
-        view._paused_s = t
-    elif not is_paused and view._paused_s is not None:
-        view.away_s += max(0.0, t - view._paused_s)
-        view._paused_s = None
-    view.is_paused = is_paused
-
-
-def _note_heartbeat(view: View, raw: dict[str, Any]) -> None:
-    phase, t = raw.get("phase"), as_float(raw["t"])
-    if not isinstance(phase, str):
-        return
-    view.phase = printable(phase)[:12]
-    _set_paused(view, phase == "paused", t)
-    done, total = raw.get("num_evaluated"), raw.get("num_images")
-    if phase == "eval" and view.evaluating is None:
-        view.evaluating = Evaluating(t, t)
-    elif phase == "train":
-        view.evaluating = None
-    if view.evaluating is not None and type(done) is int and type(total) is int and 0 <= done <= total < 2**53:
-        view.evaluating = view.evaluating._replace(t=t, num_done=done, num_images=total)
-
-
-def _fold_rare(view: View, raw: dict[str, Any]) -> None:
-    event = _parsed(view, raw)
-    if event is None:
-        return
-    if isinstance(event, events.RunStart | events.EpochStart | events.Gpu0Bsz | events.Oom) and event.judge is not None:
-        try:
-            view._split_checker = SplitChecker.from_json(event.judge)
-        except ValueError:
+    def _note_step(self, raw: dict[str, Any]) -> bool:
+        """Fold a step, except for its loss; return False if it is invalid."""
+        view, step, t = self.view, raw.get("step"), as_float(raw["t"])
+        if type(step) is not int or not 0 <= step < 2**53:
             view.num_bad += 1
-    line = log_line(event, view.classes, view.vals[-1] if view.vals else None)
-    if isinstance(event, events.RunStart):
-        _fold_start(view, event)
-    elif isinstance(event, events.EpochStart):
-        _parse_step(view)  # a step of the previous epoch; its numbers must not replace the new ones
-        view.epoch, view.lr = event.epoch, event.lr
-        view.phase, view.evaluating = "train", None
-        _note_split(view, event.split)
-    elif isinstance(event, events.Val):
+            return False
+        self._raw_step = raw
+        view.last_s = view.last_step_s = t
+        view.phase = "train"
+        view.step_times_s.append(t)
+        self._set_paused(False, t)
+        view.evaluating, view.away_s = None, 0.0
+        split = raw.get("split")
+        if split and split != view.split:
+            self._note_split(split)
+        self._note_measured_peaks(raw.get("peaks_mib"))
+        return True
+
+    def _note_measured_peaks(self, peaks_mib: Any) -> None:
+        """Fold the peaks with the present split; they are the peaks of the whole epoch so far."""
+        checker = self.view.written_checker
+        if checker is None or checker.current is None or not isinstance(peaks_mib, list):
+            return
+        peaks = tuple(peaks_mib)
+        if peaks != checker.peaks.measured.get(checker.current) and all(
+            mib is None or type(mib) is float for mib in peaks
+        ):
+            self.view.written_checker = replace(checker, peaks=checker.peaks.with_measured(checker.current, peaks))
+
+    def _note_split(self, split: Any) -> None:
+        """Keep a split if it is for a full batch; the last batch of an epoch may be short."""
+        view = self.view
+        if not (isinstance(split, (list, tuple)) and all(type(n) is int and 0 <= n < 2**31 for n in split)):
+            return
+        full = view.start.batch_size if view.start else sum(split)
+        if sum(split) == full and tuple(split) != view.split:
+            view.split = tuple(split)
+            self._is_memory_stale = True
+
+    def _note_memory(self, raw: dict[str, Any]) -> None:
+        self._raw_memory = raw
+        devices, split = raw.get("devices"), self.view.split
+        if split is None or not isinstance(devices, list) or not all(isinstance(device, dict) for device in devices):
+            return
+        if self._is_memory_stale:
+            self._is_memory_stale = False
+            return
+        self._keep_peaks(split, [as_float(device.get("peak_mib")) for device in devices[:64]])
+
+    def _keep_peaks(self, split: tuple[int, ...], peaks_mib: Sequence[float | None]) -> None:
+        """Keep the peaks of each device that are higher than those observed earlier with the same split."""
+        highest = self.view.peaks_mib.setdefault(split, [None] * len(split))
+        for i, peak in enumerate(peaks_mib[: len(highest)]):
+            if peak is not None and math.isfinite(peak) and peak > (highest[i] or 0.0):
+                highest[i] = peak
+
+    def _set_paused(self, is_paused: bool, t: float) -> None:
+        if is_paused and self._paused_s is None:
+            self._paused_s = t
+        elif not is_paused and self._paused_s is not None:
+            self.view.away_s += max(0.0, t - self._paused_s)
+            self._paused_s = None
+        self.view.is_paused = is_paused
+
+    def _note_heartbeat(self, raw: dict[str, Any]) -> None:
+        view, phase, t = self.view, raw.get("phase"), as_float(raw["t"])
+        if not isinstance(phase, str):
+            return
+        view.phase = printable(phase)[:12]
+        self._set_paused(phase == "paused", t)
+        done, total = raw.get("num_evaluated"), raw.get("num_images")
+        if phase == "eval" and view.evaluating is None:
+            view.evaluating = Evaluating(t, t)
+        elif phase == "train":
+            view.evaluating = None
+        if view.evaluating is not None and type(done) is int and type(total) is int and 0 <= done <= total < 2**53:
+            view.evaluating = view.evaluating._replace(t=t, num_done=done, num_images=total)
+
+    def _fold_rare(self, raw: dict[str, Any]) -> None:
+        view, event = self.view, self._parsed(raw)
+        if event is None:
+            return
+        written = getattr(event, "judge", None)
+        if written is not None:
+            try:
+                view.written_checker = SplitChecker.from_json(written)
+            except ValueError:
+                view.num_bad += 1
+        line = log_line(event, view.classes, view.vals.last)
+        if type(event) in self._RARE:
+            self._RARE[type(event)](self, event)
+        if line is not None:
+            self._log(line)
+
+    def _log(self, line: LogLine) -> None:
+        log = self.view.log
+        if line.kind == "epoch":  # the log has the line of the present epoch only
+            at = next((i for i in range(len(log) - 1, -1, -1) if log[i].kind == "epoch"), None)
+            if at is not None:
+                del log[at]
+        log.append(line)
+        if len(log) > NUM_WHOLE_EVENTS:
+            log[-NUM_WHOLE_EVENTS - 1] = log[-NUM_WHOLE_EVENTS - 1]._replace(event=None)
+        if len(log) > 1200:  # in blocks: a list that loses its first line must be drawn anew
+            del log[:200]
+
+    def _fold_start(self, event: events.RunStart) -> None:
+        view = self.view
+        view.num_starts += 1
+        view.first_start_s = event.t if view.first_start_s is None else view.first_start_s
+        view.start = event
+        view.classes = [printable(name) for name in event.classes]
+        view.end, view.phase, view.evaluating, view.recompute = None, "start", None, None
+        self._set_paused(False, event.t)
+        self._end_commands()
+        view.gpu0.value = event.gpu0_bsz
+        view.step_times_s.clear()
+        self._note_split(event.split)
+        if event.resumed_from_step is not None:
+            self._drop_repeated(event.resumed_from_step)
+            view.marks.append(Mark(event.resumed_from_step, "resume", "resumed"))
+
+    def _drop_repeated(self, step: int) -> None:
+        """Remove everything that a resumed training repeats."""
+        view = self.view
+        view.history.drop_after(step)
+        view.loss.drop_after(step)
+        view.vals.drop_after(step)
+        view.best = _best(view.vals)
+        view.marks = [mark for mark in view.marks if mark.step <= step]
+        if self._raw_step is not None and self._raw_step["step"] > step:
+            self._raw_step = None
+            view.step = None
+
+    def _fold_epoch(self, event: events.EpochStart) -> None:
+        self._parse_step()  # a step of the previous epoch; its numbers must not replace the new ones
+        self.view.epoch, self.view.lr = event.epoch, event.lr
+        self.view.phase, self.view.evaluating = "train", None
+        self._note_split(event.split)
+
+    def _fold_val(self, event: events.Val) -> None:
+        view = self.view
         view.vals.append(event)
         view.evaluating = None
         view.best = _best([event] if view.best is None else [view.best, event])
-    elif isinstance(event, events.Checkpoint):
-        view.checkpoint = event
+
+    def _fold_checkpoint(self, event: events.Checkpoint) -> None:
+        self.view.checkpoint = event
         if event.is_best:
-            view.marks.append(Mark(event.step, "best", f"best, epoch {event.epoch}"))
-    elif isinstance(event, events.Gpu0Bsz):
-        _fold_gpu0_bsz(view, event)
-    elif isinstance(event, events.CommandAnswer):
-        _fold_answer(view, event)
-    elif isinstance(event, events.Alert):
-        view.num_alerts += 1
-        view.last_alerts.append(event)
+            self.view.marks.append(Mark(event.step, "best", f"best, epoch {event.epoch}"))
+
+    def _fold_gpu0_bsz(self, event: events.Gpu0Bsz) -> None:
+        view, gpu0 = self.view, self.view.gpu0
+        if event.status == "pending":
+            gpu0.pending = event
+            return
+        gpu0.pending = None
+        gpu0.changes.append(event)
+        if event.status == "cancelled":
+            return
+        if event.status == "applied":
+            gpu0.previous = [*gpu0.previous[-19:], event.old]
+            gpu0.value = event.new
+        else:
+            gpu0.value, gpu0.previous = event.old, gpu0.previous[:-1]
+            kept = event.split[0] if event.split else event.old
+            is_device_0 = event.new is not None and (kept is None or event.new > kept)
+            if event.new is not None and is_device_0 and event.ran_out_of_memory:
+                gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
+            reason = f": {event.reason}" if event.reason else ""
+            text = f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
+            self._raise(events.Alert(kind="reverted", message=text, t=event.t))
+        self._note_split(event.split)
+        if event.observed_mib and event.split:
+            self._keep_peaks(tuple(event.split), event.observed_mib)
+        step = int(view.history.step[-1]) if view.history.size else 0
+        view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}"))
+
+    def _fold_answer(self, event: events.CommandAnswer) -> None:
+        view = self.view
+        if event.status not in events.FINAL_STATUSES:
+            view.pending[event.id] = event
+            return
+        view.pending.pop(event.id, None)
+        view.answers[event.id] = event
+        if len(view.answers) > 200:
+            del view.answers[next(iter(view.answers))]
+        if event.status == "applied" and event.command in ("pause", "resume"):
+            self._set_paused(event.command == "pause", event.t)
+
+    def _fold_alert(self, event: events.Alert) -> None:
+        self.view.num_alerts += 1
+        self.view.last_alerts.append(event)
         if event.kind not in PASSING_ALERTS:
-            _raise(view, event)
-    elif isinstance(event, events.Recompute):
-        view.recompute = event
-        if event.blocks != view._blocks:
-            view._blocks = event.blocks
-            view.peaks_mib, view._is_memory_stale = {}, True
-    elif isinstance(event, events.Topology):
-        view.topologies.append(event)
-    elif isinstance(event, events.Oom):
-        view.oom = event
-    elif isinstance(event, events.RunEnd):
-        view.end = event
-        view.pending.clear()
-        view.gpu0.pending = None
-    if line is not None:
-        _drop_line_of_last_epoch(view, line)
-        view.log.append(line)
-        if len(view.log) > NUM_WHOLE_EVENTS:
-            view.log[-NUM_WHOLE_EVENTS - 1] = view.log[-NUM_WHOLE_EVENTS - 1]._replace(event=None)
-        if len(view.log) > 1200:  # in blocks: a list that loses its first line must be drawn anew
-            del view.log[:200]
+            self._raise(event)
 
+    def _raise(self, alert: events.Alert) -> None:
+        before = self.view.alerts.pop(alert.kind, None)
+        self.view.alerts[alert.kind] = Raised(alert, before.times + 1 if before else 1)
 
-def _drop_line_of_last_epoch(view: View, new: LogLine) -> None:
-    """Remove the line of the previous epoch if another epoch begins, because the log has only one such line."""
-    if new.kind == "epoch":
-        at = next((i for i in range(len(view.log) - 1, -1, -1) if view.log[i].kind == "epoch"), None)
-        if at is not None:
-            del view.log[at]
+    def _fold_recompute(self, event: events.Recompute) -> None:
+        self.view.recompute = event
+        if event.blocks != self._blocks:
+            self._blocks = event.blocks
+            self.view.peaks_mib, self._is_memory_stale = {}, True
 
+    def _fold_topology(self, event: events.Topology) -> None:
+        self.view.topologies.append(event)
 
-def _fold_start(view: View, event: events.RunStart) -> None:
-    view.num_starts += 1
-    view.first_start_s = event.t if view.first_start_s is None else view.first_start_s
-    view.start = event
-    view.classes = [printable(name) for name in event.classes]
-    view.end, view.phase, view.evaluating = None, "start", None
-    _set_paused(view, False, event.t)
-    view.pending.clear()
-    view.gpu0.pending = None
-    view.gpu0.value = event.gpu0_bsz
-    view.recompute = None
-    view.step_times_s.clear()
-    _note_split(view, event.split)
-    if event.resumed_from_step is not None:
-        _drop_repeated(view, event.resumed_from_step)
-        view.marks.append(Mark(event.resumed_from_step, "resume", "resumed"))
+    def _fold_oom(self, event: events.Oom) -> None:
+        self.view.oom = event
 
+    def _fold_end(self, event: events.RunEnd) -> None:
+        self.view.end = event
+        self._end_commands()
 
-def _drop_repeated(view: View, step: int) -> None:
-    """Remove everything that a resumed training repeats."""
-    view.history.drop_after(step)
-    view.loss.drop_after(step)
-    view.vals.drop_after(step)
-    view.best = _best(view.vals)
-    view.marks = [mark for mark in view.marks if mark.step <= step]
-    if view._raw_step is not None and view._raw_step["step"] > step:
-        view._raw_step = None
-        view.step = None
+    def _end_commands(self) -> None:
+        """Forget the commands without a final answer, which an ended trainer cannot give."""
+        self.view.pending.clear()
+        self.view.gpu0.pending = None
+
+    def _parse_step(self) -> None:
+        step, self._raw_step = self._parsed(self._raw_step), None
+        if isinstance(step, events.Step):
+            self.view.step, self.view.epoch, self.view.lr = step, step.epoch, step.lr
+
+    def _parsed(self, raw: dict[str, Any] | None) -> events.Event | None:
+        """Return an event; None if there is none, or if it is invalid, which is counted."""
+        try:
+            return None if raw is None else events.parse_event(raw)
+        except ValueError:
+            self.view.num_bad += 1
+            return None
+
+    _RARE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        events.RunStart: _fold_start,
+        events.EpochStart: _fold_epoch,
+        events.Val: _fold_val,
+        events.Checkpoint: _fold_checkpoint,
+        events.Gpu0Bsz: _fold_gpu0_bsz,
+        events.CommandAnswer: _fold_answer,
+        events.Alert: _fold_alert,
+        events.Recompute: _fold_recompute,
+        events.Topology: _fold_topology,
+        events.Oom: _fold_oom,
+        events.RunEnd: _fold_end,
+    }
+    """The method for each type of event that is parsed in full."""
 
 
 def _best(vals: Iterable[events.Val]) -> events.Val | None:
-    found = [val for val in vals if is_best_candidate(val.miou, val.loss)]
-    return max(found, key=lambda val: val.miou or 0.0, default=None)
-
-
-def _fold_gpu0_bsz(view: View, event: events.Gpu0Bsz) -> None:
-    gpu0 = view.gpu0
-    if event.status == "pending":
-        gpu0.pending = event
-        return
-    gpu0.pending = None
-    gpu0.changes.append(event)
-    if event.status == "cancelled":
-        return
-    if event.status == "applied":
-        gpu0.previous = [*gpu0.previous[-19:], event.old]
-        gpu0.value = event.new
-    else:
-        gpu0.value, gpu0.previous = event.old, gpu0.previous[:-1]
-        kept = event.split[0] if event.split else event.old
-        is_device_0 = event.new is not None and (kept is None or event.new > kept)
-        if event.new is not None and is_device_0 and event.ran_out_of_memory:
-            gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
-        reason = f": {event.reason}" if event.reason else ""
-        text = f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
-        _raise(view, events.Alert(kind="reverted", message=text, t=event.t))
-    _note_split(view, event.split)
-    if event.observed_mib and event.split:
-        _keep_peaks(view, tuple(event.split), event.observed_mib)
-    step = int(view.history.step[-1]) if view.history.size else 0
-    view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}"))
-
-
-def _raise(view: View, alert: events.Alert) -> None:
-    before = view.alerts.pop(alert.kind, None)
-    view.alerts[alert.kind] = Raised(alert, before.times + 1 if before else 1)
-
-
-def _fold_answer(view: View, event: events.CommandAnswer) -> None:
-    if event.status not in events.FINAL_STATUSES:
-        view.pending[event.id] = event
-        return
-    view.pending.pop(event.id, None)
-    view.answers[event.id] = event
-    if len(view.answers) > 200:
-        del view.answers[next(iter(view.answers))]
-    if event.status == "applied" and event.command in ("pause", "resume"):
-        _set_paused(view, event.command == "pause", event.t)
-
-
-def _parse_latest(view: View) -> None:
-    """Parse the latest step and memory sample in full, once per fold instead of once per event."""
-    _parse_step(view)
-    memory, view._raw_memory = _parsed(view, view._raw_memory), None
-    if isinstance(memory, events.Memory):
-        view.devices = memory.devices
-
-
-def _parse_step(view: View) -> None:
-    step, view._raw_step = _parsed(view, view._raw_step), None
-    if isinstance(step, events.Step):
-        view.step, view.epoch, view.lr = step, step.epoch, step.lr
-
-
-def _parsed(view: View, raw: dict[str, Any] | None) -> events.Event | None:
-    """Return an event; None if there is none, or if it is invalid, which is counted."""
-    try:
-        return None if raw is None else events.parse_event(raw)
-    except ValueError:
-        view.num_bad += 1
-        return None
+    candidates = [val for val in vals if is_best_candidate(val.miou, val.loss)]
+    return max(candidates, key=lambda val: val.miou or 0.0, default=None)

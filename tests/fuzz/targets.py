@@ -38,7 +38,7 @@ from segapp.models.weights import read_weights_file
 from segapp.run.commands import drain_commands, format_command, parse_command
 from segapp.run.events import EventReader, StepRun
 from segapp.run.words import printable
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 from tests.support import ROOT
 
 
@@ -119,7 +119,7 @@ def events(data: bytes) -> None:
     EventReader(path).read()
     for items, num_events in ((raws, len(raws)), (skimmed, num_skimmed)):
         view = View()
-        fold_events(view, items)  # type: ignore[arg-type]
+        EventFold(view).add(items)  # type: ignore[arg-type]
         assert view.num_events == num_events
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.run.events import EventReader
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 from tests.fuzz.targets import TARGETS, mutate, with_checksums
 
 FINDINGS = {
@@ -89,7 +89,7 @@ def test_any_prefix_of_events_folds_like_a_run_at_that_point(tmp_path: Path) -> 
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
         view = View()
-        fold_events(view, EventReader(path).read_raw())
+        EventFold(view).add(EventReader(path).read_raw())
         steps = [json.loads(line) for line in whole[:end].split(b"\n")[:-1]]
         assert view.num_events == len(steps)
         last = [event["step"] for event in steps if event["type"] == "step"]

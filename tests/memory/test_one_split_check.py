@@ -34,7 +34,7 @@ from segapp.tui.devices import gpu0_content
 from segapp.tui.dialogs import Gpu0Screen
 from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 from tests.support.device_lines import device_lines
 
 FIXED_MIB, SLOPE_MIB = (300.0, 200.0, 200.0), 100.0
@@ -133,7 +133,7 @@ class TrainedRun:
     @property
     def view(self) -> View:
         view = View()
-        fold_events(view, EventReader(self.folder.events).read_raw())
+        EventFold(view).add(EventReader(self.folder.events).read_raw())
         return view
 
     def ctl(self, gpu0_bsz: Any, shares: Any = None) -> str | None:

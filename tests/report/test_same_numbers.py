@@ -19,7 +19,7 @@ from segapp.report.compare import print_comparison
 from segapp.report.page import loss_chart
 from segapp.report.run_report import read_run_report
 from segapp.run.events import EpochStart, EventReader, RunEnd, Step, Val
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import RecordedRun
 
 LOSSES = ((3.0, 2.5, 2.0), (1.5, None, 1.0))
@@ -50,7 +50,7 @@ def test_every_viewer_has_the_same_training_loss(tmp_path: Path, capsys: pytest.
     status = json.loads(capsys.readouterr().out)
     found = compare_runs([name, name])
     screen, report = View(), read_run_report(name)
-    fold_events(screen, EventReader(run.folder.events).read_skimmed())
+    EventFold(screen).add(EventReader(run.folder.events).read_skimmed())
     asked = {
         "ls": listed["loss"],
         "status": status["loss"],

@@ -400,18 +400,24 @@ def test_summary_has_every_field(tmp_path):
         writer.write(Val(epoch=2, step=6, loss=0.4, miou=0.5, iou=[0.5, None], pixel_accuracy=0.9))
         writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="accepted"))
         writer.alert("oom", "GPU 0 is nearly full")
-        found = summarize(folder.path)
+        found = summarize(folder.path).as_json()
         [listed] = list_runs(tmp_path)
-    assert (found.state, found.epoch, found.step, found.steps_per_epoch, found.epochs) == ("live", 1, 3, 3, 2)
-    assert (found.loss, found.loss_epoch) == (pytest.approx((1 + 1 / 2 + 1 / 3) / 3), 1)
-    assert (found.miou, found.best_miou, found.best_epoch) == (0.5, 0.6, 1)
-    assert (found.num_scored, found.best_num_scored, found.num_classes) == (1, 1, len(start().classes))
-    assert found.devices[0]["used_mib"] == 300.0
-    assert found.checkpoint == {"path": "checkpoints/last.pt", "epoch": 1, "step": 3}
-    assert found.pending == {"1": "set gpu0_bsz=2"}
-    assert (found.num_alerts, found.last_alert) == (1, "GPU 0 is nearly full")
-    assert found.pid == os.getpid()
-    assert listed.name == "a"
+    assert (found["state"], found["epoch"], found["step"], found["steps_per_epoch"], found["epochs"]) == (
+        "live",
+        1,
+        3,
+        3,
+        2,
+    )
+    assert (found["loss"], found["loss_epoch"]) == (pytest.approx((1 + 1 / 2 + 1 / 3) / 3), 1)
+    assert (found["miou"], found["best_miou"], found["best_epoch"]) == (0.5, 0.6, 1)
+    assert (found["num_scored"], found["best_num_scored"], found["num_classes"]) == (1, 1, len(start().classes))
+    assert found["devices"][0]["used_mib"] == 300.0
+    assert found["checkpoint"] == {"path": "checkpoints/last.pt", "epoch": 1, "step": 3}
+    assert found["pending"] == {"1": "set gpu0_bsz=2"}
+    assert (found["num_alerts"], found["last_alert"]) == (1, "GPU 0 is nearly full")
+    assert found["pid"] == os.getpid()
+    assert listed.folder.name == "a"
 
 
 @pytest.mark.parametrize(
@@ -430,9 +436,9 @@ def test_summary_shows_the_split_in_force(tmp_path, status, change, in_force):
         writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="accepted"))
         writer.write(Gpu0Bsz(status=status, epoch=2, **change))
         writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="applied"))
-    found = summarize(folder.path)
-    assert (found.gpu0_bsz, found.split) == in_force
-    assert found.pending == {}
+    found = summarize(folder.path).as_json()
+    assert (found["gpu0_bsz"], found["split"]) == in_force
+    assert found["pending"] == {}
 
 
 def test_resumed_run_is_at_the_step_of_its_start(tmp_path):
@@ -441,7 +447,7 @@ def test_resumed_run_is_at_the_step_of_its_start(tmp_path):
         writer.write(start())
         writer.write(Step(epoch=3, step=9, loss=1.0, lr=0.1))
         writer.write(start(resumed_from_step=6))
-    assert summarize(folder.path).step == 6
+    assert summarize(folder.path).as_json()["step"] == 6
 
 
 @pytest.mark.parametrize("num_bytes", [0, 300 * 2**10, 2 * 2**20])

@@ -140,7 +140,7 @@ def test_entry_that_is_a_link_is_refused_by_name(run, victim, tmp_path, capsys, 
     bad, others = sorted(capsys.readouterr().out.splitlines()[1:], key=lambda line: line.startswith(good.name))
     assert others.split()[:2] == ["good", "finished"]
     assert bad.split()[:2] == ["run", "failed"]
-    assert summarize(run).reason.startswith(str(run / entry))
+    assert summarize(run).as_json()["reason"].startswith(str(run / entry))
     assert state_of(victim) == before
 
 
@@ -238,7 +238,7 @@ def test_file_that_is_a_hole_of_thirty_gib_ends_at_once(run, entry):
         print_runs(run.parent, as_json=True)
     assert time.monotonic() - began_s < 5
     if entry == "events.jsonl":
-        assert summary.reason.startswith(f"{run / entry} is too large: {30 * 2**30} bytes")
+        assert summary.as_json()["reason"].startswith(f"{run / entry} is too large: {30 * 2**30} bytes")
         refused(entry, lambda: resume(run))
     else:
         assert (before, summary.state) == ("finished", "finished")

@@ -12,7 +12,7 @@ from textual.widgets import OptionList
 from segapp.run.events import Alert, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Oom
 from segapp.tui.app import MonitorApp
 from segapp.view.source import LiveSource, LogTail
-from segapp.view.view import NUM_WHOLE_EVENTS, View, fold_events
+from segapp.view.view import NUM_WHOLE_EVENTS, EventFold, View
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle
 
@@ -24,7 +24,7 @@ DISK_FULL = (
 
 def folded(run: RecordedRun) -> View:
     view = View()
-    fold_events(view, EventReader(run.folder.events).read_raw())
+    EventFold(view).add(EventReader(run.folder.events).read_raw())
     return view
 
 

@@ -30,7 +30,7 @@ from segapp.view.plot import (
     usual_range,
 )
 from segapp.view.source import SeriesReader
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import CAMVID, RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle
 
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RecordedRun:
 
 def folded(run: RecordedRun) -> View:
     view = View()
-    fold_events(view, EventReader(run.folder.events).read_raw())
+    EventFold(view).add(EventReader(run.folder.events).read_raw())
     return view
 
 
@@ -259,7 +259,7 @@ def test_old_evaluations_keep_their_classes(tmp_path: Path) -> None:
         Val(epoch=n, step=n, loss=None, miou=0.5, iou=[n / 200, None], seq=n, t=float(n)).model_dump()
         for n in range(1, 101)
     ]
-    fold_events(view, vals)
+    EventFold(view).add(vals)
     view.classes = ["road", "sky"]
     assert curve_of(view, "IoU road", None).points.tolist() == [[n, n / 200] for n in range(1, 101)]
     assert curve_of(view, "IoU sky", None).points.tolist() == []

@@ -10,7 +10,7 @@ from segapp.tui.devices import gpu0_content, gpu_content, headroom_level
 from segapp.tui.dialogs import Gpu0Screen
 from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 
 LIVE = Status("live", now_s=150.0)
 
@@ -92,7 +92,7 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
 
 def test_changed_ranks_have_a_line_above_the_devices(view: View) -> None:
     change = Topology(step=4, ranks=2, machines=1, old_ranks=3, old_machines=2, reason="without node2 cuda:0")
-    fold_events(view, [{**change.model_dump(), "t": 60.0}])
+    EventFold(view).add([{**change.model_dump(), "t": 60.0}])
     lines = ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()
     assert lines[0] == "2 ranks on 1 machine (before: 3 on 2)  without node2 cuda:0"
     assert len(lines) == 3
@@ -101,14 +101,14 @@ def test_changed_ranks_have_a_line_above_the_devices(view: View) -> None:
 
 def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
     change = Recompute(step=9, choice="all", blocks=[["a", "b"], ["a", "b"]], num_blocks=2, reason="out of memory")
-    fold_events(view, [{**change.model_dump(), "t": 60.0}])
+    EventFold(view).add([{**change.model_dump(), "t": 60.0}])
     assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).splitlines()[0] == "2 of 2 blocks recomputed"
     assert len(ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()) == 3
-    fold_events(view, [{**change.model_copy(update={"blocks": [["a"], []]}).model_dump(), "t": 61.0}])
+    EventFold(view).add([{**change.model_copy(update={"blocks": [["a"], []]}).model_dump(), "t": 61.0}])
     assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("1.0 of 2 blocks recomputed\n")
-    fold_events(view, [{**change.model_dump(), "t": 61.5}])
+    EventFold(view).add([{**change.model_dump(), "t": 61.5}])
     assert ascii_text(gpu_content(view, (), Size(60, 2)).plain).startswith("GPU0")  # no room beside the devices
-    fold_events(view, [{**change.model_copy(update={"blocks": [[], []]}).model_dump(), "t": 62.0}])
+    EventFold(view).add([{**change.model_copy(update={"blocks": [[], []]}).model_dump(), "t": 62.0}])
     assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("GPU0")
 
 

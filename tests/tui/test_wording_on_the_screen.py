@@ -16,7 +16,7 @@ from segapp.tui import header, keys
 from segapp.tui.app import MonitorApp
 from segapp.tui.events import EventsPane
 from segapp.view.source import LiveSource, Status
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle, toasts
 
@@ -33,7 +33,7 @@ def fresh(tmp_path: Path) -> Any:
 
 def folded(run: RecordedRun) -> View:
     view = View()
-    fold_events(view, EventReader(run.folder.events).read_raw())
+    EventFold(view).add(EventReader(run.folder.events).read_raw())
     return view
 
 

@@ -17,7 +17,7 @@ from textual.geometry import Size
 from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Heartbeat, Val
 from segapp.tui.devices import gpu_content
 from segapp.tui.widgets import ascii_text
-from segapp.view.view import View, fold_events
+from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import RecordedRun
 
 
@@ -48,7 +48,7 @@ def canned(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 def folded(run: RecordedRun) -> View:
     view = View()
-    fold_events(view, EventReader(run.folder.events).read_raw())
+    EventFold(view).add(EventReader(run.folder.events).read_raw())
     return view
 
 
@@ -56,21 +56,21 @@ def folded(run: RecordedRun) -> View:
 @settings(max_examples=25)
 def test_events_folded_in_any_parts_give_the_same_view(canned: RecordedRun, sizes: list[int]) -> None:
     raws = EventReader(canned.folder.events).read_raw()
-    view, start = View(), 0
+    fold, start = EventFold(View()), 0
     for size in [*sizes, len(raws)]:
-        fold_events(view, raws[start : start + size])
+        fold.add(raws[start : start + size])
         start += size
-    assert summary(view) == summary(folded(canned))
+    assert summary(fold.view) == summary(folded(canned))
 
 
 @given(sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=10))
 @settings(max_examples=25)
 def test_skimmed_events_give_the_same_view(canned: RecordedRun, sizes: list[int]) -> None:
-    reader, view = EventReader(canned.folder.events), View()
+    reader, fold = EventReader(canned.folder.events), EventFold(View())
     for size in sizes:
-        fold_events(view, reader.read_skimmed(size))
-    fold_events(view, reader.read_raw())
-    skimmed, full = summary(view), summary(folded(canned))
+        fold.add(reader.read_skimmed(size))
+    fold.add(reader.read_raw())
+    skimmed, full = summary(fold.view), summary(folded(canned))
     assert skimmed == full
 
 
@@ -127,7 +127,7 @@ def test_skimmed_steps_before_a_heartbeat_are_kept(tmp_path: Path) -> None:
     run.train(5)
     run.beat("eval")
     view = View()
-    fold_events(view, EventReader(run.folder.events).read_skimmed())
+    EventFold(view).add(EventReader(run.folder.events).read_skimmed())
     assert view.step is not None
     assert (view.step.step, view.phase) == (5, "eval")
     assert summary(view) == summary(folded(run))
@@ -142,7 +142,7 @@ def test_skimmed_steps_are_folded_before_what_follows(tmp_path: Path) -> None:
     run.train(3, memory_every=2)
     run.write(EpochStart(epoch=3, lr=0.006, step=6))
     view = View()
-    fold_events(view, EventReader(run.folder.events).read_skimmed())
+    EventFold(view).add(EventReader(run.folder.events).read_skimmed())
     assert (view.epoch, view.lr, view.split) == (3, 0.006, (6, 9, 9, 8))
     assert summary(view) == summary(folded(run))
     assert view.last_s == pytest.approx(run.clock.now_s, abs=1e-5)
@@ -177,7 +177,7 @@ def test_short_last_batch_is_not_a_new_split(tmp_path: Path) -> None:
     raws = EventReader(run.folder.events).read_raw()
     step = dict(next(raw for raw in raws if raw["type"] == "step"), step=3, split=[2, 2, 2, 1])
     view = View()
-    fold_events(view, [*raws, step])
+    EventFold(view).add([*raws, step])
     assert view.split == (4, 10, 9, 9)
 
 
@@ -237,13 +237,14 @@ def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:
     step = next(raw for raw in raws if raw["type"] == "step")
     moved = dict(step, step=9, split=[6, 9, 9, 8])
     view = View()
-    fold_events(view, [*raws, memory_of(900.0, 1.0, 1.0, 1.0), moved])
+    fold = EventFold(view)
+    fold.add([*raws, memory_of(900.0, 1.0, 1.0, 1.0), moved])
     assert view.split == (6, 9, 9, 8)
     before = view.peaks_mib[4, 10, 9, 9]
-    fold_events(view, [memory_of(900.0, 800.0, 800.0, 800.0)])
+    fold.add([memory_of(900.0, 800.0, 800.0, 800.0)])
     assert (6, 9, 9, 8) not in view.peaks_mib
     assert "900M" not in ascii_text(gpu_content(view, (), Size(68, 20)).plain)
-    fold_events(view, [memory_of(500.0, 400.0, 400.0, 400.0), memory_of(450.0, 410.0, 400.0, 400.0)])
+    fold.add([memory_of(500.0, 400.0, 400.0, 400.0), memory_of(450.0, 410.0, 400.0, 400.0)])
     assert view.peaks_mib == {(4, 10, 9, 9): before, (6, 9, 9, 8): [500.0, 410.0, 400.0, 400.0]}
     assert ascii_text(gpu_content(view, (), Size(68, 20)).plain).count("500M") == 2
 
@@ -281,7 +282,7 @@ def test_events_with_invalid_fields_are_counted_and_skipped(tmp_path: Path) -> N
     wrong = ({**step, "lr": "fast"}, {**step, "step": -1}, {**memory, "devices": 3}, {**raws[0], "epochs": None})
     view = View()
     for count, raw in enumerate(wrong, start=1):
-        fold_events(view, [raw])
+        EventFold(view).add([raw])
         assert view.num_bad == count
     assert view.step is None
     assert view.start is None
@@ -292,7 +293,7 @@ def test_last_answers_are_kept() -> None:
     view = View()
     answers = [CommandAnswer(id=str(i), command="pause", by="a@b", status="rejected", t=1.0) for i in range(202)]
     for num_before, num_kept in ((199, 199), (200, 200), (202, 200)):
-        fold_events(view, [answer.model_dump() for answer in answers[len(view.answers) : num_before]])
+        EventFold(view).add([answer.model_dump() for answer in answers[len(view.answers) : num_before]])
         assert list(view.answers) == [str(i) for i in range(num_before - num_kept, num_before)]
 
 
@@ -334,7 +335,7 @@ fields = st.sampled_from(
 def test_any_content_of_known_types_is_folded(events: list[tuple[str, dict[str, Any]]]) -> None:
     view = View()
     raws = [{"v": 1, "seq": i, "t": 1e9 + i, "type": kind, **body} for i, (kind, body) in enumerate(events, 1)]
-    fold_events(view, raws)
+    EventFold(view).add(raws)
     assert view.num_events == len(raws)
 
 
@@ -347,7 +348,7 @@ def test_any_changed_field_of_a_good_run_is_folded(
         index = (at + 7 * i) % len(raws)
         raws[index] = {**raws[index], name: value}
     view = View()
-    fold_events(view, raws)
+    EventFold(view).add(raws)
     assert view.num_events == len(raws)
 
 
@@ -370,10 +371,10 @@ def test_old_evaluations_take_little_memory() -> None:
     ]
     view = View()
     tracemalloc.start()
-    fold_events(view, [dict(val) for val in vals[:2000]])  # the log is full by then
+    EventFold(view).add([dict(val) for val in vals[:2000]])  # the log is full by then
     gc.collect()
     before_bytes, _ = tracemalloc.get_traced_memory()
-    fold_events(view, [dict(val) for val in vals[2000:]])
+    EventFold(view).add([dict(val) for val in vals[2000:]])
     gc.collect()
     grown_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
     tracemalloc.stop()

@@ -91,7 +91,9 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     assert "BatchNorm" in oom["action"]
     report = (folder / oom["path"]).read_text()
     assert oom["action"] in report
-    assert summarize(folder).last_oom == {key: oom[key] for key in ("device", "phase", "step", "action", "path")}
+    assert summarize(folder).as_json()["last_oom"] == {
+        key: oom[key] for key in ("device", "phase", "step", "action", "path")
+    }
     print_status(str(folder), as_json=False)
     assert oom["path"] in capsys.readouterr().out
     assert saved(folder)["fallbacks"] == oom["fallbacks"]
