@@ -124,7 +124,7 @@ MOST_HOPS = {
     "Batch to update": 10,
     "Metric to screen": 9,
     "Command to answer": 9,
-    "Checkpoint to resume": 13,
+    "Checkpoint to resume": 8,
 }
 
 

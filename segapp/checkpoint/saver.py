@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from segapp.checkpoint.training_state import require_finite, save_checkpoint
 from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
 from segapp.parallel.distributed import Ranks
-from segapp.run.checkpoints import CheckpointFacts
+from segapp.run.checkpoints import CheckpointEntry, CheckpointFacts
 from segapp.run.events import Alert, Checkpoint, EventLog
 
 SAVING_SHARE = 0.05
@@ -179,7 +179,13 @@ class CheckpointSaver:
                 is_finite = self._is_finite(captured)
                 self._enqueue(None if not is_finite else captured if is_last else self._copied(captured))
                 if self._unwritten:
-                    self._start_writer(time.perf_counter() - began_s)
+                    copy_s, self._written_since_s = time.perf_counter() - began_s, time.monotonic()
+                    writer = threading.Thread(target=self._write, args=(copy_s,), name="checkpoint", daemon=True)
+                    try:
+                        writer.start()
+                        self._writer = writer
+                    except RuntimeError:  # no memory for another thread: write in this one
+                        self._write(copy_s)
             if is_last or failpoint("ckpt.background") == "sync":
                 self.wait()
 
@@ -251,15 +257,6 @@ class CheckpointSaver:
         is_replaced = captured is not None and captured.is_best
         self._unwritten = [each for each in (None if is_replaced else best, captured) if each is not None]
 
-    def _start_writer(self, copy_s: float) -> None:
-        self._written_since_s = time.monotonic()
-        writer = threading.Thread(target=self._write, args=(copy_s,), name="checkpoint", daemon=True)
-        try:
-            writer.start()
-            self._writer = writer
-        except RuntimeError:  # no memory for another thread: write in this one
-            self._write(copy_s)
-
     def _join_writer(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s`, in which signals are handled; return True if the writer is done."""
         if self._writer is not None:
@@ -274,7 +271,13 @@ class CheckpointSaver:
         try:
             self._event_log.sync()  # a resume continues from this checkpoint: the events before it must be there
             while self._unwritten:
-                self._write_one(self._unwritten[0], copy_s)
+                captured, write_began_s = self._unwritten[0], time.perf_counter()
+                at, epoch, is_best = captured.position, captured.finished_epoch, captured.is_best
+                facts = CheckpointFacts(step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric,
+                                        config_hash=self._config_hash)  # fmt: skip
+                entry, messages = save_checkpoint(self._folder, captured.state, facts, is_best=is_best,
+                                                  finished_epoch=epoch, keep=self._rules.keep)  # fmt: skip
+                self._report(captured, entry, messages, copy_s, time.perf_counter() - write_began_s)
                 del self._unwritten[0]
             self._retry_s = RETRY_S
         except Exception as error:
@@ -291,15 +294,10 @@ class CheckpointSaver:
             self._gap_s = (copy_s + time.monotonic() - began_s) / SAVING_SHARE
             self._written_since_s = None
 
-    def _write_one(self, captured: Captured, copy_s: float) -> None:
-        at = captured.position
-        facts = CheckpointFacts(
-            step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric, config_hash=self._config_hash
-        )
-        epoch, began_s = captured.finished_epoch, time.perf_counter()
-        options: Any = {"is_best": captured.is_best, "finished_epoch": epoch, "keep": self._rules.keep}
-        entry, messages = save_checkpoint(self._folder, captured.state, facts, **options)
-        save_s = time.perf_counter() - began_s
+    def _report(
+        self, captured: Captured, entry: CheckpointEntry, messages: Sequence[str], copy_s: float, save_s: float
+    ) -> None:
+        at, epoch = captured.position, captured.finished_epoch
         for message in messages:
             self._event_log.emit(Alert(kind="checkpoint", message=message, step=at.step))
         self._event_log.emit(

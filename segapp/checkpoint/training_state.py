@@ -167,75 +167,66 @@ def load_checkpoint(
     return _load_file(path, read)
 
 
-def checkpoint_to_resume(
-    folder: RunFolder, *, is_resumed: bool, checkpoint: Path | None = None
+def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
+    """Return on every rank the result of `make` on the main rank, or raise its SegappError on every rank."""
+    outcome: tuple[T | None, SegappError | None] = None, None
+    if ranks.is_main:
+        try:
+            outcome = make(), None
+        except SegappError as error:
+            outcome = None, error
+    result, problem = ranks.from_main(outcome)
+    if problem is not None:
+        raise problem
+    return result  # type: ignore[no-any-return]
+
+
+def load_to_resume(
+    ranks: Ranks, folder: RunFolder, *, is_resumed: bool, checkpoint: Path | None = None
 ) -> LoadedCheckpoint | None:
-    """Load the state to resume, mapped: a file, or else the newest intact checkpoint of an existing run folder.
+    """Return on every rank the state to resume: that of a file, or of the newest intact checkpoint of an existing run.
 
     Returns None for a new training, or for a run that was stopped before its first save.
 
-    Raises:
-        CheckpointError: no checkpoint can be read.
-    """
-    if checkpoint is not None:
-        return load_checkpoint(checkpoint, is_mapped=True)
-    if not is_resumed:
-        return None
-    if CheckpointFolder(folder.checkpoints).is_untouched():
-        print("the run has no checkpoint yet: it begins anew")
-        return None
-    return load_checkpoint(folder.path, is_holder=True, is_mapped=True)
-
-
-def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Return on every rank the result of `make` on the main rank, or raise its SegappError on every rank."""
-    found: tuple[T | None, SegappError | None] = None, None
-    if ranks.is_main:
-        try:
-            found = make(), None
-        except SegappError as error:
-            found = None, error
-    made, problem = ranks.from_main(found)
-    if problem is not None:
-        raise problem
-    return made  # type: ignore[no-any-return]
-
-
-def load_on_every_rank(ranks: Ranks, load: Callable[[], LoadedCheckpoint | None]) -> LoadedCheckpoint | None:
-    """Return on every rank the checkpoint that `load` returns on the main rank, with tensors mapped from its file.
-
-    No state is sent or held twice: the ranks of a machine share the file's pages in the page cache. `load` has compared
-    the hash on the main rank's machine; the first rank of each other machine compares it there.
+    No state is sent or held twice: the tensors are mapped from the file, and the ranks of a machine share its pages in
+    the page cache. The hash is compared on the main rank's machine, and by the first rank of each other machine there.
 
     Raises:
-        SegappError: `load` raised it, or a rank does not see the same file; on every rank.
+        SegappError: no checkpoint can be read, or a rank does not see the same file; on every rank.
     """
     loaded: LoadedCheckpoint | None = None
 
-    def facts() -> tuple[LoadedCheckpoint, int] | None:
+    def load_on_main() -> tuple[LoadedCheckpoint, int] | None:
         nonlocal loaded
-        loaded = load()
+        store = CheckpointFolder(folder.checkpoints)
+        if checkpoint is not None:
+            loaded = load_checkpoint(checkpoint, is_mapped=True)
+        elif is_resumed and store.is_untouched():
+            print("the run has no checkpoint yet: it begins anew")
+        elif is_resumed:
+            loaded = _load_newest_intact(store, True, load_mapped_tensors)
         return None if loaded is None else (replace(loaded, state={}), loaded.file.stat().st_size)
 
-    found = on_main(ranks, facts)
-    if found is None or ranks.world_size == 1:
+    facts = on_main(ranks, load_on_main)
+    if facts is None or ranks.world_size == 1:
         return loaded
-    checkpoint, num_bytes = found
+    main_checkpoint, num_bytes = facts
+    path = main_checkpoint.file.resolve()
     machines = ranks.gather(machine_id())
     is_first = machines.index(machines[ranks.rank]) == ranks.rank
     problem: SegappError | None = None
     if loaded is None:
         try:
-            with open_if_intact(checkpoint.file.resolve(), num_bytes, checkpoint.sha256 if is_first else None) as file:
-                state = read_state(file, checkpoint.path, file.name, load_mapped_tensors)
-                loaded = replace(checkpoint, state=state)
+            with open_if_intact(path, num_bytes, main_checkpoint.sha256 if is_first else None) as file:
+                state = read_state(file, main_checkpoint.path, file.name, load_mapped_tensors)
+                loaded = replace(main_checkpoint, state=state)
         except SegappError as error:
             problem = error
         except (DamagedError, OSError) as error:
             problem = CheckpointError(
-                f"{checkpoint.file}: rank {ranks.rank}, on {socket.gethostname()}, does not see the checkpoint of rank "
-                f"0 ({reason_of(error)}): put it on a file system that all machines share",
-                path=checkpoint.file,
+                f"{main_checkpoint.file}: rank {ranks.rank}, on {socket.gethostname()}, does not see the checkpoint of "
+                f"rank 0 ({reason_of(error)}): put it on a file system that all machines share",
+                path=main_checkpoint.file,
             )
     if problem := ranks.first_of(problem):
         raise problem

@@ -27,8 +27,7 @@ from segapp.assembly.pairs import build_scheme, count_images, split_names
 from segapp.checkpoint.training_state import (
     LoadedCheckpoint,
     check_resumable,
-    checkpoint_to_resume,
-    load_on_every_rank,
+    load_to_resume,
     saved_state,
 )
 from segapp.config import RunConfig, dump_config, part_names
@@ -346,10 +345,7 @@ def _restored_trainer(
 ) -> Iterator[Trainer]:
     """Resolve the config, build the trainer and restore its state; yield it under watch."""
     folder, ranks = context.folder, context.ranks
-    checkpoint = load_on_every_rank(
-        ranks,
-        lambda: checkpoint_to_resume(folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint),
-    )
+    checkpoint = load_to_resume(ranks, folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint)
     config = request.config
     if checkpoint is not None and config.train.precision == "auto":
         config = _with_saved(config, checkpoint.state, "precision")
@@ -375,7 +371,11 @@ def _restored_trainer(
             )
         ) as trainer,
     ):
-        _restore(trainer, context, config, checkpoint)
+        if checkpoint is not None:
+            num_train = len(trainer.train_loader.dataset)
+            check_resumable(checkpoint.state, checkpoint.path, config, num_train, trainer.facts.start.classes)
+            trainer.load_state_dict(checkpoint.state)
+        _prepare_events(trainer, context, config, checkpoint)
         if checkpoint is not None:
             checkpoint.state.clear()  # it is as large as weights and optimizer, and would exist as long as the training
         yield trainer
@@ -427,15 +427,14 @@ def _note_plan(folder: RunFolder, config: RunConfig, saved_plan: SavedMemoryPlan
         print("train.recompute = auto: the memory of the devices is unknown, so nothing is recomputed", flush=True)
 
 
-def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoint: LoadedCheckpoint | None) -> None:
-    """Load the checkpoint, remove the events that will be repeated, and add the trackers."""
+def _prepare_events(
+    trainer: Trainer, context: RunContext, config: RunConfig, checkpoint: LoadedCheckpoint | None
+) -> None:
+    """Remove the events that will be repeated, report what differs from the checkpoint, and add the trackers."""
     event_log = context.event_log
     if checkpoint is None and event_log.writer is not None:
         event_log.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:
-        num_train = len(trainer.train_loader.dataset)
-        check_resumable(checkpoint.state, checkpoint.path, config, num_train, trainer.facts.start.classes)
-        trainer.load_state_dict(checkpoint.state)
         if event_log.writer is not None:
             event_log.writer.rewind(
                 checkpoint.step,

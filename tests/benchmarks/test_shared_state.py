@@ -26,8 +26,9 @@ import json, sys, threading, time, warnings
 from pathlib import Path
 import torch
 from segapp.checkpoint.snapshot import hold_own_state
-from segapp.checkpoint.training_state import load_checkpoint, load_on_every_rank
+from segapp.checkpoint.training_state import load_checkpoint, load_to_resume
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown
+from segapp.run.folder import RunFolder
 from segapp.session.ranks import exchanged_classes
 
 def own_mib():
@@ -54,11 +55,10 @@ with torch.device("meta"):
 net = net.to_empty(device="cpu")
 optimizer = torch.optim.AdamW(net.parameters())
 start_mib, peak, start_s = own_mib(), Peak(), time.monotonic()
-load = lambda: load_checkpoint(folder, is_mapped=how != "objects")
 if how == "objects":
-    checkpoint = ranks.from_main(load() if ranks.is_main else None)
+    checkpoint = ranks.from_main(load_checkpoint(folder) if ranks.is_main else None)
 else:
-    checkpoint = load_on_every_rank(ranks, load)
+    checkpoint = load_to_resume(ranks, RunFolder(Path(folder).parent), is_resumed=True)
 got_s = time.monotonic() - start_s
 net.load_state_dict(checkpoint.state["model"])
 average = {name: tensor.clone() for name, tensor in checkpoint.state["ema"].items()}

@@ -10,10 +10,11 @@ import torch
 
 from segapp.checkpoint import training_state
 from segapp.checkpoint.snapshot import hold_own_state
-from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from segapp.checkpoint.training_state import load_checkpoint, save_checkpoint
 from segapp.errors import SegappError
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
+from segapp.run.folder import RunFolder
 
 
 def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
@@ -27,9 +28,6 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
     if ranks.is_main:
         save_checkpoint(folder, state, CheckpointFacts(step=3, epoch=1))
     found: dict[str, list[Any]] = {}
-
-    def load() -> LoadedCheckpoint:
-        return load_checkpoint(folder, "last", is_mapped=True)
 
     def note(case: str, *, is_elsewhere: bool, sees: bytes | None = b"") -> None:
         """Load with this rank on a machine of its own or not, where its file ends in other bytes or is missing."""
@@ -50,7 +48,7 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
 
         with patches:
             try:
-                loaded = training_state.load_on_every_rank(ranks, load)
+                loaded = training_state.load_to_resume(ranks, RunFolder(folder.parent), is_resumed=True)
             except SegappError as error:
                 own: list[Any] = [type(error).__name__, str(error).replace(str(folder), "")]
             else:
