@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from segapp.config.modes import unsupported
 from segapp.config.options import UNKNOWN_OPTION
-from segapp.config.sections import MAX_LABELS, DataConfig, LossConfig, ParallelConfig, RunConfig
+from segapp.config.sections import MAX_LABELS, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from segapp.config.trust import part_names
 from segapp.config.values import section_of
 from segapp.config.words import (
@@ -145,248 +146,234 @@ def _hint(loc: Sequence[str], value: object) -> str:
     return f"{hint} " if hint else ""
 
 
-def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and the message of each value that is valid on its own but not together with others."""
-    data, train, parallel = config.data, config.train, config.parallel
-    yield from _data_problems(data)
-    yield from _multilabel_problems(config) if data.multilabel is not None else _sigmoid_problems(config.loss)
-    yield from _part_problems(config)
-    yield from _schedule_problems(config)
-    if config.model.freeze_epochs is not None and not config.model.freeze:
-        yield "model.freeze_epochs", "needs model.freeze: name what is frozen, e.g. [backbone], or leave it out"
-    if config.model.library == "smp" and config.model.encoder is None:
-        yield (
-            "model.encoder",
-            "is missing: the models of model.library = smp are built on an encoder: add e.g. model.encoder=resnet34, "
-            "efficientnet-b3 or tu-convnext_tiny (segapp models lists all)",
-        )
-    if config.model.library == "segapp":
-        yield from _mask_classification_problems(config)
-    elif config.loss.name == "mask_classification":
-        yield "loss.name", "mask_classification is for model.library: segapp: use ce, or model.name: eomt"
-    if config.optim.name == "sgd" and config.optim.options["nesterov"] and config.optim.momentum == 0:
-        yield "optim.options.nesterov", "needs optim.momentum > 0"
-    if isinstance(parallel.gpu0_bsz, int) and train.batch_size and parallel.gpu0_bsz > train.batch_size:
-        yield (
-            "parallel.gpu0_bsz",
-            f"{parallel.gpu0_bsz} is above train.batch_size = {train.batch_size}: use 0 to {train.batch_size}, or null",
-        )
-    if parallel.shares is not None:
-        if parallel.gpu0_bsz is not None:
-            yield "parallel.shares", "cannot be combined with parallel.gpu0_bsz: keep one of them"
-        if sum(parallel.shares) == 0:
-            yield "parallel.shares", "adds up to 0: at least one device must take images"
-    if (batch := train.effective_batch_size) is not None:
-        if train.batch_size and batch % train.batch_size:
-            yield (
-                "train.effective_batch_size",
-                f"{batch} is not a multiple of train.batch_size = {train.batch_size}: "
-                f"use {-(-batch // train.batch_size) * train.batch_size}",
-            )
-        elif train.accumulate not in (1, batch // train.batch_size if train.batch_size else 1):
-            yield "train.accumulate", "is set by train.effective_batch_size: keep one of them"
-    if parallel.memory_budget_mib is not None:
-        yield from _budget_problems(parallel)
-    if parallel.mode != "auto":
-        yield from ((feature.key, feature.problem(parallel.mode)) for feature in unsupported(config, parallel.mode))
-    if config.train.compile and config.distill is not None:
-        yield "train.compile", "does not support distill: set it to false, or leave distill out"
-    if config.train.recompute != "off":
-        for key, is_on in (("train.compile", config.train.compile), ("train.cuda_graph", config.train.cuda_graph)):
-            if is_on:
-                yield "train.recompute", f"cannot be combined with {key}: set one of them to off or false"
-    if config.train.cuda_graph:
-        yield from (("train.cuda_graph", f"true {problem}") for problem in _graph_problems(config))
-    if isinstance(parallel.devices, list) and not parallel.devices:
-        yield "parallel.devices", "is empty: name at least one device, or auto"
-    distill = config.distill
-    if distill is not None and not (distill.pixel_wise or distill.pair_wise or distill.holistic):
-        yield "distill", "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"
-    yield from _loss_problems(config.loss, data.classes)
+def _num_bands(config: RunConfig) -> int:
+    return len(config.data.bands or (1, 2, 3))
 
 
-def _loss_problems(loss: LossConfig, classes: list[str] | None) -> Iterator[tuple[str, str]]:
-    weights = loss.class_weights
-    if isinstance(weights, list) and not any(weights):
-        yield "loss.class_weights", f"{weights} has no weight above 0: nothing would be trained"
-    if isinstance(weights, list) and classes is not None and len(weights) != len(classes):
-        yield (
-            "loss.class_weights",
-            f"has {len(weights)} values, but data.classes has {len(classes)} names: give one per class",
-        )
-    if loss.label_smoothing and loss.name not in {"ce", "bce"}:
-        yield "loss.label_smoothing", f"is for name: ce or bce, not {loss.name}: set it to 0"
-    for i, term in enumerate(loss.plus):
-        if term.name == "mask_classification":
-            yield f"loss.plus.{i}.name", "mask_classification cannot be added to another loss: make it loss.name"
+def _one_per_band(config: RunConfig, values: Sequence[float]) -> str:
+    num_bands = _num_bands(config)
+    return f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
 
 
-def _graph_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the end of a message for each setting that does not allow a step to be captured as a graph."""
-    if config.train.compile:
-        yield "cannot be combined with train.compile: set one of them to false"
-    if config.distill is not None:
-        yield "does not support distill: set it to false, or leave distill out"
-    if config.loss.name == "mask_classification":
-        yield "does not support loss.name: mask_classification, which waits for the GPU: set it to false"
-    for key, name in part_names(config).items():
-        if key.partition(".")[0] in ("model", "loss"):
-            yield f"does not support custom components, which may wait for the GPU ({key} = {name}): set it to false"
+def _is_changed_beside_augment(config: RunConfig, key: str) -> bool:
+    return config.data.augment is not None and getattr(config.data, key) != DataConfig.model_fields[key].default
 
 
-def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    loss = config.loss
-    if config.model.encoder is None:
-        yield "model.encoder", "is missing: eomt needs one, e.g. tu-vit_small_patch16_dinov3"
-    if loss.name != "mask_classification":
-        yield (
-            "loss.name",
-            f"{loss.name} needs logits per pixel, but eomt is trained with loss.name: mask_classification",
-        )
-    if loss.plus:
-        yield "loss.plus", "cannot be combined with mask_classification: leave it out"
-    if loss.class_weights is not None:
-        yield "loss.class_weights", "are not used by mask_classification: set them to null"
-    if config.distill is not None:
-        yield (
-            "distill",
-            "needs logits per pixel, which eomt is not trained with: leave it out (eomt can be the teacher)",
-        )
+def _has_fitting_colors(data: DataConfig) -> bool:
+    """Return True if each class has a color; further colors of `rgb_masks` are those of ignored pixels."""
+    num_colors, num_classes = len(data.palette or ()), len(data.classes or ())
+    return num_colors == num_classes or (data.rgb_masks and num_colors > num_classes)
 
 
-def _schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    section = config.schedule
-    if section.min_lr > config.optim.lr:
-        yield "schedule.min_lr", f"{section.min_lr} is above optim.lr = {config.optim.lr}: lower it"
-    if section.name == "step" and not (section.options["epochs"] or section.options["steps"]):
-        yield (
-            "schedule.options",
-            "has neither epochs nor steps, but schedule.name is step: list the epochs, e.g. {epochs: [60, 80]}",
-        )
-    if section.name == "onecycle" and section.warmup_steps:
-        yield "schedule.warmup_steps", "cannot be combined with onecycle, which has its own warm-up: set it to 0"
+def _is_multiple(train: TrainConfig) -> bool:
+    return not (train.effective_batch_size and train.batch_size and train.effective_batch_size % train.batch_size)
 
 
-def _part_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    named = part_names(config)
-    if config.data.options and "data.format" not in named:
-        yield "data.options", "is for a custom data set, and data.format names none: leave it out"
-    if config.model.library == "python" and "model.name" not in named:
-        yield (
-            "model.name",
-            f"{config.model.name!r} is not a custom component: write package.module:factory or ./file.py:factory, or "
-            "set model.library to torchvision or smp",
-        )
-    if config.model.library != "python" and is_part(config.model.name):
-        yield "model.library", f"is {config.model.library}, but model.name is a custom component: set it to python"
-    if "data.format" in named and not config.data.classes:
-        yield (
-            "data.classes",
-            "is missing: a custom data format does not fix the classes: list their names in the order of their ids",
-        )
-    if "data.format" in named and config.data.cache != "none":
-        yield (
-            "data.cache",
-            f"{config.data.cache} caches image files, which a custom data format may not have: set it to none",
-        )
+def _has_other_number_of_budgets(parallel: ParallelConfig) -> bool:
+    """Return True if `memory_budget_mib` does not have one number for each of the named devices."""
+    is_named = isinstance(parallel.devices, list) and parallel.mode not in ("single", "model")
+    return is_named and len(parallel.memory_budget_mib or ()) != len(parallel.devices)
 
 
 MULTILABEL_LOSSES = ("bce", "dice", "tversky", "focal")
 """The losses for classes that do not exclude each other."""
 
+_BUDGETS = "parallel.memory_budget_mib"
 
-def _multilabel_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    data = config.data
-    if data.format not in ("folder", "list"):
-        yield "data.multilabel", f"is for the formats folder and list, not {data.format}: set it to null"
-    names_class = any("{class}" in (part or "") for part in (data.mask_dir, data.mask_suffix))
-    if data.multilabel == "files" and data.format == "folder" and not names_class:
-        yield "data.multilabel", "files needs {class} in data.mask_dir or data.mask_suffix, e.g. masks/{class}"
-    if data.classes is not None and len(data.classes) > MAX_LABELS:
-        yield "data.classes", f"has {len(data.classes)} names: at most {MAX_LABELS} with data.multilabel"
-    if data.label_map is not None:
-        yield "data.label_map", "cannot be combined with data.multilabel: leave it out"
-    if data.rgb_masks:
-        yield "data.rgb_masks", "cannot be combined with data.multilabel: set it to false"
-    if data.sampling != "uniform":
-        yield "data.sampling", f"{data.sampling} needs one class per pixel: use uniform with data.multilabel"
-    for path, term in config.loss.by_key().items():
-        if term.name not in MULTILABEL_LOSSES:
+Rule = tuple[str, Callable[[RunConfig], object], str | Callable[[RunConfig], str]]
+"""A key, the condition under which its value is refused, and the message, in which `{section.key}` is a value."""
+
+# fmt: off
+_DATA: tuple[Rule, ...] = (
+    ("data.bands", lambda c: c.data.bands is None and c.data.dtype != "uint8",
+     "is missing: data.dtype = {data.dtype} needs the bands to read, e.g. [1, 2, 3]"),
+    ("data.value_range", lambda c: c.data.value_range and len(c.data.value_range) not in {1, _num_bands(c)},
+     lambda c: f"has {len(c.data.value_range or ())} pairs for {_num_bands(c)} bands: "
+     "give one for all, or one for each"),
+    ("data.mean", lambda c: len(c.data.mean) not in {3, _num_bands(c)}, lambda c: _one_per_band(c, c.data.mean)),
+    ("data.std", lambda c: len(c.data.std) not in {3, _num_bands(c)}, lambda c: _one_per_band(c, c.data.std)),
+    *((f"data.{key}", partial(_is_changed_beside_augment, key=key),
+       "is for the built-in transforms, not for data.augment: write it into the list there")
+      for key in ("scale", "hflip", "photometric")),
+    ("data.sampling", lambda c: c.data.sampling != "uniform" and not any("ScaledCrop" in e for e in c.data.transforms),
+     "{data.sampling} needs ScaledCrop in data.augment, which places the crops: add it"),
+    ("data.cutmix", lambda c: c.data.cutmix + c.data.classmix > 1,
+     lambda c: f"data.cutmix and classmix add up to {c.data.cutmix + c.data.classmix:g}: "
+     "at most one is used, so at most 1"),
+    ("data.augment", lambda c: c.data.augment == [], "is empty: list at least ScaledCrop, or set it to null"),
+    ("data.scale", lambda c: c.data.scale[0] > c.data.scale[1],
+     "[{data.scale[0]}, {data.scale[1]}] is not [smallest, largest]: swap them"),
+    ("data.crop_px", lambda c: math.prod(c.data.crop_px) > 1 << 26,
+     "[{data.crop_px[0]}, {data.crop_px[1]}] is more than 67 megapixels a sample: use a smaller crop"),
+    ("data.classes", lambda c: c.data.format in {"folder", "list"} and not c.data.classes,
+     "is missing: format {data.format} does not fix the classes; list their names in id order"),
+    ("data.classes", lambda c: c.data.classes and len(c.data.classes) == 1 and c.data.multilabel is None,
+     "{data.classes} is one class: add the background, or set data.multilabel: channels"),
+    ("data.palette", lambda c: c.data.rgb_masks and not c.data.palette,
+     "is missing: rgb_masks needs one color per class"),
+    ("data.palette", lambda c: None not in (c.data.palette, c.data.classes) and not _has_fitting_colors(c.data),
+     lambda c: f"has {len(c.data.palette or ())} colors, but data.classes has {len(c.data.classes or ())} names: "
+     "give one color per class"),
+)
+
+_MULTILABEL: tuple[Rule, ...] = (
+    ("data.multilabel", lambda c: c.data.format not in ("folder", "list"),
+     "is for the formats folder and list, not {data.format}: set it to null"),
+    ("data.multilabel",
+     lambda c: c.data.multilabel == "files" and c.data.format == "folder"
+     and not any("{class}" in (part or "") for part in (c.data.mask_dir, c.data.mask_suffix)),
+     "files needs {{class}} in data.mask_dir or data.mask_suffix, e.g. masks/{{class}}"),
+    ("data.classes", lambda c: c.data.classes is not None and len(c.data.classes) > MAX_LABELS,
+     lambda c: f"has {len(c.data.classes or ())} names: at most {MAX_LABELS} with data.multilabel"),
+    ("data.label_map", lambda c: c.data.label_map is not None, "cannot be combined with data.multilabel: leave it out"),
+    ("data.rgb_masks", lambda c: c.data.rgb_masks, "cannot be combined with data.multilabel: set it to false"),
+    ("data.sampling", lambda c: c.data.sampling != "uniform",
+     "{data.sampling} needs one class per pixel: use uniform with data.multilabel"),
+    ("loss.class_weights", lambda c: isinstance(c.loss.class_weights, str),
+     "{loss.class_weights} is for one class per pixel: give a list, or null"),
+    ("distill", lambda c: c.distill is not None, "needs one class per pixel: leave it out with data.multilabel"),
+)
+
+_SOFTMAX: tuple[Rule, ...] = (
+    ("loss.plus", lambda c: {"bce"} < {term.name for term in (c.loss, *c.loss.plus)},
+     "adds losses of sigmoids (bce) and softmax: use ce, or data.multilabel"),
+)
+
+_COMPONENTS: tuple[Rule, ...] = (
+    ("data.options", lambda c: c.data.options and "data.format" not in part_names(c),
+     "is for a custom data set, and data.format names none: leave it out"),
+    ("model.name", lambda c: c.model.library == "python" and "model.name" not in part_names(c),
+     "{model.name!r} is not a custom component: write package.module:factory or ./file.py:factory, or "
+     "set model.library to torchvision or smp"),
+    ("model.library", lambda c: c.model.library != "python" and is_part(c.model.name),
+     "is {model.library}, but model.name is a custom component: set it to python"),
+    ("data.classes", lambda c: "data.format" in part_names(c) and not c.data.classes,
+     "is missing: a custom data format does not fix the classes: list their names in the order of their ids"),
+    ("data.cache", lambda c: "data.format" in part_names(c) and c.data.cache != "none",
+     "{data.cache} caches image files, which a custom data format may not have: set it to none"),
+)
+
+_SCHEDULE: tuple[Rule, ...] = (
+    ("schedule.min_lr", lambda c: c.schedule.min_lr > c.optim.lr,
+     "{schedule.min_lr} is above optim.lr = {optim.lr}: lower it"),
+    ("schedule.options",
+     lambda c: c.schedule.name == "step" and not (c.schedule.options["epochs"] or c.schedule.options["steps"]),
+     "has neither epochs nor steps, but schedule.name is step: list the epochs, e.g. {{epochs: [60, 80]}}"),
+    ("schedule.warmup_steps", lambda c: c.schedule.name == "onecycle" and c.schedule.warmup_steps,
+     "cannot be combined with onecycle, which has its own warm-up: set it to 0"),
+)
+
+_MODEL: tuple[Rule, ...] = (
+    ("model.freeze_epochs", lambda c: c.model.freeze_epochs is not None and not c.model.freeze,
+     "needs model.freeze: name what is frozen, e.g. [backbone], or leave it out"),
+    ("model.encoder", lambda c: c.model.library == "smp" and c.model.encoder is None,
+     "is missing: the models of model.library = smp are built on an encoder: add e.g. model.encoder=resnet34, "
+     "efficientnet-b3 or tu-convnext_tiny (segapp models lists all)"),
+    ("loss.name", lambda c: c.model.library != "segapp" and c.loss.name == "mask_classification",
+     "mask_classification is for model.library: segapp: use ce, or model.name: eomt"),
+)
+
+_EOMT: tuple[Rule, ...] = (
+    ("model.encoder", lambda c: c.model.encoder is None,
+     "is missing: eomt needs one, e.g. tu-vit_small_patch16_dinov3"),
+    ("loss.name", lambda c: c.loss.name != "mask_classification",
+     "{loss.name} needs logits per pixel, but eomt is trained with loss.name: mask_classification"),
+    ("loss.plus", lambda c: c.loss.plus, "cannot be combined with mask_classification: leave it out"),
+    ("loss.class_weights", lambda c: c.loss.class_weights is not None,
+     "are not used by mask_classification: set them to null"),
+    ("distill", lambda c: c.distill is not None,
+     "needs logits per pixel, which eomt is not trained with: leave it out (eomt can be the teacher)"),
+)
+
+_TRAINING: tuple[Rule, ...] = (
+    ("optim.options.nesterov",
+     lambda c: c.optim.name == "sgd" and c.optim.options["nesterov"] and c.optim.momentum == 0,
+     "needs optim.momentum > 0"),
+    ("parallel.gpu0_bsz",
+     lambda c: isinstance(c.parallel.gpu0_bsz, int) and 0 < c.train.batch_size < c.parallel.gpu0_bsz,
+     "{parallel.gpu0_bsz} is above train.batch_size = {train.batch_size}: use 0 to {train.batch_size}, or null"),
+    ("parallel.shares", lambda c: c.parallel.shares is not None and c.parallel.gpu0_bsz is not None,
+     "cannot be combined with parallel.gpu0_bsz: keep one of them"),
+    ("parallel.shares", lambda c: c.parallel.shares is not None and sum(c.parallel.shares) == 0,
+     "adds up to 0: at least one device must take images"),
+    ("train.effective_batch_size", lambda c: not _is_multiple(c.train),
+     lambda c: f"{c.train.effective_batch_size} is not a multiple of train.batch_size = {c.train.batch_size}: "
+     f"use {-(-(c.train.effective_batch_size or 0) // c.train.batch_size) * c.train.batch_size}"),
+    ("train.accumulate",
+     lambda c: (batch := c.train.effective_batch_size) is not None and _is_multiple(c.train)
+     and c.train.accumulate not in (1, batch // c.train.batch_size if c.train.batch_size else 1),
+     "is set by train.effective_batch_size: keep one of them"),
+    (_BUDGETS, lambda c: c.parallel.memory_budget_mib is not None and c.parallel.mode == "model",
+     "does not support parallel.mode: model, where devices hold parts of the model: leave it out"),
+    (_BUDGETS, lambda c: c.parallel.memory_budget_mib is not None and _has_other_number_of_budgets(c.parallel),
+     lambda c: f"names {len(c.parallel.memory_budget_mib or ())} budgets for {len(c.parallel.devices)} devices: "
+     "give one each"),
+    (_BUDGETS, lambda c: c.parallel.memory_budget_mib == [] and c.parallel.mode != "model"
+     and not _has_other_number_of_budgets(c.parallel), "is empty: give one number per device, or null"),
+    ("train.compile", lambda c: c.train.compile and c.distill is not None,
+     "does not support distill: set it to false, or leave distill out"),
+    ("train.recompute", lambda c: c.train.recompute != "off" and c.train.compile,
+     "cannot be combined with train.compile: set one of them to off or false"),
+    ("train.recompute", lambda c: c.train.recompute != "off" and c.train.cuda_graph,
+     "cannot be combined with train.cuda_graph: set one of them to off or false"),
+    ("train.cuda_graph", lambda c: c.train.cuda_graph and c.train.compile,
+     "true cannot be combined with train.compile: set one of them to false"),
+    ("train.cuda_graph", lambda c: c.train.cuda_graph and c.distill is not None,
+     "true does not support distill: set it to false, or leave distill out"),
+    ("train.cuda_graph", lambda c: c.train.cuda_graph and c.loss.name == "mask_classification",
+     "true does not support loss.name: mask_classification, which waits for the GPU: set it to false"),
+    ("parallel.devices", lambda c: c.parallel.devices == [], "is empty: name at least one device, or auto"),
+    ("distill", lambda c: (d := c.distill) is not None and not (d.pixel_wise or d.pair_wise or d.holistic),
+     "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"),
+)
+
+_LOSS: tuple[Rule, ...] = (
+    ("loss.class_weights", lambda c: isinstance(c.loss.class_weights, list) and not any(c.loss.class_weights),
+     "{loss.class_weights} has no weight above 0: nothing would be trained"),
+    ("loss.class_weights",
+     lambda c: isinstance(weights := c.loss.class_weights, list) and c.data.classes is not None
+     and len(weights) != len(c.data.classes),
+     lambda c: f"has {len(c.loss.class_weights or ())} values, but data.classes has {len(c.data.classes or ())} names: "
+     "give one per class"),
+    ("loss.label_smoothing", lambda c: c.loss.label_smoothing and c.loss.name not in {"ce", "bce"},
+     "is for name: ce or bce, not {loss.name}: set it to 0"),
+)
+# fmt: on
+
+
+def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and the message of each value that is valid on its own but not together with others."""
+    is_multilabel = config.data.multilabel is not None
+    rules = [*_DATA, *(_MULTILABEL if is_multilabel else _SOFTMAX), *_COMPONENTS, *_SCHEDULE, *_MODEL]
+    rules += [*(_EOMT if config.model.library == "segapp" else ()), *_TRAINING, *_LOSS]
+    sections = {name: getattr(config, name) for name in RunConfig.model_fields}
+    for key, is_refused, message in rules:
+        if is_refused(config):
+            yield key, message.format(**sections) if isinstance(message, str) else message(config)
+    yield from _problems_of_lists(config)
+
+
+def _problems_of_lists(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the problems of which one key, or several similar keys, can have more than one."""
+    data, loss, mode = config.data, config.loss, config.parallel.mode
+    for pair in (list(pair) for pair in data.value_range or () if pair[0] >= pair[1]):
+        yield "data.value_range", f"{pair} is not [lowest, highest]: the second must be larger"
+    yield from _label_map_problems(data)
+    if mode != "auto":
+        yield from ((feature.key, feature.problem(mode)) for feature in unsupported(config, mode))
+    for key, name in part_names(config).items() if config.train.cuda_graph else ():
+        if key.partition(".")[0] in ("model", "loss"):
+            problem = f"true does not support custom components, which may wait for the GPU ({key} = {name})"
+            yield "train.cuda_graph", f"{problem}: set it to false"
+    for path, term in loss.by_key().items():
+        if data.multilabel is not None and term.name not in MULTILABEL_LOSSES:
             yield (
                 f"{path}.name",
                 f"{term.name} is for one class per pixel: with data.multilabel use {', '.join(MULTILABEL_LOSSES)}",
             )
-    if isinstance(weights := config.loss.class_weights, str):
-        yield "loss.class_weights", f"{weights} is for one class per pixel: give a list, or null"
-    if config.distill is not None:
-        yield "distill", "needs one class per pixel: leave it out with data.multilabel"
-
-
-def _sigmoid_problems(loss: LossConfig) -> Iterator[tuple[str, str]]:
-    names = [term.name for term in (loss, *loss.plus)]
-    if "bce" in names and set(names) != {"bce"}:
-        yield "loss.plus", "adds losses of sigmoids (bce) and softmax: use ce, or data.multilabel"
-
-
-def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
-    path, budgets = "parallel.memory_budget_mib", parallel.memory_budget_mib or []
-    if parallel.mode == "model":
-        yield path, "does not support parallel.mode: model, where devices hold parts of the model: leave it out"
-    elif isinstance(parallel.devices, list) and len(budgets) != len(parallel.devices) and parallel.mode != "single":
-        yield path, f"names {len(budgets)} budgets for {len(parallel.devices)} devices: give one each"
-    elif not budgets:
-        yield path, "is empty: give one number per device, or null"
-
-
-def _pixel_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
-    num_bands = len(data.bands or (1, 2, 3))
-    if data.bands is None and data.dtype != "uint8":
-        yield "data.bands", f"is missing: data.dtype = {data.dtype} needs the bands to read, e.g. [1, 2, 3]"
-    if data.value_range is not None:
-        if len(data.value_range) not in {1, num_bands}:
-            yield (
-                "data.value_range",
-                f"has {len(data.value_range)} pairs for {num_bands} bands: give one for all, or one for each",
-            )
-        for pair in (list(pair) for pair in data.value_range if pair[0] >= pair[1]):
-            yield "data.value_range", f"{pair} is not [lowest, highest]: the second must be larger"
-    for key, values in (("mean", data.mean), ("std", data.std)):
-        if len(values) not in {3, num_bands}:
-            yield f"data.{key}", f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
-
-
-def _data_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
-    yield from _pixel_problems(data)
-    for key in ("scale", "hflip", "photometric"):
-        if data.augment is not None and getattr(data, key) != DataConfig.model_fields[key].default:
-            yield f"data.{key}", "is for the built-in transforms, not for data.augment: write it into the list there"
-    if data.sampling != "uniform" and not any("ScaledCrop" in entry for entry in data.transforms):
-        yield "data.sampling", f"{data.sampling} needs ScaledCrop in data.augment, which places the crops: add it"
-    if (total := data.cutmix + data.classmix) > 1:
-        yield "data.cutmix", f"data.cutmix and classmix add up to {total:g}: at most one is used, so at most 1"
-    if data.augment == []:
-        yield "data.augment", "is empty: list at least ScaledCrop, or set it to null"
-    if data.scale[0] > data.scale[1]:
-        yield "data.scale", f"{list(data.scale)} is not [smallest, largest]: swap them"
-    if math.prod(data.crop_px) > 1 << 26:
-        yield "data.crop_px", f"{list(data.crop_px)} is more than 67 megapixels a sample: use a smaller crop"
-    if data.format in {"folder", "list"} and not data.classes:
-        yield (
-            "data.classes",
-            f"is missing: format {data.format} does not fix the classes; list their names in id order",
-        )
-    if data.classes is not None and len(data.classes) == 1 and data.multilabel is None:
-        yield "data.classes", f"{data.classes} is one class: add the background, or set data.multilabel: channels"
-    if data.rgb_masks and not data.palette:
-        yield "data.palette", "is missing: rgb_masks needs one color per class"
-    num_colors, num_classes = len(data.palette or ()), len(data.classes or ())
-    ignored_follow = data.rgb_masks and num_colors > num_classes  # further colors are ignored pixels
-    if data.palette is not None and data.classes is not None and num_colors != num_classes and not ignored_follow:
-        yield (
-            "data.palette",
-            f"has {num_colors} colors, but data.classes has {num_classes} names: give one color per class",
-        )
-    yield from _label_map_problems(data)
+    for i, term in enumerate(loss.plus):
+        if term.name == "mask_classification":
+            yield f"loss.plus.{i}.name", "mask_classification cannot be added to another loss: make it loss.name"
 
 
 def _label_map_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
