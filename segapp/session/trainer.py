@@ -36,7 +36,7 @@ from segapp.scores import SCORES
 from segapp.session.request import ImageLimit
 from segapp.session.start_checks import run_length, start_alerts, start_notes
 from segapp.training.batch_split import BatchSplitController
-from segapp.training.commands import CommandController, RecomputeController
+from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts, first_split
 from segapp.training.inbox import Inbox, applied_after
 from segapp.training.progress import Timetable
@@ -105,11 +105,10 @@ def build_trainer(
         engine,
         controller,
         inference,
-        batch_size=config.train.batch_size,
         accumulate=config.train.accumulate,
         eval_batch_size=config.eval.batch_size,
         crop_px=config.data.crop_px,
-        later=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
+        to_adopt=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
     )
     facts = _facts(config, context, devices, engine, train_loader, len(val_set))
     if not is_second_trial:
@@ -241,7 +240,7 @@ def build_controller(
     problem = None
     if config.train.compile or config.train.cuda_graph:
         problem = f"train.{'compile' if config.train.compile else 'cuda_graph'} is on"
-    recompute = RecomputeController(engine.model, len(engine.network.devices), problem)
+    recompute = RecomputableBlocks(engine.model, len(engine.network.devices), problem)
     memory = context.device_memory
     return CommandController(
         inbox, context.event_log, batch_split, memory, settings, recompute=recompute, replay=replay or ()

@@ -31,8 +31,6 @@ class BatchSplitController:
         self._divider: Any = network.divider if is_split else None
         self.batch_size = batch_size
         self.saved_plan = saved_plan
-        self.is_as_planned = True
-        """False while steps need a different amount of memory than the plan predicts."""
         self._ranks = network.ranks
         self.checker = SplitChecker(
             batch_size,
@@ -49,13 +47,6 @@ class BatchSplitController:
     def current(self) -> tuple[int, ...] | None:
         """Samples of a full batch for each device; None if there is nothing to split."""
         return None if self._divider is None else self._divider.plan(self.batch_size)
-
-    def predicted_mib(self) -> tuple[float | None, ...]:
-        """Return the predicted peaks under the present split, from measurements or the plan; empty if unknown."""
-        if self.current is not None and self.checker.peaks.measured:
-            return self.checker.peaks.peak_mib(self.current)
-        plan = self.saved_plan if self.is_as_planned else None
-        return () if plan is None else plan.predicted_mib(self.current)
 
     def record_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> None:
         """Record that a split ran out of memory after `old` did not; None: the present split."""

@@ -26,8 +26,8 @@ from segapp.training.inbox import FinalStatus, Inbox
 from segapp.training.progress import TrainingPosition
 
 
-class RecomputeController:
-    """Applies the choice of recomputed blocks: the config's, all, or none.
+class RecomputableBlocks:
+    """The blocks of a network that the backward pass can recompute; `LiveSettings.recompute` chooses among them.
 
     Args:
         model: the network, in which the blocks of the config, or of the memory plan, are already chosen.
@@ -37,37 +37,34 @@ class RecomputeController:
 
     def __init__(self, model: nn.Module, num_devices: int = 1, problem: str | None = None) -> None:
         self._model = model
-        self._configured = self.current = recomputed_blocks(model, num_devices)
-        self.blocks: tuple[str, ...] = ()
+        self._configured = recomputed_blocks(model, num_devices)
+        self.names: tuple[str, ...] = ()
         try:
-            self.blocks = tuple(name for name, block in find_blocks(model).items() if is_recomputable(block))
+            self.names = tuple(name for name, block in find_blocks(model).items() if is_recomputable(block))
         except ConfigError as error:  # `checkpoint_blocks` of a custom network without recomputation
             problem = problem or str(error)
-        self.problem = problem or (None if self.blocks else "the model has no blocks")
+        self.problem = problem or (None if self.names else "the model has no blocks")
 
-    def sets_of(self, choice: RecomputeChoice) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the blocks for each device; without `config`, the same for all."""
+    def of(self, choice: RecomputeChoice) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the chosen blocks for each device; only with `config` may devices differ."""
         if choice == "config":
             return self._configured
-        return (self.blocks if choice == "all" else (),) * len(self._configured)
+        return (self.names if choice == "all" else (),) * len(self._configured)
 
-    def words(self, choice: RecomputeChoice) -> str:
+    def describe(self, choice: RecomputeChoice) -> str:
         """Return a choice in words."""
-        which = {"off": "no blocks", "all": f"all {len(self.blocks)} blocks", "config": "the blocks of train.recompute"}
+        which = {"off": "no blocks", "all": f"all {len(self.names)} blocks", "config": "the blocks of train.recompute"}
         return f"{which[choice]} recomputed in the backward pass"
 
-    @property
-    def has_kept(self) -> bool:
-        """True if a device keeps the activations of a block that could be recomputed."""
-        return self.problem is None and self.current != self.sets_of("all")
+    def has_kept(self, choice: RecomputeChoice) -> bool:
+        """Return True if a device keeps the activations of a block that could be recomputed."""
+        return self.problem is None and self.of(choice) != self.of("all")
 
-    def apply(self, choice: RecomputeChoice) -> bool:
-        """Choose the blocks from the next step on; return True if this changes the choice."""
-        wanted = self.sets_of(choice)
-        is_new = wanted != self.current
+    def change(self, old: RecomputeChoice, new: RecomputeChoice) -> bool:
+        """Recompute the blocks of a new choice from the next step on; return True if they are other blocks."""
+        is_new = self.of(new) != self.of(old)
         if is_new:
-            set_recompute(self._model, wanted)
-            self.current = wanted
+            set_recompute(self._model, self.of(new))
         return is_new
 
 
@@ -159,7 +156,7 @@ class CommandController:
         device_memory: DeviceMemoryTracker,
         settings: LiveSettings,
         *,
-        recompute: RecomputeController,
+        recompute: RecomputableBlocks,
         replay: Sequence[tuple[int, dict[str, Any]]] = (),
     ) -> None:
         self.inbox, self.batch_split, self.recompute = inbox, batch_split, recompute
@@ -259,7 +256,7 @@ class CommandController:
             if self.recompute.problem is not None and command.recompute == "all":
                 self.inbox.answer(received, "rejected", f"recompute=all: {self.recompute.problem}", position.step)
                 return
-            pending.notes.append(self.recompute.words(command.recompute))
+            pending.notes.append(self.recompute.describe(command.recompute))
             reason += f", with {pending.notes[-1]}"
         is_auto = self.settings.gpu0_bsz_auto
         if is_auto and pending.is_split:
@@ -407,7 +404,7 @@ class CommandController:
             self._event_log.emit(Alert(kind="settings", message=message))
             restored = with_changes(restored, configured)
             self.batch_split.apply(restored)
-        self._apply_recompute(restored.recompute)
+        self._change_recompute(restored.recompute)
         self.settings = restored
 
     def settings_for_step(self, step: int, *, is_frozen: bool = False) -> LiveSettings:
@@ -435,7 +432,7 @@ class CommandController:
         """Apply settings at the start of an epoch, on every rank."""
         old, old_split = self.settings, self.batch_split.current
         sets, self._sets, self.requests.settings = self._sets, [], None
-        self._apply_recompute(settings.recompute)
+        self._change_recompute(settings.recompute)
         if not self.batch_split.apply(settings):
             settings = with_changes(settings, {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares})
         self.settings = settings
@@ -450,14 +447,26 @@ class CommandController:
 
     def adopt_recompute(self, choice: RecomputeChoice) -> None:
         """Choose the blocks that are recomputed from the next step on, without a command."""
+        self._change_recompute(choice)
         self.settings = self.settings.model_copy(update={"recompute": choice})
-        self._apply_recompute(choice)
         self._update_pending_settings()
 
-    def _apply_recompute(self, choice: RecomputeChoice) -> None:
-        if self.recompute.apply(choice):
-            self.batch_split.is_as_planned = choice == "config"
+    def _change_recompute(self, choice: RecomputeChoice) -> None:
+        if self.recompute.change(self.settings.recompute, choice):
             self.batch_split.clear_peaks()
+
+    @property
+    def recomputed(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the blocks that are recomputed, for each device of this process."""
+        return self.recompute.of(self.settings.recompute)
+
+    def predicted_mib(self) -> tuple[float | None, ...]:
+        """Return the peaks under the present split, as measured or, with the config's blocks, as planned; else none."""
+        split, peaks = self.batch_split.current, self.batch_split.checker.peaks
+        if split is not None and peaks.measured:
+            return peaks.peak_mib(split)
+        plan = self.batch_split.saved_plan if self.recomputed == self.recompute.of("config") else None
+        return () if plan is None else plan.predicted_mib(split)
 
     def after_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
         """Confirm a new split after its first full batch, and end its probation after `PROBATION_STEPS` steps."""

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -32,7 +32,6 @@ from segapp.training.context import RunContext
 from segapp.training.step.engine import StepEngine
 
 MAX_PIECES = 1024
-"""Maximum number of pieces of a micro-batch."""
 SMALLEST_WINDOW_PX = 64
 _SAME_RESULT = "the same gradients and BatchNorm statistics, in about a third more time"
 
@@ -41,10 +40,9 @@ logger = logging.getLogger("segapp")
 
 @dataclass(frozen=True)
 class MemoryFallbacks:
-    """The fallbacks that a run has adopted."""
+    """The fallbacks that a run has adopted; `num_pieces` are the pieces of a micro-batch."""
 
     num_pieces: int = 1
-    """Number of pieces of a micro-batch."""
     is_eval_single: bool = False
     """Evaluate image by image, whatever `eval.batch_size` is."""
     window_px: tuple[int, int] | None = None
@@ -78,45 +76,59 @@ class MemoryFallbacks:
         """Return the inference of whole images with these fallbacks."""
         if self.window_px is None:
             return inference
-        own = inference.window_px or self.window_px
-        return replace(inference, window_px=(min(own[0], self.window_px[0]), min(own[1], self.window_px[1])))
+        height, width = inference.window_px or self.window_px
+        return replace(inference, window_px=(min(height, self.window_px[0]), min(width, self.window_px[1])))
+
+
+class Fallback(NamedTuple):
+    """A method that needs less memory: a row of an ordered list, of which the first that applies is adopted."""
+
+    applies: bool
+    adopted: MemoryFallbacks
+    """The run's fallbacks with this one."""
+    words: str
+    """Text for the report."""
 
 
 def next_eval_fallback(
     fallbacks: MemoryFallbacks, inference: Inference, batch_size: int, crop_px: tuple[int, int], *, is_fixed: bool
-) -> tuple[MemoryFallbacks, str] | None:
-    """Return the next evaluation method, which needs less memory, and a sentence about it; None if there is none.
+) -> Fallback | None:
+    """Return the next method to evaluate with less memory; None if there is none.
 
     `inference` is the method with the present fallbacks; the first window has the size of a training crop. `is_fixed`
     means that the network accepts only windows of one size.
     """
-    if batch_size > 1 and not fallbacks.is_eval_single:
-        return replace(fallbacks, is_eval_single=True), "evaluation continues image by image, with the same result"
-    if is_fixed:
-        return None
-    if inference.window_px is None:
-        window = crop_px
-        text = f"evaluation continues in sliding windows of {window[0]}x{window[1]} instead of whole images"
-    else:
-        height, width = (max(SMALLEST_WINDOW_PX, side // 2) for side in inference.window_px)
-        window = (min(height, inference.window_px[0]), min(width, inference.window_px[1]))
-        if window == inference.window_px:
-            return None
-        text = f"evaluation continues in smaller windows, {window[0]}x{window[1]}"
-    return replace(fallbacks, window_px=window), f"{text}: its scores differ slightly from those before"
+    window = inference.window_px or crop_px
+    height, width = (min(side, max(SMALLEST_WINDOW_PX, side // 2)) for side in window)
+    is_whole, effect = inference.window_px is None, "its scores differ slightly from those before"
+    rows = (
+        Fallback(
+            batch_size > 1 and not fallbacks.is_eval_single,
+            replace(fallbacks, is_eval_single=True),
+            "evaluation continues image by image, with the same result",
+        ),
+        Fallback(
+            is_whole and not is_fixed,
+            replace(fallbacks, window_px=window),
+            f"evaluation continues in sliding windows of {window[0]}x{window[1]} instead of whole images: {effect}",
+        ),
+        Fallback(
+            not (is_whole or is_fixed) and (height, width) != window,
+            replace(fallbacks, window_px=(height, width)),
+            f"evaluation continues in smaller windows, {height}x{width}: {effect}",
+        ),
+    )
+    return next((row for row in rows if row.applies), None)
 
 
 def fallbacks_after(folder: RunFolder, step: int) -> list[tuple[int, MemoryFallbacks]]:
     """Return the fallbacks that any rank adopted after `step` updates, for a training that resumes there."""
     events = EventReader(folder.events).read_skimmed()
-    adopted = [raw for raw in events if isinstance(raw, dict) and raw["type"] == "oom"]
-    adopted += [raw for raw, _ in _rank_reports(folder)]
-    found = [
-        (int(raw.get("step") or 0), MemoryFallbacks.from_json(raw["fallbacks"]))
-        for raw in adopted
-        if raw.get("fallbacks")
-    ]
-    return sorted((each for each in found if each[0] >= step), key=lambda item: item[0])
+    reports = [raw for raw in events if isinstance(raw, dict) and raw["type"] == "oom"]
+    reports += [raw for raw, _ in _rank_reports(folder)]
+    adopting = [raw for raw in reports if raw.get("fallbacks") and int(raw.get("step") or 0) >= step]
+    adopted = [(int(raw.get("step") or 0), MemoryFallbacks.from_json(raw["fallbacks"])) for raw in adopting]
+    return sorted(adopted, key=lambda item: item[0])
 
 
 def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
@@ -161,11 +173,13 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
 
 
 class OomPolicy:
-    """Reports out-of-memory errors, decides how to react, and runs evaluations with less memory.
+    """Reports out-of-memory errors, adopts fallbacks, and runs evaluations with less memory.
+
+    `LiveSettings.recompute` alone says which blocks are recomputed; `fallbacks.is_recomputed` says that it is `all`
+    because of an out-of-memory error.
 
     Args:
-        batch_size: images of a micro-batch, over all devices and ranks.
-        later: fallbacks adopted after the checkpoint that training continues from, with the step of each.
+        to_adopt: fallbacks adopted after the checkpoint that training continues from, with the step of each.
     """
 
     def __init__(
@@ -175,20 +189,19 @@ class OomPolicy:
         controller: CommandController,
         inference: Inference,
         *,
-        batch_size: int,
         accumulate: int,
         eval_batch_size: int,
         crop_px: tuple[int, int],
-        later: Sequence[tuple[int, MemoryFallbacks]] = (),
+        to_adopt: Sequence[tuple[int, MemoryFallbacks]] = (),
     ) -> None:
         self.fallbacks = MemoryFallbacks()
         self._event_log, self._memory, self._ranks = context.event_log, context.device_memory, context.ranks
         self._folder = context.folder.reports
         self._engine, self._controller, self._inference = engine, controller, inference
-        self._batch_size, self._accumulate = batch_size, accumulate
+        self._batch_size, self._accumulate = controller.batch_split.batch_size, accumulate
         self._eval_batch_size, self._crop_px = eval_batch_size, crop_px
-        self._later = list(later)
-        for split in {split for _, fallbacks in later for split in fallbacks.failed_splits}:
+        self._to_adopt = list(to_adopt)
+        for split in {split for _, fallbacks in to_adopt for split in fallbacks.failed_splits}:
             controller.batch_split.record_failure(split)
         self._has_left_step = False
         self._cut_at_step: int | None = None
@@ -198,7 +211,7 @@ class OomPolicy:
 
     @property
     def can_save(self) -> bool:
-        """True if every rank is at a step boundary with a consistent state.
+        """True if every rank is between two steps, with a consistent state.
 
         It is False after an update was interrupted, or after this rank left a step in which the others still wait.
         """
@@ -209,45 +222,47 @@ class OomPolicy:
 
         Fallbacks adopted after the checkpoint that training continues from are adopted again at the same step.
         """
-        while self._later and self._later[0][0] <= position.step:
-            later = self._later.pop(0)[1]
-            self.fallbacks = self.fallbacks.joined(later)
-            if later.is_recomputed:
-                self._begin_recompute(position)
+        while self._to_adopt and self._to_adopt[0][0] <= position.step:
+            self._adopt(self.fallbacks.joined(self._to_adopt.pop(0)[1]), position)
         return self.fallbacks
 
-    def _begin_recompute(self, position: Position) -> None:
-        self._recomputed_at_step = position.step
-        self._controller.adopt_recompute("all")
+    def _adopt(self, fallbacks: MemoryFallbacks, position: Position) -> None:
+        """Use these fallbacks from the next step or evaluation on."""
+        old, self.fallbacks = self.fallbacks, fallbacks
+        if fallbacks.is_recomputed and not old.is_recomputed:
+            self._recomputed_at_step = position.step
+            self._controller.adopt_recompute("all")
+        if fallbacks.num_pieces > old.num_pieces:
+            self._controller.batch_split.clear_peaks()
 
-    def keep_again(self, error: Exception, position: Position) -> bool:
+    def undo_recompute_if_cause(self, error: Exception, position: Position) -> bool:
         """Undo a recomputation that the network does not support after all; return False if it was not the cause."""
         is_first = self._recomputed_at_step == position.step and self._ranks.world_size == 1
         if not is_first or not isinstance(error, RuntimeError) or is_out_of_memory(error):
             return False
         problem = first_line(error)
         release(error, self._engine.device)
-        self.forget_recompute()
+        self.drop_automatic_recompute()
         self._recomputed_at_step, self._controller.recompute.problem = None, problem
         self._controller.adopt_recompute("config")
         message = f"recomputation was turned off, because a block does not support it: {problem}"
         self._event_log.emit(Alert(kind="recompute", message=message, step=position.step))
         return True
 
-    def forget_recompute(self, *, is_later_too: bool = False) -> None:
-        """Undo the recomputation that an out-of-memory error started, because the blocks are now chosen by hand."""
+    def drop_automatic_recompute(self, *, is_dropped_for_good: bool = False) -> None:
+        """Record that the user now chooses the blocks; `is_dropped_for_good`: do not recompute all at a later step."""
         self.fallbacks = replace(self.fallbacks, is_recomputed=False)
-        if is_later_too:
-            self._later = [(step, replace(each, is_recomputed=False)) for step, each in self._later]
+        if is_dropped_for_good:
+            self._to_adopt = [(step, replace(each, is_recomputed=False)) for step, each in self._to_adopt]
 
     def handle_step_failure(self, error: Exception, position: Position) -> None:
-        """After a step ran out of memory, revert to the last good split if there is one, else use less memory.
+        """After a step ran out of memory, revert to the previous split, else adopt the next fallback.
 
-        The first fallback recomputes all blocks in the backward pass, the next ones cut micro-batches. The memory that
-        the error holds is freed.
+        In one process the step is repeated. Several ranks end, because the others wait in an exchange of the same step;
+        they adopt the fallback when they resume. The memory that the error holds is freed.
 
         Raises:
-            OutOfMemoryError: there is no fallback left.
+            OutOfMemoryError: there is no fallback left, or there are several ranks.
         """
         if self._ranks.world_size > 1:
             raise self._fail_rank(error, position)
@@ -258,61 +273,58 @@ class OomPolicy:
             return
         if not self._engine.is_whole:
             raise self._give_up(report, "the optimizer update was interrupted: resume from the last checkpoint")
-        found = self._next_fallback()
-        if found is None:
-            raise self._give_up(report, "no smaller pieces are possible: the training is saved and stops")
-        is_recompute = self._controller.recompute.has_kept
-        if not is_recompute and self._cut_at_step == position.step:
-            raise self._give_up(report, "smaller pieces failed in the same step: the training is saved and stops")
-        self.fallbacks, way = found
-        if is_recompute:
-            self._begin_recompute(position)
-        else:
-            self._cut_at_step = position.step
-            self._controller.batch_split.clear_peaks()
-        action = f"this step and all later steps run {way}"
-        self._report(
-            report, action=action, judge=self._controller.split_checker().to_json(), fallbacks=self.fallbacks.to_json()
-        )
+        fallback = self._next_step_fallback(position)
+        if fallback is None:
+            why = "no smaller pieces are possible, or they failed in the same step"
+            raise self._give_up(report, f"{why}: the training is saved and stops")
+        is_cut = fallback.adopted.num_pieces > self.fallbacks.num_pieces
+        self._cut_at_step = position.step if is_cut else self._cut_at_step
+        self._adopt(fallback.adopted, position)
+        action, checker = f"this step and all later steps run {fallback.words}", self._controller.split_checker()
+        self._report(report, action=action, judge=checker.to_json(), fallbacks=self.fallbacks.to_json())
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
-        """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""
+        """Report the error of one of several ranks, with the fallback for the resume; return the error to raise."""
         self._has_left_step = True
         report = _placed(examine(error, self._memory, self._ranks.rank), position)
         failed = self._controller.batch_split.current
         reverted = self._controller.revert_split(report.problem or "", position.step)
         action, advice = "all ranks stop: the others wait in a collective of this step", self._advice(report)
-        found = self._next_fallback()
+        fallback = self._next_step_fallback(position)
         if reverted is not None and failed is not None:
-            found = self.fallbacks.joined(MemoryFallbacks(failed_splits=(failed,))), "with the split before"
-            action = f"{action}; {reverted}"
-        if found is not None:
-            advice.insert(0, f"segapp train --resume continues from the last checkpoint {found[1]}")
-        adopted = None if found is None else found[0].to_json()
-        report = report.model_copy(update={"action": action, "advice": advice, "fallbacks": adopted})
-        if self._ranks.rank:
-            self._report_alone(report)
-        else:
-            self._report(report)
-        return final_error(report)
+            fallbacks = self.fallbacks.joined(MemoryFallbacks(failed_splits=(failed,)))
+            action, fallback = f"{action}; {reverted}", Fallback(True, fallbacks, "with the split before")
+        if fallback is not None:
+            advice.insert(0, f"segapp train --resume continues from the last checkpoint {fallback.words}")
+        adopted = None if fallback is None else fallback.adopted.to_json()
+        return final_error(self._report(report, action=action, advice=advice, fallbacks=adopted))
 
-    def _next_fallback(self) -> tuple[MemoryFallbacks, str] | None:
-        """Return the next way to make steps with less memory, and its description; None if there is none.
+    def _next_step_fallback(self, position: Position) -> Fallback | None:
+        """Return the next method to make steps with less memory, for one process and for a rank; None if there is none.
 
-        First all blocks are recomputed. Then there are twice as many pieces, unless BatchNorm or the batch forbids it.
+        There are twice as many pieces each time, unless BatchNorm, the batch, or a failure in this step forbids it.
         """
-        recompute = self._controller.recompute
-        if recompute.has_kept:
-            return replace(self.fallbacks, is_recomputed=True), f"with {recompute.words('all')}: {_SAME_RESULT}"
-        num_pieces = 2 * self.fallbacks.num_pieces
+        now, recompute = self.fallbacks, self._controller.recompute
+        num_pieces = 2 * now.num_pieces
         size = self._batch_size // num_pieces
-        if num_pieces > MAX_PIECES or size < 1 or not self._engine.network.can_train_on(size, num_pieces):
-            return None
-        words = "the same mean over the step, but BatchNorm computes its statistics from smaller pieces"
-        return replace(self.fallbacks, num_pieces=num_pieces), f"with each micro-batch in {num_pieces} pieces: {words}"
+        can_cut = num_pieces <= MAX_PIECES and size >= 1 and self._cut_at_step != position.step
+        rows = (
+            Fallback(
+                recompute.has_kept(self._controller.settings.recompute),
+                replace(now, is_recomputed=True),
+                f"with {recompute.describe('all')}: {_SAME_RESULT}",
+            ),
+            Fallback(
+                can_cut and self._engine.network.can_train_on(size, num_pieces),
+                replace(now, num_pieces=num_pieces),
+                f"with each micro-batch in {num_pieces} pieces: the same mean over the step, but BatchNorm computes "
+                "its statistics from smaller pieces",
+            ),
+        )
+        return next((row for row in rows if row.applies), None)
 
     def make_evaluation(self, evaluate: Callable[[MemoryFallbacks], Evaluation], position: Position) -> Evaluation:
-        """Evaluate; if memory does not suffice, start again with a method that needs less.
+        """Evaluate; if memory does not suffice on a rank, start again on every rank with a method that needs less.
 
         Raises:
             OutOfMemoryError: no method needs little enough memory.
@@ -324,32 +336,23 @@ class OomPolicy:
                 if not is_out_of_memory(error):
                     raise
                 failure = error
-            self._handle_eval_oom(failure, position)
-
-    def _handle_eval_oom(self, error: Exception, position: Position) -> None:
-        """Adopt an evaluation method that needs less memory, on every rank, or raise OutOfMemoryError."""
-        report = self._examined(error, position)
-        found = next_eval_fallback(
-            self.fallbacks,
-            self.fallbacks.adapted(self._inference),
-            self._eval_batch_size,
-            self._crop_px,
-            is_fixed=self._engine.model.fixed_size_px is not None,
-        )
-        if found is None:
-            raise self._give_up(report, "no smaller way to evaluate is left: the training is saved and stops")
-        self.fallbacks, action = found
-        self._report(report, action=action, fallbacks=self.fallbacks.to_json())
+            report, inference = self._examined(failure, position), self.fallbacks.adapted(self._inference)
+            is_fixed = self._engine.model.fixed_size_px is not None
+            sizes = self._eval_batch_size, self._crop_px
+            fallback = next_eval_fallback(self.fallbacks, inference, *sizes, is_fixed=is_fixed)
+            if fallback is None:
+                raise self._give_up(report, "no smaller way to evaluate is left: the training is saved and stops")
+            self._adopt(fallback.adopted, position)
+            self._report(report, action=fallback.words, fallbacks=self.fallbacks.to_json())
 
     def _examined(self, error: BaseException, position: Position) -> Oom:
         """Return the known facts of an out-of-memory error, on every rank; free the memory of the failed attempt."""
-        is_own = not isinstance(error, PeerOutOfMemoryError)
-        own = examine(error, self._memory, self._ranks.rank) if is_own else None
+        is_of_peer = isinstance(error, PeerOutOfMemoryError)
+        report = None if is_of_peer else examine(error, self._memory, self._ranks.rank)
         release(error, self._engine.device)
-        batch_split = self._controller.batch_split
-        split, predicted_mib = list(batch_split.current or ()), list(batch_split.predicted_mib())
+        split, predicted_mib = list(self._controller.batch_split.current or ()), list(self._controller.predicted_mib())
         update = {"split": split or None, "predicted_mib": predicted_mib or None}
-        return _placed(self._ranks.first_of(own), position).model_copy(update=update)
+        return _placed(self._ranks.first_of(report), position).model_copy(update=update)
 
     def _give_up(self, report: Oom, action: str) -> OutOfMemoryError:
         return final_error(self._report(report, action=action, advice=self._advice(report)))
@@ -366,30 +369,26 @@ class OomPolicy:
         return smaller
 
     def _report(self, report: Oom, **changes: Any) -> Oom:
-        """Complete a report and write it as an event, a file and an alert, on the main rank; return it."""
+        """Complete a report and write it as an event, a file and an alert, or on another rank as files; return it."""
         report = report.model_copy(update=changes)
         if self._ranks.is_main:
             path = self._write(report)
             self._event_log.emit(report.model_copy(update={"path": path}))
             message = f"{headline(report)}; {report.problem}" + (f"; see {path}" if path else "")
             self._event_log.emit(Alert(kind="oom", message=message, step=report.step))
+        elif self._has_left_step:  # the main rank does not know of it
+            self._write(report)
         return report
 
-    def _report_alone(self, report: Oom) -> None:
-        """Write the facts that only this rank knows, if no collective is possible; a resume adopts the fallbacks."""
-        try:
-            self._folder.mkdir(exist_ok=True)
-            path = self._folder / f"rank_{self._ranks.rank}_step_{report.step}.json"
-            if path.exists():  # of an earlier start of the ranks: its fallbacks are kept
-                path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
-            write_atomic(path, report.model_dump_json(exclude={"v", "seq", "t", "type", "path"}) + "\n")
-        except OSError:
-            logger.exception("report of an out-of-memory")
-        self._write(report)
-
     def _write(self, report: Oom) -> str | None:
+        """Write a report as text; also as JSON, for a resume, on a rank that cannot emit it."""
         try:
             self._folder.mkdir(exist_ok=True)
+            if not self._ranks.is_main:
+                path = self._folder / f"rank_{self._ranks.rank}_step_{report.step}.json"
+                if path.exists():  # of an earlier start of the ranks: its fallbacks are kept
+                    path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
+                write_atomic(path, report.model_dump_json(exclude={"v", "seq", "t", "type", "path"}) + "\n")
             path = self._folder / f"oom_{1 + len(list(self._folder.glob('oom_*.txt'))):04}.txt"
             write_atomic(path, "\n".join(report_lines(report)) + "\n")
         except OSError:

@@ -318,11 +318,11 @@ class TrainingReporter:
 
     def recompute(self) -> None:
         """Emit `recompute` if the recomputed blocks differ from the previous step's; every rank must call it."""
-        choice, controller = self.controller.settings.recompute, self.controller.recompute
+        choice, controller = self.controller.settings.recompute, self.controller
         if choice == self._choice:
             return
         self._choice = choice
-        blocks = [list(names) for theirs in self.engine.ranks.gather(controller.current) for names in theirs]
+        blocks = [list(names) for theirs in self.engine.ranks.gather(controller.recomputed) for names in theirs]
         if blocks == self._blocks or not (any(blocks) or any(self._blocks)):
             return
         self._blocks = blocks
@@ -333,7 +333,7 @@ class TrainingReporter:
                 step=self.progress.position.step,
                 choice=choice,
                 blocks=blocks,
-                num_blocks=len(controller.blocks),
+                num_blocks=len(controller.recompute.names),
                 reason=reason,
             )
         )
@@ -349,7 +349,7 @@ class TrainingReporter:
         way = (
             self.controller.batch_split.current,
             self.oom_policy.fallbacks.num_pieces,
-            self.controller.recompute.current,
+            self.controller.recomputed,
             bool(self.engine.model.frozen_parameters),
         )
         self._remaining.observe(clock.num_steps, elapsed_s, way)

@@ -322,7 +322,7 @@ class Trainer:
             except PauseRequest:
                 continue
             except Exception as error:
-                if oom.keep_again(error, self.position):
+                if oom.undo_recompute_if_cause(error, self.position):
                     continue
                 if not is_out_of_memory(error):
                     raise
@@ -370,7 +370,7 @@ class Trainer:
         requested = self.controller.settings_for_step(self.position.step, is_frozen=is_frozen)
         requested = self.ranks.from_main(requested)
         if requested.recompute != self.live.recompute:
-            self.oom_policy.forget_recompute()
+            self.oom_policy.drop_automatic_recompute()
         changing = ("gpu0_bsz", "shares", "recompute")
         if any(getattr(requested, name) != getattr(self.live, name) for name in changing):
             if self.saver.is_affordable():
@@ -496,7 +496,7 @@ class Trainer:
         self.oom_policy.fallbacks = MemoryFallbacks.from_json(state.get("fallbacks", {}))
         if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
             settings = settings.model_copy(update={"recompute": "config"})
-            self.oom_policy.forget_recompute(is_later_too=True)
+            self.oom_policy.drop_automatic_recompute(is_dropped_for_good=True)
         is_replanned = self.places.have_other_number(state.get("topology"))
         self.controller.restore_settings(settings, saved["parallel"], present["parallel"], is_replanned=is_replanned)
         self.controller.batch_split.load_state_dict(state.get("memory", {}))

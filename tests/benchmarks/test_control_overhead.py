@@ -20,7 +20,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter, Step
 from segapp.run.folder import RunFolder
 from segapp.training.batch_split import BatchSplitController
-from segapp.training.commands import CommandController, RecomputeController
+from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.context import RunContext
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingProgress
@@ -69,7 +69,7 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
         BatchSplitController(TrainedNetwork(linear, linear, torch.device("cpu")), 2, "single"),
         watch,
         LiveSettings(),
-        recompute=RecomputeController(torch.nn.Linear(1, 1)),
+        recompute=RecomputableBlocks(torch.nn.Linear(1, 1)),
     )
     saver = CheckpointSaver(folder.checkpoints, SaveRules(), event_log, Ranks(), lambda: Captured({}, Position(), None))
     activities = ActivityLog(event_log, watch, lambda: 0)

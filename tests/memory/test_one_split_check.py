@@ -26,7 +26,7 @@ from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunS
 from segapp.run.events.writer import EventLog
 from segapp.run.folder import RunFolder
 from segapp.training.batch_split import BatchSplitController
-from segapp.training.commands import CommandController, RecomputeController
+from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
@@ -93,7 +93,7 @@ class TrainedRun:
             self.split,
             memory,
             LiveSettings(),
-            recompute=RecomputeController(nn.Linear(1, 1)),
+            recompute=RecomputableBlocks(nn.Linear(1, 1)),
         )
         self.epoch, self.batch_size = 1, batch_size
         self.writer.write(

@@ -24,7 +24,7 @@ from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training.batch_split import BatchSplitController
-from segapp.training.commands import CommandController, RecomputeController
+from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.network import ReplicatedNetwork
@@ -55,7 +55,7 @@ class ControllerHarness:
             self.batch_split,
             DeviceMemoryTracker(),
             LiveSettings(),
-            recompute=RecomputeController(nn.Linear(1, 1)),
+            recompute=RecomputableBlocks(nn.Linear(1, 1)),
         )
 
     def send(self, text: str, position: TrainingPosition = MIDDLE) -> str:

@@ -57,7 +57,7 @@ def test_evaluation_shrinks_until_nothing_is_left() -> None:
         result = next_eval_fallback(fallbacks, inference, 4, (256, 100), is_fixed=False)
         if result is None:
             break
-        fallbacks = result[0]
+        fallbacks = result.adopted
         found.append((fallbacks.is_eval_single, fallbacks.window_px))
     assert found == [(True, None), (True, (256, 100)), (True, (128, 64)), (True, (64, 64))]
     assert next_eval_fallback(MemoryFallbacks(), WHOLE, 1, (256, 100), is_fixed=True) is None
@@ -69,11 +69,15 @@ def test_later_fallbacks_are_adopted_at_their_steps() -> None:
     later = [(3, MemoryFallbacks(num_pieces=2)), (6, MemoryFallbacks(num_pieces=4)), (7, MemoryFallbacks(num_pieces=8))]
     folder = types.SimpleNamespace(reports=None)
     context: Any = types.SimpleNamespace(ranks=Ranks(), event_log=None, device_memory=None, folder=folder)
-    sizes: Any = {"batch_size": 4, "accumulate": 1, "eval_batch_size": 2, "crop_px": (32, 32)}
+    sizes: Any = {"accumulate": 1, "eval_batch_size": 2, "crop_px": (32, 32)}
+    cleared: list[int] = []
 
     def policy() -> OomPolicy:
-        return OomPolicy(context, None, None, WHOLE, **sizes, later=later)  # type: ignore[arg-type]
+        batch_split = types.SimpleNamespace(batch_size=4, clear_peaks=lambda: cleared.append(1))
+        controller: Any = types.SimpleNamespace(batch_split=batch_split)
+        return OomPolicy(context, None, controller, WHOLE, **sizes, to_adopt=later)  # type: ignore[arg-type]
 
     step_by_step = policy()
     assert [step_by_step.begin(Position(step=step)).num_pieces for step in (2, 3, 5, 6)] == [1, 2, 2, 4]
+    assert len(cleared) == 2, "peaks of larger pieces say nothing about these"
     assert policy().begin(Position(step=9)) == MemoryFallbacks(num_pieces=8)

@@ -39,8 +39,9 @@ def context(tmp_path: Path) -> RunContext:
 
 
 def reported(context: RunContext, error: Exception) -> dict[str, Any]:
-    sizes: Any = {"batch_size": 1, "accumulate": 1, "eval_batch_size": 1, "crop_px": (32, 32)}
-    policy = OomPolicy(context, None, None, None, **sizes)  # type: ignore[arg-type, return-value]
+    sizes: Any = {"accumulate": 1, "eval_batch_size": 1, "crop_px": (32, 32)}
+    controller: Any = types.SimpleNamespace(batch_split=types.SimpleNamespace(batch_size=1))
+    policy = OomPolicy(context, None, controller, None, **sizes)  # type: ignore[arg-type]
     report = examine(error, context.device_memory)
     release(error, torch.device("cuda"))
     policy._give_up(report.model_copy(update={"epoch": 1, "step": 2}), "nothing")

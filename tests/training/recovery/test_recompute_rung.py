@@ -21,7 +21,7 @@ from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training import inbox
-from segapp.training.commands import RecomputeController
+from segapp.training.commands import RecomputableBlocks
 from segapp.training.step import assembler
 from tests.support.live_runs import small, three_devices
 from tests.support.runs import differing, events, merged, train
@@ -198,9 +198,9 @@ def test_blocks_that_count_their_passes_are_cut_in_pieces(
 
 
 def test_compiled_and_blockless_networks_have_no_rung() -> None:
-    layers = RecomputeController(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)))
-    assert (layers.problem, layers.has_kept) == ("the model has no blocks", False)
+    layers = RecomputableBlocks(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)))
+    assert (layers.problem, layers.has_kept("config")) == ("the model has no blocks", False)
     blocks = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2)))
-    assert RecomputeController(blocks).has_kept
-    compiled = RecomputeController(blocks, problem="train.compile is on")
-    assert (compiled.problem, compiled.has_kept) == ("train.compile is on", False)
+    assert RecomputableBlocks(blocks).has_kept("config")
+    compiled = RecomputableBlocks(blocks, problem="train.compile is on")
+    assert (compiled.problem, compiled.has_kept("config")) == ("train.compile is on", False)
