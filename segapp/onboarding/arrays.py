@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,15 +20,14 @@ from numpy.typing import NDArray
 from segapp.bounds import check_memory
 from segapp.datasets.files import shown
 from segapp.datasets.images.raster import encode_bands
-from segapp.onboarding.conversion import MARK, as_ids, encode_png
-from segapp.onboarding.layout import Drawing, Layout, Pair, WideMask
-from segapp.onboarding.tree import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, Tree, tokens
+from segapp.onboarding.conversion import MARK, encode_png
+from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
+from segapp.onboarding.tree import IMAGE_WORDS, MASK_WORDS, Tree, split_said, tokens
 from segapp.run.words import first_line
 
 _IMAGE_WORDS = IMAGE_WORDS | {"x", "ct", "mr"}
 _MASK_WORDS = MASK_WORDS | {"y"}
 _MAX_CHANNELS = 16
-_MAX_HEADER_BYTES = 2**16
 _PAIR_BYTES = 2048  # memory of a pair of the layout
 
 
@@ -60,12 +59,6 @@ class _Side:
         """Words in the names without role words: equal for an image and its mask."""
         roles = _IMAGE_WORDS | _MASK_WORDS
         return tuple(own for words in self.words if (own := tuple(word for word in words if word not in roles)))
-
-    @property
-    def split(self) -> str | None:
-        """The split that the names tell."""
-        said = {split for words in self.words for word in words if (split := SPLIT_WORDS.get(word)) is not None}
-        return said.pop() if len(said) == 1 else None
 
     def __str__(self) -> str:
         return shown(self.path) + ("" if self.dtype is None else f" {self.shape}")
@@ -149,25 +142,17 @@ def _agree(image: _Side, mask: _Side) -> bool:
     )
 
 
-@lru_cache(maxsize=2)
 def _array(file: Path) -> NDArray[Any]:
     """Return an array, mapped into memory; raise ValueError if it is cut off, has Python objects, or a large header."""
     with file.open("rb") as content:
-        head = content.read(12)
-    if head[6:7] > b"\1" and int.from_bytes(head[8:], "little") > _MAX_HEADER_BYTES:
-        raise ValueError("its header is too large")
-    array = np.load(file, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        raise ValueError("not one array")
-    return array
+        if np.lib.format.read_magic(content) != (1, 0):
+            raise ValueError("its header is too large")  # later versions are for headers of 64 KiB and more
+    return np.lib.format.open_memmap(file, mode="r")
 
 
-def _pixels_of(file: Path, side: _Side, number: int | None) -> NDArray[Any]:
+def _pixels_of(file: Path, number: int | None) -> NDArray[Any]:
     """Return an image (H, W, C) of an array; without a number, the whole array is one image."""
-    array = _array(file)
-    if array.shape != side.shape:
-        raise ValueError(f"its shape is {array.shape} now, not {side.shape}")
-    pixels = array if number is None else array[number]
+    pixels = _array(file) if number is None else _array(file)[number]
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
@@ -179,13 +164,13 @@ def _pairs_of(tree: Tree, image: _Side, mask: _Side, *, several: bool) -> Iterat
         name = stem if number is None else f"{stem}/{number:05}"
         drawing = Drawing(
             str(image) if number is None else f"{image}: image {number}",
-            None if mask.dtype is None else partial(_mask_of, tree.root / mask.path, mask, number),
+            None if mask.dtype is None else partial(_mask_of, tree.root / mask.path, number),
             partial(_image_bytes, tree.root / image.path, image, number),
         )
         yield Pair(
             f"images/{name}.{ending}",
             mask.path if mask.dtype is None else f"masks/{name}.png",
-            image.split or mask.split,
+            split_said(image.path) or split_said(mask.path),
             scene=(stem,) if is_stack and several else (),
             drawing=drawing,
         )
@@ -197,7 +182,7 @@ def _is_png(image: _Side, channels: Sequence[int]) -> bool:
 
 
 def _image_bytes(file: Path, side: _Side, number: int | None) -> bytes:
-    pixels = _pixels_of(file, side, number)
+    pixels = _pixels_of(file, number)
     if pixels.dtype == np.bool_:
         pixels = pixels * np.uint8(255)
     if _is_png(side, pixels.shape[2:]):
@@ -207,6 +192,13 @@ def _image_bytes(file: Path, side: _Side, number: int | None) -> bytes:
     return encode_bands(pixels, [f"channel {band}" for band in range(pixels.shape[2])], MARK)
 
 
-def _mask_of(file: Path, side: _Side, number: int | None) -> WideMask:
-    """Return a mask; raise ValueError if its values are no 8-bit ids."""
-    return as_ids(_pixels_of(file, side, number)[..., 0], 255)
+def _mask_of(file: Path, number: int | None) -> Mask:
+    """Return a mask (H, W); raise ValueError if its values are no 8-bit ids."""
+    values = _pixels_of(file, number)[..., 0]
+    low, high = values.min(initial=0), values.max(initial=0)
+    if not (low >= 0 and high <= 255):
+        raise ValueError(f"values from {low} to {high}, which are not ids of 0 to 255")
+    ids = values.astype(np.uint8)
+    if not (ids == values).all():
+        raise ValueError("numbers with fractions, which are not ids")
+    return ids

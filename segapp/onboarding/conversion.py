@@ -32,8 +32,8 @@ from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import read_description
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.class_files import is_background, is_void
-from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
-from segapp.onboarding.tree import Tree, parse_file
+from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
+from segapp.onboarding.tree import Tree, parse_file, split_said
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import first_line
 
@@ -199,7 +199,7 @@ class Annotations:
         )
 
 
-def drawn_pair(image: str, origin: str, paint: Callable[[], WideMask], near: str = "") -> Pair:
+def drawn_pair(image: str, origin: str, paint: Callable[[], Mask], near: str = "") -> Pair:
     """Return an image of the data set with a mask at its path that is painted; see `Drawing`.
 
     The folders or the name of the file `near` give the split if the image's do not.
@@ -226,11 +226,6 @@ def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[st
             content = tree.read_json(path)
             if isinstance(content, kind):
                 yield path, content
-
-
-def split_said(path: str) -> str | None:
-    """Return the split in the folders or the name of a file: train for annotations/instances_train2017.json."""
-    return parse_file(path).split or parse_file(f"{PurePosixPath(path).stem}/x").split
 
 
 def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
@@ -305,20 +300,7 @@ def _is_written(path: Path) -> bool:
     return is_mask or (path.suffix == ".tif" and read_description(path) == MARK)
 
 
-def as_ids(values: NDArray[Any], largest: int) -> WideMask:
-    """Return values of any dtype as 8-bit ids, or 16-bit ids if some are above 255; ValueError if they are no ids."""
-    if values.dtype == np.uint8:
-        return values
-    low, high = values.min(initial=0), values.max(initial=0)
-    if not (low >= 0 and high <= largest):
-        raise ValueError(f"values from {low} to {high}, which are not ids of 0 to {largest}")
-    ids: WideMask = values.astype(np.uint8) if high <= 255 else values.astype(np.uint16)
-    if not (ids == values).all():
-        raise ValueError("numbers with fractions, which are not ids")
-    return ids
-
-
-def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16]) -> bytes:
+def encode_png(pixels: NDArray[np.uint8]) -> bytes:
     """Return a PNG of ids or gray values (H, W), or RGB (H, W, 3), with the mark of segapp."""
     info = PngImagePlugin.PngInfo()
     info.add_text(MARK, "1")

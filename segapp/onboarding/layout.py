@@ -13,8 +13,7 @@ from segapp.errors import DataError
 
 Item = TypeVar("Item")
 Mask = NDArray[np.uint8]
-WideMask = Mask | NDArray[np.uint16]
-"""Ids, (H, W), of 8 bits, or of 16 bits for sets of more than eight classes."""
+"""Ids, (H, W)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Drawing:
 
     origin: str  # file and entry of the annotation, for messages
     # returns the mask, (H, W), unless it is a file of the data set; raises DataError, or an error of reading an entry
-    paint: Callable[[], WideMask] | None
+    paint: Callable[[], Mask] | None
     # returns the image's file, unless the image is a file of the data set
     image_bytes: Callable[[], bytes] | None = None
 

@@ -18,12 +18,12 @@ from segapp.onboarding.conversion import Images
 from segapp.onboarding.hypotheses import common_affixes
 from segapp.onboarding.layout import Layout, Pair, by_image
 from segapp.onboarding.tree import (
-    SPLIT_WORDS,
     Tree,
     affixes,
     is_trainval,
     known_words,
     role_of,
+    split_said,
     tokens,
     without_zeros,
 )
@@ -62,25 +62,13 @@ class Table:
         return [row[number] if number < len(row) else "" for row in self.rows]
 
 
-def split_of_words(name: str) -> str | None:
-    """Return the only split among the words of a name; trainval counts as training.
-
-    >>> split_of_words("train_list"), split_of_words("trainval"), split_of_words("list")
-    ('train', 'train', None)
-    """
-    if is_trainval(name):
-        return "train"
-    words = {SPLIT_WORDS[token.word] for token in tokens(name) if token.word in SPLIT_WORDS}
-    return words.pop() if len(words) == 1 else None
-
-
 def read_tables(tree: Tree) -> list[Table]:
     """Return the tables of a folder: first those in folders of segmentation lists, then those near the root."""
     paths = {path: PurePosixPath(path) for path in tree.others_named(".txt", ".lst", ".csv", ".tsv")}
     crowds = Counter((path.parent, path.suffix.lower()) for path in paths.values())
     found = []
     for name, path in paths.items():
-        is_sidecar = crowds[path.parent, path.suffix.lower()] > _MAX_SIDECARS and split_of_words(path.stem) is None
+        is_sidecar = crowds[path.parent, path.suffix.lower()] > _MAX_SIDECARS and split_said(path.name) is None
         if not is_sidecar and (table := read_table(tree, name)) is not None:
             found.append(table)
     return sorted(found, key=lambda table: ("seg" not in table.folder.lower(), table.folder.count("/"), table.path))
@@ -188,13 +176,13 @@ def _rows_of(table: Table, columns: tuple[int, int], find_image: _Find, find_mas
 def _row_splits(table: Table) -> list[str | None]:
     """Return the split of each row: from its cell, or the file's name."""
     for number in range(table.num_columns):
-        said = [split_of_words(cell) if cell else None for cell in table.column(number)]
+        said = [split_said(cell) if cell else None for cell in table.column(number)]
         header = table.header[number].lower() if number < len(table.header) else ""
         is_named = any(token.word in _SPLIT_HEADERS for token in tokens(header))
         plain = all(len(tokens(cell)) <= 2 for cell in table.column(number))
         if plain and all(said) and (len(set(said)) > 1 or is_named):
             return said
-    return [split_of_words(PurePosixPath(table.path).stem)] * len(table.rows)
+    return [split_said(PurePosixPath(table.path).name)] * len(table.rows)
 
 
 def _row_groups(table: Table) -> list[str] | None:

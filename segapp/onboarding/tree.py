@@ -190,6 +190,15 @@ def parse_file(path: str) -> SurveyedImage:
     return SurveyedImage(path, tuple(pattern), tuple(scenes), split)
 
 
+def split_said(path: str) -> str | None:
+    """Return the split in the folders or the name of a file; trainval counts as training.
+
+    >>> split_said("annotations/instances_train2017.json"), split_said("trainval.txt"), split_said("list.txt")
+    ('train', 'train', None)
+    """
+    return parse_file(path).split or parse_file(f"{PurePosixPath(path).stem}/x").split
+
+
 def affix_pattern(file: SurveyedImage) -> str:
     """Return a name as a pattern: `img_*` or `*_mask` for role words around a core."""
     prefix, core, ending = affixes(file.stem)

@@ -13,8 +13,8 @@ from segapp.onboarding.class_files import ClassFile
 from segapp.onboarding.content import MaskContent, count_pixels
 from segapp.onboarding.conversion import Images
 from segapp.onboarding.encoding import MaskChoices, binary_classes, is_stray, read_classes
-from segapp.onboarding.tables import read_tables, split_of_words
-from segapp.onboarding.tree import Tree, survey_tree
+from segapp.onboarding.tables import read_tables
+from segapp.onboarding.tree import Tree, split_said, survey_tree
 
 
 @pytest.mark.parametrize(("suffix", "is_lossy"), [("png", False), ("jpg", True)])
@@ -58,7 +58,7 @@ def test_lists_of_segmentation_come_before_all_others(tmp_path: Path) -> None:
         "VOC/ImageSets/Main",
     ]
     names = [PurePosixPath(table.path).stem for table in found if table.folder == "sets"]
-    assert {name: split_of_words(name) for name in names} == {"train": "train", "trainval": "train", "val": "val"}
+    assert {name: split_said(name) for name in names} == {"train": "train", "trainval": "train", "val": "val"}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from segapp.config import load_config
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, InitResult, propose_config
 from segapp.onboarding.layout import OpenQuestionError
-from segapp.onboarding.tables import Table, paired_lists, read_table, split_of_words, with_listed_splits
-from segapp.onboarding.tree import Tree
+from segapp.onboarding.tables import Table, paired_lists, read_table, with_listed_splits
+from segapp.onboarding.tree import Tree, split_said
 from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask
 
 NAMES = [f"{number:04}" for number in range(12)]
@@ -300,7 +300,7 @@ def test_a_list_does_not_change_the_splits_of_folders() -> None:
 
 
 def test_words_of_splits() -> None:
-    assert [split_of_words(name) for name in ("train_2017", "trainval", "TEST", "list", "val_train_x")] == [
+    assert [split_said(name) for name in ("train_2017", "trainval", "TEST", "list", "val_train_x")] == [
         "train",
         "train",
         "test",
