@@ -22,7 +22,7 @@ from itertools import chain
 
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.layout import Answer, Pair, open_question
+from segapp.onboarding.layout import Pair, open_question
 from segapp.onboarding.tree import known_words
 
 DEFAULT_SHARE = 0.2
@@ -121,14 +121,12 @@ def _by_names(images: Sequence[str]) -> Iterator[Grouping]:
             yield one
             return
     if columns:
-        answers = [
-            Answer(one.pattern, f"{one.kind}: {one.num_groups} groups; {one.examples(images)}") for one in columns
-        ]
+        answers = {one.pattern: f"{one.kind}: {one.num_groups} groups; {one.examples(images)}" for one in columns}
         raise open_question(
             "images of one patient, scene or video must stay on one side of the division, and several parts of the "
             "names may say it",
             "--group",
-            [*answers, Answer(EACH_IMAGE, "each image is its own group")],
+            answers | {EACH_IMAGE: "each image is its own group"},
         )
 
 

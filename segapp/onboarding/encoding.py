@@ -15,7 +15,7 @@ from segapp.datasets.layouts.schemes import Color
 from segapp.errors import DataError
 from segapp.onboarding.class_files import ClassFile, described, is_background, is_void, recognise
 from segapp.onboarding.content import MAX_COLORS, MaskContent, Value
-from segapp.onboarding.layout import Answer, open_question
+from segapp.onboarding.layout import open_question
 
 IGNORED = 255
 _INSTANCE_STEP = 1000  # in most instance masks, a pixel's value is class x this + number of the instance
@@ -85,8 +85,7 @@ def _said_class(choices: MaskChoices, question: str, ignored: str, is_class: str
     """Return True if the user treats pixels as a class, False if as ignored; ask if no option is given."""
     if choices.unlabelled is not None:
         return choices.unlabelled == "class"
-    answers = (Answer("ignore", ignored), Answer("class", is_class))
-    raise open_question(question, "--unlabelled", answers, advice)
+    raise open_question(question, "--unlabelled", {"ignore": ignored, "class": is_class}, advice)
 
 
 def _void_of(named: Mapping[Any, str], choices: MaskChoices) -> list[Any]:

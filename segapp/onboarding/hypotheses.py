@@ -354,12 +354,9 @@ def _weighed(
     is_sparse: bool,
 ) -> Layout:
     coverage = len(pairs) / (len(pairs) + len(unpaired))
-    rest = len(masks.files) - len(pairs) - (len(images.files) if images is masks else 0)
     evidence = [f"{len(pairs)} of {len(pairs) + len(unpaired)} images have a mask; {naming.words}"]
     if is_sparse:
         evidence.append(f"the other {len(unpaired)} images are not used")
-    if rest > 0:
-        evidence.append(f"{rest} of {len(pairs) + rest} such masks belong to no image by this rule")
     confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2)
     confidence *= _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
     probed = [(probe(root / pair.image), probe(root / pair.mask)) for pair in evenly(pairs, _NUM_PROBED)]

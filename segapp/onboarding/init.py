@@ -40,7 +40,7 @@ from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, w
 from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import IGNORED, UNLABELLED, Classes, MaskChoices, read_classes
 from segapp.onboarding.hypotheses import CLOSE, find_layouts
-from segapp.onboarding.layout import SURE, Answer, Layout, OpenQuestionError, Pair, open_question
+from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, Pair, open_question
 from segapp.onboarding.pieces import find_pieces, find_rle
 from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
@@ -346,8 +346,7 @@ def confirm(root: Path, found: Sequence[Layout], chosen: Layout, name: str | Non
 
 
 def _layout_question(question: str, candidates: Sequence[Layout]) -> OpenQuestionError:
-    answers = [Answer(one.name, _evidence_of(one)) for one in candidates]
-    return open_question(question, "--layout", answers)
+    return open_question(question, "--layout", {one.name: _evidence_of(one) for one in candidates})
 
 
 def _evidence_of(candidate: Layout) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -88,14 +88,6 @@ def by_image(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
 SURE = 0.6  # confidence below which the user is asked about an interpretation, even if there is no other
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One possible answer: the value of the option, and its meaning in words."""
-
-    value: str
-    words: str
-
-
 class OpenQuestionError(DataError):
     """A folder has several plausible interpretations, or an unlikely one, and no option chooses one.
 
@@ -103,16 +95,16 @@ class OpenQuestionError(DataError):
 
     Attributes:
         option: the option that answers it, such as `--layout`.
-        answers: the possible values, most likely first.
+        answers: its possible values, most likely first, with their meaning in words.
     """
 
-    option: str = ""
-    answers: tuple[Answer, ...] = ()
+    option: str
+    answers: Mapping[str, str]
 
 
-def open_question(question: str, option: str, answers: Sequence[Answer], advice: str = "") -> OpenQuestionError:
+def open_question(question: str, option: str, answers: Mapping[str, str], advice: str = "") -> OpenQuestionError:
     """Return the error for a question, a sentence without an end mark; the first answer is the most likely one."""
-    listed = "; ".join(f"{option} {shlex.quote(answer.value)} ({answer.words})" for answer in answers)
+    listed = "; ".join(f"{option} {shlex.quote(value)} ({words})" for value, words in answers.items())
     error = OpenQuestionError(f"{question}: answer with {listed}" + (f"; {advice}" if advice else ""))
-    error.option, error.answers = option, tuple(answers)
+    error.option, error.answers = option, answers
     return error

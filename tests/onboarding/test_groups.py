@@ -101,10 +101,10 @@ def test_two_words_that_divide_differently_are_a_question(images: list[str]) -> 
         group_pairs(pairs, None)
     *answers, each = raised.value.answers
     assert raised.value.option == "--group"
-    first, second = (group_pairs(pairs, answer.value).groups for answer in answers)
+    first, second = (group_pairs(pairs, answer).groups for answer in answers)
     assert [set(first), set(second)] == [{name.split("_")[i] for name in images} for i in (0, 1)]
-    assert re.search(r": \d+ groups; .*: \d+ images such as ", answers[0].words)
-    assert each.value == EACH_IMAGE
+    assert re.search(r": \d+ groups; .*: \d+ images such as ", raised.value.answers[answers[0]])
+    assert each == EACH_IMAGE
     assert group_pairs(pairs, EACH_IMAGE) == Grouping(tuple(images), "image", EACH_IMAGE)
 
 
@@ -160,7 +160,7 @@ def test_true_groups_stay_on_one_side_or_init_asks(drawn: tuple[list[str], list[
         found = group_pairs(pairs, None)
     except OpenQuestionError as question:
         for answer in question.answers:
-            group_pairs(pairs, answer.value)  # matches every image
+            group_pairs(pairs, answer)  # matches every image
         return
     if found.kind == "image":
         return

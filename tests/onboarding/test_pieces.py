@@ -98,7 +98,7 @@ def test_masks_of_annotators_are_asked(tmp_path: Path) -> None:
             save(root / "masks" / f"annotator{number}" / f"{name}.png", disk(name, 9 + number))
     with pytest.raises(OpenQuestionError, match="can be read in 3 ways") as caught:
         propose_config(InitRequest(root, tmp_path / "made.yaml"))
-    assert [answer.value for answer in caught.value.answers] == [f"masks/annotator{number}" for number in (1, 2, 3)]
+    assert [*caught.value.answers] == [f"masks/annotator{number}" for number in (1, 2, 3)]
     config, _, _ = proposed(root, tmp_path / "made.yaml", layout="masks/annotator2")
     for name, target in targets_read(config).items():
         assert (target == disk(name, 11)).all()

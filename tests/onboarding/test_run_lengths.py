@@ -130,7 +130,7 @@ def test_order_that_nothing_tells_is_asked(tmp_path: Path) -> None:
     request = InitRequest(root, tmp_path / "made.yaml")
     with pytest.raises(OpenQuestionError, match="shapes of square images do not tell") as caught:
         propose_config(request)
-    assert sorted(answer.value for answer in caught.value.answers) == ["rle-columns", "rle-rows"]
+    assert sorted(caught.value.answers) == ["rle-columns", "rle-rows"]
     config, _, _ = proposed(root, tmp_path / "made.yaml", layout="rle-rows")
     read = targets_read(config)
     assert (read["0005"] == disk("0005", (48, 48))).all()

@@ -254,9 +254,9 @@ def test_two_words_that_may_be_the_group_are_a_question(tmp_path: Path) -> None:
         OpenQuestionError, match=r"--group '.*' \(beginning of the name: 3 groups; barn: 10 ima"
     ) as raised:
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    for position, answer in enumerate(raised.value.answers[:2]):
+    for position, answer in enumerate([*raised.value.answers][:2]):
         out = tmp_path / f"{position}.yaml"
-        _, _, found = drawn_folders.proposed(tmp_path / "d", out, group=answer.value)
+        _, _, found = drawn_folders.proposed(tmp_path / "d", out, group=answer)
         assert not {n.split("_")[position] for n in found["train"]} & {n.split("_")[position] for n in found["val"]}
 
 

@@ -118,7 +118,7 @@ def answered(layout: DrawnLayout, truth: Truth, folder: Path, asked: Verdict, /,
     """Returns the verdict of the first answers to the open questions with which the truth is read; None without any."""
     assert asked.question is not None
     for answer in asked.question.answers:
-        given = {**request, asked.question.option.removeprefix("--"): answer.value}
+        given = {**request, asked.question.option.removeprefix("--"): answer}
         verdict: Verdict | None = judge(layout, truth, folder, **given)
         if verdict is not None and verdict.outcome == "asked" and len(given) < MAX_QUESTIONS:
             verdict = answered(layout, truth, folder, verdict, **given)
