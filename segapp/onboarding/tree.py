@@ -153,19 +153,14 @@ class SurveyedImage:
     split: str | None  # "train", "val" or "test", if a folder names it
 
     @cached_property
-    def name(self) -> str:
-        """The file's name."""
-        return self.path.rpartition("/")[2]
-
-    @cached_property
     def stem(self) -> str:
         """The name without its extension."""
-        return self.name.rpartition(".")[0]
+        return PurePosixPath(self.path).stem
 
     @cached_property
     def suffix(self) -> str:
         """The extension with its dot, in lower case."""
-        return "." + self.name.rpartition(".")[2].lower()
+        return PurePosixPath(self.path).suffix.lower()
 
 
 def parse_file(path: str) -> SurveyedImage:
@@ -220,32 +215,26 @@ _UNREAD_KINDS = (
 )
 """Extensions of files with pixels that are no images, and what to do if they cannot be read."""
 
-OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".names", ".lst", ".jsonl")
-
 
 @dataclass(frozen=True)
 class Tree:
-    """The files below a folder, as paths relative to it in their byte order.
-
-    `others` may contain annotations, class names or lists; `rest` are files of other kinds.
-    """
+    """The files below a folder, as paths relative to it in their byte order."""
 
     root: Path
     images: tuple[str, ...]
-    others: tuple[str, ...]
-    leads_outside: bool
-    rest: tuple[str, ...] = ()
+    others: tuple[str, ...]  # annotations, class names, lists, and files of any other kind
+    leads_outside: bool  # a folder or an image is a link out of the root
 
     def described(self) -> str:
         """Return the numbers of images and of other files with pixels by kind, and what to do with such files."""
-        kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.rest)
+        kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.others)
         held = {suffix: advice for suffixes, advice in _UNREAD_KINDS for suffix in suffixes if kinds[suffix]}
         counts = [f"{len(self.images)} images", *(f"{kinds[suffix]} {suffix[1:]}" for suffix in held)]
         return "; ".join([f"({', '.join(counts)})", *dict.fromkeys(held.values()), ""])
 
     def others_named(self, *suffixes: str) -> list[str]:
         """Return the non-image files with one of the extensions, nearest to the root first."""
-        found = [path for path in (*self.others, *self.rest) if PurePosixPath(path).suffix.lower() in suffixes]
+        found = [path for path in self.others if PurePosixPath(path).suffix.lower() in suffixes]
         return sorted(found, key=lambda path: (path.count("/"), path))
 
     def read(self, path: str, most: int = MAX_FILE_BYTES) -> bytes:
@@ -271,7 +260,7 @@ def survey_tree(root: Path) -> Tree:
             f"{shown(root)} is not a folder: give the folder that holds the images and the masks", path=root
         )
     guard = RootGuard(root)
-    images, others, rest = list[str](), list[str](), list[str]()
+    images, others = list[str](), list[str]()
     leads_outside = False
     for place, names in walk_once(root):
         below = os.path.relpath(place, root)
@@ -281,11 +270,10 @@ def survey_tree(root: Path) -> Tree:
         for name in names:
             if name[0] == ".":
                 continue
-            suffix = os.path.splitext(name)[1].lower()
-            kind = images if suffix in IMAGE_SUFFIXES else others if suffix in OTHER_SUFFIXES else rest
-            kind.append(name if below == "." else f"{below}/{name}")
-            leads_outside |= kind is not rest and not guard.holds(os.path.join(place, name))
-    return Tree(root, tuple(images), tuple(others), leads_outside, tuple(rest))
+            is_image = name.lower().endswith(IMAGE_SUFFIXES)
+            (images if is_image else others).append(name if below == "." else f"{below}/{name}")
+            leads_outside |= is_image and not guard.holds(os.path.join(place, name))
+    return Tree(root, tuple(images), tuple(others), leads_outside)
 
 
 def unused_files(tree: Tree, used: Collection[str]) -> list[list[str]]:
@@ -294,7 +282,7 @@ def unused_files(tree: Tree, used: Collection[str]) -> list[list[str]]:
     Every file that is not hidden is counted once.
     """
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-    for path in (*tree.images, *tree.others, *tree.rest):
+    for path in (*tree.images, *tree.others):
         if path not in used:
             file = parse_file(path)
             groups[file.pattern, file.split, affix_pattern(file), file.suffix].append(path)
@@ -303,7 +291,7 @@ def unused_files(tree: Tree, used: Collection[str]) -> list[list[str]]:
 
 def unused_lines(tree: Tree, unused: Sequence[Sequence[str]]) -> list[str]:
     """Return a line with the numbers of files, and a line for each group that is not used, see `unused_files`."""
-    total, rest = (sum(map(len, own)) for own in ((tree.images, tree.others, tree.rest), unused))
+    total, rest = (sum(map(len, own)) for own in ((tree.images, tree.others), unused))
     lines = [f"{total} files: {total - rest} used, {rest} not used"]
     for paths in unused[:_MAX_GROUPS]:
         many = f"{len(paths)} files such as " if len(paths) > 1 else ""

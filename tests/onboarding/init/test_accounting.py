@@ -39,10 +39,9 @@ def checked(config: RunConfig, *, as_json: bool) -> str:
 def test_each_file_is_counted_once(paths: list[tuple[list[str], str]], data: st.DataObject) -> None:
     files = sorted({"/".join([*folders, name]) for folders, name in paths})
     images = tuple(path for path in files if path.endswith((".jpg", ".png")))
-    others = tuple(path for path in files if path.endswith((".txt", ".csv", ".json")))
-    rest = tuple(path for path in files if path.endswith((".md", ".npy")))
+    others = tuple(path for path in files if path not in images)
     used = {path for path in files if data.draw(st.booleans())}
-    tree = Tree(Path("d"), images, others, leads_outside=False, rest=rest)
+    tree = Tree(Path("d"), images, others, leads_outside=False)
     unused = unused_files(tree, used)
     named = [path for paths in unused for path in paths]
     assert len(named) == len(set(named))
@@ -106,7 +105,7 @@ def test_hidden_files_are_not_counted_and_all_others_are(tmp_path: Path) -> None
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
     tree = survey_tree(tmp_path)
-    assert (tree.images, tree.others, tree.rest) == (("a.jpg", "b.PNG"), ("c.txt",), ("d", "e.weird"))
+    assert (tree.images, tree.others) == (("a.jpg", "b.PNG"), ("c.txt", "d", "e.weird"))
 
 
 def test_masks_of_a_split_without_images_are_named(tmp_path: Path) -> None:
