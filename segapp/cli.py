@@ -485,13 +485,21 @@ def init(
     layout: Annotated[str | None, option("--layout", "Name of the layout, if several fit.", "NAME")] = None,
     val_share: Annotated[
         float | None,
-        option("--val-share", "Share of images for validation if there are no splits. Default: 0.2.", "SHARE"),
+        option(
+            "--val-share",
+            "Share of images for validation if there are no splits. Default: 0.2.",
+            "SHARE",
+            min=0,
+            max=1,
+        ),
     ] = None,
     group: Annotated[
         str | None,
         option("--group", "Images with the same match stay in one data split. Default: by scene.", "REGEX"),
     ] = None,
-    folds: Annotated[int | None, option("--folds", "Write one config per fold for cross-validation.", "NUMBER")] = None,
+    folds: Annotated[
+        int | None, option("--folds", "Write one config per fold for cross-validation.", "NUMBER", min=2)
+    ] = None,
     seed: Annotated[int, option("--seed", "Random seed for splits and folds.", "NUMBER")] = 0,
     masks: Annotated[
         str | None,

@@ -56,7 +56,7 @@ def find_coco(tree: Tree) -> Layout | None:
     others = [number for number in sorted(categories) if number != own_background]
     first = next(iter(files))
     names = check_classes(["background", *(categories[number] for number in others)], first)
-    found = Annotations(tree, "coco", "COCO", _draw_coco, _area_of_coco)
+    found = Annotations(tree, "coco", "COCO", _draw_coco, lambda one: float(one["area"]))
     found.values = {number: value for value, number in enumerate(others, start=1)}
     if own_background is not None:
         found.values[own_background] = 0
@@ -95,13 +95,6 @@ def _decompressed(segmentation: Mapping[str, Any]) -> NDArray[np.bool_]:
     return np.asarray(coco_masks.decode(encoded)).astype(bool)
 
 
-def _area_of_coco(annotation: Mapping[str, Any]) -> float:
-    if isinstance(annotation.get("area"), int | float):
-        return float(annotation["area"])
-    segmentation = annotation["segmentation"]
-    return sum(area_of(_corners(ring)) for ring in segmentation) if isinstance(segmentation, list) else 0.0
-
-
 def _corners(flat: Sequence[float]) -> list[tuple[float, float]]:
     return list(zip(flat[0::2], flat[1::2], strict=True))
 
@@ -123,7 +116,7 @@ def find_yolo(tree: Tree) -> Layout | None:
     num_polygons = sum(_YOLO_LINE.fullmatch(line) is not None for line in first_lines)
     if not num_polygons or num_polygons < 0.3 * len(first_lines):
         return None
-    found = Annotations(tree, "yolo", "YOLO polygons", _draw_yolo, _area_of_yolo)
+    found = Annotations(tree, "yolo", "YOLO polygons", _draw_yolo, lambda line: area_of(yolo_shape(line, 1, 1)[1]))
     lines = {}
     for image, path in sorted(labels.items()):
         lines[image] = [line for line in tree.read(path).splitlines() if line.strip()]
@@ -154,18 +147,12 @@ def _draw_yolo(mask: Mask, line: bytes, values: Values) -> None:
     fill_polygon(mask, [corners], values[number])
 
 
-def _area_of_yolo(line: bytes) -> float:
-    return area_of(yolo_shape(line, 1, 1)[1])
-
-
 def yolo_shape(line: bytes, height: int, width: int) -> tuple[int, Sequence[tuple[float, float]]]:
-    """Return the class and the corners in pixels from a line; a box has four numbers, and is drawn as a rectangle."""
-    number, *words = line.split()
-    values = [float(word) for word in words]
-    if len(values) in (4, 5):
-        x, y, w, h = values[:4]
-        values = [x - w / 2, y - h / 2, x + w / 2, y - h / 2, x + w / 2, y + h / 2, x - w / 2, y + h / 2]
-    return int(number), [(x * width - 0.5, y * height - 0.5) for x, y in _corners(values)]
+    """Return the class and the corners in pixels from a line; raise ValueError for a box."""
+    number, *values = line.split()
+    if len(values) < 6:
+        raise ValueError(f"a box of {len(values)} numbers is not read: draw it as a polygon")
+    return int(number), [(x * width - 0.5, y * height - 0.5) for x, y in _corners([*map(float, values)])]
 
 
 def find_cvat(tree: Tree) -> Layout | None:
@@ -249,10 +236,8 @@ def find_labelme(tree: Tree) -> Layout | None:
     for path, content in json_files(tree, dict):
         if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
             continue
-        stem = path.rpartition("/")[2].rpartition(".")[0]
-        said = str(content["imagePath"]) if found.images.find(str(content["imagePath"]), path) else stem
         found.labels.update(str(shape.get("label")) for shape in content["shapes"] if isinstance(shape, dict))
-        found.add(path, said, content["shapes"])
+        found.add(path, str(content["imagePath"]), content["shapes"])
     return found.by_label("files")
 
 
@@ -289,11 +274,11 @@ def _bitmap(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:
 def find_supervisely(tree: Tree) -> Layout | None:
     """Return the conversion of a Supervisely project: ann/NAME.json for each img/NAME."""
     found = Annotations(tree, "supervisely", "Supervisely", _draw_supervisely)
-    for path, content in json_files(tree, dict, folder="ann"):
-        objects = content.get("objects")
-        if not isinstance(objects, list):
-            continue
+    for path, content in json_files(tree, dict):
         folder, _, name = path.removesuffix(".json").rpartition("/")
+        objects = content.get("objects")
+        if not folder.endswith("ann") or not isinstance(objects, list):
+            continue
         if found.add(path, f"{folder.removesuffix('ann')}img/{name}", objects):
             found.labels.update(
                 str(one["classTitle"]) for one in objects if isinstance(one, dict) and "classTitle" in one

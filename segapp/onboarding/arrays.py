@@ -125,14 +125,9 @@ def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
     return sorted(pairs, key=lambda pair: pair[0].path)
 
 
-def _is_stack(mask: _Side) -> bool:
-    """Return True for an array of several masks."""
-    return len(mask.shape) > 2
-
-
 def _agree(image: _Side, mask: _Side) -> bool:
     """Return True if the image and the mask have the same number of images, height and width, and few channels."""
-    num_axes = 3 if _is_stack(mask) else 2
+    num_axes = max(2, len(mask.shape[:3]))  # an image file has no shape, and is one mask
     sides, channels = image.shape[:num_axes], image.shape[num_axes:]
     return (
         (mask.dtype is None or mask.shape in (sides, (*sides, 1)))
@@ -158,7 +153,7 @@ def _pixels_of(file: Path, number: int | None) -> NDArray[Any]:
 
 def _pairs_of(tree: Tree, image: _Side, mask: _Side, *, several: bool) -> Iterator[Pair]:
     """Yield the images of two arrays with their masks; if there are several arrays, each is a scene."""
-    stem, is_stack = os.path.splitext(image.path)[0], _is_stack(mask)
+    stem, is_stack = os.path.splitext(image.path)[0], len(mask.shape) > 2
     ending = "png" if _is_png(image, image.shape[3 if is_stack else 2 :]) else "tif"
     for number in range(image.shape[0]) if is_stack else (None,):
         name = stem if number is None else f"{stem}/{number:05}"

@@ -63,11 +63,8 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
         reader = next((read for pattern, read in _READERS if re.fullmatch(pattern, name, re.IGNORECASE)), None)
         if reader is None or path.count("/") > _MAX_DEPTH:
             continue
-        data = tree.read(path, _MAX_FILE_BYTES + 1)
-        if len(data) > _MAX_FILE_BYTES:
-            continue
         try:
-            read = reader(data.decode("utf-8-sig"), path)
+            read = reader(tree.read(path, _MAX_FILE_BYTES).decode("utf-8-sig"), path)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, csv.Error, ConfigError, RecursionError):
             continue  # another kind of file with such a name
         if read is not None and read.names:

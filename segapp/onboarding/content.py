@@ -15,6 +15,7 @@ from segapp.datasets.layouts.schemes import Color
 from segapp.datasets.masks import color_codes, unscaled
 from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
+from segapp.onboarding.layout import evenly
 
 MAX_HEADERS, MAX_MASKS = 400, 2000
 MAX_MASK_PX = 400_000_000  # pixels of the masks that are read: all masks of a small data set, so every value is found
@@ -73,12 +74,12 @@ def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
     Masks of ids are read as colors if some masks are color images. DataError is raised if no image can be read.
     """
     with ThreadPool(4) as pool:
-        sizes = [size for size in pool.map(_size, _evenly(pairs, MAX_HEADERS)) if not isinstance(size, DataError)]
+        sizes = [size for size in pool.map(_size, evenly(pairs, MAX_HEADERS)) if not isinstance(size, DataError)]
     if not sizes:
         raise DataError(f"none of {len(pairs)} images can be read, such as {_size(pairs[0])}")
     content = MaskContent(num_all=len(pairs), sizes_px=sizes)
     height, width = content.median_px
-    chosen = _evenly(pairs, min(MAX_MASKS, max(20, MAX_MASK_PX // (height * width))))
+    chosen = evenly(pairs, min(MAX_MASKS, max(20, MAX_MASK_PX // (height * width))))
     masks = [pair.mask for pair in chosen if pair.mask is not None]
     _count_all(content, masks, as_rgb=False)
     if content.values and content.colors:
@@ -105,10 +106,6 @@ def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> 
                 content.lossy.append(mask)
             if len(colors) > MAX_COLORS:
                 content.smooth.append(mask)
-
-
-def _evenly(pairs: Sequence[ImagePair], count: int) -> Sequence[ImagePair]:
-    return pairs[:: -(-len(pairs) // count)]
 
 
 def _size(pair: ImagePair) -> tuple[int, int] | DataError:

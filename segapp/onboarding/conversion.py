@@ -28,7 +28,7 @@ from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
 from segapp.bounds import check_memory
-from segapp.datasets.files import read_header, shown
+from segapp.datasets.files import MAX_PIXELS, read_header, shown
 from segapp.datasets.images.raster import read_description
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.class_files import is_background, is_void
@@ -52,9 +52,12 @@ _ON_TOP = (
     "each pixel has one class: where objects of two classes overlap, the one drawn last covers the other; if both "
     "should count, write a mask for each class and set data.multilabel: files"
 )
-_MAX_SIDE_PX = 65_536
 _MAX_CORNER = 2**28  # OpenCV computes with integers of 32 bits
 _CROSSINGS_AT_ONCE = 2**20
+
+
+Find = Callable[[str, str], str | None]
+"""Function that returns the image for a name, close to a file, given the name and the file."""
 
 
 class Images:
@@ -148,7 +151,10 @@ class Annotations:
 
         ValueError with the number of an object is raised for an error in BAD_ENTRY.
         """
-        mask = blank_mask(*self.images.size_of(image))
+        height, width = self.images.size_of(image)
+        if height * width > MAX_PIXELS:  # of a TIFF that is read in windows
+            raise ValueError(f"a size of {width} x {height} pixels")
+        mask = np.zeros((height, width), np.uint8)
         numbered = list(enumerate(objects))
         if (area := self._area) is not None:
             numbered.sort(key=lambda one: -area(one[1]))
@@ -218,11 +224,11 @@ def check_classes(classes: Sequence[Any], source: str) -> tuple[Any, ...]:
     return tuple(classes)
 
 
-def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and content of JSON files with an object (`dict`) or a `list`, in folders with this ending."""
+def json_files(tree: Tree, kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield path and content of JSON files with an object (`dict`) or a `list`."""
     first = b"{" if kind is dict else b"["
     for path in tree.others_named(".json"):
-        if path.rpartition("/")[0].endswith(folder) and first in tree.read(path, 64):
+        if first in tree.read(path, 64):
             content = tree.read_json(path)
             if isinstance(content, kind):
                 yield path, content
@@ -307,13 +313,6 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", pnginfo=info, compress_level=4)
     return buffer.getvalue()
-
-
-def blank_mask(height_px: int, width_px: int) -> Mask:
-    """Return a mask of zeros; raise ValueError if it would be too large."""
-    if not (0 < height_px <= _MAX_SIDE_PX and 0 < width_px <= _MAX_SIDE_PX and height_px * width_px <= 2**28):
-        raise ValueError(f"a size of {width_px} x {height_px} pixels")
-    return np.zeros((height_px, width_px), np.uint8)
 
 
 def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:

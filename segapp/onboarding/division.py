@@ -26,10 +26,6 @@ from segapp.onboarding.layout import Pair, open_question
 from segapp.onboarding.tree import known_words
 
 DEFAULT_SHARE = 0.2
-TEST_VALIDATES = (
-    "the best checkpoint is chosen on the test images, for lack of a val split; --val-share SHARE of segapp init keeps "
-    "a part of train instead"
-)
 EACH_IMAGE = ".+"  # value of `--group` with which each image is its own group
 
 _MIN_GROUPS = 3
@@ -287,7 +283,10 @@ def _published(pairs: Sequence[Pair], val_split: str) -> Division:
     train, val = own.values()
     lines = [f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"]
     if val_split == "test":
-        lines.append(f"val_split: test - {TEST_VALIDATES}")
+        lines.append(
+            "val_split: test - the best checkpoint is chosen on the test images, for lack of a val split; --val-share "
+            "SHARE of segapp init keeps a part of train instead"
+        )
     images = {split: [pair.image for pair in found] for split, found in own.items()}
     if (both := find_shared_groups(images)) is not None:
         lines.append(f"warning: {both}")

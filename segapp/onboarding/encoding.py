@@ -94,16 +94,6 @@ def _void_of(named: Mapping[Any, str], choices: MaskChoices) -> list[Any]:
     return [] if choices.unlabelled == "class" or len(named) - len(void) < 2 else void
 
 
-def _void_notes(content: MaskContent, named: Mapping[Any, str], void: Sequence[Value]) -> tuple[str, ...]:
-    """Return a sentence per value or color that is named as unlabeled and occurs."""
-    return tuple(
-        f"{shown(named[stored])} ({listed([stored])}) is ignored: {content.percent([stored])}; "
-        "--unlabelled class makes it a class"
-        for stored in void
-        if content.pixels_of(stored)
-    )
-
-
 def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
     """Raise DataError if there is only one value or color."""
     if not stored:
@@ -232,15 +222,18 @@ def _sorted_out(
     void: set[Any] = set()
     if not content.colors:
         common = content.values.keys() - {*strays}
-        has_class_255 = max(common, default=0) > IGNORED or _is_255_class(content, files, choices)
-        void = {-1} if has_class_255 else {-1, IGNORED}
+        if max(common, default=0) <= IGNORED and not _is_255_class(content, files, choices):
+            void = {IGNORED}
         largest = 2 * len(common - void) + 3
         strays = [one for one in strays if one > largest and one not in void]
     stored = [one for one in found if one not in void and one not in strays]
     if negative := [one for one in stored if isinstance(one, int) and one < 0]:
-        raise DataError(f"the masks hold the negative {listed(negative)}: save the classes as values from 0 on")
+        raise DataError(
+            f"the masks hold the negative {listed(negative)}: save ignored pixels as 255, such as "
+            "np.where(mask < 0, 255, mask), and classes as values from 0 on"
+        )
     notes = [f"{listed([one])} is ignored: {content.percent([one])}" for one in sorted(void) if one in content.values]
-    return stored, [*strays, *([-1] if -1 in content.values else [])], [*_strays_note(content, strays), *notes]
+    return stored, strays, [*_strays_note(content, strays), *notes]
 
 
 def _is_255_class(content: MaskContent, files: Sequence[ClassFile], choices: MaskChoices) -> bool:
@@ -272,10 +265,8 @@ def _classes(
         why += "; the last are ignored" if len(palette) > len(named) else ""
         return Classes(names, reason, palette=palette, stored_reason=why, notes=tuple(notes), source=source)
     void = set(ignored)
-    ignore_index = -1 if IGNORED in named or len(named) > IGNORED or -1 in void else IGNORED
+    ignore_index = -1 if IGNORED in named or len(named) > IGNORED else IGNORED
     label_map = {} if [*named] == [*range(len(named))] else {value: number for number, value in enumerate(named)}
-    if -1 in void and IGNORED not in named:
-        void.add(IGNORED)
     label_map |= {value: ignore_index for value in sorted(void) if value != ignore_index and 0 <= value <= 65_535}
     return Classes(
         names,
@@ -339,7 +330,12 @@ def _from_file(
         source = shown(fit.file.source)
         notes.append(f"{listed(unnamed)} has no name in {source} and is ignored: {content.percent(unnamed)}")
     void = _void_of(named, choices)
-    notes += _void_notes(content, named, [stored for stored in void if stored != IGNORED])
+    notes += [
+        f"{shown(named[one])} ({listed([one])}) is ignored: {content.percent([one])}; "
+        "--unlabelled class makes it a class"
+        for one in void
+        if one != IGNORED and content.pixels_of(one)
+    ]
     kept = {stored: name for stored, name in named.items() if stored not in void}
     ignored = [*void, *(stored for stored in unnamed if stored not in named), *strays]
     return _classes(kept, f"from {described(fit.file)}", ignored, why, notes, fit.file.source)
@@ -359,7 +355,6 @@ def read_classes(
     a published data set with these colors or with these folders and values, and the values or colors themselves.
 
     Raises:
-        ConfigError: a choice does not fit the masks.
         DataError: the classes cannot be determined: no ids, one value, too many colors, or lossy masks.
         OpenQuestionError: there are several plausible interpretations.
     """

@@ -178,7 +178,7 @@ def _shared_beginning(texts: Sequence[str]) -> str:
     return "".join(column[0] for column in columns)
 
 
-def frequent_endings(image_stems: set[str], mask_stems: list[str], most: int = 3) -> list[tuple[str, str]]:
+def frequent_endings(image_stems: set[str], mask_stems: list[str]) -> list[tuple[str, str]]:
     """Return the prefixes and endings that turn image stems into mask stems, the most frequent first."""
     votes: Counter[tuple[str, str]] = Counter()
     for stem in mask_stems[:: max(1, len(mask_stems) // 60)]:
@@ -190,7 +190,7 @@ def frequent_endings(image_stems: set[str], mask_stems: list[str], most: int = 3
                 votes[stem[: len(stem) - length], ""] += 1
                 break
     enough = max(1, max(votes.values(), default=0) // 2)
-    return [affix for affix, count in votes.most_common(most) if count >= enough]
+    return [affix for affix, count in votes.most_common(3) if count >= enough]
 
 
 _Key = Callable[[SurveyedImage], str | None]

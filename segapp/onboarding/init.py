@@ -63,14 +63,10 @@ class InitRequest(MaskChoices):
 
     def check(self) -> None:
         """Raise ConfigError if the value of an option is not possible, or conflicts with another one."""
-        if self.val_share is not None and not 0 < self.val_share < 1:
-            raise ConfigError(f"--val-share {self.val_share:g}: write a share above 0 and below 1, such as 0.15")
         if self.val_share is not None and self.folds is not None:
             raise ConfigError(
                 "--val-share and --folds: give only one of them, because the number of folds sets their share"
             )
-        if self.folds is not None and self.folds < 2:
-            raise ConfigError(f"--folds {self.folds}: write 2 or more")
         for option, word, known in (("--masks", self.masks, ("ids",)), ("--unlabelled", self.unlabelled, UNLABELLED)):
             if word is not None and word not in known:
                 raise ConfigError(f"{option} {word}: choose {' or '.join(known)}")
@@ -117,8 +113,6 @@ def propose_config(request: InitRequest) -> InitResult:
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
     lines.append(f"classes: {names}{more} ({facts.classes.names_reason})")
-    if facts.pixels is not None:
-        lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")
     if unread := facts.content.unread:
         lines.append(
             f"note: {len(unread)} masks cannot be read, such as {shown(next(iter(unread)))}: segapp check names all"
@@ -356,10 +350,8 @@ def _evidence_of(candidate: Layout) -> str:
 def found_lines(found: Sequence[Layout], chosen: Layout) -> list[str]:
     """Return lines that describe the findings and the other candidates."""
     others = [one for one in found[:_MAX_SHOWN] if one is not chosen]
-    words = ["layout:", *["also possible: --layout"] * len(others)]
-    return [
-        f"{word} {shown(one.name)} ({_evidence_of(one)})" for word, one in zip(words, [chosen, *others], strict=True)
-    ]
+    lines = [f"layout: {shown(chosen.name)} ({_evidence_of(chosen)})"]
+    return [*lines, *(f"also possible: --layout {shown(one.name)} ({_evidence_of(one)})" for one in others)]
 
 
 def _nothing_known(tree: Tree) -> str:
@@ -449,12 +441,9 @@ def config_text(facts: Facts) -> str:
     """Return a config as YAML with comments."""
     content, division = facts.content, facts.division
     height, width = content.median_px
-    train, val = len(division.train), len(division.val)
-    if facts.fold is not None:
-        train, val = (len(division.lists[f"fold{facts.fold}-{split}"]) for split in ("train", "val"))
     header = [
         f"Made by segapp init from {shown(facts.root)}",
-        f"Format {facts.format}, {train} training and {val} validation images of about {height} x {width}",
+        f"Format {facts.format}, images of about {height} x {width}",
         f"{content.num_masks} of {content.num_all} masks were read. Review class names, crop_px and epochs first;",
         "check the data: segapp check --config FILE",
         *division.lines,
@@ -466,10 +455,6 @@ def config_text(facts: Facts) -> str:
 def _line(text: str, reason: str = "") -> str:
     """Return a line of a config, with the reason for its value as a comment."""
     return f"{text}  # {printable(reason)}" if reason else text
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 _GPU_MODEL = """\
@@ -487,7 +472,7 @@ def _lines(facts: Facts) -> Iterator[str]:
     steps = max(1, num_train // batch)
     wanted = 20_000 if num_gpus else 2_000
     epochs = min(300, max(10, round(wanted / steps)))
-    yield f"name: {_quoted(facts.name)}"
+    yield f"name: {json.dumps(facts.name, ensure_ascii=False)}"
     yield from _data_lines(facts)
     yield f"  crop_px: [{height}, {width}]  # {crop_reason}"
     if sum(h * w * 4 for h, w in content.sizes_px) / len(content.sizes_px) * num_train < 2 << 30:
@@ -541,11 +526,11 @@ def _data_lines(facts: Facts) -> Iterator[str]:
     """Yield the lines on the locations of the files and the contents of the masks."""
     yield "data:"
     yield f"  format: {facts.format}"
-    yield f"  root: {_quoted(str(facts.root))}"
+    yield f"  root: {json.dumps(str(facts.root), ensure_ascii=False)}"
     if facts.leads_outside:
         yield _line("  allow_outside_root: true", "links lead outside: remove this line if you do not trust them")
     for key, value in facts.keys.items():
-        yield f"  {key}: {_quoted(value)}"
+        yield f"  {key}: {json.dumps(value, ensure_ascii=False)}"
     if facts.pixels is not None:
         values = config_values(facts.pixels)
         yield _line(f"  bands: {values['bands']}", "pictures show the first three as RGB: reorder them to choose")

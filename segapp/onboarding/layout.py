@@ -77,7 +77,7 @@ class Layout:
 
 def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
     """Return up to `most` items, evenly spread."""
-    return items[:: max(1, len(items) // most)][:most]
+    return items[:: max(1, -(-len(items) // most))]
 
 
 def by_image(pairs: Sequence[Pair]) -> tuple[Pair, ...]:

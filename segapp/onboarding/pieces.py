@@ -29,6 +29,7 @@ from segapp.errors import ConfigError, DataError
 from segapp.onboarding.content import UNREADABLE, stored_pixels
 from segapp.onboarding.conversion import (
     UNUSABLE,
+    Find,
     Images,
     check_classes,
     drawn_pair,
@@ -54,7 +55,7 @@ _MOST_SHARED = 0.03
 """Share of the labeled pixels with several classes above which classes do not exclude each other; borders touch."""
 _ALIKE = 0.5
 """Share of the labeled pixels in several masks above which the masks are opinions about one image, not classes."""
-_NUM_LOOKED = 24
+_NUM_DECODED = 24
 _MIN_MATCHED = 0.95
 
 Files = dict[str, dict[str, str]]
@@ -70,7 +71,8 @@ def combine(planes: Mapping[int, Plane], shape: tuple[int, int]) -> Mask:
     for plane in planes.values():
         if plane.shape != shape:
             raise ValueError(
-                f"a mask of {plane.shape[1]} x {plane.shape[0]} pixels for an image of {shape[1]} x {shape[0]}"
+                f"a mask of {plane.shape[1]} x {plane.shape[0]} pixels for an image of {shape[1]} x {shape[0]}: "
+                f"magick mogrify -filter point -resize {shape[1]}x{shape[0]} 'masks/*' gives masks that size"
             )
     mask = np.zeros(shape, np.uint8)
     for number in sorted(planes, key=lambda number: (-int(planes[number].sum()), number)):
@@ -129,10 +131,10 @@ def find_pieces(tree: Tree) -> Layout | None:
     masks = [path for path in tree.images if _mask_folder(path) is not None]
     others = [path for path in tree.images if _mask_folder(path) is None]
     images = [path for path in others if any(role_of(part).is_image for part in path.split("/")[:-1])]
-    beside = sorted(set(others) - set(images))
-    images = images or others
+    beside = sorted({*others} - {*images})
     if beside and not masks:
         images, masks = _beside_each_other(beside)
+    images = images or others
     find = _finder(tree, images)
     for place in (_in_folder_of_class, _named_after_class):
         by_image: Files = defaultdict(dict)
@@ -150,12 +152,12 @@ def find_pieces(tree: Tree) -> Layout | None:
     return None
 
 
-def _refuse_folders_of_images(masks: Sequence[str], find: _Find) -> None:
+def _refuse_folders_of_images(masks: Sequence[str], find: Find) -> None:
     """Raise ConfigError for masks/a/1.png or a/masks/1.png, if most images a have several masks."""
     by_image: dict[str, list[str]] = defaultdict(list)
     for path in masks:
         folders = reversed(path.split("/")[-3:-1])
-        if (image := next((found for folder in folders if (found := find(path, folder))), None)) is not None:
+        if (image := next((found for folder in folders if (found := find(folder, path))), None)) is not None:
             by_image[image].append(path)
     several = {image: own for image, own in by_image.items() if len(own) > 1}
     if len(several) > len(by_image) / 2:
@@ -180,29 +182,22 @@ def _folders_to_masks(path: str) -> str:
     return "/".join(path.split("/")[: (_mask_folder(path) or 0) + 1])
 
 
-_Find = Callable[[str, str], str | None]
-"""Function that returns the image of a stem, given a mask and the stem."""
-
-
-def _finder(tree: Tree, images: Sequence[str]) -> _Find:
+def _finder(tree: Tree, images: Sequence[str]) -> Find:
     """Return a function that finds images by stem, also without leading zeros, close to the mask.
 
     Of images/rgb/a.jpg and images/nir/a.jpg, the color images are found.
     """
     colored = [path for path in images if "rgb" in path.lower().split("/")[:-1]]
     known = Images(replace(tree, images=tuple(colored or images)))
-    return lambda mask, stem: known.find(stem, mask) or known.find(without_zeros(stem), mask)
+    return lambda stem, mask: known.find(stem, mask) or known.find(without_zeros(stem), mask)
 
 
 def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return images and masks in the same folder: names of masks begin with the name of an image."""
-    stems = {str(PurePosixPath(path).with_suffix("")) for path in paths}
-
-    def is_mask(path: str) -> bool:
-        place = PurePosixPath(path)
-        return any(str(place.with_name(head)) in stems for head, _ in _cuts(place.stem))
-
-    return [path for path in paths if not is_mask(path)], list(filter(is_mask, paths))
+    places = [PurePosixPath(path) for path in paths]
+    stems = {place.with_suffix("") for place in places}
+    masks = [str(place) for place in places if any(place.with_name(head) in stems for head, _ in _cuts(place.stem))]
+    return sorted({*paths} - {*masks}), masks
 
 
 def _cuts(stem: str) -> Iterator[tuple[str, str]]:
@@ -212,38 +207,33 @@ def _cuts(stem: str) -> Iterator[tuple[str, str]]:
             yield stem[: match.start()], stem[match.end() :]
 
 
-def _in_folder_of_class(path: str, find: _Find) -> tuple[str, str] | None:
+def _in_folder_of_class(path: str, find: Find) -> tuple[str, str] | None:
     """Return image and class of masks/road/a.png: the only folder with neither a word of masks nor a split."""
     parts, stem = path.split("/")[:-1], PurePosixPath(path).stem
     below = [part for part in parts[(_mask_folder(path) or 0) + 1 :] if split_in(part) is None]
     if len(below) != 1:
         return None
     for own in (stem, stem.removesuffix(f"_{below[0]}"), stem.removesuffix("_mask")):
-        if (image := find(path, own)) is not None:
+        if (image := find(own, path)) is not None:
             return image, below[0]
     return None
 
 
-def _named_after_class(path: str, find: _Find) -> tuple[str, str] | None:
+def _named_after_class(path: str, find: Find) -> tuple[str, str] | None:
     """Return image and class of a_road.png."""
     for head, end in _cuts(PurePosixPath(path).stem):
-        if (image := find(path, head)) is not None and image != path:
+        if (image := find(head, path)) is not None and image != path:
             return image, end
     return None
 
 
-def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
-    """Return the nonzero pixels of a mask; enlarged if both sides of the image are the same multiple of it."""
+def _plane(file: Path) -> Plane:
+    """Return the nonzero pixels of a mask."""
     try:
         pixels, _ = stored_pixels(file, as_rgb=False)
     except UNREADABLE as error:
         raise ValueError(f"{shown(file)}: {error}") from error
-    plane = (pixels > 0).any(axis=2) if pixels.ndim == 3 else pixels > 0
-    if shape is not None and shape != plane.shape:
-        factor = shape[0] // plane.shape[0]
-        if factor > 1 and (plane.shape[0] * factor, plane.shape[1] * factor) == shape:
-            plane = plane.repeat(factor, axis=0).repeat(factor, axis=1)
-    return np.asarray(plane)
+    return np.asarray((pixels > 0).any(axis=2) if pixels.ndim == 3 else pixels > 0)
 
 
 def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout | None:
@@ -254,7 +244,7 @@ def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout
         return None
     if len({*classes.values()}) < len(classes) or len(classes) > max(2, len(by_image) * 2):
         return None
-    samples = evenly([own for own in by_image.values() if len(own) > 1], _NUM_LOOKED)
+    samples = evenly([own for own in by_image.values() if len(own) > 1], _NUM_DECODED)
     probes = [probe(tree.root / path) for own in samples for path in list(own.values())[:4]]
     if not probes or any(one is None or (one.num_values or 0) > 2 for one in probes):
         return None
@@ -279,8 +269,6 @@ def _class_name(end: str) -> str:
 def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], num_images: int, share: float) -> Layout:
     """Return the conversion of masks of classes, of whose labeled pixels a share belongs to several."""
     sources = tuple(path for own in by_image.values() for path in own.values())
-    absent = sum(len(own) < len(classes) for own in by_image.values())
-    note = f"{absent} of {len(by_image)} images have no mask for some classes, which are absent there"
     base = Layout(
         "class-masks",
         (),
@@ -289,12 +277,11 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], num_images
         sources,
         title="masks of single classes",
         classes_reason="from the names of the masks",
-        notes=(note,) if absent else (),
     )
     names = sorted(classes, key=lambda name: classes[name].casefold())
 
-    def planes(image: str, size: tuple[int, int]) -> dict[int, Plane]:
-        return {names.index(name): _plane(tree.root / path, size) for name, path in by_image[image].items()}
+    def planes(image: str, _: tuple[int, int]) -> dict[int, Plane]:
+        return {names.index(name): _plane(tree.root / path) for name, path in by_image[image].items()}
 
     origins = {image: (f"masks of {shown(image)}", "") for image in by_image}
     return reading_of_classes(base, [classes[name] for name in names], share, Images(tree), origins, planes)
@@ -303,8 +290,7 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], num_images
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
 _EMPTY = {"", "nan", "none", "null", "-1", "-1.0"}
 _RUN_NAMES, _CLASS_NAMES = known_words("columns", "run_lengths"), known_words("columns", "classes")
-_NUM_LOOKED = 200
-_NUM_DECODED = 24
+_NUM_ROWS = 200
 _RAGGED = 1.2  # borders are this much longer in the wrong order
 _MIN_FOUND = 0.3
 _ORDERS = {"F": "columns", "C": "rows"}
@@ -333,10 +319,6 @@ def find_rle(tree: Tree) -> list[Layout]:
     return _conversions(tree, images, by_image, table_of, len(missing))
 
 
-def _normal(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
 def _read(tree: Tree, path: str, images: Images) -> _Rows | None:
     """Return a table; None for a file without runs of existing images."""
     limit = csv.field_size_limit(sys.maxsize)  # cells may hold megabytes
@@ -353,8 +335,9 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     head = next(cells, [])
     if not 2 <= len(head) <= 100:
         return None
-    looked = [row for row, _ in zip(cells, range(_NUM_LOOKED), strict=False) if len(row) == len(head)]
-    named = [i for i, name in enumerate(head) if _normal(name) in _RUN_NAMES]
+    names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in head]
+    looked = [row for row, _ in zip(cells, range(_NUM_ROWS), strict=False) if len(row) == len(head)]
+    named = [i for i, name in enumerate(names) if name in _RUN_NAMES]
     runs = next((i for i in named if any(_RUNS.fullmatch(row[i]) for row in looked)), None)
     if runs is None:
         return None
@@ -362,7 +345,7 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     column = max(shares, key=lambda i: shares[i])
     if shares[column] < _MIN_FOUND:
         return None
-    classes = [i for i, name in enumerate(head) if _normal(name) in _CLASS_NAMES and i not in (column, runs)]
+    classes = [i for i, name in enumerate(names) if name in _CLASS_NAMES and i not in (column, runs)]
     rows = []
     for row in [*looked, *cells]:
         if len(row) == len(head):

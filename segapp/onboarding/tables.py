@@ -8,13 +8,13 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
-from segapp.onboarding.conversion import Images
+from segapp.onboarding.conversion import Find, Images
 from segapp.onboarding.hypotheses import common_affixes
 from segapp.onboarding.layout import Layout, Pair, by_image
 from segapp.onboarding.tree import (
@@ -33,10 +33,6 @@ _MAX_SIDECARS = 20
 """If a folder has more files of one kind, each describes one image; they are annotations, not tables."""
 _MIN_FOUND = 0.9  # share of a list's names that must be images
 _SPLIT_HEADERS, _GROUP_HEADERS = known_words("columns", "splits"), known_words("columns", "groups")
-
-
-_Find = Callable[[str, str], str | None]
-"""Function that returns the image file for a cell of a table, given the cell and the table's path."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> Layout | None:
     return None
 
 
-def _pair_columns(table: Table, find: _Find) -> tuple[int, int] | None:
+def _pair_columns(table: Table, find: Find) -> tuple[int, int] | None:
     """Return the columns of the images and of the masks; None if the table does not have both."""
     found = {}
     for number in range(table.num_columns):
@@ -164,7 +160,7 @@ def _pair_columns(table: Table, find: _Find) -> tuple[int, int] | None:
     return (images[0], images[1]) if len(images) == 2 and not found[images[1]].is_image else None
 
 
-def _rows_of(table: Table, columns: tuple[int, int], find_image: _Find, find_mask: _Find) -> Iterable[Pair]:
+def _rows_of(table: Table, columns: tuple[int, int], find_image: Find, find_mask: Find) -> Iterable[Pair]:
     splits = _row_splits(table)
     groups = _row_groups(table)
     for number, cells in enumerate(zip(*map(table.column, columns), strict=True)):
@@ -255,14 +251,14 @@ def _overlap(both: list[str]) -> str:
     )
 
 
-def _finders(tree: Tree) -> tuple[_Find, _Find]:
+def _finders(tree: Tree) -> tuple[Find, Find]:
     """Return the functions that find the image and the mask for a cell of a table.
 
     Of files of one name, the mask lies in a folder with a word for masks, and the image in another folder.
     """
     known = Images(tree)
 
-    def finder(*, in_masks: bool) -> _Find:
+    def finder(*, in_masks: bool) -> Find:
         own = tuple(path for path in tree.images if role_of(path.rpartition("/")[0]).is_mask == in_masks)
         other = Images(replace(tree, images=own))
         return lambda cell, table: known.find(cell, table) or other.find(cell, table)

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segapp.onboarding.annotations import _draw_cvat, _draw_label_studio, _draw_labelme, yolo_shape
-from segapp.onboarding.conversion import blank_mask
+from segapp.onboarding.annotations import _draw_cvat, _draw_label_studio, _draw_labelme, _draw_yolo, yolo_shape
 
 SIZE = (24, 20)
 VALUES = {"road": 3}
@@ -34,13 +33,13 @@ CORNERS = [[2, 5], [9, 5], [9, 13], [2, 13]]
     ],
 )
 def test_boxes_of_labelme_fill_their_corners(shape: dict[str, Any]) -> None:
-    mask = blank_mask(*SIZE)
+    mask = np.zeros(SIZE, np.uint8)
     _draw_labelme(mask, {"label": "road", **shape}, VALUES)
     np.testing.assert_array_equal(mask, BOX)
 
 
 def test_points_of_labelme_are_skipped_and_circles_refused() -> None:
-    mask = blank_mask(*SIZE)
+    mask = np.zeros(SIZE, np.uint8)
     for kind in ("point", "points"):
         _draw_labelme(mask, {"label": "road", "shape_type": kind, "points": [[1, 1]]}, VALUES)
     assert not mask.any()
@@ -50,11 +49,11 @@ def test_points_of_labelme_are_skipped_and_circles_refused() -> None:
 
 
 def test_shapes_of_cvat_fill_their_pixels() -> None:
-    mask = blank_mask(*SIZE)
+    mask = np.zeros(SIZE, np.uint8)
     box = {"label": "road", "xtl": "2.2", "ytl": "4.9", "xbr": "9.4", "ybr": "13.0"}
     _draw_cvat(mask, ("box", box), VALUES)
     np.testing.assert_array_equal(mask, BOX)
-    mask = blank_mask(*SIZE)
+    mask = np.zeros(SIZE, np.uint8)
     _draw_cvat(mask, ("polygon", {"label": "road", "points": "2.0,5.0;10.0,5.0;10.0,14.0;2.0,14.0"}), VALUES)
     np.testing.assert_array_equal(mask, BOX)
     ellipse = {"label": "road", "cx": "10.1", "cy": "11.9", "rx": "6", "ry": "6"}
@@ -64,7 +63,7 @@ def test_shapes_of_cvat_fill_their_pixels() -> None:
 
 
 def test_boxes_of_label_studio_are_percent_of_the_sides() -> None:
-    mask = blank_mask(*SIZE)
+    mask = np.zeros(SIZE, np.uint8)
     value = {"x": 10.4, "y": 20.8333, "width": 39.9, "height": 37.5, "rectanglelabels": ["road"]}
     _draw_label_studio(mask, {"type": "rectanglelabels", "value": value}, VALUES)
     np.testing.assert_array_equal(mask, BOX)  # 10.4 % of 20 is 2.08, left of the center of pixel 2
@@ -72,14 +71,9 @@ def test_boxes_of_label_studio_are_percent_of_the_sides() -> None:
         _draw_label_studio(mask, {"type": "rectanglelabels", "value": {**value, "rotation": 5}}, VALUES)
 
 
-@pytest.mark.parametrize(
-    ("line", "corners"),
-    [
-        (b"7 0.5 0.5 0.25 0.5", [(29.5, 9.5), (49.5, 9.5), (49.5, 29.5), (29.5, 29.5)]),
-        (b"7 0.5 0.5 0.25 0.5 0.93", [(29.5, 9.5), (49.5, 9.5), (49.5, 29.5), (29.5, 29.5)]),  # with a confidence
-        (b"7 0 0 1 0 0.5 1", [(-0.5, -0.5), (79.5, -0.5), (39.5, 39.5)]),
-    ],
-)
-def test_lines_of_yolo_are_boxes_or_polygons(line: bytes, corners: list[tuple[float, float]]) -> None:
+def test_lines_of_yolo_are_polygons_and_boxes_are_refused() -> None:
     """On an image of 80 x 40 pixels."""
-    assert yolo_shape(line, 40, 80) == (7, corners)
+    assert yolo_shape(b"7 0 0 1 0 0.5 1", 40, 80) == (7, [(-0.5, -0.5), (79.5, -0.5), (39.5, 39.5)])
+    for box in (b"3 0.5 0.5 0.25 0.5", b"3 0.5 0.5 0.25 0.5 0.93"):  # with a confidence
+        with pytest.raises(ValueError, match=r"a box of [45] numbers is not read: draw it as a polygon"):
+            _draw_yolo(np.zeros(SIZE, np.uint8), box, {3: 4})

@@ -43,9 +43,9 @@ def coco(root: Path, segmentation: Any, names: list[str] = NAMES, folder: str = 
         draw_image(root / folder / f"{name}.jpg", (HEIGHT, WIDTH))
     annotations = []
     for number in range(len(names)):
-        for category, ring in ((7, SMALL), (3, BOX)):  # the small one first: it must end on top
+        for category, ring, area in ((7, SMALL, 36), (3, BOX, 400)):  # the small one first: it must end on top
             annotations.append({"id": len(annotations), "image_id": number, "category_id": category,
-                                "segmentation": segmentation(ring)})  # fmt: skip
+                                "segmentation": segmentation(ring), "area": area})  # fmt: skip
     content = {
         "images": [{"id": i, "file_name": f"{name}.jpg"} for i, name in enumerate(names)],
         "annotations": annotations,

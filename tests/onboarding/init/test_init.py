@@ -286,8 +286,6 @@ def test_folds_are_configs_that_together_validate_on_all(tmp_path: Path) -> None
         assert not scenes[0] & scenes[1]
         validated += lists[1]
     assert len(set(validated)) == len(validated) == 21
-    with pytest.raises(ConfigError, match="--folds 1: write 2 or more"):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", folds=1))
     with pytest.raises(ConfigError, match="only 7 groups"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", folds=9))
 

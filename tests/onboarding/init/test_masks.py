@@ -278,13 +278,10 @@ def test_value_255_that_fills_half_of_the_masks_is_asked(tmp_path: Path) -> None
         np.testing.assert_array_equal(read, striped([2, 0, 1], [12, 10]))
 
 
-def test_value_below_0_is_ignored(tmp_path: Path) -> None:
+def test_value_below_0_is_refused(tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([0, 1, -1], [12, 16], np.int32), target="masks/{}.tif")
-    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert (config.data.classes, config.data.ignore_index) == (["background", "object"], -1)
-    assert "value -1 is ignored: 25.0% of the pixels" in " ".join(result.lines)
-    for read in trained_masks(config).values():
-        np.testing.assert_array_equal(read, striped([0, 1, -1], [12, 16], np.int16))
+    with pytest.raises(DataError, match=r"negative value -1: save ignored pixels as 255, such as np\.where\(mask < 0"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
 def test_colour_map_with_numbers_names_the_classes(tmp_path: Path) -> None:
