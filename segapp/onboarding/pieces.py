@@ -345,7 +345,7 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     column = max(shares, key=lambda i: shares[i])
     if shares[column] < _MIN_FOUND:
         return None
-    classes = [i for i, name in enumerate(names) if name in _CLASS_NAMES and i not in (column, runs)]
+    classes = [i for i, name in enumerate(names) if name in _CLASS_NAMES]
     rows = []
     for row in [*looked, *cells]:
         if len(row) == len(head):

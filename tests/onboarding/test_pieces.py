@@ -75,6 +75,7 @@ def test_masks_of_classes_that_are_apart_become_ids(pattern: str, tmp_path: Path
     if "{split}" in pattern:
         assert sorted(names["val"]) == ["0008.jpg", "0009.jpg"]
     lines = "\n".join(result.lines)
+    assert "10 of 10 images have masks of single classes" in lines
     assert "0.0% of the labeled pixels belong to several classes" in lines
 
 

@@ -278,6 +278,14 @@ def test_value_255_that_fills_half_of_the_masks_is_asked(tmp_path: Path) -> None
         np.testing.assert_array_equal(read, striped([2, 0, 1], [12, 10]))
 
 
+def test_ignored_value_that_a_file_names_is_said_once(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([0, 1, 255], [20, 4]))
+    (tmp_path / "d" / "classes.csv").write_text("id,name\n0,sky\n1,road\n255,void\n")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["sky", "road"]
+    assert len([line for line in result.lines if "255" in line]) == 1
+
+
 def test_value_below_0_is_refused(tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([0, 1, -1], [12, 16], np.int32), target="masks/{}.tif")
     with pytest.raises(DataError, match=r"negative value -1: save ignored pixels as 255, such as np\.where\(mask < 0"):

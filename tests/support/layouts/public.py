@@ -650,7 +650,7 @@ PUBLIC = layouts(
         "LandCover.ai": landcover,
         "OpenEarthMap": open_earth_map,
         "FloodNet": flood_net,
-        "Sen1Floods11": (floods, Ask("--layout", or_read=True)),
+        "Sen1Floods11": (floods, Refuse(("np.where(mask < 0, 255, mask)",))),
         "SpaceNet roads": space_net,
         "xView2": x_view,
         "LEVIR-CD": (levir, Ask("--", or_read=False)),
