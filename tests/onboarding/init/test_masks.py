@@ -278,6 +278,12 @@ def test_value_255_that_fills_half_of_the_masks_is_asked(tmp_path: Path) -> None
         np.testing.assert_array_equal(read, striped([2, 0, 1], [12, 10]))
 
 
+def test_value_255_among_larger_ids_is_a_class(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([0, 255, 300], [12, 10], np.uint16))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["class_0", "class_255", "class_300"]
+
+
 def test_ignored_value_that_a_file_names_is_said_once(tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([0, 1, 255], [20, 4]))
     (tmp_path / "d" / "classes.csv").write_text("id,name\n0,sky\n1,road\n255,void\n")
