@@ -22,7 +22,7 @@ from torch import Tensor
 from segapp.accelerator import wide_dtype
 from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, BlockBand, BlockSweep, sweep_bands
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, CrossEntropyTerms
-from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, own_classes
+from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, class_masks
 from segapp.losses.fused.grid import grid_of
 from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
 from segapp.losses.fused.reference import compute_dtype
@@ -58,13 +58,13 @@ def check_views(views: Tensor | Sequence[View]) -> list[View]:
     Raises:
         ValueError: no views, a view without tiles, or views with different N or C.
     """
-    found: list[View] = [views] if isinstance(views, Tensor) else list(views)
-    if not found or not all(_tensors(view) for view in found):
+    views_list: list[View] = [views] if isinstance(views, Tensor) else list(views)
+    if not views_list or not all(_tensors(view) for view in views_list):
         raise ValueError("there are no views: give at least one tensor of logits, or one tile")
-    shapes = [tuple(tensor.shape) for view in found for tensor in _tensors(view)]
+    shapes = [tuple(tensor.shape) for view in views_list for tensor in _tensors(view)]
     if len({shape[:2] for shape in shapes}) > 1:
         raise ValueError(f"views have shapes {shapes}: N and C must agree")
-    return found
+    return views_list
 
 
 def first_logits(views: Sequence[View]) -> Tensor:
@@ -172,11 +172,11 @@ class _Row:
     def add(self, images: slice, rows: slice, total: Tensor, count: Tensor) -> None:
         """Add the tiles' contribution to the sums (m, C, R, W) of logits and (R, W) of their number."""
         start, stop = max(rows.start, self.top), min(rows.stop, self.bottom)
-        own, place = slice(start - self.top, stop - self.top), slice(start - rows.start, stop - rows.start)
+        grid_rows, band_rows = slice(start - self.top, stop - self.top), slice(start - rows.start, stop - rows.start)
         wide, grid = self._joined(images), self._grid
-        ends = wide.index_select(2, grid.lower_rows[own]), wide.index_select(2, grid.upper_rows[own])
-        total[:, :, place] += torch.lerp(*ends, grid.fractions[own])
-        count[place] += self._count
+        ends = wide.index_select(2, grid.lower_rows[grid_rows]), wide.index_select(2, grid.upper_rows[grid_rows])
+        total[:, :, band_rows] += torch.lerp(*ends, grid.fractions[grid_rows])
+        count[band_rows] += self._count
 
     @property
     def logits(self) -> Tensor:
@@ -344,8 +344,8 @@ def upsample_label_counts(
     size = (target.shape[-2], target.shape[-1])
     for images, rows, values in logit_bands(views, size, align_corners, is_sigmoid=True):
         ids, valid = class_ids(target[images, None, rows], 1 << C, ignore_index)
-        own, found = own_classes(ids, C, multilabel=True) & valid, (values > least) & valid
-        counts += torch.stack([(own & found).sum((0, 2, 3)), own.sum((0, 2, 3)), found.sum((0, 2, 3))])
+        is_target, is_predicted = class_masks(ids, C, multilabel=True) & valid, (values > least) & valid
+        counts += torch.stack([mask.sum((0, 2, 3)) for mask in (is_target & is_predicted, is_target, is_predicted)])
         num_valid += valid.sum()
     both, in_target, in_prediction = counts
     rest = num_valid - in_target - in_prediction + both

@@ -108,13 +108,13 @@ class CriterionMaskClassification(AdditiveCriterion):
         check_inputs(masks, target)
         with torch.autocast(masks.device.type, enabled=False):
             areas, poison = self._areas(masks, target)
-            found = [_pair_losses(each, areas) for each, _ in predictions]
-            logs = [F.log_softmax(each.to(areas.dtype), -1) for _, each in predictions]
-            costs = torch.stack([self._cost(*each) for each in zip(found, logs, strict=True)], 1)
+            pair_losses = [_pair_losses(mask_logits, areas) for mask_logits, _ in predictions]
+            logs = [F.log_softmax(class_logits.to(areas.dtype), -1) for _, class_logits in predictions]
+            costs = torch.stack([self._cost(*both) for both in zip(pair_losses, logs, strict=True)], 1)
             matches = match_queries(costs, areas.sum(2) > 0)
             rows = [
                 self._sums(pairs, log, match, areas.sum((1, 2)) > 0)
-                for pairs, log, match in zip(found, logs, matches.unbind(1), strict=True)
+                for pairs, log, match in zip(pair_losses, logs, matches.unbind(1), strict=True)
             ]
             columns = (torch.stack(column) for column in zip(*rows, strict=True))
             class_sum, bce, dice = (column[0] + self.aux_weight * column[1:].sum() for column in columns)
@@ -215,11 +215,11 @@ def match_queries(costs: Tensor, is_present: Tensor) -> Tensor:
 
     presence = is_present[:, None, None].expand(N, P, 1, C).to(costs.dtype)
     on_host = torch.cat([costs, presence], 2).cpu().numpy()
-    found = np.full((N, P, C), -1, np.int64)
+    matches = np.full((N, P, C), -1, np.int64)
     for image, of_image in enumerate(on_host):
         classes = np.flatnonzero(of_image[0, -1])
         for number, table in enumerate(of_image[:, :-1]):
             large = np.finfo(table.dtype).max / (4 * C)  # a sum of C of them stays finite
             queries, columns = linear_sum_assignment(np.nan_to_num(table[:, classes], nan=large).clip(-large, large))
-            found[image, number, classes[columns]] = queries
-    return torch.from_numpy(found).to(costs.device)
+            matches[image, number, classes[columns]] = queries
+    return torch.from_numpy(matches).to(costs.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from segapp.accelerator import wide, wide_dtype, wide_sum
 from segapp.losses.additive import HeadCriterion, MeanCriterion, Statistics, reciprocal_or_zero
 from segapp.losses.fused.bands import Band, sweep_bands
-from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_eager, own_classes, valid_pixels
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, class_masks, is_eager, valid_pixels
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import compute_dtype, upsample
 
@@ -53,9 +53,9 @@ class _OverlapCriterion(HeadCriterion):
     def _sums(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
         """Return per class the probability on its pixels and on all, and its number of pixels; see `PixelSums`."""
         probability = (torch.sigmoid(values) if self.is_sigmoid else torch.softmax(values, 1)) * valid
-        own = own_classes(ids, values.shape[1], multilabel=self.is_sigmoid) & valid
-        intersection = torch.where(own, probability, 0.0).sum((0, 2, 3))
-        return intersection, probability.sum((0, 2, 3)), wide(own.sum((0, 2, 3)))
+        is_target = class_masks(ids, values.shape[1], multilabel=self.is_sigmoid) & valid
+        intersection = torch.where(is_target, probability, 0.0).sum((0, 2, 3))
+        return intersection, probability.sum((0, 2, 3)), wide(is_target.sum((0, 2, 3)))
 
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the loss of one head; 0 if no pixel was valid."""
@@ -196,19 +196,19 @@ def jaccard_slopes(own_sorted: Tensor, num_valid: Tensor, dtype: torch.dtype) ->
     return torch.where(rank <= num_valid, slopes, 0.0)
 
 
-def sorted_slopes(probability: Tensor, own: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of some classes of some images, and its derivative in each pixel's error |own - probability|.
+def sorted_slopes(probability: Tensor, is_target: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of some classes of some images, and its derivative in each pixel's error |target - probability|.
 
-    All three are (..., P); `own` are valid pixels of the class. The losses (...) are float64, the derivatives (..., P)
-    have the probability's dtype; both have no gradient.
+    All three are (..., P); the target is True for valid pixels of the class. The losses (...) are float64, the
+    derivatives (..., P) have the probability's dtype; both have no gradient.
     """
-    error = torch.where(valid, (own.to(probability.dtype) - probability.detach()).abs(), -1.0)
+    error = torch.where(valid, (is_target.to(probability.dtype) - probability.detach()).abs(), -1.0)
     ranked, order = error.sort(dim=-1, descending=True, stable=True)
-    slopes = jaccard_slopes(own.gather(-1, order), valid.sum(-1, keepdim=True), error.dtype)
+    slopes = jaccard_slopes(is_target.gather(-1, order), valid.sum(-1, keepdim=True), error.dtype)
     return wide_sum(ranked * slopes, -1), torch.empty_like(error).scatter_(-1, order, slopes)
 
 
-def own_pixels(ids: Tensor, valid: Tensor, classes: slice) -> Tensor:
+def class_pixels(ids: Tensor, valid: Tensor, classes: slice) -> Tensor:
     """Return which valid pixels are of each class, (m, k, P) bool, from ids and valid, (m, P) each."""
     numbers = torch.arange(classes.start, classes.stop, device=ids.device).view(1, -1, 1)
     return (ids.unsqueeze(1) == numbers) & valid.unsqueeze(1)
@@ -230,10 +230,10 @@ def lovasz_of_image(logits: Tensor, target: Tensor, align_corners: bool, ignore_
     """
     probability = torch.softmax(upsample(logits, (target.shape[0], target.shape[1]), align_corners), 1).flatten(2)
     ids, valid = class_ids(target.view(1, -1), logits.shape[1], ignore_index)
-    own = own_pixels(ids, valid, slice(0, logits.shape[1]))
-    shares = class_shares(own.any(-1), valid, classes).to(probability.dtype).unsqueeze(-1)
-    error = (own.to(probability.dtype) - probability).abs()
-    return (error * sorted_slopes(probability, own, valid.unsqueeze(1))[1] * shares).sum()
+    is_target = class_pixels(ids, valid, slice(0, logits.shape[1]))
+    shares = class_shares(is_target.any(-1), valid, classes).to(probability.dtype).unsqueeze(-1)
+    error = (is_target.to(probability.dtype) - probability).abs()
+    return (error * sorted_slopes(probability, is_target, valid.unsqueeze(1))[1] * shares).sum()
 
 
 class _LovaszOfBatch(torch.autograd.Function):
@@ -289,15 +289,15 @@ class _Images:
 
     def add_up(self, classes: str, with_gradient: bool) -> Tensor:
         """Return the sum of the images' losses, float64; with gradient, `held` becomes p_c g_c with the slopes g."""
-        is_present = [own_pixels(self.ids, self.valid, chunk).any(-1) for chunk in self.chunks]
+        is_present = [class_pixels(self.ids, self.valid, chunk).any(-1) for chunk in self.chunks]
         shares = class_shares(torch.cat(is_present, 1), self.valid, classes)
         total = torch.zeros((), dtype=wide_dtype(self.held.device), device=self.held.device)
         for chunk in self.chunks:
-            own, probability = own_pixels(self.ids, self.valid, chunk), self.held[:, chunk].flatten(2)
-            loss, slopes = sorted_slopes(probability, own, self.valid.unsqueeze(1))
+            is_target, probability = class_pixels(self.ids, self.valid, chunk), self.held[:, chunk].flatten(2)
+            loss, slopes = sorted_slopes(probability, is_target, self.valid.unsqueeze(1))
             total += (loss * shares[:, chunk]).sum()
             if with_gradient:
-                slopes = torch.where(own, -slopes, slopes).mul_(shares[:, chunk, None].to(slopes.dtype))
+                slopes = torch.where(is_target, -slopes, slopes).mul_(shares[:, chunk, None].to(slopes.dtype))
                 self.held[:, chunk] *= slopes.view_as(self.held[:, chunk])
                 self.mean_slope += self.held[:, chunk].sum(1, keepdim=True)
         return total

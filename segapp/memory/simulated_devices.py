@@ -205,8 +205,8 @@ def _triton_buffers(
     buffers = buffers_of(tuple(logits.shape), target.shape[-1], dtype, with_gradient)
     return (
         logits.new_empty(buffers.num_partials, dtype=dtype),
-        logits.new_empty((2, buffers.num_places), dtype=dtype),
-        logits.new_empty(buffers.num_places, dtype=torch.int32),
+        logits.new_empty((2, buffers.num_programs), dtype=dtype),
+        logits.new_empty(buffers.num_programs, dtype=torch.int32),
     )
 
 

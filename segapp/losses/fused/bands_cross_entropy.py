@@ -106,7 +106,7 @@ class CrossEntropyTerms:
         mask = None if num_valid == valid.numel() else valid
         ids = (target if mask is None else torch.where(mask, target, 0)).long()
         values = band.values
-        own = values.gather(1, ids)
+        target_values = values.gather(1, ids)
         weighted = (values * self.per_class).sum(1, keepdim=True) if self.eps else None
         total = values.exp_().sum(1, keepdim=True)
         log_total = total.log()
@@ -116,21 +116,21 @@ class CrossEntropyTerms:
             total = values.sub_(largest).exp_().sum(1, keepdim=True)
             log_total = total.log() + largest
         pixel_weight = None if self.weight is None else _masked(self.weight[ids], mask)
-        self._add_loss(log_total, own, weighted, pixel_weight, mask, num_valid)
+        self._add_loss(log_total, target_values, weighted, pixel_weight, mask, num_valid)
         if with_gradient:
             band.add_gradient(self._gradient(values, total, ids, pixel_weight, mask))
 
     def _add_loss(
         self,
         log_total: Tensor,
-        own: Tensor,
+        target_values: Tensor,
         weighted: Tensor | None,
         pixel_weight: Tensor | None,
         mask: Tensor | None,
         num_valid: int,
     ) -> None:
         self.weight_sum += num_valid if pixel_weight is None else _sum(pixel_weight)
-        nll = log_total - own
+        nll = log_total - target_values
         nll = _masked(nll, mask) if pixel_weight is None else nll.mul_(pixel_weight)
         self.loss_sum += (1 - self.eps) * _sum(nll)
         if weighted is not None:
@@ -141,17 +141,16 @@ class CrossEntropyTerms:
     ) -> Tensor:
         """Return the derivative with respect to the band's values (m, C, R, W), written into their buffer."""
         if pixel_weight is None:
-            own = torch.full_like(total, 1.0) if mask is None else mask.to(self.dtype)
+            pixel_factor = torch.full_like(total, 1.0) if mask is None else mask.to(self.dtype)
             scale = _masked(total.reciprocal_(), mask)
         else:
-            own = pixel_weight
-            numerator = (
-                own
-                if not self.eps
-                else (1 - self.eps) * own + _masked(torch.full_like(own, self.share * self.total_weight), mask)
-            )
+            pixel_factor = pixel_weight
+            numerator = pixel_factor
+            if self.eps:
+                smoothing = _masked(torch.full_like(pixel_factor, self.share * self.total_weight), mask)
+                numerator = (1 - self.eps) * pixel_factor + smoothing
             scale = numerator / total
-        exponentials.mul_(scale).scatter_add_(1, ids, own * (self.eps - 1))
+        exponentials.mul_(scale).scatter_add_(1, ids, pixel_factor * (self.eps - 1))
         if self.eps:
             constant = self.per_class * self.share
             exponentials.sub_(constant if mask is None else mask * constant)

@@ -74,7 +74,7 @@ def class_ids(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tens
     return torch.where(valid, target, 0).long(), valid
 
 
-def own_classes(ids: Tensor, num_classes: int, *, multilabel: bool) -> Tensor:
+def class_masks(ids: Tensor, num_classes: int, *, multilabel: bool) -> Tensor:
     """Return for each class which pixels have it, (N, C, ...) bool.
 
     Args:

@@ -96,12 +96,12 @@ class Buffers:
     """Numbers of elements of the launch's temporary tensors.
 
     Attributes:
-        num_places: programs of the loss kernel; each stores a loss and a weight sum in the compute dtype, and its
+        num_programs: programs of the loss kernel; each stores a loss and a weight sum in the compute dtype, and its
             number of bad ids as int32.
         num_partials: elements of the partial gradients, in the compute dtype.
     """
 
-    num_places: int
+    num_programs: int
     num_partials: int
 
 
@@ -121,8 +121,8 @@ def buffers_of(shape: tuple[int, ...], W: int, dtype: torch.dtype, with_gradient
     """
     N, C, h, w = shape
     block = block_shape(shape, W, dtype)
-    num_places = N * -(-h // block.CELLS) * -(-w // block.SOURCES)
-    return Buffers(num_places, num_places * (block.CELLS + 1) * C * (block.SOURCES + 1) if with_gradient else 1)
+    num_programs = N * -(-h // block.CELLS) * -(-w // block.SOURCES)
+    return Buffers(num_programs, num_programs * (block.CELLS + 1) * C * (block.SOURCES + 1) if with_gradient else 1)
 
 
 _NEEDS = (
@@ -244,6 +244,6 @@ def _try(device: torch.device) -> None:
     kernels = load_kernels(device)
     with accelerator_of(device).new_stream(device), kernels.launching(device):
         ids = torch.tensor([[[0, 7, 255, -3]]], device=device)
-        found = kernels.bounds_of_bad_ids(torch.ones((), dtype=torch.int64, device=device), ids, 5, 255).tolist()
-        if found != [-3, 7]:
-            raise RuntimeError(f"a kernel returned {found} instead of [-3, 7]")
+        bounds = kernels.bounds_of_bad_ids(torch.ones((), dtype=torch.int64, device=device), ids, 5, 255).tolist()
+        if bounds != [-3, 7]:
+            raise RuntimeError(f"a kernel returned {bounds} instead of [-3, 7]")

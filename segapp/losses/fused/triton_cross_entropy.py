@@ -88,8 +88,8 @@ def cross_entropy_by_triton(
     C, dtype, device = logits.shape[1], compute_dtype(logits), logits.device
     buffers = buffers_of(tuple(logits.shape), target.shape[2], dtype, with_gradient)
     partial = torch.empty(buffers.num_partials, dtype=dtype, device=device)
-    loss, count = torch.empty(2, buffers.num_places, dtype=dtype, device=device)
-    bad = torch.empty(buffers.num_places, dtype=torch.int32, device=device)
+    loss, count = torch.empty(2, buffers.num_programs, dtype=dtype, device=device)
+    bad = torch.empty(buffers.num_programs, dtype=torch.int32, device=device)
     gradient = torch.empty(logits.shape, dtype=dtype, device=device) if with_gradient else None
     if weight is not None:
         weight = weight.to(device, dtype).contiguous()

@@ -214,7 +214,7 @@ def loss_kernel(
     programs below and to the right.
     """
     block = tl.program_id(1)
-    place = tl.program_id(0).to(tl.int64) * num_blocks + block
+    program = tl.program_id(0).to(tl.int64) * num_blocks + block
     n = (tl.program_id(0) // num_groups).to(tl.int64)
     first_cell = (tl.program_id(0) % num_groups) * CELLS
     index = tl.arange(0, SOURCES * SPLIT * LANES)
@@ -229,7 +229,7 @@ def loss_kernel(
     left_ptr = base + left.to(tl.int64) * stride_w
     right_ptr = base + right.to(tl.int64) * stride_w
     target_ptr += n * target_stride_n
-    out_ptr = partial_ptr + place * ((CELLS + 1) * C * (SOURCES + 1))
+    out_ptr = partial_ptr + program * ((CELLS + 1) * C * (SOURCES + 1))
     # Of a source row: its left source pixel, and the right one minus the left one.
     offset = first_cell.to(tl.int64) * stride_h
     above = source_logits(left_ptr + offset, stride_c, lane, C, TILES, LANES, ACC)
@@ -290,34 +290,34 @@ def loss_kernel(
                     pixel_weight = tl.where(is_valid, zero + 1.0, 0.0)
                 count += pixel_weight
                 scale = KEEP * pixel_weight
-                own_upper = up * scale
-                own_lower = down * scale
+                target_upper = up * scale
+                target_lower = down * scale
 
                 values = add_scaled(start, down, slope, TILES)
                 largest = values[0]
                 for t in tl.static_range(1, TILES):
                     largest = tl.maximum(largest, values[t])
                 largest = largest_of_lanes(largest, LANES)
-                own_tile = ids - lane
-                own = zero
+                target_tile = ids - lane
+                target_value = zero
                 total = zero
                 exponentials = ()
-                upper_less_own = ()
-                lower_less_own = ()
+                upper_diff = ()
+                lower_diff = ()
                 for t in tl.static_range(TILES):
-                    is_own = own_tile == t * LANES
+                    is_target = target_tile == t * LANES
                     shifted = values[t] - largest
-                    own = tl.where(is_own, shifted, own)
+                    target_value = tl.where(is_target, shifted, target_value)
                     exponential = tl.exp2(shifted)
                     total += exponential
                     exponentials = exponentials + (exponential,)
                     if WITH_GRADIENT:
-                        upper_less_own = upper_less_own + (tl.where(is_own, upper[t] - own_upper, upper[t]),)
-                        lower_less_own = lower_less_own + (tl.where(is_own, lower[t] - own_lower, lower[t]),)
+                        upper_diff = upper_diff + (tl.where(is_target, upper[t] - target_upper, upper[t]),)
+                        lower_diff = lower_diff + (tl.where(is_target, lower[t] - target_lower, lower[t]),)
                 total = sum_of_lanes(total, LANES)
 
                 # Each thread adds its part of the loss: its classes, and the first thread the logarithm.
-                row_loss = -scale * own
+                row_loss = -scale * target_value
                 if SMOOTH:
                     smoothing = tl.where(is_valid, SHARE * total_weight, 0.0)
                     scale += smoothing
@@ -334,8 +334,8 @@ def loss_kernel(
                 loss += tl.where(is_valid, row_loss, 0.0)
                 if WITH_GRADIENT:
                     scale = tl.where(is_valid, scale / total, 0.0)
-                    upper = add_scaled(upper_less_own, up * scale, exponentials, TILES)
-                    lower = add_scaled(lower_less_own, down * scale, exponentials, TILES)
+                    upper = add_scaled(upper_diff, up * scale, exponentials, TILES)
+                    lower = add_scaled(lower_diff, down * scale, exponentials, TILES)
             if not HAS_WEIGHT:
                 loss += tl.where(lane == 0, tl.log2(totals), 0.0)
             if WITH_GRADIENT:
@@ -355,9 +355,9 @@ def loss_kernel(
         upper_right = lower_right
     if WITH_GRADIENT:
         store_source_row(out_ptr, upper_left, upper_right, C, TILES, SOURCES, SPLIT, LANES)
-    tl.store(loss_ptr + place, tl.sum(loss, axis=0) * LN_2)
-    tl.store(count_ptr + place, tl.sum(tl.where(lane == 0, count, 0.0), axis=0))
-    tl.store(bad_ptr + place, tl.sum(tl.where(lane == 0, bad, 0), axis=0))
+    tl.store(loss_ptr + program, tl.sum(loss, axis=0) * LN_2)
+    tl.store(count_ptr + program, tl.sum(tl.where(lane == 0, count, 0.0), axis=0))
+    tl.store(bad_ptr + program, tl.sum(tl.where(lane == 0, bad, 0), axis=0))
 
 
 @triton.jit
@@ -387,7 +387,7 @@ def gather_kernel(
     columns = tl.program_id(1) * BW + tl.arange(0, BW)
     rows = i + tl.zeros((BW,), dtype=tl.int32)
     total = tl.zeros((BC, BW), dtype=ACC)
-    for of_row in tl.static_range(3):  # own, before, after
+    for of_row in tl.static_range(3):  # this program, the previous one, the next one
         row = rows - (of_row == 1)
         slot = row % CELLS + (of_row > 0)
         has_row = (row >= 0) & ((of_row != 1) | (slot == CELLS)) & ((of_row != 2) | (row == h - 1))
@@ -396,8 +396,8 @@ def gather_kernel(
             offset = column % SOURCES + (of_column > 0)
             has_column = (column >= 0) & (column < w)
             has_column = has_column & ((of_column != 1) | (offset == SOURCES)) & ((of_column != 2) | (column == w - 1))
-            place = (n * num_groups + row // CELLS) * num_blocks + column // SOURCES
-            start = (place * (CELLS + 1) + slot) * (C * (SOURCES + 1)) + offset
+            program = (n * num_groups + row // CELLS) * num_blocks + column // SOURCES
+            start = (program * (CELLS + 1) + slot) * (C * (SOURCES + 1)) + offset
             mask = (classes < C)[:, None] & (has_row & has_column)[None, :]
             pointer = partial_ptr + start[None, :] + classes[:, None] * (SOURCES + 1)
             total += tl.load(pointer, mask=mask, other=0.0)

@@ -206,8 +206,8 @@ def test_blocks_hold_every_class_and_source_pixel(N, h, w, W, num_classes, dtype
     assert threads & (threads - 1) == 0 < block.SOURCES
     num_rows, num_blocks = -(-h // block.CELLS), -(-w // block.SOURCES)
     buffers = buffers_of(shape, W, dtype, True)
-    assert buffers.num_places == N * num_rows * num_blocks
-    assert buffers.num_partials == buffers.num_places * (block.CELLS + 1) * num_classes * (block.SOURCES + 1)
+    assert buffers.num_programs == N * num_rows * num_blocks
+    assert buffers.num_partials == buffers.num_programs * (block.CELLS + 1) * num_classes * (block.SOURCES + 1)
     assert buffers_of(shape, W, dtype, False).num_partials == 1
 
 
@@ -226,4 +226,4 @@ def test_few_cells_are_shared_and_many_are_taken_together():
 
 def test_partial_results_grow_evenly_with_the_batch():
     one, five = (buffers_of((N, 19, 96, 96), 768, torch.float32, True) for N in (1, 5))
-    assert five == Buffers(5 * one.num_places, 5 * one.num_partials)
+    assert five == Buffers(5 * one.num_programs, 5 * one.num_partials)
