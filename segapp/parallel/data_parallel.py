@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from segapp.chunks import check_gpu0_bsz, plan_chunks
-from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, ReplicaGroup, keep_workers
-from segapp.parallel.replicas import Replicator, check_replicable
+from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, keep_workers
+from segapp.parallel.replicas import check_replicable, replicate, write_back_buffers
 from segapp.parallel.scatter_gather import (
     DeviceLike,
     batch_size,
@@ -69,11 +69,6 @@ class ReplicaOutputs(list[Any]):
         return gather(self, self.main_device if device is None else resolve_devices([device])[0], self.dim)
 
 
-def _replicator_of(module: nn.Module, known: Replicator | None = None) -> Replicator:
-    """Return the known replicator if it belongs to the module, else a new one."""
-    return known if known is not None and known.module is module else Replicator(module)
-
-
 class DataParallelModel(nn.Module):
     """Run a module on several devices; each output stays on the device that computed it.
 
@@ -124,7 +119,6 @@ class DataParallelModel(nn.Module):
         if len(self.devices) > 1:
             check_replicable(module)
         self.module = module
-        self._replicator = _replicator_of(module)
         self.dim = dim
         self.shares = shares
         self.full_batch = full_batch
@@ -133,6 +127,11 @@ class DataParallelModel(nn.Module):
         self.last_split: tuple[int, ...] = (0,) * len(self.devices)
         self.gpu0_bsz = gpu0_bsz
         plan_chunks(full_batch or 1, len(self.devices), gpu0_bsz, shares=shares)  # raises for an impossible split
+
+    @property
+    def device_ids(self) -> list[torch.device]:
+        """The devices; `torch.nn.DataParallel` has the same attribute."""
+        return list(self.devices)
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -177,22 +176,21 @@ class DataParallelModel(nn.Module):
             ((args, kwargs),) = chunks
             return [self.module(*args, **kwargs)]
         keep_workers(self)
-        self._replicator = _replicator_of(self.module, self._replicator)
-        self._check_placement(self._replicator.parameters())
+        self._check_placement(self.module.parameters())
         devices = [self.devices[i] for i in used]
         is_home = devices == [self.devices[0]]  # a short batch only on device 0 needs no copy
-        replicas = [[self.module]] if is_home else self._replicator.replicate(devices)
-        calls = [partial(parts[0], *args, **kwargs) for parts, (args, kwargs) in zip(replicas, chunks, strict=True)]
-        outputs = ReplicaGroup[Any](devices, self.mode, self.timeout_s, used).run(calls)
+        replicas = [self.module] if is_home else replicate(self.module, devices)
+        calls = [partial(replica, *args, **kwargs) for replica, (args, kwargs) in zip(replicas, chunks, strict=True)]
+        outputs = ReplicaThreads[Any](devices, self.mode, self.timeout_s, used).run(calls)
         if not is_home:
-            self._replicator.write_back_buffers(replicas[0])
+            write_back_buffers(self.module, replicas[0])
         return outputs
 
     def _check_placement(self, parameters: Iterable[Tensor]) -> None:
         home = self.devices[0]
         for parameter in parameters:
             if parameter.device != home:
-                name = next(name for name, each in self.module.named_parameters() if each is parameter)
+                name = next(name for name, other in self.module.named_parameters() if other is parameter)
                 raise ValueError(
                     f"{name} of {type(self.module).__name__} is on {parameter.device} and device 0 is {home}:"
                     f" call module.to({str(home)!r}) first"
@@ -271,7 +269,6 @@ class DataParallelCriterion(nn.Module):
                     " finalize(totals) -> scalar"
                 )
         self.criterion = criterion
-        self._replicator: Replicator | None = None
         self.devices = None if device_ids is None else resolve_devices(device_ids)
 
     def forward(self, outputs: Any, target: Any) -> Tensor:
@@ -298,14 +295,13 @@ class DataParallelCriterion(nn.Module):
         parts = self._as_replica_outputs(outputs)
         targets = _split_target(target, parts)
         keep_workers(self)
-        replicator = self._replicator_for(parts.devices)
-        copies = [] if replicator is None else replicator.replicate(parts.devices)
-        criteria: list[Any] = [copy[0] for copy in copies] or [self.criterion] * len(parts)
-        rows = ReplicaGroup[Any](parts.devices, parts.mode).run(
-            [partial(each.statistics, *pair) for each, *pair in zip(criteria, parts, targets, strict=True)]
+        copies = replicate(self.criterion, parts.devices) if self._needs_copies(parts.devices) else []
+        criteria: list[Any] = copies or [self.criterion] * len(parts)
+        rows = ReplicaThreads[Any](parts.devices, parts.mode).run(
+            [partial(copy.statistics, *pair) for copy, *pair in zip(criteria, parts, targets, strict=True)]
         )
-        if replicator is not None:
-            replicator.write_back_buffers(copies[0])
+        if copies:
+            write_back_buffers(self.criterion, copies[0])
         for row in rows:
             if not isinstance(row, tuple) or not all(isinstance(value, Tensor) for value in row):
                 raise TypeError(
@@ -314,13 +310,12 @@ class DataParallelCriterion(nn.Module):
                 )
         return tuple(reduce_add(column, parts.main_device) for column in zip(*rows, strict=True))
 
-    def _replicator_for(self, devices: Sequence[torch.device]) -> Replicator | None:
-        """Return the criterion's replicator; None if it has no tensors, or all are on the only device."""
+    def _needs_copies(self, devices: Sequence[torch.device]) -> bool:
+        """Return False if the criterion has no tensors, or all are on the only device."""
         if not isinstance(self.criterion, nn.Module):
-            return None
-        self._replicator = _replicator_of(self.criterion, self._replicator)
-        tensors = [*self._replicator.parameters(), *self._replicator.buffers()]
-        return self._replicator if tensors and list(devices) != [tensors[0].device] else None
+            return False
+        tensors = [*self.criterion.parameters(), *self.criterion.buffers()]
+        return bool(tensors) and list(devices) != [tensors[0].device]
 
     def _as_replica_outputs(self, outputs: Any) -> ReplicaOutputs:
         if isinstance(outputs, ReplicaOutputs):

@@ -100,7 +100,7 @@ class _Pass:
         has_cpu = not is_simulated and (replica is None or not any(gpu_of(device) for device in devices))
         self._block, self._stack = block, contextlib.ExitStack()
         self._states = functools.partial(_random_states, devices, has_cpu=has_cpu)
-        self._tape = _Tape(self._states if replica is not None and replica.group.takes_turns else None)
+        self._tape = _Tape(self._states if replica is not None and replica.group.is_lockstep else None)
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._again())

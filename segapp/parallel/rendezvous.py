@@ -1,20 +1,15 @@
-"""Run replicas in one thread each, synchronized at exchanges, with an abort if a replica fails.
+"""Run the replicas of a module in one thread each, with exchanges between them, and abort all if one fails.
 
-A *group* runs one call per replica. Inside a call, `current_replica().exchange(...)` is a barrier with values: every
-replica passes a value, replica 0 combines all of them in replica order, and each gets its result. So the autograd
-graph, and with it every rounding, is the same in each run. The backward pass has no barrier.
+Inside a replica, `current_replica().exchange(...)` is a barrier with values: every replica passes a value, replica 0
+combines all of them in replica order, and each gets its result. The backward pass has no barrier.
 
-A replica that raises, ends early, or reaches another exchange aborts the group: the others get an error, and the first
-cause is raised with its replica and device.
+A replica that raises, ends early, or reaches another exchange aborts the others: they get an error, and the first cause
+is raised with its replica and device.
 
 All replicas, including the first, run in threads (`Worker`), so the caller can wait for each with a timeout and abandon
 one that hangs. The same thread runs the same device in every step: cuDNN keeps its choice of algorithms per thread, so
 in new threads every convolution would be tuned again. The threads live as long as one of their users (`keep_workers`),
 such as a model; without users, they end after their call.
-
-Autograd numbers the nodes of each thread and runs the later ones of all threads first. In long-lived threads, the
-numbers would depend on all earlier steps, and so would the order in which gradients are added. So all threads of a call
-begin at the same number (`_equal_numbers`).
 """
 
 from __future__ import annotations
@@ -25,8 +20,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -79,7 +74,7 @@ class _ReleasedError(ReplicaDesyncError):
 class ReplicaContext:
     """The replica that a thread runs: its group and its index among the running replicas."""
 
-    group: ReplicaGroup[Any]
+    group: ReplicaThreads[Any]
     index: int
 
     @property
@@ -119,12 +114,22 @@ def current_replica() -> ReplicaContext | None:
     return getattr(_thread_local, "context", None)
 
 
-class ReplicaGroup(Generic[T]):
-    """Runs one call per replica, once.
+class ReplicaThreads(Generic[T]):
+    """Runs one call per replica in threads that take turns at exchanges, once.
 
-    In mode "threads", the calls run at the same time. In mode "lockstep", one runs at a time, in replica order,
-    switching only at exchanges: random numbers are drawn in a fixed order, and dispatch modes such as `FakeTensorMode`,
-    which are not thread-safe, work. If a dispatch mode is active, the group runs in lockstep.
+    Turns make the exchanges deterministic, and exclude deadlocks. A replica that arrives at an exchange gives up its
+    turn. When all have arrived, replica 0 gets a turn and combines the values; then the others get theirs. So one
+    thread makes the autograd nodes of an exchange, in replica order, and every sum is rounded in the same way in each
+    run, whichever replica is faster. A replica waits only for its turn, and while one waits, another has a turn: if
+    that one ends, raises, or keeps its turn for longer than the timeout, the group fails, and all may run to raise.
+
+    In mode "threads", all replicas have a turn between exchanges. In mode "lockstep", one at a time has it, in replica
+    order: random numbers are drawn in a fixed order, and dispatch modes such as `FakeTensorMode`, which are not
+    thread-safe, work. If a dispatch mode is active, the group runs in lockstep.
+
+    The order in which autograd adds gradients must also not depend on threads. Autograd numbers the nodes of each
+    thread and runs nodes with larger *sequence numbers* first, and in long-lived threads, the numbers depend on all
+    earlier steps. So all threads begin a call at the same number (`_advance_sequence_number`).
 
     There is one device per replica; `positions` are their numbers among all devices, by default 0, 1, and so on. The
     group waits at most `timeout_s` for a missing replica, at an exchange or at the end.
@@ -143,26 +148,25 @@ class ReplicaGroup(Generic[T]):
         self.positions = tuple(positions) or tuple(range(len(self.devices)))
         self.timeout_s = timeout_s
         # A single call runs in the caller's thread, which already has these states.
-        self._entered = _caller_states(self.devices) if len(self.devices) > 1 else _made_current
-        self.takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(dispatch_modes()))
-        """True in mode lockstep."""
-        lock = threading.Lock()
-        # One condition per replica and one for the caller, so that only the thread that can continue is woken.
-        self._changed = [threading.Condition(lock) for _ in self.devices]
-        self._ending = threading.Condition(lock)
-        self._turn = 0
-        self._round = 0
+        self._entered = _caller_states(self.devices) if len(self.devices) > 1 else _make_current
+        self.is_lockstep = len(self.devices) > 1 and (mode == "lockstep" or bool(dispatch_modes()))
+        self._turns = [threading.Event() for _ in self.devices]
+        """Set while the replica may run; one event each, so that only threads that can continue are woken."""
+        for turn in self._turns[: 1 if self.is_lockstep else None]:
+            turn.set()
+        self._changed = threading.Condition(threading.Lock())
+        """Guards the attributes below; it notifies the caller when a replica ends or fails."""
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._answers: Sequence[Any] = ()
         self._results: dict[int, T] = {}
-        self._ended: set[int] = set()
-        self._next_numbers: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        """Replicas that have ended, and the next sequence numbers of their threads."""
         self._first_end_s = 0.0
         self._failure: tuple[int | None, BaseException] | None = None
         self._late_s = timeout_s
         """Seconds to wait for late replicas after a failure."""
-        self.common: dict[Any, Any] = {}
-        """State that the exchanges of this pass share; only their `combine` functions use it."""
+        self.cache: dict[Any, Any] = {}
+        """Values that the exchanges of this forward pass share; only their `combine` functions use it."""
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run the calls, one per device, and return their results in replica order.
@@ -175,17 +179,16 @@ class ReplicaGroup(Generic[T]):
         if len(calls) == 1:
             self._work(0, calls[0])
         else:
-            workers, first_number = _equal_numbers(_take_workers(self.devices))
+            workers: list[Worker] = []
             try:
-                for i, (worker, call) in enumerate(zip(workers, calls, strict=True)):
-                    worker.start(partial(self._work, i, call, first_number))
+                for i, device in enumerate(self.devices):
+                    workers.append(_take_worker((device, self.devices[:i].count(device))))
+                self._start(workers, calls)
                 self._join()
             finally:
-                with self._ending:  # a late replica may end just now
-                    ended = dict(self._next_numbers)
-                for i, number in ended.items():
-                    workers[i].next_number = number
-                _give_back(workers, ended)
+                with self._changed:  # a late replica may end just now
+                    sequence_numbers = dict(self._ended)
+                _give_back(workers, sequence_numbers)
         if self._failure is not None:
             # Late replicas still see a failure; the error is released, with the tensors in its traceback.
             failure, self._failure = self._failure, (None, _ReleasedError("the group has failed"))
@@ -196,97 +199,92 @@ class ReplicaGroup(Generic[T]):
         """See `ReplicaContext.exchange`."""
         if len(self.devices) == 1:
             return combine([value])[0]
-        with self._ending:
+        with self._changed:
             self._raise_if_failed()
-            this_round = self._round
-            self._arrived[index] = (key, value)
+            self._arrived[index] = key, value
+            self._turns[index].clear()
+            if self.is_lockstep or len(self._arrived) == len(self.devices):
+                self._turns[(index + 1) % len(self.devices) if self.is_lockstep else 0].set()
             self._fail_if_unreachable()
-            self._pass_turn(index)
-            if index:
-                if len(self._arrived) == len(self.devices):
-                    self._changed[0].notify()
-                self._wait(index, lambda: self._round != this_round and self._is_turn(index), key, self.timeout_s)
-                return self._answers[index]
-            self._wait(0, lambda: len(self._arrived) == len(self.devices) and self._is_turn(0), key, self.timeout_s)
+        self._wait_for_turn(index, repr(key), self.timeout_s)
+        if index:
+            return self._answers[index]
+        with self._changed:
             values = self._take_values()
         answers = combine(values)  # without the lock, so that others and the caller notice if it hangs
-        with self._ending:
+        with self._changed:
             self._raise_if_failed()
-            self._give_answers(answers)
+            self._answers = answers
+            if not self.is_lockstep:
+                for turn in self._turns:
+                    turn.set()
         return answers[0]
 
-    def _work(self, index: int, call: Callable[[], T], first_number: int | None = None) -> None:
-        if first_number is not None:
-            _skip_numbers(first_number)
+    def _start(self, workers: Sequence[Worker], calls: Sequence[Callable[[], T]]) -> None:
+        """Start the calls at one sequence number; new threads, which begin at 0, replace threads that are far apart."""
+        first = max(worker.sequence_number for worker in workers)
+        if first - min(worker.sequence_number for worker in workers) > MAX_FILLER_NODES:
+            first = 0
+            for worker in workers:
+                worker.replace_thread()
+        for i, (worker, call) in enumerate(zip(workers, calls, strict=True)):
+            worker.start(partial(self._work, i, call, first))
+
+    def _work(self, index: int, call: Callable[[], T], first_number: int = 0) -> None:
+        if len(self.devices) > 1:
+            _advance_sequence_number(first_number)
         outer = current_replica()
         _thread_local.context = ReplicaContext(self, index)
         try:
-            if self.takes_turns:
-                with self._ending:
-                    self._wait(index, lambda: self._is_turn(index), "the start", timeout_s=None)
+            if self.is_lockstep:
+                self._wait_for_turn(index, "the start", timeout_s=None)
             with self._entered(self.devices[index]):
                 self._results[index] = call()
         except BaseException as error:
-            with self._ending:
+            with self._changed:
                 self._fail(index, error)
         finally:
             _thread_local.context = outer
-            with self._ending:
+            with self._changed:
                 self._first_end_s = self._first_end_s or time.monotonic()
-                self._next_numbers[index] = next_sequence_number()
-                self._ended.add(index)
+                self._ended[index] = next_sequence_number()
                 self._fail_if_unreachable()
-                self._pass_turn(index)
-                self._ending.notify()
+                if self.is_lockstep:
+                    self._turns[(index + 1) % len(self.devices)].set()
+                self._changed.notify()
 
     def _join(self) -> None:
         """Wait for all replicas, even after a failure, because a late one may still update the model's buffers."""
         try:
-            with self._ending:
+            with self._changed:
                 while len(self._ended) < len(self.devices) and self._failure is None:
-                    left = _GRACE_S
-                    if self._ended:
-                        left = self._first_end_s + self.timeout_s - time.monotonic()
-                        if left <= 0:
-                            self._time_out("the end", self._ended)
-                            break
+                    left = self._first_end_s + self.timeout_s - time.monotonic() if self._ended else _GRACE_S
+                    if left <= 0:
+                        self._time_out("the end")
                     # Short waits, because a signal handled by another thread does not interrupt a wait.
-                    self._ending.wait(min(left, _GRACE_S))
+                    self._changed.wait(min(max(left, 0.0), _GRACE_S))
                 deadline = time.monotonic() + self._late_s
                 while len(self._ended) < len(self.devices) and time.monotonic() < deadline:
-                    self._ending.wait(min(_GRACE_S, max(0.0, deadline - time.monotonic())))
+                    self._changed.wait(min(_GRACE_S, max(0.0, deadline - time.monotonic())))
         except BaseException as error:  # Ctrl-C in the caller's thread also stops the replicas
-            with self._ending:
+            with self._changed:
                 self._fail(None, error)
             raise
 
     def _take_values(self) -> list[Any]:
-        keys = [self._arrived[i][0] for i in range(len(self.devices))]
+        arrived, self._arrived = self._arrived, {}
+        keys, values = zip(*(arrived[i] for i in range(len(self.devices))), strict=True)
         if len(set(keys)) > 1:
             where = ", ".join(f"replica {i} at {key!r}" for i, key in enumerate(keys))
             self._fail(None, ReplicaDesyncError(f"replicas are at different exchanges: {where}: {_SAME_LAYERS}"))
             self._raise_if_failed()
-        values = [self._arrived[i][1] for i in range(len(self.devices))]
-        del self._arrived[0]
-        return values
+        return list(values)
 
-    def _give_answers(self, answers: Sequence[Any]) -> None:
-        self._answers = answers
-        self._arrived.clear()
-        self._round += 1
-        if not self.takes_turns:
-            for condition in self._changed[1:]:
-                condition.notify()
-
-    def _wait(self, index: int, is_met: Callable[[], bool], key: str, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not is_met():
-            self._raise_if_failed()
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                self._time_out(repr(key), self._arrived)
-                continue
-            self._changed[index].wait(left)
+    def _wait_for_turn(self, index: int, place: str, timeout_s: float | None) -> None:
+        if not self._turns[index].wait(timeout_s):
+            with self._changed:
+                if not self._turns[index].is_set():
+                    self._time_out(place)
         self._raise_if_failed()
 
     def _fail_if_unreachable(self) -> None:
@@ -301,23 +299,21 @@ class ReplicaGroup(Generic[T]):
                 ),
             )
 
-    def _is_turn(self, index: int) -> bool:
-        return not self.takes_turns or self._turn == index
-
-    def _pass_turn(self, index: int) -> None:
-        if self.takes_turns and self._turn == index:
-            self._turn = (index + 1) % len(self.devices)
-            self._changed[self._turn].notify()
-
     def _fail(self, index: int | None, error: BaseException) -> None:
         if self._failure is None:
             self._failure = (index, error)
-        for condition in (self._ending, *self._changed):
-            condition.notify_all()
+        for turn in self._turns:
+            turn.set()
+        self._changed.notify()
 
-    def _time_out(self, place: str, present: Collection[int]) -> None:
+    def _time_out(self, place: str) -> None:
+        """Fail, and name the replicas that have a turn, for which all others wait."""
         self._late_s = _GRACE_S  # a replica hangs; the timeout has passed
-        missing = ", ".join(f"{i} on {device}" for i, device in enumerate(self.devices) if i not in present)
+        missing = ", ".join(
+            f"{i} on {device}"
+            for i, (device, turn) in enumerate(zip(self.devices, self._turns, strict=True))
+            if turn.is_set() and i not in self._ended
+        )
         message = f"replica {missing} did not come to {place} within {self.timeout_s:g} s"
         self._fail(
             None, ReplicaDesyncError(f"{message}: look for a stuck device or operation there, or raise timeout_s")
@@ -341,7 +337,7 @@ class ReplicaGroup(Generic[T]):
         return wrapped
 
 
-def _made_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _make_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return accelerator_of(device).current(device)
 
 
@@ -373,7 +369,7 @@ def _caller_states(
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=is_autocast_cached))
             for stream in streams:  # of all devices, because replica 0 combines the others' tensors
                 stack.enter_context(torch.cuda.stream(stream))
-            stack.enter_context(_made_current(device))
+            stack.enter_context(_make_current(device))
             if default_device.type != "cpu":
                 stack.enter_context(device if default_device == devices[0] else default_device)
             if hooks is not None:
@@ -385,27 +381,28 @@ def _caller_states(
     return entered
 
 
-_Call = Callable[[], None]
-_Place = tuple[torch.device, int]
+_Slot = tuple[torch.device, int]
 """A device, and the number of its earlier occurrences in the list of devices."""
 
-
-MAX_SKIPPED_NUMBERS = 100_000
+MAX_FILLER_NODES = 100_000
 """Maximum number of nodes that a thread makes to catch up, at about 1 us each; above it, new threads are cheaper."""
 
 
 class Worker:
-    """A thread that runs one call after the other, for the replica at one place of a device list."""
+    """A thread that runs one call after the other, for the replica in one slot of a device list."""
 
-    def __init__(self, place: _Place) -> None:
-        self.place = place
-        self.next_number = 0  # next autograd node number of this thread, after its last call
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+    def __init__(self, slot: _Slot) -> None:
+        self.slot = slot
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        self.sequence_number = 0  # of the thread's next autograd node, after its last call
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # A daemon: if it hangs in a device's call, it does not keep the process from ending.
-        name = f"replica {place[0]} {place[1]}"
-        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+        name = f"replica {self.slot[0]} {self.slot[1]}"
+        threading.Thread(target=_run_calls, args=(self._calls,), name=name, daemon=True).start()
 
-    def start(self, call: _Call) -> None:
+    def start(self, call: Callable[[], None]) -> None:
         """Run a call after the present one; the call must not raise."""
         self._calls.put(call)
 
@@ -413,8 +410,13 @@ class Worker:
         """End the thread after its present call."""
         self._calls.put(None)
 
+    def replace_thread(self) -> None:
+        """Continue with a new thread."""
+        self.end()
+        self._start_thread()
 
-def _work(calls: SimpleQueue[_Call | None]) -> None:
+
+def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
         del call  # a waiting worker holds no tensors
@@ -422,7 +424,7 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
 
 # A finalizer may run within any other function here, and several threads may run models, so these are changed by single
 # operations that are atomic, with and without the interpreter's lock. `defaultdict` is not: it may make two values.
-_idle: dict[_Place, deque[Worker]] = {}
+_idle: dict[_Slot, deque[Worker]] = {}
 _users: set[int] = set()
 
 os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads except the one that forked
@@ -448,49 +450,27 @@ def _end_unused() -> None:
                     workers.pop().end()
 
 
-def _take_workers(devices: Sequence[torch.device]) -> list[Worker]:
-    """Return a worker per device: the same for the same devices, new ones for workers that are busy or hang."""
-    taken: list[Worker] = []
-    seen: Counter[torch.device] = Counter()
+def _take_worker(slot: _Slot) -> Worker:
+    """Return the idle worker of a slot, or a new one, such as for a worker that is busy or hangs."""
     try:
-        for device in devices:
-            place = device, seen[device]
-            seen[device] += 1
-            try:
-                taken.append(_idle.setdefault(place, deque()).pop())
-            except IndexError:
-                taken.append(Worker(place))
-    except BaseException:
-        _give_back(taken, range(len(taken)))
-        raise
-    return taken
+        return _idle.setdefault(slot, deque()).pop()
+    except IndexError:
+        return Worker(slot)
 
 
-def _equal_numbers(workers: Sequence[Worker]) -> tuple[list[Worker], int]:
-    """Return workers, and the number at which the nodes of each must begin (`_skip_numbers`).
-
-    If one of them is too far behind, such as a worker that has not been used for long, all are replaced.
-    """
-    numbers = [worker.next_number for worker in workers]
-    if max(numbers) - min(numbers) <= MAX_SKIPPED_NUMBERS:
-        return list(workers), max(numbers)
-    for worker in workers:
-        worker.end()
-    return [Worker(worker.place) for worker in workers], 0
-
-
-def _skip_numbers(first: int) -> None:
-    """Make nodes in this thread until the next one has the given number; call it without dispatch modes."""
-    source = torch.empty(0, requires_grad=True)
-    for _ in range(first - next_sequence_number()):
-        source.view(0)
-
-
-def _give_back(workers: Sequence[Worker], ended: Collection[int]) -> None:
-    """Keep workers whose calls have ended (by index) for the next call; the others end after their late calls."""
+def _give_back(workers: Sequence[Worker], sequence_numbers: Mapping[int, int]) -> None:
+    """Keep the workers with a sequence number (by index) for the next call; the others end after their late calls."""
     for i, worker in enumerate(workers):
-        if i in ended:
-            _idle.setdefault(worker.place, deque()).append(worker)
+        if i in sequence_numbers:
+            worker.sequence_number = sequence_numbers[i]
+            _idle.setdefault(worker.slot, deque()).append(worker)
         else:
             worker.end()
     _end_unused()
+
+
+def _advance_sequence_number(target: int) -> None:
+    """Make filler nodes in this thread until the next one has the target's number; call it without dispatch modes."""
+    source = torch.empty(0, requires_grad=True)
+    for _ in range(target - next_sequence_number()):
+        source.view(0)

@@ -28,117 +28,90 @@ _BUCKET_BYTES = 25 * 2**20
 """Bytes of parameters whose gradients are summed together: early buckets are freed during the backward pass."""
 
 
-class Replicator:
-    """Makes the replicas of a module in every step; its structure is read once, and again after a change.
+def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    """Return a copy of a module, whose parameters are on one device, for one forward pass on each device.
 
-    The structure consists of the submodules' classes, and the names of their parameters, buffers and submodules.
-    Everything else is read in every step: values, dtypes and devices of the tensors, and other attributes of the
-    submodules, such as hooks, the training mode and functions that were patched onto them.
+    Parameters: each copy has differentiable copies of the module's. The gradient of a parameter is the sum of its
+    copies' gradients, added in device order on the parameter's device.
 
-    Attributes:
-        module: the module to copy; its parameters are on one device.
+    Buffers: the first copy *owns* them. On the module's device it has the module's own buffers and updates them;
+    elsewhere `write_back_buffers` copies them back. The buffer updates of the other copies are discarded.
+
+    Submodules: they are copied, too. What is shared in the module, a parameter, a buffer or a submodule, is shared in
+    the same way in each copy.
+
+    All other attributes are those of the module, such as hooks and the training mode. Methods that were patched onto a
+    submodule are bound to its copy. Nothing is kept for the next call, so the module may change between two steps.
+
+    Raises:
+        TypeError: a part of the module is compiled.
+        ValueError: a lazy parameter has no shape yet.
     """
+    check_replicable(module)
+    parts = dict(module.named_modules())
+    parameters = _distinct(map(parameter_slots, parts.values()))
+    buffers = _distinct(map(buffer_slots, parts.values()))
+    methods = [_patched_methods(part) for part in parts.values()]
+    rows = zip(
+        _copy_parameters(list(parameters.values()), devices),
+        _copy_buffers(list(buffers.values()), devices),
+        strict=True,
+    )
+    return [
+        _assemble(parts, methods, dict(zip(parameters, copied, strict=True)), dict(zip(buffers, copies, strict=True)))
+        for copied, copies in rows
+    ]
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._parts: list[_SubModule] = []
-        self._parameters: list[Tensor] = []
-        self._buffers: list[Tensor] = []
-        self._contents: list[Any] | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module,)
+@torch.no_grad()
+def write_back_buffers(module: nn.Module, owner: nn.Module) -> None:
+    """Copy the buffers of `owner`, the first copy of the module, into the module after the forward pass."""
+    parts = dict(module.named_modules())
+    for name, replica in owner.named_modules():
+        if not buffer_slots(replica) or name not in parts:
+            continue
+        originals = buffer_slots(parts[name])
+        for key, buffer in buffer_slots(replica).items():
+            old = originals.get(key)
+            if buffer is None or buffer is old:
+                continue
+            if old is not None and old.shape == buffer.shape:
+                # .data, so that a graph that saved the old values stays valid; batch_norm does the same
+                old.data.copy_(buffer, non_blocking=old.device.type != "cpu")
+            else:
+                originals[key] = buffer if old is None else buffer.to(old.device)
 
-    def parameters(self) -> Sequence[Tensor]:
-        """Return the module's parameters, each once."""
-        self._read()
-        return self._parameters
 
-    def buffers(self) -> Sequence[Tensor]:
-        """Return the module's buffers, each once."""
-        self._read()
-        return self._buffers
+def _distinct(slots: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
+    """Return the tensors in dictionaries by identity, in order, each once."""
+    return {id(tensor): tensor for tensors in slots for tensor in tensors.values() if tensor is not None}
 
-    def replicate(self, devices: Sequence[torch.device]) -> list[list[nn.Module]]:
-        """Return for each device the copies of all submodules, first of the whole module.
 
-        The copies' parameters are differentiable copies of the module's: the gradient of a parameter is the sum of its
-        copies' gradients, added in device order on the parameter's device. Shared parameters and shared submodules stay
-        shared within a replica. The first replica *owns* the buffers: on the module's device it updates the module's
-        own buffers, elsewhere `write_back_buffers` copies them back. The buffer updates of other replicas are
-        discarded.
+def _assemble(
+    parts: Mapping[str, nn.Module],
+    methods: Sequence[Mapping[str, Callable[..., Any]]],
+    parameters: Mapping[int, Tensor],
+    buffers: Mapping[int, Tensor],
+) -> nn.Module:
+    """Return a shallow copy of the first part with copies of all submodules; tensors are replaced by their identity."""
+    replicas = {id(part): shallow_replica(part) for part in parts.values()}
 
-        Raises:
-            TypeError: a part of the module is compiled.
-            ValueError: a lazy parameter has no shape yet.
-        """
-        self._read()
-        methods = [_own_methods(part.module) for part in self._parts]
-        parameter_rows = _copy_parameters(self._parameters, devices)
-        buffer_rows = _copy_buffers(self._buffers, devices)
-        return [self._assemble(*rows, methods) for rows in zip(parameter_rows, buffer_rows, strict=True)]
+    def copied(slots: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[str, Any]:
+        return {key: None if value is None else copies[id(value)] for key, value in slots.items()}
 
-    @torch.no_grad()
-    def write_back_buffers(self, owner: Sequence[nn.Module]) -> None:
-        """Copy the buffers of `owner`, the first of the last copies, into the module after its forward pass."""
-        for part, replica in zip(self._parts, owner, strict=True):
-            originals = buffer_slots(part.module)
-            for key, buffer in buffer_slots(replica).items():
-                old = originals.get(key)
-                if buffer is None or buffer is old:
-                    continue
-                if old is not None and old.shape == buffer.shape:
-                    # .data, so that a graph that saved the old values stays valid; batch_norm does the same
-                    old.data.copy_(buffer, non_blocking=old.device.type != "cpu")
-                else:
-                    originals[key] = buffer if old is None else buffer.to(old.device)
-
-    def _read(self) -> None:
-        """Read the module's structure, unless it is known and has not changed."""
-        if self._contents is not None and _contents_of(part.module for part in self._parts) == self._contents:
-            return
-        check_replicable(self.module)
-        named = list(self.module.named_modules())
-        numbers = {id(part): i for i, (_, part) in enumerate(named)}
-        parameters: dict[int, tuple[int, Tensor]] = {}
-        buffers: dict[int, tuple[int, Tensor]] = {}
-
-        def number_of(tensors: dict[int, tuple[int, Tensor]], tensor: Tensor | None) -> int | None:
-            return None if tensor is None else tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
-
-        self._parts = [
-            _SubModule(
-                part,
-                path,
-                {key: None if child is None else numbers[id(child)] for key, child in module_slots(part).items()},
-                {key: number_of(parameters, value) for key, value in parameter_slots(part).items()},
-                {key: number_of(buffers, value) for key, value in buffer_slots(part).items()},
-            )
-            for path, part in named
-        ]
-        self._parameters = [tensor for _, tensor in parameters.values()]
-        self._buffers = [tensor for _, tensor in buffers.values()]
-        self._contents = _contents_of(part for _, part in named)
-
-    def _assemble(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], methods: Sequence[Mapping[str, Any]]
-    ) -> list[nn.Module]:
-        """Return shallow copies of all submodules with these tensors; other attributes are the present ones."""
-        replicas = [shallow_replica(part.module) for part in self._parts]
-        for part, replica, own_methods in zip(self._parts, replicas, methods, strict=True):
-            own = replica.__dict__
-            own["_replica_name"] = part.name
-            own["_modules"] = {key: None if i is None else replicas[i] for key, i in part.children.items()}
-            own["_buffers"] = {key: None if i is None else buffers[i] for key, i in part.buffers.items()}
-            values = {key: None if i is None else parameters[i] for key, i in part.parameters.items()}
-            if type(part.module).__setattr__ is not nn.Module.__setattr__:
-                for key, value in values.items():
-                    if value is not None:
-                        setattr(replica, key, value)  # recurrent layers update their flat weights here
-            own["_parameters"] = values  # so that `next(self.parameters()).device` is correct in a forward pass
-            for key, function in own_methods.items():
-                own[key] = types.MethodType(function, replica)
-        return replicas
+    for (name, part), patched, replica in zip(parts.items(), methods, replicas.values(), strict=True):
+        attributes, values = replica.__dict__, copied(parameter_slots(part), parameters)
+        attributes["_replica_name"] = name
+        attributes["_modules"] = copied(module_slots(part), replicas)
+        attributes["_buffers"] = copied(buffer_slots(part), buffers)
+        if type(part).__setattr__ is not nn.Module.__setattr__:
+            for key, value in values.items():
+                if value is not None:
+                    setattr(replica, key, value)  # recurrent layers update their flat weights here
+        attributes["_parameters"] = values  # so that `next(self.parameters()).device` is correct in a forward pass
+        for key, function in patched.items():
+            attributes[key] = types.MethodType(function, replica)
+    return next(iter(replicas.values()))
 
 
 def check_replicable(module: nn.Module) -> None:
@@ -307,30 +280,7 @@ def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) ->
     return rows
 
 
-@dataclass(frozen=True)
-class _SubModule:
-    """A submodule, and the numbers of the submodules and tensors that it holds; None stays None."""
-
-    module: nn.Module
-    name: str
-    children: Mapping[str, int | None]
-    parameters: Mapping[str, int | None]
-    buffers: Mapping[str, int | None]
-
-
-def _contents_of(parts: Iterable[nn.Module]) -> list[Any]:
-    """Return the data that a structure depends on: classes, names, and identities of submodules' contents."""
-    contents: list[Any] = []
-    for part in parts:
-        contents += (type(part), is_compiled(part))
-        for slots in (module_slots(part), parameter_slots(part), buffer_slots(part)):
-            contents += slots
-            contents += map(id, slots.values())
-            contents.append(None)
-    return contents
-
-
-def _own_methods(part: nn.Module) -> dict[str, Callable[..., Any]]:
+def _patched_methods(part: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return the functions that were patched onto a module as its methods, such as another forward."""
     return {
         key: value.__func__

@@ -110,7 +110,7 @@ def gather_moments(
     moments_P2C = stack_pairs(pairs)
     moments_P2C = moments_P2C if by_kernels else wide(moments_P2C)
     replica = current_replica()
-    known = {} if replica is None else replica.group.common
+    known = {} if replica is None else replica.group.cache
     key = (_counts, by_kernels, moments_P2C.dtype, *num_values)
     if key not in known:  # most layers of a pass have the same counts as another layer
         # Not torch.tensor(num_values), whose copy to a GPU would wait for the GPU.

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm
+from segapp.parallel.replicas import replicate
 from tests.support.gpu.launch_counts import ThinDeepLab, build_step
-from tests.support.parallel_cases import replicate
 
 pytestmark = pytest.mark.benchmark
 

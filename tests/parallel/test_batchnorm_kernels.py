@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
 from segapp.parallel import sync_batchnorm as layers
-from segapp.parallel.rendezvous import ReplicaGroup
+from segapp.parallel.rendezvous import ReplicaThreads
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
 from tests.support.gpu.launch_counts import OperatorCounter
 from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error
@@ -94,7 +94,7 @@ def test_parts_without_samples_have_no_weight(counts):
     layer = convert_sync_batchnorm(copy.deepcopy(truth))
     expected = truth(x)
     calls = [partial(layer, part) for part in x.split(list(counts))]
-    outputs = ReplicaGroup([torch.device("cpu")] * 3).run(calls)
+    outputs = ReplicaThreads([torch.device("cpu")] * 3).run(calls)
     assert relative_error([torch.cat(outputs).detach()], [expected.detach()]) <= 1e-12
     assert state_error(layer, truth) <= 1e-12
     weights = torch.randn_like(x)

@@ -89,6 +89,7 @@ def test_calls_without_samples_run_once():
 def test_published_balanced_data_parallel_call_works():
     model = BalancedDataParallel(2, nn.Linear(2, 1), dim=0, device_ids=["cpu", "cpu"])
     assert model(torch.ones(5, 2)).shape == (5, 1)
+    assert model.device_ids == [torch.device("cpu")] * 2, "an attribute of torch.nn.DataParallel"
 
 
 def test_batch_along_another_dim_matches_one_device():

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.parallel import DataParallelModel, replicas
-from segapp.parallel.rendezvous import ReplicaGroup
-from segapp.parallel.replicas import _Layout, _pack, _unpack
+from segapp.parallel import DataParallelModel
+from segapp.parallel.rendezvous import ReplicaThreads
+from segapp.parallel.replicas import _Layout, _pack, _unpack, replicate
 from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
-from tests.support.parallel_cases import replicate
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -163,7 +162,7 @@ def test_many_buckets_give_the_gradients_of_one_bucket(monkeypatch):
     truth(torch.ones(4, 8)).sum().backward()
     monkeypatch.setattr("segapp.parallel.replicas._BUCKET_BYTES", 300)
     replicas = replicate(module, [CPU] * 2)
-    outputs = ReplicaGroup([CPU] * 2).run([partial(replica, torch.ones(2, 8)) for replica in replicas])
+    outputs = ReplicaThreads([CPU] * 2).run([partial(replica, torch.ones(2, 8)) for replica in replicas])
     sum(output.sum() for output in outputs).backward()
     for ours, theirs in zip(module.parameters(), truth.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
@@ -209,7 +208,7 @@ def test_forward_patched_onto_the_object_runs_on_replicas():
     module = nn.Linear(2, 2)
     module.forward = types.MethodType(lambda self, x: id(self), module)
     replicas = replicate(module, [CPU] * 2)
-    found = ReplicaGroup([CPU] * 2).run([partial(replica, 1) for replica in replicas])
+    found = ReplicaThreads([CPU] * 2).run([partial(replica, 1) for replica in replicas])
     assert found == [id(replica) for replica in replicas]
 
 
@@ -304,16 +303,11 @@ def test_changes_of_the_module_between_steps_reach_the_replicas(change):
             torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
-def test_structure_is_read_once_until_the_module_changes(monkeypatch):
-    reads = []
-    check = replicas.check_replicable
-    monkeypatch.setattr(replicas, "check_replicable", lambda module: reads.append(module) or check(module))
-    net = Small()
+def test_another_module_of_a_used_model_is_copied_and_checked():
+    net = Small().double().eval()
     model = DataParallelModel(net, ["cpu"] * 2)
-    for change in (lambda: None, net.eval, net.double, lambda: add_hook(net), lambda: swap_layers(net), lambda: None):
-        change()
-        model(torch.randn(8, 3, dtype=net.offset.dtype))
-    assert len(reads) == 3, "at first, with the new buffers of double(), and with the swapped layers"
+    model(torch.randn(8, 3).double())
+    swap_layers(net)
     model.module = copy.deepcopy(net)
     other = copy.deepcopy(model)
     for each in (model, other):

@@ -17,7 +17,7 @@ from segapp.parallel import (
     revert_sync_batchnorm,
     sync_batchnorm,
 )
-from segapp.parallel.rendezvous import ReplicaGroup
+from segapp.parallel.rendezvous import ReplicaThreads
 from segapp.parallel.scatter_gather import scatter
 from segapp.parallel.sync_batchnorm import join_moments
 from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error
@@ -100,7 +100,7 @@ def outputs_of_3_replicas(x, weight, bias):
         replica.weight, replica.bias = weight, bias
         return lambda: replica(chunk)
 
-    return ReplicaGroup([CPU] * 3).run([call(chunk) for chunk in scatter(x, [CPU] * 3, [1, 2, 1])])
+    return ReplicaThreads([CPU] * 3).run([call(chunk) for chunk in scatter(x, [CPU] * 3, [1, 2, 1])])
 
 
 def exchange_through_3_replicas(*inputs):
@@ -128,7 +128,7 @@ def test_replicas_that_differ_in_gradients_are_refused():
     layer = SyncBatchNorm(2, affine=False)
     parts = [torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)]
     with pytest.raises(RuntimeError, match="only some replicas compute gradients at SyncBatchNorm"):
-        ReplicaGroup([CPU] * 2).run([lambda part=part: layer(part) for part in parts])
+        ReplicaThreads([CPU] * 2).run([lambda part=part: layer(part) for part in parts])
 
 
 def test_allreduce_passes_gradcheck_and_gradgradcheck():
@@ -137,7 +137,7 @@ def test_allreduce_passes_gradcheck_and_gradgradcheck():
             return lambda: sum(t.sum() * (i + 1) for t in allreduce(chunk.pow(3), (chunk * (i + 2)).sin()))
 
         parts = scatter(x, [CPU] * 3, [2, 2, 2])
-        return torch.stack(ReplicaGroup([CPU] * 3).run([call(part, i) for i, part in enumerate(parts)]))
+        return torch.stack(ReplicaThreads([CPU] * 3).run([call(part, i) for i, part in enumerate(parts)]))
 
     x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(f, x)

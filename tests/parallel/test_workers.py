@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, ReplicaDesyncError, current_replica
-from segapp.parallel.rendezvous import MAX_SKIPPED_NUMBERS, ReplicaGroup, keep_workers
+from segapp.parallel.rendezvous import MAX_FILLER_NODES, ReplicaThreads, keep_workers
 from tests.support import ROOT
 
 
@@ -103,7 +103,7 @@ def test_models_in_several_threads_at_once_share_workers_safely():
 
 def test_threads_without_a_user_end_with_their_call():
     before = replica_threads()
-    ReplicaGroup([torch.device("cpu")] * 2).run([lambda: None] * 2)
+    ReplicaThreads([torch.device("cpu")] * 2).run([lambda: None] * 2)
     assert settles(lambda: replica_threads() <= before)
 
 
@@ -249,10 +249,10 @@ def test_order_of_gradients_is_independent_of_earlier_calls():
     keeper = nn.Linear(1, 1)
     keep_workers(keeper)
     devices = [torch.device("cpu")] * 3
-    for counts in ((0, 50, 400), (7, 0, 0), (300, 1, 2), (0, MAX_SKIPPED_NUMBERS + 5, 0), (0, 0, 0)):
+    for counts in ((0, 50, 400), (7, 0, 0), (300, 1, 2), (0, MAX_FILLER_NODES + 5, 0), (0, 0, 0)):
         first.clear()
-        ReplicaGroup(devices).run([partial(call, count) for count in counts])
+        ReplicaThreads(devices).run([partial(call, count) for count in counts])
         assert len(set(first)) == 1
-        if counts[1] > MAX_SKIPPED_NUMBERS:
+        if counts[1] > MAX_FILLER_NODES:
             far = first[0]
     assert first[0] < far, "threads too far apart are replaced by new ones"

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.parallel.replicas import Replicator
-
 IGNORE = 255
 NUM_CLASSES = 4
 
@@ -184,8 +182,3 @@ def relative_error(values: Iterable[Tensor | None], truths: Iterable[Tensor | No
 def state_error(module: nn.Module, truth: nn.Module) -> float:
     """Return the `relative_error` of the buffers."""
     return relative_error(module.buffers(), truth.buffers())
-
-
-def replicate(module: nn.Module, devices: Iterable[torch.device]) -> list[nn.Module]:
-    """Return the copies of a module, one per device."""
-    return [parts[0] for parts in Replicator(module).replicate(list(devices))]

@@ -135,7 +135,7 @@ if __name__ == "__main__":
     own = Simulator(StepAssembler(config, build_scheme(config.data)))
     simulators = [own, build_simulator(config)] if config.model.freeze else [own]
     StepAssembler.build_criterion = at_full_resolution(StepAssembler.build_criterion)
-    data_parallel.ReplicaGroup = InThisThread
+    data_parallel.ReplicaThreads = InThisThread
     if share is not None:
         for split in splits:
             blocks = chosen_blocks(own, split, share)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, current_replica
-from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error, replicate, state_error
+from segapp.parallel.replicas import replicate
+from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 
 DeviceIds = Sequence[Any]
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, current_replica, replicas
-from segapp.parallel.rendezvous import ReplicaGroup
+from segapp.parallel.rendezvous import ReplicaThreads
 from tests.support.gpu.fake_device_step import rebuild_on
 from tests.support.parallel_cases import PlainCE
 
@@ -154,7 +154,7 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def waits(self) -> Iterator[None]:
         """Note where the threads of replica groups wait for each other."""
-        run, exchange = ReplicaGroup.run, ReplicaGroup.exchange
+        run, exchange = ReplicaThreads.run, ReplicaThreads.exchange
         arrived: dict[int, set[int]] = {}
 
         def noted_run(group: Any, calls: Sequence[Any]) -> Any:
@@ -179,8 +179,8 @@ class Recording(TorchDispatchMode):
             return answer
 
         with (
-            mock.patch.object(ReplicaGroup, "run", noted_run),
-            mock.patch.object(ReplicaGroup, "exchange", noted_exchange),
+            mock.patch.object(ReplicaThreads, "run", noted_run),
+            mock.patch.object(ReplicaThreads, "exchange", noted_exchange),
         ):
             yield
 
