@@ -145,7 +145,7 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         store: Any = worker_group.store
         store.set(f"round/{worker_group.group_rank}", str(self._round + 1))
-        rounds = store.multi_get([f"round/{each}" for each in range(worker_group.group_world_size or 1)])
+        rounds = store.multi_get([f"round/{i}" for i in range(worker_group.group_world_size or 1)])
         self._round = max(map(int, rounds))
         self._job = PrefixStore(f"segapp/{self._meeting.get_run_id()}", store.underlying_store)
         worker_group.spec.max_restarts = self._round + self._remaining_restarts  # torch passes on the difference
@@ -163,14 +163,14 @@ class Agent(LocalElasticAgent):
 
     def _watch_agents(self, worker_group: WorkerGroup) -> None:
         """Start to watch the other machines of the round: starting ranks would wait for a lost one for minutes."""
-        names = {f"alive/{self._round}/{each}": f"machine {each}" for each in range(worker_group.group_world_size or 1)}
-        own, limit_s = f"alive/{self._round}/{worker_group.group_rank}", peer_limit_s()
-        del names[own]
+        names = {f"alive/{self._round}/{i}": f"machine {i}" for i in range(worker_group.group_world_size or 1)}
+        key, limit_s = f"alive/{self._round}/{worker_group.group_rank}", peer_limit_s()
+        del names[key]
         if names and limit_s:
             limit_s += _PATIENCE_S  # ranks that watch themselves end earlier, and report it
             with contextlib.suppress(*_STORE_ERRORS):
                 store = self._job.clone()
-                self._watch = PeerWatch(store, own, names, self._end_ranks, limit_s=limit_s, needs_store=False)
+                self._watch = PeerWatch(store, key, names, self._end_ranks, limit_s=limit_s, needs_store=False)
 
     def _end_ranks(self, reason: str) -> None:
         print(f"error: {reason}: the ranks of this machine end", file=sys.stderr, flush=True)
@@ -306,13 +306,13 @@ class SignedBackend(C10dRendezvousBackend):
         Raises:
             RendezvousStateError: the state was not signed with the secret.
         """
-        found = super().get_state()
-        return None if found is None else (self._verified(found[0]), found[1])
+        signed = super().get_state()
+        return None if signed is None else (self._verified(signed[0]), signed[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """Replace the state that has this token; return the present state, its token, and if it was replaced."""
-        found = super().set_state(self._signature(state) + state, token)
-        return None if found is None else (self._verified(found[0]), *found[1:])
+        signed = super().set_state(self._signature(state) + state, token)
+        return None if signed is None else (self._verified(signed[0]), *signed[1:])
 
     def _signature(self, state: bytes) -> bytes:
         return hmac.digest(self._secret, self._run_id.encode() + b"\0" + state, "sha256")

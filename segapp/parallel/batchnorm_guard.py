@@ -7,7 +7,7 @@ has no variance. Synchronized over the batch, it has one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +24,32 @@ from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
     """Return the minimum number of samples per device: 2 if a BatchNorm layer gets one value per sample, else 1.
 
+    It is also 2 if a module with such layers cannot run on the meta device: refusing a split is better than a crash.
+
     Args:
         module: the model in the mode in which it will be trained; layers in evaluation mode are ignored.
         *inputs: example inputs with any number of samples; only shapes and dtypes are used, nothing is computed and no
         memory is allocated.
     """
-    return 2 if _has_starved_layer(module, inputs) else 1
+    plain = [layer for layer in _plain_batchnorms(module).values() if layer.training or layer.running_mean is None]
+    if not plain:
+        return 1
+    num_values: list[int] = []
+
+    def note(_layer: nn.Module, args: tuple[Any, ...]) -> None:
+        num_values.append(args[0].numel() // (args[0].size(0) * args[0].size(1)))
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in plain]
+    try:
+        state = {name: tensor.to("meta") for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        with torch.no_grad():
+            functional_call(module, state, tuple(map_tensors(_as_two_samples, item) for item in inputs))
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        return 2
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return 2 if 1 in num_values else 1
 
 
 def _sum_of_outputs(outputs: Any) -> Tensor:
@@ -76,9 +96,9 @@ def no_samples_problem(
             layer.eval()
         with random_states_kept(parameter.device for parameter in module.parameters()):
             with autocast():
-                found = loss(module(*(map_tensors(lambda tensor: tensor[:0], item) for item in inputs)))
-            if found.requires_grad:
-                torch.autograd.grad(found, trained, allow_unused=True)
+                total = loss(module(*(map_tensors(lambda tensor: tensor[:0], item) for item in inputs)))
+            if total.requires_grad:
+                torch.autograd.grad(total, trained, allow_unused=True)
     except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError):
         failed = running[-1] if running else "the loss or the backward pass"
         return f"{failed} cannot compute a batch of 0 samples"
@@ -108,13 +128,13 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
     """
     synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    trained = {name: torch.empty_like(each, device="meta", requires_grad=True) for name, each in named.items()}
-    state = {name: each.to("meta") for name, each in (*module.named_parameters(), *module.named_buffers())}
+    trained = {name: torch.empty_like(value, device="meta", requires_grad=True) for name, value in named.items()}
+    state = {name: value.to("meta") for name, value in (*module.named_parameters(), *module.named_buffers())}
     try:
         for layer in synced:  # no exchange with the other ranks
             revert_sync_batchnorm(layer)
         with activations_kept():  # the backward pass is outside of `functional_call`, which replaces the parameters
-            found = functional_call(
+            outputs = functional_call(
                 module, {**state, **trained}, tuple(map_tensors(_as_two_samples, i) for i in inputs)
             )
     except (RuntimeError, NotImplementedError, ValueError, TypeError, KeyError):
@@ -122,7 +142,7 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
     finally:
         for layer in synced:
             convert_sync_batchnorm(layer)
-    sums = [output.float().sum() for output in tensors_in(found) if output.requires_grad]
+    sums = [output.float().sum() for output in tensors_in(outputs) if output.requires_grad]
     if not sums or not trained:
         return []
     gradients = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
@@ -132,33 +152,6 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
 def _plain_batchnorms(module: nn.Module) -> dict[str, BatchNorm]:
     layers = module.named_modules()
     return {name: m for name, m in layers if isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm)}
-
-
-def _has_starved_layer(module: nn.Module, inputs: Sequence[Any]) -> bool:
-    """Return True if a plain BatchNorm layer gets one value per channel and sample.
-
-    Also return True if the module has such layers and cannot run on the meta device: refusing a split is better than a
-    crash.
-    """
-    plain = [each for each in _plain_batchnorms(module).values() if each.training or each.running_mean is None]
-    if not plain:
-        return False
-    num_values: list[int] = []
-
-    def note(_layer: nn.Module, args: tuple[Any, ...]) -> None:
-        num_values.append(args[0].numel() // (args[0].size(0) * args[0].size(1)))
-
-    hooks = [layer.register_forward_pre_hook(note) for layer in plain]
-    try:
-        state = {name: tensor.to("meta") for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        with torch.no_grad():
-            functional_call(module, state, tuple(map_tensors(_as_two_samples, item) for item in inputs))
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):
-        return True
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return 1 in num_values
 
 
 def _as_two_samples(tensor: Tensor) -> Tensor:

@@ -83,15 +83,15 @@ def init_from_env(
             join in time.
     """
     rank, world_size, local_rank = _read_rank(os.environ)
-    own = _rank_device(local_rank, device)
-    chosen = backend or ("nccl" if own.type == "cuda" and dist.is_nccl_available() else "gloo")
+    rank_device = _rank_device(local_rank, device)
+    chosen = backend or ("nccl" if rank_device.type == "cuda" and dist.is_nccl_available() else "gloo")
     die_with_parent()
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
+    if rank_device.type == "cuda":
+        torch.cuda.set_device(rank_device)
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # two groups work on one GPU
-    store, place = None, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    store, address = None, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if file := os.environ.get(STORE_VARIABLE):
-        store, place = dist.FileStore(file), file  # type: ignore[attr-defined]  # documented, but not in __all__
+        store, address = dist.FileStore(file), file  # type: ignore[attr-defined]  # documented, but not in __all__
         store.set_timeout(timedelta(seconds=start_timeout_s))
     try:
         dist.init_process_group(
@@ -100,18 +100,18 @@ def init_from_env(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=start_timeout_s),
-            device_id=own if chosen == "nccl" else None,
+            device_id=rank_device if chosen == "nccl" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise DistributedSetupError(
-            f"rank {rank} of {world_size} could not join the others at {place} within {start_timeout_s:g} s"
+            f"rank {rank} of {world_size} could not join the others at {address} within {start_timeout_s:g} s"
             f" ({type(error).__name__}: {error}): check that every rank runs and reaches that address"
         ) from error
     if chosen == "nccl" and world_size > 1:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         group = dist.new_group(timeout=timedelta(seconds=start_timeout_s), pg_options=options)
         use_layers_group(cast(dist.ProcessGroup, group))
-    return RankInfo(rank, world_size, local_rank, own, chosen)
+    return RankInfo(rank, world_size, local_rank, rank_device, chosen)
 
 
 def shutdown() -> None:
@@ -296,19 +296,19 @@ class Ranks:
             return [value]
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        own = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._host_group)
+        dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self._host_group)
         longest = int(max(sizes))
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(parts, nn.functional.pad(own, (0, longest - own.numel())), group=self._host_group)
+        dist.all_gather(parts, nn.functional.pad(payload, (0, longest - payload.numel())), group=self._host_group)
         files = [io.BytesIO(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
         with torch.serialization.safe_globals(self._classes):
             return [torch.load(file, weights_only=True) for file in files]
 
     def first_of(self, value: Any) -> Any:
         """Return the value of the first rank whose value is not None, on every rank; None if there is none."""
-        return next((each for each in self.gather(value) if each is not None), None)
+        return next((other for other in self.gather(value) if other is not None), None)
 
     @torch.no_grad()
     def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -322,4 +322,4 @@ class Ranks:
         flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
         dist.all_reduce(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        return tuple(part.view(own.shape).to(own.dtype) for part, own in zip(parts, tensors, strict=True))
+        return tuple(part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))

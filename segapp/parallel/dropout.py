@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of SplitMix64: one for its sequence, and two for the multiplications that mix a number of it."""
 
-_OF_CALLS = 6364136223846793005
+_CALL_MULTIPLIER = 6364136223846793005
 """The multiplier of Knuth's MMIX generator, whose steps from a key are the keys of a layer's further calls."""
 
-_LANE = 2**16
+_NUM_LEVELS = 2**16
+"""Levels of a probability, which is compared with 16 random bits per value."""
 
 _thread_local = threading.local()
 
@@ -49,11 +50,10 @@ def mask_by_sample(network: nn.Module) -> None:
     Call it before `set_recompute`, and before the network is copied.
     """
     for layer in network.modules():
-        found: Any = _kind_of(layer)
-        if found is not None:
-            kind: Any = type(layer)
-            layer.__class__ = _masked(*found, kind)
-            if found[0] is _OfBlocks:
+        kind = _kind_of(layer)
+        if kind is not None:
+            layer.__class__ = _masked(*kind, type(layer))
+            if kind[0] is _MaskedBlock:
                 layer.__dict__["_has_drop_connect"] = False  # for the block's own `forward`
     for number, layer in enumerate(layer for layer in network.modules() if isinstance(layer, _Masked)):
         layer.__dict__["mask_layer"] = number
@@ -84,23 +84,26 @@ class SampleMasks:
         """
         if not self._num_layers:
             return None
-        of_epoch = _mixed(np.array([self._seed % 2**64], np.uint64), np.array([epoch]))
-        of_layers = _mixed(of_epoch, np.arange(self._num_layers))
-        keys = _mixed(of_layers, np.arange(first, first + count)[:, None])
+        epoch_state = _mixed(np.array([self._seed % 2**64], np.uint64), np.array([epoch]))
+        layer_states = _mixed(epoch_state, np.arange(self._num_layers))
+        keys = _mixed(layer_states, np.arange(first, first + count)[:, None])
         return torch.from_numpy(keys.view(np.int64))
 
 
-def _mixed(states: NDArray[np.uint64], places: NDArray[Any]) -> NDArray[np.uint64]:
+def _mixed(states: NDArray[np.uint64], positions: NDArray[Any]) -> NDArray[np.uint64]:
     """Return the numbers at positions, from 0, of the SplitMix64 sequences that begin with these states."""
-    z = states + (places.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    z = states + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
     mixed: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
     return mixed
 
 
-class _KeysOfPass:
-    """The keys (N, L) of a forward pass on each device that needs them, and the number of calls of each layer."""
+class _ForwardKeys:
+    """The keys of N samples for L layers in one forward pass, copied to each device that needs them.
+
+    It counts the calls of each layer, because every call of a layer needs other masks.
+    """
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = {keys.device: keys}
@@ -112,7 +115,7 @@ class _KeysOfPass:
             self._keys[device] = next(iter(self._keys.values())).to(device, non_blocking=True)
         keys, call = self._keys[device][:, layer], self._calls.get(layer, 0)
         self._calls[layer] = call + 1
-        return keys if not call else keys * _signed(pow(_OF_CALLS, call, 2**64))
+        return keys if not call else keys * _signed(pow(_CALL_MULTIPLIER, call, 2**64))
 
 
 @contextlib.contextmanager
@@ -122,7 +125,7 @@ def sample_masks(keys: Tensor | None) -> Iterator[None]:
     If `keys` is None, they draw from the generator of their device, like torch's layers.
     """
     outer = getattr(_thread_local, "current", None)
-    _thread_local.current = None if keys is None else _KeysOfPass(keys)
+    _thread_local.current = None if keys is None else _ForwardKeys(keys)
     try:
         yield
     finally:
@@ -131,7 +134,7 @@ def sample_masks(keys: Tensor | None) -> Iterator[None]:
 
 def _keys_of_call(layer: int, device: torch.device) -> Tensor | None:
     """Return the keys (N) of a layer's call."""
-    current: _KeysOfPass | None = getattr(_thread_local, "current", None)
+    current: _ForwardKeys | None = getattr(_thread_local, "current", None)
     return None if current is None else current.keys_of_call(layer, device)
 
 
@@ -147,8 +150,8 @@ class _Masked(nn.Module):
         layer: Any = self
         p = layer.drop_prob if hasattr(layer, "drop_prob") else layer.p
         dropped = self._dropped(features, p)
-        made: Tensor = super().forward(features) if dropped is None else dropped
-        return made
+        output: Tensor = super().forward(features) if dropped is None else dropped
+        return output
 
     def _dropped(self, features: Tensor, p: float) -> Tensor | None:
         """Return the features, masked by keys; None if there are no keys, or if nothing or everything is dropped."""
@@ -158,8 +161,8 @@ class _Masked(nn.Module):
         # Layers in windows of an image have several consecutive rows per sample.
         if keys is None or not len(keys) or len(features) % len(keys):
             return None
-        threshold = min(max(round(p * _LANE), 1), _LANE - 1)
-        scale = _LANE / (_LANE - threshold) if getattr(self, "scale_by_keep", True) else 1.0
+        threshold = min(max(round(p * _NUM_LEVELS), 1), _NUM_LEVELS - 1)
+        scale = _NUM_LEVELS / (_NUM_LEVELS - threshold) if getattr(self, "scale_by_keep", True) else 1.0
         shape = features.shape[: self.num_dims]
         kept = _kept(keys, math.prod(shape) // len(keys), threshold)
         kept = kept.reshape(*shape, *[1] * (features.ndim - len(shape)))
@@ -170,11 +173,11 @@ class _Masked(nn.Module):
         if features.ndim == 4 and not features.is_contiguous():
             kept = kept.contiguous(memory_format=torch.channels_last)
         # One kernel that saves only the mask: torch's dropout applies it to a gradient in its backward pass.
-        made: Tensor = torch.ops.aten.native_dropout_backward(features, kept, scale)
-        return made
+        masked: Tensor = torch.ops.aten.native_dropout_backward(features, kept, scale)
+        return masked
 
 
-class _OfBlocks(_Masked):
+class _MaskedBlock(_Masked):
     """An `MBConvBlock` of smp; the part that it adds to its input is dropped per sample."""
 
     def forward(self, inputs: Tensor, drop_connect_rate: float | None = None) -> Tensor:
@@ -194,7 +197,7 @@ _KINDS: dict[str, tuple[type[_Masked], int | None]] = {
     "torch.nn.modules.dropout.Dropout3d": (_Masked, 2),
     "timm.layers.drop.DropPath": (_Masked, 1),
     "torchvision.ops.stochastic_depth.StochasticDepth": (_Masked, 1),
-    "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock": (_OfBlocks, 1),
+    "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock": (_MaskedBlock, 1),
 }
 """Base and `num_dims` by the name of the class that defines `forward`, so that libraries need not be imported."""
 
@@ -203,16 +206,16 @@ def _kind_of(layer: nn.Module) -> tuple[type[_Masked], int | None] | None:
     """Return the entry of a layer that drops values; None for others, and for layers with their own `forward`."""
     owner = next(kind for kind in type(layer).__mro__ if "forward" in vars(kind))
     kind = _KINDS.get(f"{owner.__module__}.{owner.__qualname__}")
-    is_idle = 0 in (getattr(layer, "p", 1), getattr(layer, "drop_prob", 1), getattr(layer, "_has_drop_connect", 1))
-    is_left = is_idle or "forward" in vars(layer) or getattr(layer, "mode", "row") != "row"
-    return None if is_left else kind
+    is_off = 0 in (getattr(layer, "p", 1), getattr(layer, "drop_prob", 1), getattr(layer, "_has_drop_connect", 1))
+    is_other = "forward" in vars(layer) or getattr(layer, "mode", "row") != "row"
+    return None if is_off or is_other else kind
 
 
 @functools.cache
 def _masked(base: Any, num_dims: int | None, kind: Any) -> Any:
     """Return the subclass of a class of layers, under the same name."""
-    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (base, kind), {**own, "num_dims": num_dims})
+    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (base, kind), {**attributes, "num_dims": num_dims})
 
 
 def _signed(constant: int) -> int:
@@ -224,8 +227,7 @@ def _words(keys: Tensor, count: int) -> Tensor:
 
     They are numbers of SplitMix64 before its last shift, with int64's arithmetic shifts, which keep the sign.
     """
-    places = torch.arange(1, count + 1, device=keys.device) * _signed(_GAMMA)
-    words = places + keys[:, None]
+    words = torch.arange(1, count + 1, device=keys.device) * _signed(_GAMMA) + keys[:, None]
     shifted = torch.empty_like(words)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         torch.bitwise_right_shift(words, shift, out=shifted)
@@ -236,11 +238,11 @@ def _words(keys: Tensor, count: int) -> Tensor:
 def _kept(keys: Tensor, count: int, threshold: int) -> Tensor:
     """Return a mask (N, count), False if the next 16 bits for a key are below the threshold."""
     if count == 1:
-        return keys[:, None] >= (threshold - _LANE // 2) * 2**48  # the highest bits, both as signed numbers
+        return keys[:, None] >= (threshold - _NUM_LEVELS // 2) * 2**48  # the highest bits, both as signed numbers
     words = _words(keys, -(-count // 4))
     if torch.compiler.is_compiling():  # Inductor has no views of other sizes
-        places = torch.arange(0, 64, 16, device=keys.device)
-        lanes = ((((words[..., None] >> places) + _LANE // 2) % _LANE) - _LANE // 2).flatten(1)
+        shifts = torch.arange(0, 64, 16, device=keys.device)
+        values = ((((words[..., None] >> shifts) + _NUM_LEVELS // 2) % _NUM_LEVELS) - _NUM_LEVELS // 2).flatten(1)
     else:
-        lanes = words.view(torch.int16)
-    return lanes[:, :count] >= threshold - _LANE // 2
+        values = words.view(torch.int16)
+    return values[:, :count] >= threshold - _NUM_LEVELS // 2

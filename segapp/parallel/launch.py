@@ -73,8 +73,8 @@ def launch_local(
     with _rank_store() as store, _passing_signals_on(ranks, signals) as received:
         try:
             for rank in range(num_ranks):  # each in its own session, so that Ctrl-C reaches it once, through here
-                own = {**environ, STORE_VARIABLE: store, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=own, start_new_session=True))
+                variables = {**environ, STORE_VARIABLE: store, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=variables, start_new_session=True))
             for number in received:  # some may have come before all ranks were started
                 _send(ranks, number)
             return _wait(ranks, received)
@@ -256,7 +256,7 @@ class PeerWatch:
 
     Args:
         store: store of the process group, with a separate connection.
-        others: names of the other machines in error messages, by key; `own` is the key of this one.
+        others: names of the other machines in error messages, by key; `key` belongs to this one.
         end: ends this process; called in a thread, with the reason.
         limit_s: seconds of silence after which a machine, or the store, is lost.
         needs_store: treat a store that does not answer as lost, too.
@@ -265,14 +265,14 @@ class PeerWatch:
     def __init__(
         self,
         store: Any,
-        own: str,
+        key: str,
         others: Mapping[str, str],
         end: Callable[[str], None],
         *,
         limit_s: float = LIMIT_S,
         needs_store: bool = True,
     ) -> None:
-        self._store, self._own, self._others, self._end, self._limit_s = store, own, dict(others), end, limit_s
+        self._store, self._key, self._others, self._end, self._limit_s = store, key, dict(others), end, limit_s
         self._beat_s = limit_s / 6
         self._is_over, self._has_left = threading.Event(), False
         self._num_answers = 0
@@ -294,7 +294,7 @@ class PeerWatch:
             for key in self._others:
                 self._store.add(key, 0)  # so that it exists: reading a missing key would wait for it
             while True:
-                self._store.add(self._own, 1)
+                self._store.add(self._key, 1)
                 counts = self._store.multi_get([*self._others])
                 self._num_answers += 1
                 silence.note(
@@ -308,7 +308,7 @@ class PeerWatch:
                 if self._is_over.wait(self._beat_s):
                     break
             if self._has_left:
-                self._store.add(self._own, _LEFT)
+                self._store.add(self._key, _LEFT)
 
     def _await_answers(self) -> None:
         look_s = min(1.0, self._beat_s)
@@ -347,7 +347,7 @@ class Peers:
     """The ranks of a job and, on one rank per machine, the watch over the other machines, which starts here.
 
     Args:
-        places: (machine, process id, host name) of every rank.
+        peers: (machine, process id, host name) of every rank.
         store: returns the store of the process group, with a separate connection.
         exit_code: exit code of this process if it ends because another one is gone.
         limit_s: seconds of silence after which a machine is lost; 0: they are not watched.
@@ -359,30 +359,30 @@ class Peers:
     def __init__(
         self,
         rank: int,
-        places: Sequence[tuple[str, int, str]],
+        peers: Sequence[tuple[str, int, str]],
         store: Callable[[], Any],
         exit_code: int,
         limit_s: float,
     ) -> None:
-        self.pids = [(machine, pid) for machine, pid, _ in places]
+        self.pids = [(machine, pid) for machine, pid, _ in peers]
         self._exit_code = exit_code
         self._report: Callable[[str], None] = logging.getLogger("segapp").error
         self._watch: PeerWatch | None = None
-        here = places[rank][0]
+        here = peers[rank][0]
         self._pids_here = [pid for number, (machine, pid) in enumerate(self.pids) if machine == here and number != rank]
         ranks_of: dict[str, list[int]] = {}
-        for number, (machine, _, _) in enumerate(places):
+        for number, (machine, _, _) in enumerate(peers):
             ranks_of.setdefault(machine, []).append(number)
         if limit_s > 0 and len(ranks_of) > 1 and ranks_of[here][0] == rank:
-            job = f"segapp/alive/{places[0][0]}/{places[0][1]}"  # of this round, because all rounds may share the store
-            others = {f"{job}/{machine}": _named(places, own) for machine, own in ranks_of.items() if machine != here}
+            job = f"segapp/alive/{peers[0][0]}/{peers[0][1]}"  # of this round, because all rounds may share the store
+            others = {f"{job}/{name}": _label(peers, ranks) for name, ranks in ranks_of.items() if name != here}
             self._watch = PeerWatch(store(), f"{job}/{here}", others, self._lose, limit_s=limit_s)
 
     def _lose(self, reason: str) -> None:
         message = f"{reason}: its power or network connection failed, or it hangs"
-        end_process(self._exit_code, lambda: self._tell(message))
+        end_process(self._exit_code, lambda: self._announce(message))
 
-    def _tell(self, message: str) -> None:
+    def _announce(self, message: str) -> None:
         with contextlib.suppress(OSError):
             os.write(2, f"error: {message}; --resume continues from the newest checkpoint\n".encode())
         self._report(message)
@@ -392,7 +392,7 @@ class Peers:
         """Run the body; report and end this process soon after a rank of this machine, or another machine, is gone."""
         gone, self._report = "another rank ended while this rank waited for it: read the other rank's output", report
         pids, code = self._pids_here, self._exit_code
-        end_watch = end_with_peers(pids, code, lambda: self._tell(gone)) if pids else lambda: None
+        end_watch = end_with_peers(pids, code, lambda: self._announce(gone)) if pids else lambda: None
         try:
             yield
             self.close(has_left=True)
@@ -406,10 +406,10 @@ class Peers:
             self._watch = None
 
 
-def _named(places: Sequence[tuple[str, int, str]], ranks: Sequence[int]) -> str:
+def _label(peers: Sequence[tuple[str, int, str]], ranks: Sequence[int]) -> str:
     """Return "machine node2 (ranks 2 to 3)"."""
     numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"machine {places[ranks[0]][2]} ({numbers})"
+    return f"machine {peers[ranks[0]][2]} ({numbers})"
 
 
 def peer_limit_s() -> float:

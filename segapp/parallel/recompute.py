@@ -88,8 +88,8 @@ def computed_once(compute: Callable[[], T]) -> T:
     return compute() if tape is None else tape.once(compute)
 
 
-class _Pass:
-    """One forward pass of a block, and the contexts of its recomputations; each backward pass recomputes it."""
+class _BlockPass:
+    """One forward pass of a block, and the context of its recomputation in each backward pass."""
 
     def __init__(self, block: RecomputedBlock, inputs: Any) -> None:
         replica = current_replica()
@@ -202,9 +202,9 @@ class RecomputedBlock(nn.Module):
         if is_kept or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         args, kwargs = map_tensors(lambda tensor: tensor, (args, kwargs))  # a list may grow later, as in DenseNet
-        own = _Pass(self, (args, kwargs))
-        options: Any = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": lambda: (own.first(), own)}
-        return checkpoint(run, *args, **options, **kwargs)
+        block_pass = _BlockPass(self, (args, kwargs))
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(run, *args, context_fn=lambda: (block_pass.first(), block_pass), **options, **kwargs)
 
 
 @contextlib.contextmanager
@@ -220,8 +220,8 @@ def activations_kept() -> Iterator[None]:
 @functools.cache
 def _recomputed(kind: type[nn.Module]) -> Any:
     """Return the subclass of a class of blocks, under the same name."""
-    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (RecomputedBlock, kind), own)
+    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (RecomputedBlock, kind), attributes)
 
 
 def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
@@ -245,7 +245,7 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         >>> type(network[1]).__name__, isinstance(network[1], RecomputedBlock)
         ('Sequential', True)
     """
-    names = {name for each in sets for name in each}
+    names = {name for blocks in sets for name in blocks}
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
             raise ValueError(f"{name} lies within {outer}: name one of them")
@@ -259,7 +259,7 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
             raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
-        devices = {i for i, each in enumerate(sets) if name in each}
+        devices = {i for i, blocks in enumerate(sets) if name in blocks}
         block.__dict__["recompute_plan"] = SimpleNamespace(name=name, devices=devices, is_checked=False)
 
 

@@ -4,11 +4,12 @@ In the forward pass, the joined moments of all parts of a batch normalize each p
 channel are added over the parts. Replicas exchange once per layer in the forward pass, and autograd joins their
 backward passes, which therefore have no barrier. Ranks exchange one tensor per layer and pass.
 
-The gradient of a part's input depends on the sums of all parts, and a recomputed block must give out the saved tensors
-of each part separately. So each part has two autograd nodes: the backward pass of `_NormalizePart` computes the part's
-sums, and `_PartGradient` its gradients. `_JoinSums` adds the sums in between. Tensors without values, the
-*ties*, connect the nodes. Only the input is saved, as in `nn.BatchNorm2d`. If a second derivative is requested
-(`create_graph`, as in gradient penalties), the backward pass consists of differentiable operations.
+The gradient of a part's input depends on the sums of all parts, so each part has two autograd nodes: the backward pass
+of `_NormalizePart` computes the part's sums, and `_PartGradient` returns its gradients. `_JoinSums` adds the sums in
+between. A single node for all parts would be simpler, but replica 0 would save the inputs of all parts, and with
+activation checkpointing it recomputes only its own. *Dummy* tensors without values connect the nodes: they only make
+autograd run them in this order. Only the input is saved, as in `nn.BatchNorm2d`. If a second derivative is
+requested (`create_graph`, as in gradient penalties), the backward pass consists of differentiable operations.
 
 On CUDA, torch's own SyncBatchNorm kernels do the arithmetic. On other devices, the moments are joined by Chan, Golub
 and LeVeque's formula (1983, "Algorithms for computing the sample variance") in float64, without the cancellation of
@@ -86,48 +87,48 @@ def stack_pairs(pairs: Sequence[Sequence[Tensor]]) -> Tensor:
     return torch.stack([value for pair in pairs for value in _pair_on(home, pair)]).view(len(pairs), 2, -1)
 
 
-def _counts(of_parts_P: Tensor, total: int | None = None, *, by_kernels: bool) -> tuple[Tensor, Any]:
-    """Return weights of all parts' moments, and `_Statistics.counts`, from the numbers of values per channel.
+def _weights_and_count(counts_P: Tensor, total: int | None = None, *, by_kernels: bool) -> tuple[Tensor, Any]:
+    """Return weights of all parts' moments, and `_BatchStatistics.counts`, from the numbers of values per channel.
 
     If only the device knows the `total`, because of other ranks, the count is a tensor (), which promotes no dtype.
     """
     if by_kernels:
-        return of_parts_P, of_parts_P.int()
-    count = of_parts_P.sum() if total is None else total
-    return (of_parts_P / count).unsqueeze(1), count
+        return counts_P, counts_P.int()
+    count = counts_P.sum() if total is None else total
+    return (counts_P / count).unsqueeze(1), count
 
 
 def gather_moments(
     pairs: Sequence[Sequence[Tensor]], num_values: Sequence[int], *, over_ranks: bool, by_kernels: bool = False
 ) -> tuple[Sequence[Tensor], tuple[Tensor, Any]]:
-    """Return two moments (P, C) of all parts and their `_counts`, from this process's pairs (C,); differentiable."""
+    """Return moments (P, C) of all parts and their `_weights_and_count`, from this process's pairs; differentiable."""
     if over_ranks:
         (pair,), (count,), num_channels = pairs, num_values, len(pairs[0][0])
         rows_PK = stack_ranks(torch.cat([*pair, pair[0].new_full((1,), count or _NO_SAMPLES)]))
         rows_PK = rows_PK if by_kernels else wide(rows_PK)
         first_PC, second_PC, counts_P1 = rows_PK.split_with_sizes([num_channels, num_channels, 1], dim=1)
-        return (first_PC, second_PC), _counts(counts_P1.squeeze(1), by_kernels=by_kernels)
+        return (first_PC, second_PC), _weights_and_count(counts_P1.squeeze(1), by_kernels=by_kernels)
     moments_P2C = stack_pairs(pairs)
     moments_P2C = moments_P2C if by_kernels else wide(moments_P2C)
     replica = current_replica()
-    known = {} if replica is None else replica.group.cache
-    key = (_counts, by_kernels, moments_P2C.dtype, *num_values)
-    if key not in known:  # most layers of a pass have the same counts as another layer
+    cache = {} if replica is None else replica.group.cache
+    key = (_weights_and_count, by_kernels, moments_P2C.dtype, *num_values)
+    if key not in cache:  # most layers of a pass have the same counts as another layer
         # Not torch.tensor(num_values), whose copy to a GPU would wait for the GPU.
         counts_P = torch.cat([moments_P2C.new_full((1,), n or _NO_SAMPLES) for n in num_values])
-        known[key] = _counts(counts_P, sum(num_values), by_kernels=by_kernels)
-    return moments_P2C.unbind(1), known[key]
+        cache[key] = _weights_and_count(counts_P, sum(num_values), by_kernels=by_kernels)
+    return moments_P2C.unbind(1), cache[key]
 
 
 def join_moments(moments: Sequence[Tensor], shares_P1: Tensor) -> tuple[Tensor, Tensor]:
     """Return the means and variances (C,) of all parts from each part's (P, C), by Chan's formula; differentiable."""
     means_PC, variances_PC = moments
     mean_C = (shares_P1 * means_PC).sum(0)
-    centred_PC = means_PC - mean_C
-    return mean_C, (shares_P1 * torch.addcmul(variances_PC, centred_PC, centred_PC)).sum(0)
+    centered_PC = means_PC - mean_C
+    return mean_C, (shares_P1 * torch.addcmul(variances_PC, centered_PC, centered_PC)).sum(0)
 
 
-class _Statistics(NamedTuple):
+class _BatchStatistics(NamedTuple):
     """The whole batch's statistics for one part, on its device.
 
     For torch's kernels, `scale` is 1 / sqrt(variance + eps) and `counts` are the numbers of values per channel of each
@@ -141,7 +142,7 @@ class _Statistics(NamedTuple):
     by_kernels: bool
 
 
-class _Pending(NamedTuple):
+class _PendingBackward(NamedTuple):
     """A part's backward pass between its two nodes: the gradient of its output, what was saved, and its two sums (C,).
 
     With n = (x - mean) / deviation, grad and grad * n are summed, or, for torch's kernels, grad and grad * (x - mean).
@@ -157,56 +158,57 @@ class _Pending(NamedTuple):
 
 
 class _Part:
-    """Data that the two nodes of a part share; `pending` is a `_Pending` in the backward pass."""
+    """Data that the two nodes of a part share; `pending` is a `_PendingBackward` in the backward pass."""
 
-    own: _Statistics
+    statistics: _BatchStatistics
     pending: Any = None
 
 
-def _normalized(x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, own: _Statistics) -> Tensor:
+def _normalized(x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, stats: _BatchStatistics) -> Tensor:
     """Return a normalized part."""
     if not x.numel():
         return torch.empty_like(x)
-    if own.by_kernels:
-        return torch.batch_norm_elemt(x, weight_C, bias_C, own.mean, own.scale, own.eps)
-    return torch.native_batch_norm(x, weight_C, bias_C, own.mean, own.scale, False, 0.0, own.eps)[0]
+    if stats.by_kernels:
+        return torch.batch_norm_elemt(x, weight_C, bias_C, stats.mean, stats.scale, stats.eps)
+    return torch.native_batch_norm(x, weight_C, bias_C, stats.mean, stats.scale, False, 0.0, stats.eps)[0]
 
 
-def _begun(grad: Tensor, x: Tensor, weight_C: Tensor | None, own: _Statistics) -> _Pending:
+def _start_backward(grad: Tensor, x: Tensor, weight_C: Tensor | None, stats: _BatchStatistics) -> _PendingBackward:
     """Return a part's backward pass with its sums; without them under `create_graph`."""
     if torch.is_grad_enabled():
-        return _Pending(grad, x, weight_C)
+        return _PendingBackward(grad, x, weight_C)
     if not x.numel():
-        zeros_C = torch.zeros_like(own.mean)
-        return _Pending(grad, x, weight_C, (zeros_C, zeros_C), (grad, zeros_C, zeros_C))
-    grad, mean = grad.contiguous(memory_format=memory_format_of(x)), own.mean
-    if own.by_kernels:
-        grad_C, centred_C, of_weight_C, of_bias_C = torch.batch_norm_backward_reduce(
-            grad, x, mean, own.scale, mean, True, True, True
+        zeros_C = torch.zeros_like(stats.mean)
+        return _PendingBackward(grad, x, weight_C, (zeros_C, zeros_C), (grad, zeros_C, zeros_C))
+    grad, mean = grad.contiguous(memory_format=memory_format_of(x)), stats.mean
+    if stats.by_kernels:
+        grad_C, centered_C, weight_grad_C, bias_grad_C = torch.batch_norm_backward_reduce(
+            grad, x, mean, stats.scale, mean, True, True, True
         )
-        return _Pending(grad, x, weight_C, (grad_C, centred_C), (None, of_weight_C, of_bias_C))
+        return _PendingBackward(grad, x, weight_C, (grad_C, centered_C), (None, weight_grad_C, bias_grad_C))
+    wide_grad, wide_x = grad.to(mean.dtype), x.to(mean.dtype)
     gradients = torch.ops.aten.native_batch_norm_backward.default(
-        grad.to(mean.dtype), x.to(mean.dtype), weight_C, mean, own.scale, None, None, False, own.eps, [True, True, True]
+        wide_grad, wide_x, weight_C, mean, stats.scale, None, None, False, stats.eps, [True, True, True]
     )
-    return _Pending(grad, x, weight_C, (gradients[2], gradients[1]), gradients)
+    return _PendingBackward(grad, x, weight_C, (gradients[2], gradients[1]), gradients)
 
 
-def _input_gradient(pending: _Pending, own: _Statistics) -> Tensor:
+def _input_gradient(pending: _PendingBackward, stats: _BatchStatistics) -> Tensor:
     """Return the gradient of a part's input, weight / deviation * (grad - E[grad] - n * E[grad * n]).
 
     Without torch's kernels, the last two terms are a normalization of the input with another weight and bias.
     """
     x, (first_C, second_C) = pending.x, pending.sums
-    if own.by_kernels:
+    if stats.by_kernels:
         return torch.batch_norm_backward_elemt(
-            pending.grad, x, own.mean, own.scale, pending.weight, first_C, second_C, own.counts
+            pending.grad, x, stats.mean, stats.scale, pending.weight, first_C, second_C, stats.counts
         )
-    other_terms = _normalized(x.to(own.mean.dtype), second_C, first_C, own)
+    other_terms = _normalized(x.to(stats.mean.dtype), second_C, first_C, stats)
     return cast(Tensor, pending.gradients[0]).sub_(other_terms).to(x.dtype)
 
 
 class _PartGradient(torch.autograd.Function):
-    """A part's input (N, C, ...), weight and bias -> a tie; its backward pass returns their gradients."""
+    """A part's input (N, C, ...), weight and bias -> a dummy; its backward pass returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, part: _Part, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -220,18 +222,18 @@ class _PartGradient(torch.autograd.Function):
         pending, ctx.part.pending = ctx.part.pending, None  # a reference that remained would be part of a cycle
         needed, gradients = ctx.needs_input_grad[1:], pending.gradients
         if needed[0] and pending.x.numel() and not torch.is_grad_enabled():
-            gradients = _input_gradient(pending, ctx.part.own), *gradients[1:]
+            gradients = _input_gradient(pending, ctx.part.statistics), *gradients[1:]
         return None, *(value if is_needed else None for value, is_needed in zip(gradients, needed, strict=True))
 
 
 class _JoinSums(torch.autograd.Function):
-    """The ties of this process's parts, and their nodes -> one tie; its backward pass joins the sums of all parts."""
+    """The dummies and nodes of this process's parts -> one dummy; its backward pass joins the sums of all parts."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Sequence[_Part], nodes: Sequence[Any], over_ranks: bool, *ties: Tensor) -> Tensor:
+    def forward(ctx: Any, parts: Sequence[_Part], nodes: Sequence[Any], over_ranks: bool, *dummies: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.parts, ctx.nodes, ctx.over_ranks = parts, nodes, over_ranks
-        return ties[0].new_empty(0)
+        return dummies[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: None) -> tuple[None, ...]:
@@ -239,7 +241,7 @@ class _JoinSums(torch.autograd.Function):
         for part, node in zip(parts, ctx.nodes, strict=True):
             if part.pending is None:  # nothing depends on the output of this part
                 x, weight = node.saved_tensors
-                part.pending = _begun(torch.zeros_like(x), x, weight, part.own)
+                part.pending = _start_backward(torch.zeros_like(x), x, weight, part.statistics)
         if torch.is_grad_enabled():
             _join_differentiably(parts, over_ranks=ctx.over_ranks)
         else:
@@ -248,35 +250,35 @@ class _JoinSums(torch.autograd.Function):
 
 
 class _NormalizePart(torch.autograd.Function):
-    """A part's input, weight, bias and joined tie -> its normalized input, with the statistics of all parts.
+    """A part's input, weight, bias and joined dummy -> its normalized input, with the statistics of all parts.
 
     `node` is the part's node of `_PartGradient`, which has saved input and weight and returns their gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, part: _Part, node: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, tie: Tensor
+        ctx: Any, part: _Part, node: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dummy: Tensor
     ) -> Tensor:
         ctx.part, ctx.node = part, node
-        return _normalized(x, weight, bias, part.own)
+        return _normalized(x, weight, bias, part.statistics)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         x, weight = ctx.node.saved_tensors  # only once: a recomputed block gives out each saved tensor once
-        ctx.part.pending = _begun(grad, x, weight, ctx.part.own)
+        ctx.part.pending = _start_backward(grad, x, weight, ctx.part.statistics)
         return None, None, None, None, None, None
 
 
 def _join_sums(parts: Sequence[_Part], *, over_ranks: bool) -> None:
     """Give the parts what the gradient of every input needs from the sums of all parts."""
-    own, weight, pairs = parts[0].own, parts[0].pending.weight, [part.pending.sums for part in parts]
+    stats, weight, pairs = parts[0].statistics, parts[0].pending.weight, [part.pending.sums for part in parts]
     total_2C = all_reduce_in_place(torch.stack(list(pairs[0]))) if over_ranks else stack_pairs(pairs).sum(0)
-    if not own.by_kernels:
-        factor_C = torch.rsqrt(own.scale + own.eps)
-        total_2C = total_2C * (factor_C if weight is None else factor_C * weight) / own.counts
-    on = {device: to_device(total_2C, device).unbind() for device in {part.own.mean.device for part in parts}}
+    if not stats.by_kernels:
+        factor_C = torch.rsqrt(stats.scale + stats.eps)
+        total_2C = total_2C * (factor_C if weight is None else factor_C * weight) / stats.counts
+    on = {device: to_device(total_2C, device).unbind() for device in {part.statistics.mean.device for part in parts}}
     for part in parts:
-        part.pending = part.pending._replace(sums=on[part.own.mean.device])
+        part.pending = part.pending._replace(sums=on[part.statistics.mean.device])
 
 
 def _join_differentiably(parts: Sequence[_Part], *, over_ranks: bool) -> None:
@@ -285,21 +287,21 @@ def _join_differentiably(parts: Sequence[_Part], *, over_ranks: bool) -> None:
     pairs, num_values = [moments_of(x) for x in xs], [_count_of(x) for x in xs]
     moments, (shares_P1, count) = gather_moments(pairs, num_values, over_ranks=over_ranks)
     mean_C, variance_C = join_moments(moments, shares_P1)
-    invstd_C = torch.rsqrt(variance_C + parts[0].own.eps)
+    invstd_C = torch.rsqrt(variance_C + parts[0].statistics.eps)
     rows, terms = [], []
     for grad, x, weight, *_ in (part.pending for part in parts):
         dtype = _statistics_dtype(x)
-        mean, invstd = (_per_channel(to_device(each.to(dtype), x.device), x) for each in (mean_C, invstd_C))
+        mean, invstd = (_per_channel(to_device(value_C.to(dtype), x.device), x) for value_C in (mean_C, invstd_C))
         normal, grad = (x.to(dtype) - mean) * invstd, grad.to(dtype)
-        of_bias, of_weight = grad.sum(_summed_dims(x)), (grad * normal).sum(_summed_dims(x))
-        weight_C = torch.ones_like(of_bias) if weight is None else weight
-        rows.append(torch.cat([of_bias, of_weight]) * weight_C.repeat(2))
-        terms.append((normal, grad * _per_channel(weight_C, x), invstd, of_weight, of_bias))
+        bias_grad, weight_grad = grad.sum(_summed_dims(x)), (grad * normal).sum(_summed_dims(x))
+        weight_C = torch.ones_like(bias_grad) if weight is None else weight
+        rows.append(torch.cat([bias_grad, weight_grad]) * weight_C.repeat(2))
+        terms.append((normal, grad * _per_channel(weight_C, x), invstd, weight_grad, bias_grad))
     total = sum_of_layer(rows[0]) if over_ranks else reduce_add(rows, xs[0].device)
-    for part, x, (normal, scaled, invstd, of_weight, of_bias) in zip(parts, xs, terms, strict=True):
+    for part, x, (normal, scaled, invstd, weight_grad, bias_grad) in zip(parts, xs, terms, strict=True):
         grad_C, normal_C = to_device((total / count).to(normal.dtype), x.device).chunk(2)
-        of_x = invstd * (scaled - _per_channel(grad_C, x) - normal * _per_channel(normal_C, x))
-        part.pending = part.pending._replace(gradients=(of_x.to(x.dtype), of_weight, of_bias))
+        x_grad = invstd * (scaled - _per_channel(grad_C, x) - normal * _per_channel(normal_C, x))
+        part.pending = part.pending._replace(gradients=(x_grad.to(x.dtype), weight_grad, bias_grad))
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
@@ -328,17 +330,17 @@ class SyncBatchNorm(BatchNorm):
         if (not self.training and self.running_mean is not None) or not computed_once(self._is_divided):
             return super().forward(input)
         x = input.contiguous(memory_format=memory_format_of(input))
-        weight, bias = (None if each is None else each.to(_statistics_dtype(x)) for each in (self.weight, self.bias))
+        weight, bias = (None if value is None else value.to(_statistics_dtype(x)) for value in (self.weight, self.bias))
         part = _Part()
-        tie = cast(Tensor, _PartGradient.apply(part, x, weight, bias))
-        joined = [tie]  # not joined if it is recomputed, as only the saved tensors of that graph are used
+        dummy = cast(Tensor, _PartGradient.apply(part, x, weight, bias))
+        joined = [dummy]  # not joined if it is recomputed, as only the saved tensors of that graph are used
 
-        def exchanged() -> _Statistics:
-            joined[0] = self._exchange(part, x, tie)
-            return part.own
+        def exchanged() -> _BatchStatistics:
+            joined[0] = self._exchange(part, x, dummy)
+            return part.statistics
 
-        part.own = computed_once(exchanged)
-        return cast(Tensor, _NormalizePart.apply(part, tie.grad_fn, x, weight, bias, joined[0]))
+        part.statistics = computed_once(exchanged)
+        return cast(Tensor, _NormalizePart.apply(part, dummy.grad_fn, x, weight, bias, joined[0]))
 
     def _is_divided(self) -> bool:
         """Return True if this layer has only a part of the batch, as a replica or as a rank."""
@@ -356,12 +358,12 @@ class SyncBatchNorm(BatchNorm):
             )
         return True
 
-    def _exchange(self, part: _Part, x: Tensor, tie: Tensor) -> Tensor:
-        """Give a part its statistics, and return the joined tie."""
-        replica, own = current_replica(), (part, x, self._moments(x), tie)
+    def _exchange(self, part: _Part, x: Tensor, dummy: Tensor) -> Tensor:
+        """Give a part its statistics, and return the joined dummy."""
+        replica, values = current_replica(), (part, x, self._moments(x), dummy)
         if replica is None:
-            return self._join([own])[0]
-        return cast(Tensor, replica.exchange(f"{self._name()} with {self.num_features} channels", own, self._join))
+            return self._join([values])[0]
+        return cast(Tensor, replica.exchange(f"{self._name()} with {self.num_features} channels", values, self._join))
 
     @property
     def _is_tracked(self) -> bool:
@@ -382,9 +384,9 @@ class SyncBatchNorm(BatchNorm):
         return mean_C, torch.ones_like(mean_C) if self._uses_kernels(x) else variance_C
 
     def _join(self, values: list[tuple[_Part, Tensor, tuple[Tensor, Tensor], Tensor]]) -> list[Tensor]:
-        """Give this process's parts (all replicas, or this rank) the statistics, and return the joined tie for each."""
-        parts, xs, pairs, ties = zip(*values, strict=True)
-        nodes = [tie.grad_fn for tie in ties]
+        """Give the parts of this process (all replicas, or this rank) their statistics; return the joined dummies."""
+        parts, xs, pairs, dummies = zip(*values, strict=True)
+        nodes = [dummy.grad_fn for dummy in dummies]
         if len({node is None for node in nodes}) > 1:
             raise ValueError(f"only some replicas compute gradients at {self._name()}: let all or none of them do so")
         over_ranks, by_kernels = len(parts) == 1, self._uses_kernels(xs[0])
@@ -400,11 +402,13 @@ class SyncBatchNorm(BatchNorm):
             joined = self._join_moments(moments, *counts, xs[0])
             for part, x in zip(parts, xs, strict=True):
                 mean_C, scale_C = _pair_on(x.device, joined)
-                part.own = _Statistics(mean_C, scale_C, to_device(counts[1], x.device), self.eps, by_kernels)
-        return [_JoinSums.apply(parts, nodes, over_ranks, *ties)] * len(parts)
+                part.statistics = _BatchStatistics(
+                    mean_C, scale_C, to_device(counts[1], x.device), self.eps, by_kernels
+                )
+        return [_JoinSums.apply(parts, nodes, over_ranks, *dummies)] * len(parts)
 
     def _join_moments(self, moments: Sequence[Tensor], weights: Tensor, count: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Join the parts' moments and track them; return the first two fields of `_Statistics`."""
+        """Join the parts' moments and track them; return the first two fields of `_BatchStatistics`."""
         if self._is_tracked:
             cast(Tensor, self.num_batches_tracked).add_(1)
         if self._uses_kernels(x):
@@ -413,7 +417,7 @@ class SyncBatchNorm(BatchNorm):
             return torch.batch_norm_gather_stats_with_counts(
                 means_PC, means_PC, invstds_PC, running_mean_C, running_var_C, momentum, self.eps, weights
             )
-        mean_C, variance_C = (each.to(_statistics_dtype(x)) for each in join_moments(moments, weights))
+        mean_C, variance_C = (moment_C.to(_statistics_dtype(x)) for moment_C in join_moments(moments, weights))
         if self._is_tracked:
             self._track(mean_C, variance_C * (count / (count - 1)))
         return mean_C, variance_C
