@@ -30,7 +30,7 @@ ABOUT_CUDA = {
     "segapp/commands/doctor.py": "what is wrong with a CUDA installation",
     "segapp/commands/sweep.py": "CUDA_VISIBLE_DEVICES of the trials of a sweep",
     "segapp/parallel/distributed.py": "NCCL",
-    "segapp/parallel/rendezvous.py": "streams of data-parallel replicas, which run on CUDA and the CPU only",
+    "segapp/parallel/replica_threads.py": "streams of data-parallel replicas, which run on CUDA and the CPU only",
     "segapp/parallel/sync_batchnorm.py": "torch's kernels for SyncBatchNorm",
 }
 

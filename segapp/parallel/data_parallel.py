@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.chunks import check_gpu0_bsz, plan_chunks
-from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, keep_workers
+from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, keep_workers
 from segapp.parallel.replicas import check_replicable, replicate, write_back_buffers
 from segapp.parallel.scatter_gather import (
     DeviceLike,

@@ -34,7 +34,7 @@ from segapp.compat.torch import (
     tree_iter,
     version_of,
 )
-from segapp.parallel.rendezvous import current_replica
+from segapp.parallel.replica_threads import current_replica
 from segapp.parallel.scatter_gather import map_tensors
 
 RandomStates: TypeAlias = list[tuple[torch.device | None, Tensor]]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from segapp.accelerator import CUDA, gpu_of
-from segapp.parallel.rendezvous import current_replica
+from segapp.parallel.replica_threads import current_replica
 
 T = TypeVar("T")
 DeviceLike: TypeAlias = int | str | torch.device

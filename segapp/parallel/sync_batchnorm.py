@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from segapp.accelerator import wide
 from segapp.compat.torch import BatchNorm, is_replica, module_slots
 from segapp.parallel.recompute import computed_once
-from segapp.parallel.rendezvous import current_replica
+from segapp.parallel.replica_threads import current_replica
 from segapp.parallel.scatter_gather import (
     all_reduce_in_place,
     has_other_ranks,

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
 from segapp.parallel import sync_batchnorm as layers
-from segapp.parallel.rendezvous import ReplicaThreads
+from segapp.parallel.replica_threads import ReplicaThreads
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
 from tests.support.gpu.launch_counts import OperatorCounter
 from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from segapp.parallel import DataParallelModel
-from segapp.parallel.rendezvous import ReplicaThreads
+from segapp.parallel.replica_threads import ReplicaThreads
 from segapp.parallel.replicas import _Layout, _pack, _unpack, replicate
 from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
 

@@ -17,7 +17,7 @@ from segapp.parallel import (
     revert_sync_batchnorm,
     sync_batchnorm,
 )
-from segapp.parallel.rendezvous import ReplicaThreads
+from segapp.parallel.replica_threads import ReplicaThreads
 from segapp.parallel.scatter_gather import scatter
 from segapp.parallel.sync_batchnorm import join_moments
 from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error

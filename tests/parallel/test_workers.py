@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, ReplicaDesyncError, current_replica
-from segapp.parallel.rendezvous import MAX_FILLER_NODES, ReplicaThreads, keep_workers
+from segapp.parallel.replica_threads import MAX_FILLER_NODES, ReplicaThreads, keep_workers
 from tests.support import ROOT
 
 

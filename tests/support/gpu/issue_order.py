@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, current_replica, replicas
-from segapp.parallel.rendezvous import ReplicaThreads
+from segapp.parallel.replica_threads import ReplicaThreads
 from tests.support.gpu.fake_device_step import rebuild_on
 from tests.support.parallel_cases import PlainCE
 

@@ -16,7 +16,7 @@ from torchvision.models.segmentation import deeplabv3_resnet50
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm
 from segapp.parallel.distributed import wrap_ddp
-from segapp.parallel.rendezvous import Mode
+from segapp.parallel.replica_threads import Mode
 
 CHANNELS = 8
 VIEWS = {
