@@ -94,17 +94,17 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs)
         self._policy, self._endpoint = policy, endpoint
         self._shutdown_timeout = int(shutdown_s)
-        meeting: Any = spec.rdzv_handler
-        self._meeting, self._ask_who_waits = meeting, meeting.num_nodes_waiting
-        meeting.num_nodes_waiting = lambda: self._asked(self._ask_who_waits) or 0  # without a store the ranks continue
+        handler: Any = spec.rdzv_handler
+        self._handler, self._num_waiting = handler, handler.num_nodes_waiting
+        handler.num_nodes_waiting = lambda: self._ask(self._num_waiting) or 0  # without a store the ranks continue
         self._job: Any = None  # the store of all rounds; None if it no longer answers
-        if (store := rendezvous_store(meeting)) is not None:
-            self._job = PrefixStore(f"segapp/{meeting.get_run_id()}", store)
+        if (store := rendezvous_store(handler)) is not None:
+            self._job = PrefixStore(f"segapp/{handler.get_run_id()}", store)
         self._round = -1
         self._pids: list[int] = []
         self._code: int | None = None  # exit code of the first rank that ended here
         self._signal: int | None = None
-        self._looked_s, self._over_s = 0.0, 0.0
+        self._last_look_s, self._job_end_s = 0.0, 0.0
         self._watch: PeerWatch | None = None
 
     def carry_out(self) -> int:
@@ -114,18 +114,18 @@ class Agent(LocalElasticAgent):
         try:
             self.run()  # returns if this machine was one too many, and the job has ended without it
         except JobEndedError as end:
-            code = self._agreed(end.code)
+            code = self._end_job(end.code)
         except RendezvousClosedError:
-            code = self._lost("the job had ended when this machine came") if self._job is None else self._agreed(LOST)
+            code = self._fail("the job had ended when this machine came") if self._job is None else self._end_job(LOST)
         except RendezvousTimeoutError:
-            code = self._lost("too few machines came to the rendezvous")
+            code = self._fail("too few machines came to the rendezvous")
         except RendezvousConnectionError:
-            code = self._lost("the rendezvous does not answer any more")
+            code = self._fail("the rendezvous does not answer any more")
         except RendezvousStateError as error:
-            code = self._lost(str(error))
+            code = self._fail(str(error))
         if self._signal is None and code not in (self._code, 0, 75):
             print(f"this machine ends with exit code {code}, as the others do", file=sys.stderr, flush=True)
-        self._part()
+        self._wait_for_agents()
         return code
 
     def pass_on(self, number: int, _frame: FrameType | None = None) -> None:
@@ -147,7 +147,7 @@ class Agent(LocalElasticAgent):
         store.set(f"round/{worker_group.group_rank}", str(self._round + 1))
         rounds = store.multi_get([f"round/{i}" for i in range(worker_group.group_world_size or 1)])
         self._round = max(map(int, rounds))
-        self._job = PrefixStore(f"segapp/{self._meeting.get_run_id()}", store.underlying_store)
+        self._job = PrefixStore(f"segapp/{self._handler.get_run_id()}", store.underlying_store)
         worker_group.spec.max_restarts = self._round + self._remaining_restarts  # torch passes on the difference
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -186,7 +186,7 @@ class Agent(LocalElasticAgent):
         """Stop the ranks for another round, after the time that they need to save."""
         if self._code is None:
             print("other machines join or start again: the ranks of this one follow", file=sys.stderr, flush=True)
-        self._asked(lambda: self._job.set(f"regroups/{self._round}", "1"))
+        self._ask(lambda: self._job.set(f"regroups/{self._round}", "1"))
         self._shutdown(timeout=self._shutdown_timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -207,40 +207,40 @@ class Agent(LocalElasticAgent):
         if exitcode < 0 and self._signal is None:
             name = signal.Signals(-exitcode).name
             print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
-        of_job = self._known()
-        if of_job is None and self._signal is not None:
+        job_code = self._read_job_code()
+        if job_code is None and self._signal is not None:
             is_unsaved = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-            of_job = self._policy.code_after_signal(self._signal) if is_unsaved else code
-        elif of_job is None:
-            regroups = self._asked(lambda: self._job.check([f"regroups/{self._round}"]))
-            of_job = self._policy.code_of_job(code, regroups=bool(regroups))
-        if of_job is not None:
-            raise JobEndedError(of_job)
+            job_code = self._policy.code_after_signal(self._signal) if is_unsaved else code
+        elif job_code is None:
+            regroups = self._ask(lambda: self._job.check([f"regroups/{self._round}"]))
+            job_code = self._policy.code_of_job(code, regroups=bool(regroups))
+        if job_code is not None:
+            raise JobEndedError(job_code)
 
     def _look_for_end(self) -> None:
         """Raise JobEndedError some seconds after another agent has ended the job: the ranks may end on their own."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < _LOOK_S:
+        if now_s - self._last_look_s < _LOOK_S:
             return
-        self._looked_s = now_s
-        if (code := self._known()) is not None:
-            self._over_s = self._over_s or now_s
-            if now_s - self._over_s > _PATIENCE_S:
+        self._last_look_s = now_s
+        if (code := self._read_job_code()) is not None:
+            self._job_end_s = self._job_end_s or now_s
+            if now_s - self._job_end_s > _PATIENCE_S:
                 self._shutdown_timeout = min(self._shutdown_timeout, int(_PATIENCE_S))  # nothing is left to save
                 raise JobEndedError(code)
 
-    def _known(self) -> int | None:
+    def _read_job_code(self) -> int | None:
         """Return the exit code of the job if an agent has ended it."""
-        code: int | None = self._asked(lambda: int(self._job.get("code")) if self._job.check(["code"]) else None)
+        code: int | None = self._ask(lambda: int(self._job.get("code")) if self._job.check(["code"]) else None)
         return code
 
-    def _agreed(self, code: int) -> int:
+    def _end_job(self, code: int) -> int:
         """End the job with an exit code, or with the one that another agent wrote first; return it."""
-        agreed: int | None = self._asked(lambda: int(self._job.compare_set("code", "", str(code))))
-        self._asked(self._meeting.set_closed)  # no machine waits for another round
+        agreed: int | None = self._ask(lambda: int(self._job.compare_set("code", "", str(code))))
+        self._ask(self._handler.set_closed)  # no machine waits for another round
         return code if agreed is None else agreed
 
-    def _asked(self, question: Callable[[], Any]) -> Any:
+    def _ask(self, question: Callable[[], Any]) -> Any:
         """Return the answer of the store; None if it does not answer."""
         try:
             return None if self._job is None else question()
@@ -248,19 +248,19 @@ class Agent(LocalElasticAgent):
             self._job = None
             return None
 
-    def _part(self) -> None:
+    def _wait_for_agents(self) -> None:
         """Wait until the other agents know the exit code, because the store ends with the agent that holds it."""
         self._end_watch()
         deadline_s = time.monotonic() + _PATIENCE_S + self._shutdown_timeout
-        self._asked(lambda: self._job.add("ended", 1))
+        self._ask(lambda: self._job.add("ended", 1))
         num_machines = self._worker_group.group_world_size or 1
-        while (self._asked(lambda: self._job.add("ended", 0)) or num_machines) < num_machines:
+        while (self._ask(lambda: self._job.add("ended", 0)) or num_machines) < num_machines:
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.1)
-        self._asked(self._meeting.shutdown)
+        self._ask(self._handler.shutdown)
 
-    def _lost(self, what: str) -> int:
+    def _fail(self, what: str) -> int:
         self._job = None
         code = self._code = LOST if self._code is None else self._code
         print(f"error: {what}: this machine ends with exit code {code}", file=sys.stderr, flush=True)
@@ -276,7 +276,7 @@ class Agent(LocalElasticAgent):
                 ran_s = time.monotonic()
             if not self._pids or _answers(host, port):
                 answered_s = time.monotonic()
-        os._exit(self._lost("the rendezvous does not answer any more"))
+        os._exit(self._fail("the rendezvous does not answer any more"))
 
 
 def _is_running(pid: int) -> bool:
