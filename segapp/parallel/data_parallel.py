@@ -292,13 +292,13 @@ class DataParallelCriterion(nn.Module):
             ValueError: outputs and target do not fit together.
             TypeError: the criterion's statistics are not tensors in a tuple.
         """
-        parts = self._as_replica_outputs(outputs)
-        targets = _split_target(target, parts)
+        chunks = self._as_replica_outputs(outputs)
+        targets = _split_target(target, chunks)
         keep_workers(self)
-        copies = replicate(self.criterion, parts.devices) if self._needs_copies(parts.devices) else []
-        criteria: list[Any] = copies or [self.criterion] * len(parts)
-        rows = ReplicaThreads[Any](parts.devices, parts.mode).run(
-            [partial(copy.statistics, *pair) for copy, *pair in zip(criteria, parts, targets, strict=True)]
+        copies = replicate(self.criterion, chunks.devices) if self._needs_copies(chunks.devices) else []
+        criteria: list[Any] = copies or [self.criterion] * len(chunks)
+        rows = ReplicaThreads[Any](chunks.devices, chunks.mode).run(
+            [partial(copy.statistics, *pair) for copy, *pair in zip(criteria, chunks, targets, strict=True)]
         )
         if copies:
             write_back_buffers(self.criterion, copies[0])
@@ -308,7 +308,7 @@ class DataParallelCriterion(nn.Module):
                     f"{type(self.criterion).__name__}.statistics() returned {type(row).__name__}: return a tuple of"
                     " tensors that may be added"
                 )
-        return tuple(reduce_add(column, parts.main_device) for column in zip(*rows, strict=True))
+        return tuple(reduce_add(column, chunks.main_device) for column in zip(*rows, strict=True))
 
     def _needs_copies(self, devices: Sequence[torch.device]) -> bool:
         """Return False if the criterion has no tensors, or all are on the only device."""
@@ -320,26 +320,26 @@ class DataParallelCriterion(nn.Module):
     def _as_replica_outputs(self, outputs: Any) -> ReplicaOutputs:
         if isinstance(outputs, ReplicaOutputs):
             return outputs
-        parts = outputs if isinstance(outputs, list) else [outputs]
-        firsts = [next(tensors_in(part), None) for part in parts]
+        chunks = outputs if isinstance(outputs, list) else [outputs]
+        firsts = [next(tensors_in(chunk), None) for chunk in chunks]
         tensors = [first for first in firsts if first is not None and first.dim()]
-        if not parts or len(tensors) < len(parts):
+        if not chunks or len(tensors) < len(chunks):
             raise ValueError("outputs hold no tensor with samples: pass the result of the model")
         devices = [tensor.device for tensor in tensors]
         main = devices[0] if self.devices is None else self.devices[0]
-        return ReplicaOutputs(parts, [tensor.size(0) for tensor in tensors], devices, main)
+        return ReplicaOutputs(chunks, [tensor.size(0) for tensor in tensors], devices, main)
 
 
-def _split_target(target: Any, parts: ReplicaOutputs) -> list[Any]:
+def _split_target(target: Any, outputs: ReplicaOutputs) -> list[Any]:
     """Return the target's chunks, each on its output's device."""
-    if isinstance(target, list | tuple) and len(target) == len(parts):
-        sizes = [part.size(parts.dim) if isinstance(part, Tensor) and part.dim() else None for part in target]
-        if sizes == list(parts.sizes):
-            return [to_device(part, device) for part, device in zip(target, parts.devices, strict=True)]
-    num_samples = batch_size(target, parts.dim)
-    if num_samples != sum(parts.sizes):
+    if isinstance(target, list | tuple) and len(target) == len(outputs):
+        sizes = [chunk.size(outputs.dim) if isinstance(chunk, Tensor) and chunk.dim() else None for chunk in target]
+        if sizes == list(outputs.sizes):
+            return [to_device(chunk, device) for chunk, device in zip(target, outputs.devices, strict=True)]
+    num_samples = batch_size(target, outputs.dim)
+    if num_samples != sum(outputs.sizes):
         raise ValueError(
-            f"the target has {num_samples} samples and the outputs have {list(parts.sizes)}: pass the target of the"
+            f"the target has {num_samples} samples and the outputs have {list(outputs.sizes)}: pass the target of the"
             " model's batch, or one part per output"
         )
-    return scatter(target, parts.devices, parts.sizes, parts.dim)
+    return scatter(target, outputs.devices, outputs.sizes, outputs.dim)
