@@ -50,10 +50,11 @@ def mask_by_sample(network: nn.Module) -> None:
     Call it before `set_recompute`, and before the network is copied.
     """
     for layer in network.modules():
-        kind = _kind_of(layer)
-        if kind is not None:
-            layer.__class__ = _masked(*kind, type(layer))
-            if kind[0] is _MaskedBlock:
+        entry: Any = _kind_of(layer)
+        if entry is not None:
+            kind: Any = type(layer)
+            layer.__class__ = _masked(*entry, kind)
+            if entry[0] is _MaskedBlock:
                 layer.__dict__["_has_drop_connect"] = False  # for the block's own `forward`
     for number, layer in enumerate(layer for layer in network.modules() if isinstance(layer, _Masked)):
         layer.__dict__["mask_layer"] = number
