@@ -49,7 +49,7 @@ def held_tensors(engine: StepEngine) -> list[Tensor]:
     for participant in engine.participants:
         if isinstance(participant, CriticTrainer):
             modules.append(participant.critic)
-            optimizers.append(participant.optimizer)
+            optimizers.append(participant.update.optimizer)
             guards.append(participant._guard)
         elif isinstance(participant, TeacherIdentity):
             modules.append(teacher_model(participant))

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import wide_dtype
-from segapp.checkpoint.snapshot import hold_own_state
 from segapp.datasets.sampling import mix_seed
 from segapp.errors import CheckpointError
 from segapp.inference.sliding import NormalizedInput
@@ -29,9 +28,9 @@ from segapp.optim import set_lr
 from segapp.parallel import DataParallelModel, all_reduce_gradients, gradient_penalty, sample_masks
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.penalties import PenaltyKind
-from segapp.precision import Precision
-from segapp.training.step.participant import MAX_BAD_STEPS, StepParticipant
+from segapp.training.step.participant import StepParticipant
 from segapp.training.step.rollback import BufferGuard
+from segapp.training.step.update import WeightUpdate
 
 if TYPE_CHECKING:
     from segapp.datasets.pool import Batch
@@ -46,8 +45,8 @@ class CriticTrainer(StepParticipant):
     for its own maps. Both use the other's weights from before the step. Random numbers depend only on (seed, step,
     image).
 
-    The network is a `DataParallelModel` around the critic, or the critic itself; `student` is then the student's, whose
-    split it takes over. The optimizer's groups have `lr_factor`; `factor` is the weight of the penalty.
+    The network is a `DataParallelModel` around the critic, which takes over the split of `student`, or the critic
+    itself. `update` is the critic's, and `factor` is the weight of the penalty.
     """
 
     name = "distillation"
@@ -56,8 +55,7 @@ class CriticTrainer(StepParticipant):
         self,
         critic: Critic,
         network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
+        update: WeightUpdate,
         ranks: Ranks,
         *,
         penalty: PenaltyKind,
@@ -65,16 +63,13 @@ class CriticTrainer(StepParticipant):
         seed: int,
         student: nn.Module | None = None,
     ) -> None:
-        self._student = student
-        self.critic, self.network, self.optimizer, self.precision = critic, network, optimizer, precision
+        self.critic, self.network, self.update, self._student = critic, network, update, student
         self.ranks, self.penalty, self.factor, self.seed = ranks, penalty, factor, seed
-        self.device = precision.device
+        self.precision, self.device = update.precision, update.precision.device
         self.num_steps = 0
         self.values: dict[str, Tensor] = {}
         """Values of the last step, on the device: `critic`, the Wasserstein distance, and `penalty`, unweighted."""
         self._is_bad = torch.zeros((), device=self.device)
-        self.bad_in_row = torch.zeros((), dtype=torch.int64, device=self.device)
-        """Number of consecutive steps that did not change the critic because its gradient was not finite."""
         self._guard = BufferGuard(critic)
         self._seen: list[tuple[Tensor, Tensor]] = []
         critic.requires_grad_(False)  # except in its own update: the student's backward pass goes through it
@@ -144,68 +139,51 @@ class CriticTrainer(StepParticipant):
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Unscale the gradients, and check that they and the critic's loss are finite."""
-        gradients = [p.grad for p in self.critic.parameters() if p.grad is not None]
-        self.precision.unscale(gradients)
-        norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
-        self._is_bad = (~(torch.isfinite(norm) & torch.isfinite(self.values["critic"]))).float()
+        _, self._is_bad = self.update.finish_gradients(self.values["critic"])
 
     @torch.no_grad()
     def apply(self, is_step_bad: Tensor) -> None:
         """Update the critic, unless its own gradients are not finite or the student's step is skipped."""
         is_skipped = torch.maximum(self._is_bad, is_step_bad)
-        self.optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.precision.update(self._is_bad)
         self._guard.restore_where(is_skipped)
-        self.bad_in_row = (self.bad_in_row + 1) * self._is_bad.long()
+        self.update.apply(self._is_bad, is_skipped)
         self.num_steps += 1
 
     def rollback(self) -> None:
         """Restore the critic's buffers, and discard its gradients and the received outputs."""
         self._guard.restore()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.optimizer.zero_grad(set_to_none=True)
         self.forget()
 
     def set_lr(self, lr: float) -> None:
         """Set the critic's learning rate, in proportion to the student's."""
-        set_lr(self.optimizer, lr)
+        set_lr(self.update.optimizer, lr)
 
     def terms(self) -> dict[str, Tensor]:
         """Return the Wasserstein distance and the gradient penalty, not weighted."""
         return self.values
 
     def divergence(self) -> str | None:
-        """Return a message if the loss scale fell below 1, or, without one, after too many bad steps in a row."""
-        scaler = self.precision.scaler
-        is_alive = int(self.bad_in_row) < MAX_BAD_STEPS if scaler is None else float(scaler.scale) >= 1.0
+        """Return why the critic can make no further step; None if it can."""
+        is_alive = self.update.divergence() is None
         return None if is_alive else "the gradient of the distillation's critic not finite for too many steps in a row"
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the critic's optimizer."""
-        return [self.optimizer]
+        return [self.update.optimizer]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the critic, its optimizer, and the counter of its random numbers."""
-        own = {
-            "critic": self.critic.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "precision": self.precision.state_dict(),
-            "num_steps": self.num_steps,
-            "bad_in_row": self.bad_in_row,
-        }
-        return {"critic": own}
+        critic = {"critic": self.critic.state_dict(), "num_steps": self.num_steps}
+        return {"critic": critic | self.update.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore the result of `state_dict`."""
         assert state is not None
-        own = state["critic"]
-        self.critic.load_state_dict(own["critic"])
-        self.optimizer.load_state_dict(own["optimizer"])
-        hold_own_state(self.optimizer)
-        self.precision.load_state_dict(own["precision"])
-        self.num_steps = int(own["num_steps"])
-        self.bad_in_row.copy_(own["bad_in_row"])
+        critic = state["critic"]
+        self.critic.load_state_dict(critic["critic"])
+        self.update.load_state_dict(critic)
+        self.num_steps = int(critic["num_steps"])
 
 
 PIXEL_WISE, PAIR_WISE, HOLISTIC = "pixel_wise", "pair_wise", "holistic"

@@ -19,6 +19,7 @@ from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionDistilled
 from segapp.models import Critic, SegmentationModel, critic_size
 from segapp.models.normalizer import Normalizer
+from segapp.optim import adam
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm
 from segapp.precision import Precision
 from segapp.training.step.distill import (
@@ -32,6 +33,7 @@ from segapp.training.step.distill import (
 )
 from segapp.training.step.network import TrainedNetwork
 from segapp.training.step.participant import StepParticipant
+from segapp.training.step.update import WeightUpdate
 
 if TYPE_CHECKING:
     from segapp.assembly.trained import TrainedState
@@ -172,11 +174,14 @@ def build_distillation(config: RunConfig, network: TrainedNetwork, inner: Distil
             full_batch=student.full_batch,
             mode=student.mode,
         )
+    groups = [{"params": list(critic.parameters()), "lr_factor": CRITIC_LR / config.optim.lr}]
+    update = WeightUpdate(
+        cast(Any, critic), adam(groups, CRITIC_LR, (0.9, 0.99)), _critic_precision(config, network.device)
+    )
     trainer = CriticTrainer(
         critic,
         own,
-        _build_optimizer(critic, lr_factor=CRITIC_LR / config.optim.lr),
-        _critic_precision(config, network.device),
+        update,
         network.ranks,
         penalty=config.distill.critic_penalty,
         factor=PENALTY_WEIGHT,
@@ -184,15 +189,3 @@ def build_distillation(config: RunConfig, network: TrainedNetwork, inner: Distil
         student=student,
     )
     return [identity, trainer]
-
-
-def _build_optimizer(critic: Critic, lr_factor: float) -> torch.optim.Optimizer:
-    groups = [{"params": list(critic.parameters()), "lr_factor": lr_factor}]
-    optimizer = torch.optim.Adam(groups, lr=CRITIC_LR, betas=(0.9, 0.99), fused=True)
-    for parameter in critic.parameters():  # torch creates them in the first step; then no update allocates
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer

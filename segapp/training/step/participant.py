@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from segapp.datasets.pool import Batch
 
 
-MAX_BAD_STEPS = 10
-"""Number of consecutive steps with a non-finite loss or gradient after which the training ends."""
-
-
 class StepParticipant:
     """A participant that does nothing; subclasses override what they need.
 

@@ -12,10 +12,12 @@ from segapp.checkpoint.snapshot import hold_own_state
 from segapp.compat.torch import takes_found_inf
 from segapp.optim import WeightAverage, add_groups
 from segapp.precision import Precision
-from segapp.training.step.participant import MAX_BAD_STEPS
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel
+
+MAX_BAD_STEPS = 10
+"""Number of consecutive steps with a non-finite loss or gradient after which the training ends."""
 
 
 class WeightUpdate:
@@ -75,15 +77,19 @@ class WeightUpdate:
         return grad_norm, is_bad
 
     @torch.no_grad()
-    def apply(self, is_bad: Tensor) -> None:
-        """Update weights, average and counters in place, with almost no additional memory."""
-        if may_update(self.optimizer, is_bad):
+    def apply(self, is_bad: Tensor, is_skipped: Tensor | None = None) -> None:
+        """Update weights, average and counters in place, with almost no additional memory.
+
+        `is_skipped` leaves the weights as they are for another reason too; None: only for `is_bad`.
+        """
+        is_skipped = is_bad if is_skipped is None else is_skipped
+        if may_update(self.optimizer, is_skipped):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.precision.masters_to_model()
         self.precision.update(is_bad)
         if self.average is not None:
-            self.average.update(is_bad)
+            self.average.update(is_skipped)
         bad = is_bad.long()
         self.bad_steps += bad
         self.bad_in_row = (self.bad_in_row + 1) * bad

@@ -19,6 +19,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step import distill as module
 from segapp.training.step.distill import CriticTrainer
+from segapp.training.step.update import WeightUpdate
 
 CPU = torch.device("cpu")
 
@@ -27,9 +28,8 @@ def build(kind: Any = "wgan-gp", seed: int = 7) -> CriticTrainer:
     torch.manual_seed(0)
     critic = Critic(5, (8, 8), width=2)
     optimizer = adam([{"params": list(critic.parameters()), "lr_factor": 1.0}], 0.01, (0.0, 0.9))
-    return CriticTrainer(
-        critic, critic, optimizer, Precision("fp32", CPU), Ranks(), penalty=kind, factor=10.0, seed=seed
-    )
+    update = WeightUpdate(critic, optimizer, Precision("fp32", CPU))  # type: ignore[arg-type]
+    return CriticTrainer(critic, critic, update, Ranks(), penalty=kind, factor=10.0, seed=seed)
 
 
 def test_shapes_of_the_layers_by_hand() -> None:
@@ -125,8 +125,8 @@ def test_skipped_step_leaves_the_critic_as_it_was(how: Callable[[CriticTrainer],
     before = everything_of(trainer)
     how(trainer)
     assert num_different(everything_of(trainer), before) == 0, "weights, BatchNorm statistics or moments have changed"
-    assert (trainer.num_steps, int(trainer.bad_in_row)) == (2, bad_in_row)
+    assert (trainer.num_steps, int(trainer.update.bad_in_row)) == (2, bad_in_row)
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in trainer.critic.parameters())
     make_step(trainer, 1, 2)
     assert num_different(everything_of(trainer), before) > len(list(trainer.critic.parameters()))
-    assert int(trainer.bad_in_row) == 0
+    assert int(trainer.update.bad_in_row) == 0
