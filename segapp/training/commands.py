@@ -175,9 +175,9 @@ class CommandController:
         """Return what is known about splits, with the memory that the devices now have for this run."""
         return replace(self.batch_split.checker, usable_mib=tuple(self._device_memory.usable_mib()))
 
-    def handle_commands(self, position: TrainingPosition) -> None:
-        """Handle every command that waits in the inbox; on the main rank only."""
-        for received in self.inbox.take():
+    def handle_commands(self, commands: Sequence[ReceivedCommand], position: TrainingPosition) -> None:
+        """Answer or accept commands, in the order of sending; only the main rank receives any."""
+        for received in commands:
             command = received.command
             if command is None:
                 self.inbox.answer(received, "rejected", received.problem, position.step)
@@ -359,7 +359,7 @@ class CommandController:
         self.answer_all("stop", "applied", reason, position.step)
         self.answer_all("checkpoint", "applied", f"saved at step {position.step}, at the end", position.step)
         self.answer_all("pause", "cancelled", reason, position.step)
-        for received in self.inbox.take(is_last=True):
+        for received in self.inbox.take(is_due=True):
             command = received.command
             if command is not None and command.kind in ("stop", "checkpoint"):
                 self.inbox.answer(received, "applied", reason, position.step)
@@ -407,26 +407,25 @@ class CommandController:
         self._change_recompute(restored.recompute)
         self.settings = restored
 
-    def settings_for_step(self, step: int, *, is_frozen: bool = False) -> LiveSettings:
-        """Return the settings for the epoch that begins after `step` updates.
+    def add_automatic_changes(self, step: int, *, is_frozen: bool = False) -> None:
+        """Add changes of a replay or of `auto` to the requested settings, before an epoch begins after `step` updates.
 
         `is_frozen`: parameters are frozen that will be trained later, which needs more memory; `auto` changes nothing.
         """
-        replayed = [changes for at, changes in self._replay if at <= step]
-        if replayed:
-            self._replay = [(at, changes) for at, changes in self._replay if at > step]
-            settings = self.settings
-            for changes in replayed:
-                settings = with_changes(settings, changes)
-            return self._with_pending(settings)
         settings = self.requests.settings or self.settings
+        if any(at <= step for at, _ in self._replay):
+            settings = self.settings
+            for _, changes in (due for due in self._replay if due[0] <= step):
+                settings = with_changes(settings, changes)
+            self._replay = [(at, changes) for at, changes in self._replay if at > step]
+            self.requests.settings = self._with_pending(settings)
+            return
         if settings.gpu0_bsz_auto and not is_frozen and not any(pending.is_split for pending in self._sets):
             move = self.split_checker().best_move()
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
                 self._sets.append(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))
-                settings = with_changes(settings, changes)
-        return settings
+                self.requests.settings = with_changes(settings, changes)
 
     def apply(self, settings: LiveSettings, position: TrainingPosition) -> None:
         """Apply settings at the start of an epoch, on every rank."""

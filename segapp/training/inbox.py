@@ -35,27 +35,24 @@ class Inbox:
         self._event_log = event_log
         self._handled: set[str] = set()
         self._polled_s = -POLL_S
-        self._waiting: list[ReceivedCommand] = []
         self._answered: list[ReceivedCommand] = []
         if self._path is not None and folder is not None:
             self._handled = set(read_answers(_read_rare(folder.events)))
             remove_answered(self._path, self._handled)
 
-    def has_commands(self, *, is_due: bool = False) -> bool:
-        """Return True if commands wait; reads the folder at most four times per second unless it is due."""
-        now_s = time.monotonic()
-        if self._path is not None and (is_due or now_s - self._polled_s >= POLL_S):
-            self._polled_s = now_s
-            self._remove_answered()
-            self._waiting = drain_commands(self._path, self._handled)
-        return bool(self._waiting)
+    def take(self, *, is_due: bool = False) -> list[ReceivedCommand]:
+        """Return the new commands in the order of sending, each once.
 
-    def take(self, *, is_last: bool = False) -> list[ReceivedCommand]:
-        """Return the waiting commands in the order of sending, each once; `is_last`: read the folder now."""
-        self.has_commands(is_due=is_last)
-        taken, self._waiting = self._waiting, []
-        self._handled.update(received.id for received in taken)
-        return taken
+        The folder is read at most four times per second unless it is due.
+        """
+        now_s = time.monotonic()
+        if self._path is None or not (is_due or now_s - self._polled_s >= POLL_S):
+            return []
+        self._polled_s = now_s
+        self._remove_answered()
+        commands = drain_commands(self._path, self._handled)
+        self._handled.update(received.id for received in commands)
+        return commands
 
     def answer(
         self,

@@ -8,9 +8,10 @@ GPUs this requires `train.deterministic`; without it, runs differ by the roundin
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from segapp.accelerator import accelerator_of
 from segapp.checkpoint.saver import Captured, CheckpointSaver, Position
@@ -60,29 +61,44 @@ class SafePoint:
         self._calls_per_poll = 1
         self._calls, self._polled_s = 0, time.monotonic()
 
-    def check(self, *, is_boundary: bool = False) -> None:
-        """Poll, then save or pause as requested; call it only while the state is consistent.
+    def check(self, before: Literal["step", "micro-batch", "epoch", "resume"] = "step") -> None:
+        """Poll, then stop, save or pause as requested; call it only while the state is consistent.
 
-        No poll is skipped at a boundary, where settings are applied next.
+        Args:
+            before: what follows. Before a later micro-batch of a step nothing is saved, and a pause leaves the step. No
+                poll is skipped before an epoch, at whose start settings are applied, and while the training is paused.
 
         Raises:
             StopRequest: on every rank, after any of them was asked to stop.
+            PauseRequest: leave the step, and make it again after the next `check`.
         """
-        self._poll(is_due=is_boundary)
+        controller, signals, is_due = self._controller, self._context.signals, before in ("epoch", "resume")
+        self._context.device_memory.report_progress()
+        self._answer_saved()
+        self._calls += 1
+        if is_due or self._calls >= self._calls_per_poll:
+            commands = controller.inbox.take(is_due=is_due)
+            is_stop, is_save, has_commands, is_overdue = self._context.ranks.any_of(
+                signals.is_set, signals.take_checkpoint_request(), bool(commands), self._saver.is_overdue()
+            )
+            self._pace()
+            self._has_overdue_save |= is_overdue
+            controller.requests.wants_checkpoint |= is_save
+            if has_commands:
+                controller.handle_commands(commands, self._progress.command_position())
+                controller.requests = self._context.ranks.from_main(controller.requests)
+            if is_stop:
+                by = signals.by if controller.requests.stop is None else "command"
+                raise StopRequest(signals.signal_name or "a signal to another rank", by)
+            if controller.requests.stop == "now":
+                raise StopRequest("asked to stop")
+        if before == "micro-batch":
+            if controller.requests.is_paused:
+                raise PauseRequest
+            return
         self._begin_save()
-        if self._controller.requests.is_paused:
+        if controller.requests.is_paused and before != "resume":
             self._pause()
-
-    def check_within_step(self) -> None:
-        """Poll between the micro-batches of a step; a checkpoint waits for the end of the step.
-
-        Raises:
-            StopRequest: as above.
-            PauseRequest: leave the step, and make it again after `check`.
-        """
-        self._poll()
-        if self._controller.requests.is_paused:
-            raise PauseRequest
 
     def _begin_save(self) -> None:
         """Begin a save that was requested or is overdue; the request is answered when it is written."""
@@ -102,32 +118,6 @@ class SafePoint:
                 self._controller.answer_checkpoints(self._asked_at_step, problem)
                 self._asked_at_step = None
 
-    def _poll(self, *, is_due: bool = False) -> None:
-        context, controller = self._context, self._controller
-        context.device_memory.report_progress()
-        self._answer_saved()
-        self._calls += 1
-        if self._calls < self._calls_per_poll and not is_due:
-            return
-        is_stop, is_save, has_commands, is_overdue = context.ranks.any_of(
-            context.signals.is_set,
-            context.signals.take_checkpoint_request(),
-            controller.inbox.has_commands(is_due=is_due),
-            self._saver.is_overdue(),
-        )
-        self._pace()
-        self._has_overdue_save |= is_overdue
-        if is_save:
-            controller.requests.wants_checkpoint = True
-        if has_commands:
-            controller.handle_commands(self._progress.command_position())
-            controller.requests = context.ranks.from_main(controller.requests)
-        if is_stop:
-            by = context.signals.by if controller.requests.stop is None else "command"
-            raise StopRequest(context.signals.signal_name or "a signal to another rank", by)
-        if controller.requests.stop == "now":
-            raise StopRequest("asked to stop")
-
     def _pace(self) -> None:
         """Agree with the other ranks on the number of calls until the next poll, from the main rank's time per call."""
         if self._context.ranks.world_size > 1:
@@ -142,8 +132,7 @@ class SafePoint:
         with self._activities.during("paused"):
             while self._controller.requests.is_paused:
                 time.sleep(PAUSE_POLL_S)
-                self._poll(is_due=True)
-                self._begin_save()
+                self.check(before="resume")
 
 
 if TYPE_CHECKING:
@@ -317,7 +306,7 @@ class Trainer:
             self.reporter.recompute()
             num_samples = images_in(self.position.batch, 1, self.settings.batch_size, len(self.train_loader.dataset))
             try:
-                check = self.safe_point.check_within_step
+                check = functools.partial(self.safe_point.check, before="micro-batch")
                 result = self.engine.step(group, check, num_pieces=num_pieces, num_samples=num_samples)
             except PauseRequest:
                 continue
@@ -363,12 +352,12 @@ class Trainer:
 
     def _begin_epoch(self) -> None:
         """Apply the requested settings; they change only here."""
-        self.safe_point.check(is_boundary=True)
+        self.safe_point.check(before="epoch")
         last_frozen = self.settings.freeze_epochs
         is_frozen = last_frozen is not None and bool(self.engine.model.frozen_parameters)
         is_unfreezing = last_frozen is not None and is_frozen and self.position.epoch > last_frozen
-        requested = self.controller.settings_for_step(self.position.step, is_frozen=is_frozen)
-        requested = self.ranks.from_main(requested)
+        self.controller.add_automatic_changes(self.position.step, is_frozen=is_frozen)
+        requested = self.ranks.from_main(self.controller.requests.settings or self.live)
         if requested.recompute != self.live.recompute:
             self.oom_policy.drop_automatic_recompute()
         changing = ("gpu0_bsz", "shares", "recompute")

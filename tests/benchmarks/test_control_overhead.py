@@ -79,7 +79,7 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
         "a look (no poll due)": median_us(safe_point.check),
         "five marks": median_us(lambda: [watch.mark(phase) for phase in PHASES]),
         "step event": median_us(lambda: event_log.emit(Step(epoch=1, step=1, loss=0.5, lr=0.1, split=[2, 3, 3]))),
-        "poll of the inbox, 4 a second": median_us(lambda: controller.inbox.take(is_last=True)) * 4 * step_us / 1e6,
+        "poll of the inbox, 4 a second": median_us(lambda: controller.inbox.take(is_due=True)) * 4 * step_us / 1e6,
         "memory event, every 2 s": median_us(monitor.sample) * step_us / 1e6 / MEMORY_S,
         "heartbeat, every 5 s": median_us(monitor.beat) * step_us / 1e6 / HEARTBEAT_S,
     }

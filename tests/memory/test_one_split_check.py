@@ -108,9 +108,13 @@ class TrainedRun:
     def position(self) -> TrainingPosition:
         return TrainingPosition(epoch=self.epoch, step=2 * self.epoch, next_epoch=self.epoch + 1, epochs=99)
 
+    def begin_epoch(self) -> None:
+        self.controller.add_automatic_changes(self.epoch)
+        self.controller.apply(self.controller.requests.settings or self.controller.settings, self.position)
+
     def train_epoch(self, *, is_full: bool = True) -> None:
         """An epoch as the trainer makes it, with one step."""
-        self.controller.apply(self.controller.settings_for_step(self.epoch), self.position)
+        self.begin_epoch()
         self.writer.write(EpochStart(epoch=self.epoch, lr=0.1, judge=self.controller.split_checker().to_json()))
         split = self.split.current or (self.batch_size,)
         for counters, fixed, count in zip(self.counters, FIXED_MIB, split, strict=False):
@@ -123,9 +127,7 @@ class TrainedRun:
 
     def ask(self, text: str) -> None:
         send_command(self.folder.path, parse_command(text))
-        self.controller.inbox._polled_s = -1e9
-        if self.controller.inbox.has_commands():
-            self.controller.handle_commands(self.position)
+        self.controller.handle_commands(self.controller.inbox.take(is_due=True), self.position)
 
     def trainer(self, gpu0_bsz: Any, shares: Any = None) -> CheckedSplit:
         return self.controller.split_checker().check(gpu0_bsz, shares)
@@ -183,7 +185,7 @@ def test_failed_split_reaches_the_screen_and_ctl(tmp_path: Path) -> None:
     run = TrainedRun(tmp_path / "run", total_mib=10_000.0)
     run.train_epoch()
     run.ask("set gpu0_bsz=6")
-    run.controller.apply(run.controller.settings_for_step(2), run.position)
+    run.begin_epoch()
     assert run.controller.revert_split("no memory", 2) is not None
     assert run.view.split_checker.failed == {(6, 2)}
     for gpu0_bsz, level in ((5, "ok"), (6, "won't fit"), (7, "won't fit")):

@@ -68,7 +68,10 @@ class EventWriter:
             body = event.model_dump()
             body["t"] = round(time.time(), 6)
             fields = sorted(set(_null_non_finite(body, event.type)))
-            self._enqueue(body)
+            if self._make_room(event.type):
+                self._pending.append(body)
+                if self.problem is None or time.monotonic() >= self._retry_at_s:
+                    self.flush()
             for field in fields:
                 if field not in self._alerted_fields:
                     self._alerted_fields.add(field)
@@ -79,10 +82,25 @@ class EventWriter:
         self.write(Alert(kind=kind, message=message, step=step))
 
     def flush(self) -> bool:
-        """Try to write the waiting events now; return True if all events are in the file."""
+        """Write the waiting events in order, until one cannot be written; return True if all events are in the file."""
         with self._lock:
-            self._write_pending()
-            return not self._pending
+            num_dropped, had_problem = self.num_dropped, self.problem
+            while self._pending:
+                try:
+                    self._write_line(self._pending[0])
+                except OSError as error:
+                    self.problem = error.strerror or str(error)
+                    self._retry_at_s = time.monotonic() + 1.0
+                    return False
+                self._pending.popleft()
+            self.problem = None
+            if had_problem is not None:
+                lost = f"; {num_dropped} events were dropped" if num_dropped else ""
+                message = f"events could not be written for a while: {had_problem}{lost}"
+                with contextlib.suppress(OSError):
+                    body = Alert(kind="storage", message=message).model_dump()
+                    self._write_line({**body, "t": round(time.time(), 6)})
+            return True
 
     def sync(self) -> None:
         """Make the events in the file survive a power cut; a failure is left to the next write.
@@ -102,7 +120,7 @@ class EventWriter:
         with self._lock:
             if self._fd < 0:
                 return
-            self._write_pending()
+            self.flush()
             with contextlib.suppress(OSError):
                 os.fsync(self._fd)
             os.close(self._fd)
@@ -124,7 +142,7 @@ class EventWriter:
         cannot be replaced (an `alert` reports it), the file is not changed.
         """
         with self._lock:
-            self._write_pending()
+            self.flush()
             try:
                 return self._move_repeated(RewindPoint(step, epoch, batch, sha256, is_evaluated))
             except OSError as error:
@@ -152,35 +170,16 @@ class EventWriter:
         self.last_seq, self._size = _repair_tail(self._fd)
         self._is_torn = False
 
-    def _enqueue(self, body: dict[str, Any]) -> None:
-        if len(self._pending) >= self._max_pending:
-            self.num_dropped += 1
-            oldest = next((i for i, waiting in enumerate(self._pending) if waiting["type"] in _EXPENDABLE), None)
-            if oldest is None or body["type"] in _EXPENDABLE:
-                return
-            del self._pending[oldest]
-        self._pending.append(body)
-        if self.problem is None or time.monotonic() >= self._retry_at_s:
-            self._write_pending()
-
-    def _write_pending(self) -> None:
-        """Write the waiting events in order, until one cannot be written."""
-        num_dropped = self.num_dropped
-        had_problem = self.problem
-        while self._pending:
-            try:
-                self._write_line(self._pending[0])
-            except OSError as error:
-                self.problem = error.strerror or str(error)
-                self._retry_at_s = time.monotonic() + 1.0
-                return
-            self._pending.popleft()
-        self.problem = None
-        if had_problem is not None:
-            lost = f"; {num_dropped} events were dropped" if num_dropped else ""
-            with contextlib.suppress(OSError):
-                body = Alert(kind="storage", message=f"events could not be written for a while: {had_problem}{lost}")
-                self._write_line({**body.model_dump(), "t": round(time.time(), 6)})
+    def _make_room(self, kind: str) -> bool:
+        """Return False if too many events wait for another of this type; drop an older one if that makes room."""
+        if len(self._pending) < self._max_pending:
+            return True
+        self.num_dropped += 1
+        oldest = next((i for i, waiting in enumerate(self._pending) if waiting["type"] in _EXPENDABLE), None)
+        if oldest is None or kind in _EXPENDABLE:
+            return False
+        del self._pending[oldest]
+        return True
 
     def _write_line(self, body: dict[str, Any]) -> None:
         line = _encode({"v": VERSION, "seq": self.last_seq + 1, "t": body["t"], "type": body["type"], **_fields(body)})

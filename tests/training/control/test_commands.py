@@ -60,10 +60,12 @@ class ControllerHarness:
 
     def send(self, text: str, position: TrainingPosition = MIDDLE) -> str:
         command_id = send_command(self.folder.path, parse_command(text))
-        self.controller.inbox._polled_s = -1e9
-        if self.controller.inbox.has_commands():
-            self.controller.handle_commands(position)
+        self.controller.handle_commands(self.controller.inbox.take(is_due=True), position)
         return command_id
+
+    def begin_epoch(self, step: int) -> None:
+        self.controller.add_automatic_changes(step)
+        self.controller.apply(self.controller.requests.settings or self.controller.settings, MIDDLE)
 
     def answers(self, command_id: str) -> list[str]:
         return [event["status"] for event in events(self.folder.path, "command") if event["id"] == command_id]
@@ -82,7 +84,7 @@ def test_new_split_is_applied_after_a_full_batch_succeeds(harness: ControllerHar
     assert harness.controller.settings == LiveSettings()
     assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
     harness.send("set gpu0_bsz=0")
-    harness.controller.apply(harness.controller.settings_for_step(20), MIDDLE)
+    harness.begin_epoch(20)
     assert harness.controller.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
     assert harness.batch_split.current == (0, 4, 4)
     assert harness.answers(command_id) == ["accepted", "applied"]  # lr_factor needs no full batch
@@ -105,7 +107,7 @@ def test_new_split_is_applied_after_a_full_batch_succeeds(harness: ControllerHar
 def test_split_is_reverted_within_twenty_steps_only(harness: ControllerHarness, num_full: int, num_short: int) -> None:
     harness.send("set gpu0_bsz=6")
     controller, before = harness.controller, harness.batch_split.current
-    controller.apply(controller.settings_for_step(15), MIDDLE)
+    harness.begin_epoch(15)
     for step in range(num_short):
         controller.after_step([4, 1, 1], 6, 16 + step)
     for step in range(num_full):
@@ -124,7 +126,7 @@ def test_split_is_reverted_within_twenty_steps_only(harness: ControllerHarness, 
 
 def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> None:
     harness.send("set gpu0_bsz=6")
-    harness.controller.apply(harness.controller.settings_for_step(15), MIDDLE)
+    harness.begin_epoch(15)
     harness.controller.revert_split("no memory", 15)
     for text in ("set gpu0_bsz=6", "set gpu0_bsz=7", "set shares=6,2,0"):
         harness.send(text)
@@ -201,7 +203,7 @@ def test_pending_auto_is_superseded_by_a_newer_request(
     first, second = harness.send("set gpu0_bsz=auto"), harness.send("set gpu0_bsz=auto")
     assert (harness.answers(first), harness.answers(second)) == (["accepted", "cancelled"], ["accepted"])
     assert harness.controller.requests.settings == LiveSettings(gpu0_bsz_auto=True)
-    harness.controller.apply(harness.controller.settings_for_step(20), MIDDLE)
+    harness.begin_epoch(20)
     assert harness.last()["changes"] == {"gpu0_bsz_auto": True}
     harness.send("set gpu0_bsz=5")
     harness.send("set gpu0_bsz=2")  # the split in force, but no longer by auto
@@ -503,7 +505,8 @@ def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness)
     )
     assert harness.controller.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
     assert harness.controller._replay == [(20, {"lr_factor": 0.25})]
-    assert harness.controller.settings_for_step(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
+    harness.controller.add_automatic_changes(20)
+    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
     # Settings of a machine with two devices.
     harness.controller.restore_settings(LiveSettings(shares=[4, 4]), saved, ParallelConfig().model_dump())
     assert harness.batch_split.current == (2, 3, 3)

@@ -105,12 +105,12 @@ def test_the_file_stays_until_the_answer_is_on_disk(inbox: Inbox) -> None:
     (received,) = inbox.take()
     failpoints.arm("events.before_write=raise:ENOSPC")
     inbox.answer(received, "applied", None, 1)
-    assert not inbox.has_commands(is_due=True)
+    assert not inbox.take(is_due=True)
     assert files_of(inbox)
     failpoints.arm("")
     assert inbox._event_log.writer is not None
     assert inbox._event_log.writer.flush()
-    assert not inbox.has_commands(is_due=True)
+    assert not inbox.take(is_due=True)
     assert not files_of(inbox)
     assert inbox._path is not None
     assert [event["status"] for event in events(inbox._path, "command")] == ["applied"]

@@ -82,7 +82,7 @@ def test_ranks_with_fast_steps_skip_the_same_polls(
     requests = types.SimpleNamespace(is_paused=False, stop=None, wants_checkpoint=False)
     controller = types.SimpleNamespace(
         requests=requests,
-        inbox=types.SimpleNamespace(has_commands=lambda is_due: False),
+        inbox=types.SimpleNamespace(take=lambda is_due: []),
     )
     context = types.SimpleNamespace(
         ranks=ranks,
@@ -95,9 +95,9 @@ def test_ranks_with_fast_steps_skip_the_same_polls(
     for number in range(6):
         clock.now_s += step_s
         before = ranks.num_polls
-        (point.check_within_step if number % 2 else point.check)()
+        point.check("micro-batch" if number % 2 else "step")
         polls.append(ranks.num_polls - before)
     assert polls == expected
     before = ranks.num_polls
-    point.check(is_boundary=True)
+    point.check("epoch")
     assert ranks.num_polls == before + 1
