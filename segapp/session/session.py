@@ -58,7 +58,7 @@ from segapp.session.request import TrainRequest, taken_note
 from segapp.session.start_checks import changed_length_note
 from segapp.session.trainer import build_trainer
 from segapp.training.console import PlainReporter
-from segapp.training.context import Places, RunContext, shares_note, topology_event
+from segapp.training.context import DeviceLocations, RunContext, shares_note, topology_event
 from segapp.training.recovery import report_reverted_split
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
 from segapp.training.trackers import make_trackers
@@ -182,11 +182,11 @@ def _wait_for_folder(folder: RunFolder, rank: int) -> None:
         time.sleep(0.5)
 
 
-def _places(devices: DevicePlan, ranks: Ranks) -> Places:
+def _device_locations(devices: DevicePlan, ranks: Ranks) -> DeviceLocations:
     """Return the locations of the devices of all ranks."""
     found = ranks.gather((machine_id(), socket.gethostname(), devices.devices))
     names = tuple(f"{host} {device}" for _, host, theirs in found for device in theirs)
-    return Places(names, len({machine for machine, _, _ in found}))
+    return DeviceLocations(names, len({machine for machine, _, _ in found}))
 
 
 def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
@@ -281,7 +281,7 @@ def _reported(
     if ranks.is_main:
         event_log = EventLog(EventWriter(folder.events), [listener or console])
     device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
-    memory, places = DeviceMemoryTracker(device_infos), _places(devices, ranks)
+    memory, locations = DeviceMemoryTracker(device_infos), _device_locations(devices, ranks)
 
     def end(status: Literal["finished", "stopped", "failed"], reason: str, by: StoppedBy | None = None) -> None:
         event_log.emit(RunEnd(status=status, reason=reason, exit_code=stage.code, step=stage.step(), stopped_by=by))
@@ -293,7 +293,7 @@ def _reported(
 
     with peers.watched(report):
         try:
-            yield RunContext(folder, event_log, ranks, signals, memory, places), stage
+            yield RunContext(folder, event_log, ranks, signals, memory, locations), stage
             if stage.reason is not None:
                 end("finished", stage.reason)
         except StopRequest as stop:
@@ -446,10 +446,10 @@ def _prepare_events(
         for message in checkpoint.messages:
             event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
         split = trainer.controller.batch_split.current
-        topology = topology_event(checkpoint.state.get("topology"), context.places, split, checkpoint.step)
+        topology = topology_event(checkpoint.state.get("topology"), context.locations, split, checkpoint.step)
         if topology is not None:
             event_log.emit(topology)
-        if (note := shares_note(config, context.places, split)) is not None:
+        if (note := shares_note(config, context.locations, split)) is not None:
             event_log.emit(Alert(kind="settings", message=note, step=checkpoint.step))
         for message in changed_parts(checkpoint.state.get("parts"), config):
             event_log.emit(Alert(kind="parts", message=message, step=checkpoint.step))

@@ -91,7 +91,7 @@ def build_trainer(
     context.signals.check()
     is_second_trial = limit is not None and checkpoint is not None  # the first trial has printed every message
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
-    split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.places)
+    split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.locations)
     assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
     engine = assembler.assemble(parts, layout, ranks=ranks, mark=context.device_memory.mark, has_graph=True)
     step = 0 if checkpoint is None else checkpoint.step

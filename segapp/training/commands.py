@@ -1,4 +1,4 @@
-"""Handle the commands to a running training: check each one, carry it out at its boundary, and answer it once.
+"""Handle the commands to a running training: check each one, carry it out between two steps, and answer it once.
 
 The main rank reads and checks commands. `PendingRequests`, the requests to carry out, is the same on every rank. The
 training loop calls `handle_commands`, carries requests out at points where its state is consistent, and reports back.
@@ -74,7 +74,7 @@ SPLIT_SETTINGS = frozenset({"gpu0_bsz", "gpu0_bsz_auto", "shares"})
 AUTO_ON = {"gpu0_bsz_auto": True}
 """The change that lets `gpu0_bsz` follow the measured memory."""
 
-PROBATION_STEPS = 20
+REVERTIBLE_STEPS = 20
 """Number of steps after a change of the split in which running out of memory reverts it."""
 
 
@@ -86,8 +86,8 @@ def with_changes(settings: LiveSettings, changes: Mapping[str, Any]) -> LiveSett
 
 
 @dataclass
-class PendingSet:
-    """A change of settings that is not applied yet, or whose split is on probation."""
+class PendingChange:
+    """A change of settings that is not applied yet, or whose split is still a `RecentSplit`."""
 
     received: ReceivedCommand | None
     """The `set` command; None for a change by `auto`."""
@@ -115,17 +115,17 @@ class PendingSet:
 
 
 @dataclass
-class SplitProbation:
-    """A split change that was applied less than `PROBATION_STEPS` steps ago."""
+class RecentSplit:
+    """A split that was applied less than `REVERTIBLE_STEPS` steps ago; an out-of-memory error reverts it."""
 
     old: LiveSettings
     old_split: tuple[int, ...] | None
     epoch: int
     step: int
     """Updates made before the change."""
-    sets: list[PendingSet]
-    """The requests for the split; at most one."""
-    steps_left: int = PROBATION_STEPS
+    requested_by: list[PendingChange]
+    """The change that requested the split; at most one."""
+    steps_left: int = REVERTIBLE_STEPS
     is_measured: bool = False
     """True once a full batch was trained with the split."""
 
@@ -164,9 +164,9 @@ class CommandController:
         self.requests = PendingRequests()
         self._event_log, self._device_memory = event_log, device_memory
         self._open: dict[str, list[ReceivedCommand]] = {"pause": [], "checkpoint": [], "stop": []}
-        self._sets: list[PendingSet] = []
+        self._pending: list[PendingChange] = []
         """The changes of settings that wait for the next epoch, in the order of the requests."""
-        self._probation: SplitProbation | None = None
+        self._recent_split: RecentSplit | None = None
         self._has_full_batch = False
         """True if a full batch was trained since the peaks were reset."""
         self._replay = list(replay)
@@ -218,7 +218,7 @@ class CommandController:
 
     def _handle_cancel(self, received: ReceivedCommand, command: CancelCommand, position: TrainingPosition) -> None:
         reason, is_any = f"by {received.id} of {received.by}", False
-        for pending in list(self._sets):
+        for pending in list(self._pending):
             if pending.received is not None and command.id in (None, pending.received.id):
                 self._cancel(pending, reason, position.step)
                 is_any = True
@@ -241,7 +241,7 @@ class CommandController:
             reason = f"settings change between epochs, and epoch {position.epoch} is the last one"
             self.inbox.answer(received, "rejected", reason, position.step)
             return
-        pending = PendingSet(received, command.new_settings)
+        pending = PendingChange(received, command.new_settings)
         reason, is_new = f"from epoch {position.next_epoch} on", True
         if command.asks_for_split:
             checked = self.split_checker().check(command.gpu0_bsz, command.shares)
@@ -268,25 +268,25 @@ class CommandController:
         elif pending.is_split and not is_new and len(pending.changes) == 1 and not is_auto:
             self.inbox.answer(received, "applied", "this split is already in use", position.step, {})
         else:
-            self._sets.append(pending)
+            self._pending.append(pending)
             self.inbox.answer(received, "accepted", reason, position.step)
             if pending.is_split:
                 self._emit_split("pending", pending, self.settings, epoch=position.next_epoch)
         self._update_pending_settings()
 
     def _update_pending_settings(self) -> None:
-        self.requests.settings = self._with_pending(self.settings) if self._sets else None
+        self.requests.settings = self._with_pending(self.settings) if self._pending else None
 
     def _with_pending(self, settings: LiveSettings) -> LiveSettings:
-        for pending in self._sets:
+        for pending in self._pending:
             settings = with_changes(settings, pending.changes)
         return settings
 
-    def _supersede(self, newer: PendingSet, step: int) -> None:
+    def _supersede(self, newer: PendingChange, step: int) -> None:
         """Remove from the waiting changes the settings of a newer one; cancel changes that become empty."""
         assert newer.received is not None
         reason = f"superseded by {newer.received.id}"
-        for older in list(self._sets):
+        for older in list(self._pending):
             over = newer.names & older.changes.keys()
             if over == older.changes.keys():
                 self._cancel(older, reason, step)
@@ -296,22 +296,22 @@ class CommandController:
                 older.notes.append(f"{', '.join(sorted(over))} was {reason}")
                 older.changes = {name: value for name, value in older.changes.items() if name not in over}
 
-    def _cancel(self, pending: PendingSet, reason: str, step: int) -> None:
+    def _cancel(self, pending: PendingChange, reason: str, step: int) -> None:
         """Remove a waiting change and answer its command `cancelled`."""
-        self._sets.remove(pending)
+        self._pending.remove(pending)
         if pending.is_split:
             self._emit_split("cancelled", pending, self.settings, reason)
         if pending.received is not None:
             self.inbox.answer(pending.received, "cancelled", reason, step)
 
-    def _answer_applied(self, pending: PendingSet, step: int, note: str | None = None) -> None:
+    def _answer_applied(self, pending: PendingChange, step: int, note: str | None = None) -> None:
         if pending.received is not None:
             self.inbox.answer(pending.received, "applied", pending.notes_with(note), step, pending.changes)
 
     def _emit_split(
         self,
         status: Literal["pending", "applied", "cancelled", "reverted"],
-        pending: PendingSet,
+        pending: PendingChange,
         old: LiveSettings,
         reason: str | None = None,
         *,
@@ -367,7 +367,7 @@ class CommandController:
                 self.inbox.answer(received, "rejected", received.problem or reason, position.step)
         if is_finished:
             self.confirm_untested()
-            for pending in list(self._sets):
+            for pending in list(self._pending):
                 self._cancel(pending, reason, position.step)
 
     def restore_settings(
@@ -420,29 +420,29 @@ class CommandController:
             self._replay = [(at, changes) for at, changes in self._replay if at > step]
             self.requests.settings = self._with_pending(settings)
             return
-        if settings.gpu0_bsz_auto and not is_frozen and not any(pending.is_split for pending in self._sets):
+        if settings.gpu0_bsz_auto and not is_frozen and not any(pending.is_split for pending in self._pending):
             move = self.split_checker().best_move()
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
-                self._sets.append(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))
+                self._pending.append(PendingChange(None, changes, [], move.reason, move.split, move.predicted_mib))
                 self.requests.settings = with_changes(settings, changes)
 
     def apply(self, settings: LiveSettings, position: TrainingPosition) -> None:
         """Apply settings at the start of an epoch, on every rank."""
         old, old_split = self.settings, self.batch_split.current
-        sets, self._sets, self.requests.settings = self._sets, [], None
+        changes, self._pending, self.requests.settings = self._pending, [], None
         self._change_recompute(settings.recompute)
         if not self.batch_split.apply(settings):
             settings = with_changes(settings, {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares})
         self.settings = settings
         is_new_split = self.batch_split.current != old_split
-        for pending in sets:
+        for pending in changes:
             if not (is_new_split and pending.is_split):
                 self._answer_applied(pending, position.step)
         if is_new_split:
             self.confirm_untested()
-            on_probation = [pending for pending in sets if pending.is_split]
-            self._probation = SplitProbation(old, old_split, position.epoch, position.step, on_probation)
+            requested_by = [pending for pending in changes if pending.is_split]
+            self._recent_split = RecentSplit(old, old_split, position.epoch, position.step, requested_by)
 
     def adopt_recompute(self, choice: RecomputeChoice) -> None:
         """Choose the blocks that are recomputed from the next step on, without a command."""
@@ -468,22 +468,22 @@ class CommandController:
         return () if plan is None else plan.predicted_mib(split)
 
     def after_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
-        """Confirm a new split after its first full batch, and end its probation after `PROBATION_STEPS` steps."""
+        """Confirm a new split after its first full batch, and keep it for good after `REVERTIBLE_STEPS` steps."""
         is_full = num_samples == self.batch_split.batch_size
         self._has_full_batch |= is_full
-        probation = self._probation
-        if probation is None:
+        recent = self._recent_split
+        if recent is None:
             return
-        probation.steps_left -= 1
-        if is_full and not probation.is_measured:
-            probation.is_measured = True
+        recent.steps_left -= 1
+        if is_full and not recent.is_measured:
+            recent.is_measured = True
             observed = self._record_peaks(split)
-            at: Any = {"epoch": probation.epoch, "step": probation.step}
-            for pending in probation.sets:
-                self._emit_split("applied", pending, probation.old, **at, split=split, observed_mib=observed)
-                self._answer_applied(pending, probation.step, f"split {format_split(split)}")
-        if probation.steps_left <= 0 and probation.is_measured:
-            self._probation = None
+            at: Any = {"epoch": recent.epoch, "step": recent.step}
+            for pending in recent.requested_by:
+                self._emit_split("applied", pending, recent.old, **at, split=split, observed_mib=observed)
+                self._answer_applied(pending, recent.step, f"split {format_split(split)}")
+        if recent.steps_left <= 0 and recent.is_measured:
+            self._recent_split = None
 
     def after_epoch(self) -> None:
         """Record the peaks of the epoch's training under its split, before the evaluation raises them."""
@@ -511,32 +511,32 @@ class CommandController:
         return observed
 
     def revert_split(self, problem: str, step: int) -> str | None:
-        """Revert to the previous split if the present one, which ran out of memory, is on probation.
+        """Revert to the previous split if the present one, which ran out of memory, is recent.
 
-        Return a sentence about the two splits; None if the split is not on probation, and then nothing was changed.
+        Return a sentence about the two splits; None if the split is not recent, and then nothing was changed.
         """
-        probation = self._probation
-        if probation is None or probation.old_split is None:
+        recent = self._recent_split
+        if recent is None or recent.old_split is None:
             return None
-        self._probation = None
+        self._recent_split = None
         failed = self.batch_split.current or ()
-        self.batch_split.record_failure(failed, probation.old_split)
-        old = probation.old
+        self.batch_split.record_failure(failed, recent.old_split)
+        old = recent.old
         is_auto = self.settings.gpu0_bsz_auto or old.gpu0_bsz_auto
         restored = {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares, "gpu0_bsz_auto": is_auto}
         self.settings = with_changes(self.settings, restored)
         self.batch_split.apply(self.settings)
         self._update_pending_settings()
-        done = f"split {format_split(failed)} does not fit: back to split {format_split(probation.old_split)}"
+        done = f"split {format_split(failed)} does not fit: back to split {format_split(recent.old_split)}"
         reason = f"out of memory: {done} ({problem})"
-        for pending in probation.sets:
-            self._emit_split("reverted", pending, old, reason, epoch=probation.epoch, split=probation.old_split)
-            if not probation.is_measured and pending.received is not None:
+        for pending in recent.requested_by:
+            self._emit_split("reverted", pending, old, reason, epoch=recent.epoch, split=recent.old_split)
+            if not recent.is_measured and pending.received is not None:
                 self.inbox.answer(pending.received, "rejected", reason, step)
         return done
 
     def confirm_untested(self) -> None:
         """Answer a split change with `applied`, although no full batch was trained with it."""
-        if self._probation is not None and not self._probation.is_measured:
-            for pending in self._probation.sets:
-                self._answer_applied(pending, self._probation.step, "no full batch was trained with it")
+        if self._recent_split is not None and not self._recent_split.is_measured:
+            for pending in self._recent_split.requested_by:
+                self._answer_applied(pending, self._recent_split.step, "no full batch was trained with it")

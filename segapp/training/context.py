@@ -24,7 +24,7 @@ from segapp.training.signals import StopSignals
 
 
 @dataclass(frozen=True)
-class Places:
+class DeviceLocations:
     """Locations of the devices of a training.
 
     Attributes:
@@ -55,7 +55,7 @@ class RunContext:
     ranks: Ranks
     signals: StopSignals
     device_memory: DeviceMemoryTracker
-    places: Places = field(default_factory=Places)
+    locations: DeviceLocations = field(default_factory=DeviceLocations)
     """Devices of all ranks."""
 
 
@@ -96,7 +96,7 @@ class TrainingFacts:
 
 
 def first_split(
-    config: RunConfig, saved_plan: SavedMemoryPlan | None, state: Mapping[str, Any] | None, places: Places
+    config: RunConfig, saved_plan: SavedMemoryPlan | None, state: Mapping[str, Any] | None, locations: DeviceLocations
 ) -> tuple[int | None, list[int] | None]:
     """Return `gpu0_bsz` and `shares` of the first step.
 
@@ -104,11 +104,11 @@ def first_split(
     devices, and the config has no shares for it, the shares of its last split are planned anew per device, also in
     later resumes with that number.
     """
-    shares, gpu0_bsz, num = config.parallel.shares, config.parallel.gpu0_bsz, len(places.names)
+    shares, gpu0_bsz, num = config.parallel.shares, config.parallel.gpu0_bsz, len(locations.names)
     if gpu0_bsz == "auto":
         gpu0_bsz = None if saved_plan is None else saved_plan.gpu0_bsz
     saved = None if state is None else state.get("topology")
-    is_other, has_shares = places.have_other_number(saved), shares is not None and len(shares) == num
+    is_other, has_shares = locations.have_other_number(saved), shares is not None and len(shares) == num
     if state is None or saved is None or has_shares or not (is_other or shares is not None):
         return gpu0_bsz, shares
     settings = state["settings"]
@@ -116,17 +116,17 @@ def first_split(
     if settings["gpu0_bsz"] is settings["shares"] is None or is_planned or num < 2:
         return gpu0_bsz if is_planned and num > 1 else None, None
     split = saved["split"] or (1,) * len(saved["places"])
-    planned = replan_shares(split, saved["places"], places.names, config.train.batch_size)
+    planned = replan_shares(split, saved["places"], locations.names, config.train.batch_size)
     return (planned[0], None) if settings["shares"] is None else (None, list(planned))
 
 
 def topology_event(
-    saved: Mapping[str, Any] | None, places: Places, split: Sequence[int] | None, step: int
+    saved: Mapping[str, Any] | None, locations: DeviceLocations, split: Sequence[int] | None, step: int
 ) -> Topology | None:
     """Return the event of a resume on other devices than the checkpoint's; None for the same or one device."""
-    if saved is None or max(len(places.names), len(saved["places"])) < 2:
+    if saved is None or max(len(locations.names), len(saved["places"])) < 2:
         return None
-    old, new = Counter(saved["places"]), Counter(places.names)
+    old, new = Counter(saved["places"]), Counter(locations.names)
     changes = [
         f"{word} {', '.join(each.elements())}" for word, each in (("without", old - new), ("with", new - old)) if each
     ]
@@ -134,8 +134,8 @@ def topology_event(
         return None
     return Topology(
         step=step,
-        ranks=len(places.names),
-        machines=places.num_machines,
+        ranks=len(locations.names),
+        machines=locations.num_machines,
         old_ranks=len(saved["places"]),
         old_machines=saved["num_machines"],
         round=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
@@ -144,9 +144,9 @@ def topology_event(
     )
 
 
-def shares_note(config: RunConfig, places: Places, split: Sequence[int] | None) -> str | None:
+def shares_note(config: RunConfig, locations: DeviceLocations, split: Sequence[int] | None) -> str | None:
     """Return a sentence if `parallel.shares` is a list for another number of devices; None if not."""
-    shares, num = config.parallel.shares, len(places.names)
+    shares, num = config.parallel.shares, len(locations.names)
     if shares is None or len(shares) == num:
         return None
     used = "nothing is divided" if split is None else f"split {list(split)} is planned from the last one"

@@ -122,14 +122,14 @@ DIVERGED = 3.0
 _LEAST_STEPS = 2
 
 
-def judge_epoch(first: float, losses: Sequence[float], num_classes: int) -> str | None:
+def epoch_divergence(first: float, losses: Sequence[float], num_classes: int) -> str | None:
     """Return a sentence about an epoch that has diverged; None if it has not.
 
     The losses are from the later steps; non-finite ones are left out, because they changed nothing.
 
-    >>> judge_epoch(2.4, [900.0, 3000.0], 11)
+    >>> epoch_divergence(2.4, [900.0, 3000.0], 11)
     'the loss of each step was above the loss of the first step (2.4), 1.95e+03 on average'
-    >>> judge_epoch(2.4, [3.0, 2.3, 2.0], 11)
+    >>> epoch_divergence(2.4, [3.0, 2.3, 2.0], 11)
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
     if len(finite) < _LEAST_STEPS or not math.isfinite(first) or min(finite) <= first:
@@ -153,9 +153,9 @@ class LossWatch:
         self._losses.append(loss)
 
     def end_epoch(self, num_steps: int) -> str | None:
-        """Return the result of `judge_epoch` for an epoch of `num_steps` steps.
+        """Return the result of `epoch_divergence` for an epoch of `num_steps` steps.
 
-        An epoch that this process trained only partly, after a resume, is not judged.
+        An epoch that this process trained only partly, after a resume, is not considered.
         """
         losses, self._losses = self._losses, []
         if not losses:
@@ -164,4 +164,4 @@ class LossWatch:
         is_whole = len(values) == num_steps
         if self._first is None:
             self._first, values = values[0], values[1:]
-        return judge_epoch(self._first, values, self._num_classes) if is_whole else None
+        return epoch_divergence(self._first, values, self._num_classes) if is_whole else None

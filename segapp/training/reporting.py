@@ -99,30 +99,30 @@ class ActivityLog:
     def __init__(self, event_log: EventLog, device_memory: DeviceMemoryTracker, step: Callable[[], int]) -> None:
         self.clock = Clock()
         self._event_log, self._memory, self._step = event_log, device_memory, step
-        self._told = "train"
-        self._told_s = 0.0
+        self._announced = "train"
+        self._announced_s = 0.0
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
         """Report an activity, and the surrounding one after the block has ended without an error."""
-        around, phase = self._told, self._memory.phase
+        around, phase = self._announced, self._memory.phase
         self._memory.mark(activity)
-        self._tell(activity)
+        self._announce(activity)
         try:
             with self.clock.during(activity):
                 yield
         finally:
             self._memory.mark(phase)
-            self._told = around
-        self._tell(around)
+            self._announced = around
+        self._announce(around)
 
     def report_evaluated(self, num_done: int, num_images: int) -> None:
         """Report how many images of the running evaluation were passed to a device, at most once per second."""
-        if time.monotonic() - self._told_s >= PROGRESS_S:
-            self._tell("eval", min(num_done, num_images), num_images)
+        if time.monotonic() - self._announced_s >= PROGRESS_S:
+            self._announce("eval", min(num_done, num_images), num_images)
 
-    def _tell(self, activity: str, num_done: int | None = None, num_images: int | None = None) -> None:
-        self._told, self._told_s = activity, time.monotonic()
+    def _announce(self, activity: str, num_done: int | None = None, num_images: int | None = None) -> None:
+        self._announced, self._announced_s = activity, time.monotonic()
         step = self._step()
         self._event_log.emit(Heartbeat(phase=activity, step=step, num_evaluated=num_done, num_images=num_images))
 
@@ -137,13 +137,13 @@ class RemainingTime:
     def __init__(self, timetable: Timetable) -> None:
         self._timetable = timetable
         self._steps_s: deque[float] = deque(maxlen=NUM_INTERVALS)
-        self._way: Hashable = None
+        self._conditions: Hashable = None
 
-    def observe(self, num_steps: int, seconds: float, way: Hashable = None) -> None:
-        """Record the steps since the last `step` event; those before a change of `way` are forgotten."""
-        if way != self._way:
+    def observe(self, num_steps: int, seconds: float, conditions: Hashable = None) -> None:
+        """Record the steps since the last `step` event; those before a change of `conditions` are forgotten."""
+        if conditions != self._conditions:
             self._steps_s.clear()
-        self._way = way
+        self._conditions = conditions
         self._steps_s.append(seconds / max(num_steps, 1))
 
     def etas_s(self, epoch: int, step: int, steps_in_epoch: int, eval_s: float) -> tuple[float, float]:
@@ -346,13 +346,13 @@ class TrainingReporter:
         at, clock, scaler = self.progress.position, self.clock, self.engine.precision.scaler
         elapsed_s = clock.elapsed_s()
         # Settings that the time of a step depends on and that may change within a run.
-        way = (
+        conditions = (
             self.controller.batch_split.current,
             self.oom_policy.fallbacks.num_pieces,
             self.controller.recomputed,
             bool(self.engine.model.frozen_parameters),
         )
-        self._remaining.observe(clock.num_steps, elapsed_s, way)
+        self._remaining.observe(clock.num_steps, elapsed_s, conditions)
         steps_left = math.ceil((len(self.train_loader) - at.batch) / self.settings.accumulate)
         eval_s = clock.spent_s("eval") / max(clock.num_evaluations, 1)
         eta_epoch_s, eta_run_s = self._remaining.etas_s(at.epoch, at.step, steps_left, eval_s)
@@ -379,27 +379,27 @@ class TrainingReporter:
         clock.restart()
 
     def alert(self, kind: str, *messages: str) -> None:
-        """Emit alerts of a kind."""
+        """Emit an `alert` event for each message."""
         for message in messages:
             self.event_log.emit(Alert(kind=kind, message=message, step=self.progress.position.step))
 
-    def validation(self, found: Evaluation, val_s: float) -> None:
+    def validation(self, evaluation: Evaluation, val_s: float) -> None:
         """Emit `val` with the time of the evaluation without pauses, and an alert if it has a note."""
-        at, values = self.progress.position, found.values()
+        at, values = self.progress.position, evaluation.values()
         event = {
             "epoch": at.epoch,
             "step": at.step,
-            "iou": found.scores.iou,
-            "precision": found.scores.precision,
-            "recall": found.scores.recall,
-            "num_images": found.num_images,
+            "iou": evaluation.scores.iou,
+            "precision": evaluation.scores.precision,
+            "recall": evaluation.scores.recall,
+            "num_images": evaluation.num_images,
             "val_s": val_s,
             "scores": {name: value for name, value in values.items() if name not in Val.model_fields},
         }
         known = {name: value for name, value in values.items() if name in Val.model_fields}
         self.event_log.emit(Val.model_validate(event | known))
-        if found.note is not None:
-            self.alert("memory", found.note)
+        if evaluation.note is not None:
+            self.alert("memory", evaluation.note)
 
     def _split(self) -> list[int] | None:
         split = self.controller.batch_split.current

@@ -96,12 +96,12 @@ class TensorBoardTracker:
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=30)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
+        """Add a point to the curve of each name."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Write the best scores next to the settings, and close the files."""
         from torch.utils.tensorboard.summary import hparams
 
         make: Any = hparams
@@ -126,11 +126,11 @@ class WandbTracker:
         )  # fmt: skip
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
+        """Log the numbers of a step."""
         self._run.log(dict(values), step=step)
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Add the best scores to the summary, and end the run."""
         self._run.summary.update(dict(best))
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
@@ -150,8 +150,8 @@ class MlflowTracker:
 
         self._metric: Any = Metric
         self._client: Any = MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(experiment)
-        experiment_id = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(experiment)
+        experiment_id = self._client.create_experiment(experiment) if known is None else known.experiment_id
         earlier = self._client.search_runs([experiment_id], f"tags.segapp_run_id = '{run_id}'", max_results=1)
         if earlier:
             self._id = earlier[0].info.run_id
@@ -163,7 +163,7 @@ class MlflowTracker:
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
+        """Log the numbers of a step in one request."""
         import time
 
         now_ms = int(time.time() * 1000)
@@ -171,7 +171,7 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Tag the run with the best scores, and end it."""
         for key, value in best.items():
             self._client.set_tag(self._id, key, f"{value:.6f}")
         self._client.set_terminated(self._id, self._ENDS.get(status, "FAILED"))
@@ -193,7 +193,7 @@ def make_trackers(
     settings = flat_settings(config.model_dump(mode="json"))
     info = folder.read_info()
     run_id = info.id if info is not None else folder.name
-    log, made = config.log, []
+    log, listeners = config.log, []
 
     def add(name: str, package: str, make: Callable[[], Tracker]) -> None:
         try:
@@ -207,7 +207,7 @@ def make_trackers(
             raise ConfigError(
                 f"log.{name} cannot be used: {printable(what)[:300]}: fix it, or set log.{name}: {_OFF[name]}"
             ) from None
-        made.append(TrackerListener(name, tracker, classes))
+        listeners.append(TrackerListener(name, tracker, classes))
 
     if log.tensorboard:
         purge = None if step is None else step + 1
@@ -219,15 +219,15 @@ def make_trackers(
         whole = os.environ.get("MLFLOW_TRACKING_URI", "")  # may hold the password of the same address
         uri = whole if without_secrets(whole) == log.mlflow else log.mlflow
         add("mlflow", "mlflow-skinny", lambda: MlflowTracker(uri, config.name, settings, run_id, folder.name))
-    return made
+    return listeners
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings as one dict with dotted keys."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            found |= flat_settings(value, f"{prefix}{key}.")
+            flat |= flat_settings(value, f"{prefix}{key}.")
         else:
-            found[prefix + str(key)] = value
-    return found
+            flat[prefix + str(key)] = value
+    return flat

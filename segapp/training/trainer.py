@@ -1,6 +1,6 @@
 """The training loop: fit -> train_epoch -> train_step, evaluation, checkpoints, and the events about them.
 
-The state of a training is complete at step boundaries, and only there: (epoch, batch, step), weights, average,
+The state of a training is complete between two steps, and only there: (epoch, batch, step), weights, average,
 optimizer, random numbers. Everything else follows from the config, so a resumed run takes the same path bit for bit. On
 GPUs this requires `train.deterministic`; without it, runs differ by the rounding of kernels that add in random order.
 """
@@ -143,7 +143,7 @@ STATE_FORMAT = 1
 
 
 class Trainer:
-    """One training."""
+    """The loop of a training, with its position, evaluations and checkpoints; the engine makes the steps."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Trainer:
         self.settings, self.facts = settings, facts
         self.engine, self.train_loader, self.validation = engine, train_loader, validation
         self.controller, self.oom_policy, self.plateau = controller, oom_policy, plateau
-        self.ranks, self.device_memory, self.places = context.ranks, context.device_memory, context.places
+        self.ranks, self.device_memory, self.locations = context.ranks, context.device_memory, context.locations
         self.progress = TrainingProgress(settings.timetable.epochs, settings.timetable.total_steps)
         self.activities = ActivityLog(context.event_log, context.device_memory, lambda: self.position.step)
         self.reporter = TrainingReporter(
@@ -214,7 +214,7 @@ class Trainer:
         with self._saved_on_failure():
             while not self.progress.is_complete:
                 self.train_epoch()
-                self._finish_stretch()
+                self._evaluate_and_save()
                 patience = self.settings.early_stop
                 if patience is not None and self.progress.best.evaluations_since >= patience:
                     reason = f"no better {self.settings.monitor} for {patience} evaluations"
@@ -257,7 +257,7 @@ class Trainer:
     def train_epoch(self) -> None:
         """Train the rest of the current epoch, or up to an evaluation or the end of the run within it."""
         settings, clock = self.settings, self.activities.clock
-        if self._is_stretch_over():
+        if self._is_break_due():
             return
         with clock.during("load"):
             if self.position.batch == 0:  # a run resumed in the middle of an epoch has already emitted its start
@@ -276,7 +276,7 @@ class Trainer:
             self.position.batch += len(group)
             self.loss_watch.add(result.loss)
             self.controller.after_step(result.split, sum(result.split), self.position.step)
-            is_last = self._is_stretch_over()
+            is_last = self._is_break_due()
             if is_last:
                 self.controller.after_epoch()
             if is_last or self.position.step % settings.log_every_steps == 0:
@@ -338,12 +338,12 @@ class Trainer:
 
         with self.activities.during("eval"):
             before_s = clock.spent_s("eval")
-            found = self.oom_policy.make_evaluation(
+            evaluation = self.oom_policy.make_evaluation(
                 lambda fallbacks: self.validation.run(fallbacks, check, progress), self.position
             )
-            self.reporter.validation(found, clock.spent_s("eval") - before_s)
+            self.reporter.validation(evaluation, clock.spent_s("eval") - before_s)
             self.validation.draw_samples(self.position.epoch, self.oom_policy.fallbacks)
-        return found
+        return evaluation
 
     @property
     def live(self) -> LiveSettings:
@@ -382,7 +382,7 @@ class Trainer:
         self.activities.clock.wait_s += time.perf_counter() - began
         return group
 
-    def _is_stretch_over(self) -> bool:
+    def _is_break_due(self) -> bool:
         """Return True at the end of an epoch or of the run, and if an evaluation is due."""
         return self._is_epoch_end or self.progress.is_complete or self._is_evaluation_due()
 
@@ -395,17 +395,17 @@ class Trainer:
         at, timetable = self.position, self.settings.timetable
         return not at.is_evaluated and timetable.is_evaluation_due(at.epoch, at.step, is_epoch_end=self._is_epoch_end)
 
-    def _finish_stretch(self) -> None:
+    def _evaluate_and_save(self) -> None:
         """Evaluate if it is due, move to the next epoch at the end of one, and save if it is due."""
         settings, epoch, is_best = self.settings, self.position.epoch, False
         if self._is_epoch_end:
-            self._judge_epoch()
+            self._stop_if_epoch_diverged()
         if self._is_evaluation_due():
-            found = self.evaluate()
-            if found.loss is None and not self.engine.update.is_loss_scale_falling:
+            evaluation = self.evaluate()
+            if evaluation.loss is None and not self.engine.update.is_loss_scale_falling:
                 self._end_diverged(f"the validation loss is not finite after step {self.position.step}")
             self.position.is_evaluated = True
-            value = found.monitored(settings.monitor)
+            value = evaluation.monitored(settings.monitor)
             is_best = self.progress.best.note(value, epoch)
             if self.plateau is not None:
                 self.plateau.observe(value if value is None or self.plateau.larger_is_better else -value)
@@ -434,7 +434,7 @@ class Trainer:
                 f"{move} optim.lr = {self.settings.base_lr}, add schedule.warmup_steps or optim.clip_grad_norm"
             )
 
-    def _judge_epoch(self) -> None:
+    def _stop_if_epoch_diverged(self) -> None:
         """End a run that has diverged."""
         if words := self.loss_watch.end_epoch(self.settings.timetable.steps_per_epoch):
             self._end_diverged(f"in epoch {self.position.epoch} {words}")
@@ -462,7 +462,7 @@ class Trainer:
             "settings": self.live.model_dump(),
             "fallbacks": self.oom_policy.fallbacks.to_json(),
             "memory": self.controller.batch_split.state_dict(),
-            "topology": self.places.to_state(self.controller.batch_split.current),
+            "topology": self.locations.to_state(self.controller.batch_split.current),
             "rng": self.ranks.gather(capture_rng()),
             "config": self.facts.config,
             "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": len(self.train_loader)},
@@ -486,7 +486,7 @@ class Trainer:
         if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
             settings = settings.model_copy(update={"recompute": "config"})
             self.oom_policy.drop_automatic_recompute(is_dropped_for_good=True)
-        is_replanned = self.places.have_other_number(state.get("topology"))
+        is_replanned = self.locations.have_other_number(state.get("topology"))
         self.controller.restore_settings(settings, saved["parallel"], present["parallel"], is_replanned=is_replanned)
         self.controller.batch_split.load_state_dict(state.get("memory", {}))
         if self.ranks.rank < len(state["rng"]):

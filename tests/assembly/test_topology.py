@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from segapp.config import RunConfig, validate_config
-from segapp.training.context import Places, first_split, shares_note, topology_event
+from segapp.training.context import DeviceLocations, first_split, shares_note, topology_event
 
 
 def config_of(**parallel: Any) -> RunConfig:
@@ -15,14 +15,14 @@ def config_of(**parallel: Any) -> RunConfig:
     return validate_config({"name": "r", "data": data, "train": {"batch_size": 8}, "parallel": parallel})
 
 
-def places(names: str, num_machines: int = 1) -> Places:
-    return Places(tuple(names), num_machines)
+def locations(names: str, num_machines: int = 1) -> DeviceLocations:
+    return DeviceLocations(tuple(names), num_machines)
 
 
 def state_of(names: str, split: list[int] | None, **settings: Any) -> dict[str, Any]:
     """Return what a checkpoint says of the devices and the settings in force."""
     known = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, **settings}
-    return {"topology": places(names).to_state(split), "settings": known}
+    return {"topology": locations(names).to_state(split), "settings": known}
 
 
 @pytest.mark.parametrize(
@@ -46,25 +46,27 @@ def state_of(names: str, split: list[int] | None, **settings: Any) -> dict[str, 
 def test_split_is_planned_anew_for_another_number_of_devices(
     parallel: dict[str, Any], state: dict[str, Any] | None, names: str, expected: tuple[Any, Any]
 ) -> None:
-    assert first_split(config_of(**parallel), None, state, places(names)) == expected
+    assert first_split(config_of(**parallel), None, state, locations(names)) == expected
 
 
 def test_topology_names_devices_that_are_gone_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    saved = places("abb", 2).to_state([3, 3, 2])
-    event = topology_event(saved, places("bc"), (4, 4), 12)
+    saved = locations("abb", 2).to_state([3, 3, 2])
+    event = topology_event(saved, locations("bc"), (4, 4), 12)
     assert event is not None
     told = (event.step, event.ranks, event.machines, event.old_ranks, event.old_machines, event.round)
     assert told == (12, 2, 1, 3, 2, 2)
     assert (event.reason, event.split) == ("without a, b; with c", [4, 4])
-    assert topology_event(saved, places("bab", 2), (3, 3, 2), 12) is None
-    assert topology_event(places("a").to_state(None), places("b"), None, 12) is None, "one device instead of another"
-    assert topology_event(None, places("ab"), (4, 4), 12) is None
+    assert topology_event(saved, locations("bab", 2), (3, 3, 2), 12) is None
+    assert topology_event(locations("a").to_state(None), locations("b"), None, 12) is None, (
+        "one device instead of another"
+    )
+    assert topology_event(None, locations("ab"), (4, 4), 12) is None
 
 
 def test_list_for_another_number_is_a_note() -> None:
-    assert shares_note(config_of(shares=[4, 4]), places("ab"), (4, 4)) is None
-    note = shares_note(config_of(shares=[4, 2, 2]), places("ab"), (5, 3))
+    assert shares_note(config_of(shares=[4, 4]), locations("ab"), (4, 4)) is None
+    note = shares_note(config_of(shares=[4, 2, 2]), locations("ab"), (5, 3))
     assert note == (
         "parallel.shares = [4, 2, 2] is for 3 devices, and this resume has 2: split [5, 3] is planned from the last one"
     )

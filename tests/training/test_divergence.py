@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from segapp.errors import NonFiniteError
 from segapp.inference.evaluate import EvaluationSettings
-from segapp.training.progress import LossWatch, judge_epoch
+from segapp.training.progress import LossWatch, epoch_divergence
 from tests.support.runs import events, merged, train
 
 INF = math.inf
@@ -39,7 +39,7 @@ INF = math.inf
     ],
 )
 def test_verdict_on_an_epoch(first: float, losses: list[float], has_diverged: bool | None) -> None:
-    found = judge_epoch(first, losses, 11)
+    found = epoch_divergence(first, losses, 11)
     assert (found is not None) == bool(has_diverged)
 
 
@@ -48,9 +48,9 @@ def test_no_run_ends_below_three_times_its_start(
     first: float, shares: list[float], num_classes: int, factor: float
 ) -> None:
     scale = max(first, math.log(num_classes))
-    found = judge_epoch(first, [share * scale for share in shares], num_classes)
+    found = epoch_divergence(first, [share * scale for share in shares], num_classes)
     assert found is None
-    above = judge_epoch(first, [scale * 3 * factor + 1e-3 * scale] * 2, num_classes)
+    above = epoch_divergence(first, [scale * 3 * factor + 1e-3 * scale] * 2, num_classes)
     assert above is not None
 
 

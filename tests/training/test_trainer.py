@@ -64,7 +64,7 @@ def test_rank_takes_its_own_random_state_up_again(
     trainer = Mock(Trainer)
     trainer.engine = trainer.progress = trainer.controller = trainer.oom_policy = Mock()
     trainer.plateau, trainer.facts, trainer.ranks = None, Mock(config=config), Mock(rank=rank)
-    trainer.places = Mock()
+    trainer.locations = Mock()
     state: dict[str, Any] = {
         "position": dataclasses.asdict(Position()),
         "best": dataclasses.asdict(Best()),
