@@ -402,16 +402,13 @@ def _watched(
         idle_advice=idle_advice,
     )
     watchdog = Watchdog(
-        context.folder,
-        context.event_log,
-        context.device_memory,
+        context,
         timeout_s=config.train.hang_timeout_s,
         data_timeout_s=data_timeout_s(config.train),
         num_workers=1 if config.data.workers == "auto" else config.data.workers,  # auto is at least 1
         step=stage.step,
         has_stepped=stage.has_stepped,
         is_writing=lambda: stage.saving_s() is not None,
-        rank=context.ranks.rank,
         rank_pids=rank_pids,
     )
     with watchdog, sampler if context.ranks.is_main else contextlib.nullcontext():

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
-from segapp.memory.counters import DeviceMemoryTracker
-from segapp.run.events import Alert, EventLog, RunEnd
+from segapp.run.events import Alert, RunEnd
 from segapp.run.files import append_to_run, machine_id
-from segapp.run.folder import RunFolder
 from segapp.run.lock import child_pids
+from segapp.training.context import RunContext
 
 START_S = 600.0
 """Minimum timeout until the first step, because models are built, and kernels selected or compiled."""
@@ -62,9 +61,7 @@ class Watchdog:
 
     def __init__(
         self,
-        folder: RunFolder,
-        event_log: EventLog,
-        device_memory: DeviceMemoryTracker,
+        context: RunContext,
         *,
         timeout_s: float,
         data_timeout_s: float = 0.0,
@@ -72,17 +69,17 @@ class Watchdog:
         step: Callable[[], int | None] = lambda: None,
         has_stepped: Callable[[], bool] = lambda: False,
         is_writing: Callable[[], bool] = lambda: False,
-        rank: int = 0,
         rank_pids: Sequence[tuple[str, int]] = (),
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._stacks = StackLog(folder.stacks_of(rank), f"{rank_words(rank)}\n" if len(rank_pids) > 1 else "")
+        folder, self._rank, self._rank_pids = context.folder, context.ranks.rank, rank_pids
+        header = f"{rank_words(self._rank)}\n" if len(rank_pids) > 1 else ""
+        self._stacks = StackLog(folder.stacks_of(self._rank), header)
         self._where = f"{self._stacks.path}{f' and {folder.logs}' if len(rank_pids) > 1 else ''}"
-        self._event_log, self._device_memory, self._end = event_log, device_memory, end
+        self._event_log, self._device_memory, self._end = context.event_log, context.device_memory, end
         self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
         self._step, self._has_stepped = step, has_stepped
         self._is_writing = is_writing
-        self._rank, self._rank_pids = rank, rank_pids
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 

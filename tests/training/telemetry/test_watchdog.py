@@ -14,11 +14,14 @@ import torch
 
 from segapp.checkpoint.saver import Position
 from segapp.memory.counters import DeviceMemoryTracker, device_info_of
+from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.session.session import Stage
 from segapp.training import watchdog as module
+from segapp.training.context import RunContext
+from segapp.training.signals import StopSignals
 from segapp.training.watchdog import Watchdog
 
 
@@ -37,6 +40,10 @@ class Clock:
         return taken_s is None
 
 
+def context_of(folder: Path, memory: DeviceMemoryTracker) -> RunContext:
+    return RunContext(RunFolder(folder), EventLog(None), Ranks(), StopSignals(is_active=False), memory)
+
+
 class Watched:
     """A watchdog whose loop runs in the test, and the seconds after which it reports a hang."""
 
@@ -44,9 +51,7 @@ class Watched:
         self.memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
         self.has_stepped = False
         self.dog = Watchdog(
-            RunFolder(folder),
-            EventLog(None),
-            self.memory,
+            context_of(folder, self.memory),
             timeout_s=timeout_s,
             step=lambda: 7,
             has_stepped=lambda: self.has_stepped,
@@ -160,9 +165,7 @@ def test_save_that_hangs_blames_the_disk_only_while_it_writes(
         [("elsewhere", n) for n in range(num_ranks)],
     )
     with Watchdog(
-        RunFolder(tmp_path),
-        EventLog(None),
-        memory,
+        context_of(tmp_path, memory),
         timeout_s=0.0,
         step=lambda: 7,
         is_writing=lambda: is_writing,
@@ -183,8 +186,7 @@ def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, mo
     monkeypatch.setattr(module.time, "sleep", slept.append)
     for others in ([], [("elsewhere", own + 3)], [(here, own + 2), ("elsewhere", own + 3)]):
         ranks = [(here, own), *others]
-        folder = RunFolder(tmp_path)
-        with Watchdog(folder, EventLog(None), memory, timeout_s=0.0, rank_pids=ranks) as dog:  # 0: no thread
+        with Watchdog(context_of(tmp_path, memory), timeout_s=0.0, rank_pids=ranks) as dog:  # 0: no thread
             dog._write_stacks("step", 61.0)
     assert heard == [own + 1, own + 1, own + 1, own + 2]
     assert slept == [module._OTHERS_S]
