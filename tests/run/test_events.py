@@ -225,6 +225,7 @@ def test_step_events_are_dropped_first_from_a_full_queue(tmp_path, armed):
     writer.close()
     raws = lines(path)
     assert [raw["type"] for raw in raws] == ["step", "command", "command", "alert"]
+    assert raws[0]["step"] == 3, "an event that may be dropped does not replace an earlier one"
     assert writer.num_dropped == 4
 
 
