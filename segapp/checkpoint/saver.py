@@ -29,7 +29,7 @@ from segapp.run.events import Alert, Checkpoint, EventLog
 SAVING_SHARE = 0.05
 """Due saves, each of them its copy and its write, take at most this share of the time."""
 
-_TOLD_GAP_S = 10.0
+_REPORTED_GAP_S = 10.0
 """Skipped saves are reported, once, if due saves are at least 10 s apart."""
 
 RETRY_S = 30.0
@@ -113,7 +113,7 @@ class CheckpointSaver:
         """The states that the writer writes, in this order; after a failure, those that it has not written."""
         self._gap_s = 0.0
         """Time between the beginnings of two due saves: the copy and the write of the last one, over the share."""
-        self._has_told_of_skips = False
+        self._has_reported_skips = False
         self._retry_s = RETRY_S
         self._retry_at_s: float | None = None
         self._writer: threading.Thread | None = None
@@ -156,8 +156,8 @@ class CheckpointSaver:
                 if self._ranks.is_main and self._is_finite(captured):
                     self._kept_best = None  # this copy gets its memory
                     self._kept_best = self._copied(captured)
-        if self._gap_s >= _TOLD_GAP_S and not self._has_told_of_skips:
-            self._has_told_of_skips = True
+        if self._gap_s >= _REPORTED_GAP_S and not self._has_reported_skips:
+            self._has_reported_skips = True
             message = (
                 f"a save takes {self._gap_s * SAVING_SHARE:.1f} s: the next checkpoints that are due are skipped until "
                 f"{self._gap_s:.0f} s after that save began, and the best one is kept in memory"
@@ -250,12 +250,12 @@ class CheckpointSaver:
 
     def _enqueue(self, captured: Captured | None) -> None:
         """Let the writer, which must be idle, write the best state that is not on disk yet, and then `captured`."""
-        best = next((each for each in (self._kept_best, *self._unwritten) if each is not None and each.is_best), None)
+        best = next((save for save in (self._kept_best, *self._unwritten) if save is not None and save.is_best), None)
         self._kept_best = None
         if captured is not None and best is not None and best.position == captured.position:
             captured = replace(captured, is_best=True)
         is_replaced = captured is not None and captured.is_best
-        self._unwritten = [each for each in (None if is_replaced else best, captured) if each is not None]
+        self._unwritten = [save for save in (None if is_replaced else best, captured) if save is not None]
 
     def _join_writer(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s`, in which signals are handled; return True if the writer is done."""
@@ -288,7 +288,7 @@ class CheckpointSaver:
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             else:
                 again = f" (unexpected {type(error).__name__})"
-            step = next((each.position.step for each in self._unwritten), None)
+            step = next((save.position.step for save in self._unwritten), None)
             self._event_log.emit(Alert(kind="checkpoint", message=f"{error}{again}", step=step))
         finally:
             self._gap_s = (copy_s + time.monotonic() - began_s) / SAVING_SHARE

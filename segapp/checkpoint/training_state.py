@@ -184,7 +184,7 @@ def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
 def load_to_resume(
     ranks: Ranks, folder: RunFolder, *, is_resumed: bool, checkpoint: Path | None = None
 ) -> LoadedCheckpoint | None:
-    """Return on every rank the state to resume: that of a file, or of the newest intact checkpoint of an existing run.
+    """Return on every rank the state to resume, from a file or the newest intact checkpoint of an existing run.
 
     Returns None for a new training, or for a run that was stopped before its first save.
 

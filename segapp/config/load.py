@@ -22,7 +22,7 @@ from segapp.bounds import check_values
 from segapp.config.options import BUILT_INS, BuiltIn
 from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
-from segapp.config.trust import named_code, parts_beside
+from segapp.config.trust import named_code, with_component_paths
 from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import MAX_CHARS, MAX_NODES, parse_yaml
 from segapp.custom.trust import check_known
@@ -151,7 +151,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"config {path} must be a mapping of sections (name, data, model, ...), not a {type(raw).__name__}",
             path=path,
         )
-    raw = parts_beside(raw, path.parent)
+    raw = with_component_paths(raw, path.parent)
     extra = parse_overrides(overrides)
     merged = copy.deepcopy(raw)
     _merge(merged, extra)

@@ -58,7 +58,7 @@ def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = Non
 
     Args:
         config: the complete config; `train.batch_size` is 0 while it is unknown.
-        num_devices: number of devices.
+        num_devices: number of devices of the training.
         against_ddp: why ranks cannot be started on these devices; None: they can.
     """
     if num_devices == 1:

@@ -30,7 +30,7 @@ class NoOptions(Section):
 
 
 class CrossEntropyOptions(Section):
-    """Cross-entropy."""
+    """Cross-entropy, averaged over the valid pixels."""
 
     implementation: Literal["auto", "reference"] = "auto"
     """auto: fused (Triton on GPUs); reference: from full-resolution logits. Change it to compare both."""
@@ -53,7 +53,7 @@ class BinaryOptions(Section):
 
 
 class DiceOptions(Section):
-    """Dice loss."""
+    """1 minus the Dice coefficient of probabilities and target, averaged over the classes."""
 
     smooth: NonNegativeFloat = 1.0
     """Added to numerator and denominator. Change it to 0 to weight tiny objects more."""
@@ -78,21 +78,21 @@ class FocalOptions(Section):
 
 
 class SgdOptions(Section):
-    """SGD."""
+    """Stochastic gradient descent with momentum."""
 
     nesterov: bool = False
     """Use Nesterov momentum. Change it if you reproduce a recipe."""
 
 
 class AdamOptions(Section):
-    """Adam and AdamW."""
+    """Adam, whose weight decay is added to the gradient, and AdamW, where it is decoupled."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of the first and second moment. Change it if you reproduce a recipe."""
 
 
 class StepOptions(Section):
-    """Steps down."""
+    """A learning rate that is multiplied by a factor at given epochs or steps."""
 
     epochs: list[PositiveInt] = []
     """Epochs after which the learning rate is multiplied by gamma. Change it to e.g. [60, 80] of 100 epochs."""

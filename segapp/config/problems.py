@@ -79,7 +79,7 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
             model = section_of(model, part) if is_field else None
             if is_field and model is None and part not in LISTS_OF_SECTIONS:
                 rest = loc[len(path) :]
-                return (*path, *(str(each) for each in rest if isinstance(each, int) or part == "options"))
+                return (*path, *(str(step) for step in rest if isinstance(step, int) or part == "options"))
     return tuple(path)
 
 
@@ -97,21 +97,23 @@ def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[Con
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for item in items:
         by_key.setdefault(_key_path(item["loc"]), []).append(item)
-    found: list[ConfigError] = []
-    for loc, own in by_key.items():
+    problems: list[ConfigError] = []
+    for loc, errors in by_key.items():
         options = options_of(loc)
-        removed = why_removed(".".join(loc), own[0]["input"])
+        removed = why_removed(".".join(loc), errors[0]["input"])
         if removed is not None:
-            found.append(ConfigError(f"{locations.place(loc)}: {removed}", key=".".join(loc), value=own[0]["input"]))
-        elif len(own) > 1 and options and all(item["input"] is own[0]["input"] for item in own):
-            value = own[0]["input"]
+            problems.append(
+                ConfigError(f"{locations.place(loc)}: {removed}", key=".".join(loc), value=errors[0]["input"])
+            )
+        elif len(errors) > 1 and options and all(item["input"] is errors[0]["input"] for item in errors):
+            value = errors[0]["input"]
             text = f"{'.'.join(loc)} = {_shown(value)}: {_hint(loc, value)}accepted: {options}"
-            found.append(ConfigError(f"{locations.place(loc)}: {text}", key=".".join(loc), value=value))
+            problems.append(ConfigError(f"{locations.place(loc)}: {text}", key=".".join(loc), value=value))
         else:
-            for item in own:
+            for item in errors:
                 value = None if item["type"] == "missing" else item["input"]
-                found.append(ConfigError(_describe_problem(item, loc, locations), key=".".join(loc), value=value))
-    return list({str(problem): problem for problem in found}.values())
+                problems.append(ConfigError(_describe_problem(item, loc, locations), key=".".join(loc), value=value))
+    return list({str(problem): problem for problem in problems}.values())
 
 
 def _shown(value: object) -> str:
@@ -155,12 +157,13 @@ def _one_per_band(config: RunConfig, values: Sequence[float]) -> str:
     return f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
 
 
-def _is_changed_beside_augment(config: RunConfig, key: str) -> bool:
+def _is_ignored_by_augment(config: RunConfig, key: str) -> bool:
+    """Return True if a key of the built-in transforms is changed, although `data.augment` replaces them."""
     return config.data.augment is not None and getattr(config.data, key) != DataConfig.model_fields[key].default
 
 
 def _has_fitting_colors(data: DataConfig) -> bool:
-    """Return True if each class has a color; further colors of `rgb_masks` are those of ignored pixels."""
+    """Return True if each class has a color; with `rgb_masks`, further colors mark ignored pixels."""
     num_colors, num_classes = len(data.palette or ()), len(data.classes or ())
     return num_colors == num_classes or (data.rgb_masks and num_colors > num_classes)
 
@@ -192,7 +195,7 @@ _DATA: tuple[Rule, ...] = (
      "give one for all, or one for each"),
     ("data.mean", lambda c: len(c.data.mean) not in {3, _num_bands(c)}, lambda c: _one_per_band(c, c.data.mean)),
     ("data.std", lambda c: len(c.data.std) not in {3, _num_bands(c)}, lambda c: _one_per_band(c, c.data.std)),
-    *((f"data.{key}", partial(_is_changed_beside_augment, key=key),
+    *((f"data.{key}", partial(_is_ignored_by_augment, key=key),
        "is for the built-in transforms, not for data.augment: write it into the list there")
       for key in ("scale", "hflip", "photometric")),
     ("data.sampling", lambda c: c.data.sampling != "uniform" and not any("ScaledCrop" in e for e in c.data.transforms),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.config.sections import LogConfig, RunConfig
-from segapp.custom.names import beside, is_part
+from segapp.custom.names import is_part, resolved_near
 from segapp.custom.trust import NamedCode
 from segapp.errors import without_secrets
 
@@ -44,13 +44,13 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _items(inner)
 
 
-def parts_beside(raw: Any, folder: Path) -> Any:
+def with_component_paths(raw: Any, folder: Path) -> Any:
     """Return nested config values with each `./file.py:factory` as a path from here; `folder` is searched first."""
     if isinstance(raw, Mapping):
-        return {parts_beside(key, folder): parts_beside(value, folder) for key, value in raw.items()}
+        return {with_component_paths(key, folder): with_component_paths(value, folder) for key, value in raw.items()}
     if isinstance(raw, list):
-        return [parts_beside(value, folder) for value in raw]
-    return beside(raw, folder) if is_part(raw) else raw
+        return [with_component_paths(value, folder) for value in raw]
+    return resolved_near(raw, folder) if is_part(raw) else raw
 
 
 TRACKERS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_TRACKING_URI"}

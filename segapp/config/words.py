@@ -146,9 +146,7 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ())
 def why_removed(key: str, value: object = None) -> str | None:
     """Return why a key, or a value of a key, is refused that segapp accepted once; None if it never was.
 
-    Args:
-        key: its path, as `train.offload`; the index of an entry of a list is left out.
-        value: its value.
+    The key is a path such as `train.offload`; indices of list entries in it are ignored.
     """
     path = ".".join(part for part in key.split(".") if not part.isdecimal())
     if path in REMOVED:

@@ -1,7 +1,7 @@
 """Names of custom components and their source files. Nothing is imported here.
 
 `package.module:factory` is a module on the Python path or in the current folder. `file.py:factory` is a file, relative
-to the current folder; `./file.py:factory` in a config file is first searched next to the config (`beside`).
+to the current folder; `./file.py:factory` in a config file is first searched next to the config (`resolved_near`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_file_name(where: str) -> bool:
     return where.endswith(".py")
 
 
-def beside(name: str, folder: Path) -> str:
+def resolved_near(name: str, folder: Path) -> str:
     """Return `./file.py:factory` with the path from the current folder if the file is in `folder`.
 
     Names that do not begin with `./` or `../` are returned as they are.

@@ -196,7 +196,6 @@ class ReplicaThreads(Generic[T]):
         return [self._results[i] for i in range(len(calls))]
 
     def exchange(self, index: int, key: str, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """See `ReplicaContext.exchange`."""
         if len(self.devices) == 1:
             return combine([value])[0]
         with self._changed:

@@ -67,7 +67,7 @@ def compare_runs(
 
     Args:
         runs: names or folders, of sweeps too; the differences are from the first one.
-        out: the page.
+        out: path of the HTML file; None: no page.
         split: data split for `same_images`; None: each run's own validation split.
         num_images: number of images that are listed and shown, which contribute most to the differences.
         has_images: False: leave out `same_images`, which needs the networks and the data.

@@ -52,7 +52,7 @@ def write_report(
 
     Args:
         run: name or folder.
-        out: the file.
+        out: path of the HTML file, which is replaced.
         split: data split for the confusion matrix and the images; None: the run's own validation split.
         num_worst: number of images shown with the lowest mIoU, and of images whose correction would raise mIoU most.
         has_pictures: False: leave out the parts that need the model and the data.

@@ -68,7 +68,7 @@ NUM_ALWAYS_KEPT = 2
 
 
 class DamagedError(Exception):
-    """The bytes of a file are not the committed ones; the message is the end of a sentence after the file's name."""
+    """The bytes of a file are not the committed ones; the message follows the file's name: "is damaged: ..."."""
 
 
 class CheckpointFacts(BaseModel):

@@ -159,7 +159,7 @@ class ProcessId(BaseModel):
     start_s: float | None = None
     """Start time, Unix seconds."""
     machine: str | None = None
-    """See `machine_id`; None if unknown."""
+    """Identifier of its machine, as `machine_id` returns it; None if unknown."""
 
 
 def this_process() -> ProcessId:

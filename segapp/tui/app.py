@@ -157,8 +157,8 @@ class MonitorApp(App[None]):
             self.show_view()
 
     def action_runs(self) -> None:
-        beside = self.shown.source.folder.path.parent
-        runs = RunList(beside.parent if is_sweep(beside) else beside)
+        parent = self.shown.source.folder.path.parent
+        runs = RunList(parent.parent if is_sweep(parent) else parent)
         self.push_screen(RunsScreen(runs), self._open)
 
     def _open(self, folder: RunFolder | None) -> None:

@@ -22,7 +22,7 @@ KIND_STYLES = {
     "oom": "$text-error bold",
     "end": "$text-warning bold",
     "start": "$text-warning",
-    "thaw": "$text-accent",
+    "model": "$text-accent",
 }
 
 

@@ -44,10 +44,10 @@ def arrange(size: tuple[int, int], picture_px: tuple[int, int], legend_width: in
     The size is in cells; a cell shows two pixels, one below the other. Without a legend, its width is 0.
     """
     width, height = size
-    beside = min(legend_width, width // 3) + 1 if legend_width else 0
+    legend_cells = min(legend_width, width // 3) + 1 if legend_width else 0
     below = 3 if legend_width and height >= 12 else min(1, legend_width)
     rooms = {
-        1: (width - beside, height // 3 - 1),
+        1: (width - legend_cells, height // 3 - 1),
         2: ((width - 1) // 2, height // 2 - 1),
         3: ((width - 2) // 3, height - 1 - below),
     }

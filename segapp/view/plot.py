@@ -235,9 +235,9 @@ def _log_ticks(bottom: float, top: float, count: int) -> list[float]:
     decades = range(low, high + 1)
     factors = (1, 2, 5) if len(decades) * 3 <= 2 * count + 4 else (1,)
     every = max(1, len(decades) // max(count, 1))
-    found = [factor * 10.0**power for power in decades if power % every == 0 for factor in factors]
-    found = [value for value in found if bottom <= value <= top]
-    return found if len(found) >= 2 else _ticks(bottom, top, count)
+    ticks = [factor * 10.0**power for power in decades if power % every == 0 for factor in factors]
+    ticks = [value for value in ticks if bottom <= value <= top]
+    return ticks if len(ticks) >= 2 else _ticks(bottom, top, count)
 
 
 class Curve(NamedTuple):

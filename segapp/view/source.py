@@ -77,7 +77,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _TrainerFacts:
     """Facts about the trainer in a run folder."""
 
     checked_s: float
@@ -108,7 +108,7 @@ class LiveSource:
         self._is_void = False
         self._arrived: float | None = None
         self._step_arrived: float | None = None
-        self._found: _Found | None = None
+        self._trainer: _TrainerFacts | None = None
         self._series: dict[str, SeriesReader] = {}
 
     @property
@@ -163,10 +163,10 @@ class LiveSource:
 
         After an event has arrived, ages are counted from its arrival, so they do not depend on the trainer's clock.
         """
-        view, found = self.view, self._look()
+        view, trainer = self.view, self._trainer_facts()
         return StateFacts(
-            end_status=view.end.status if view.end is not None and not found.is_again else None,
-            is_trainer_alive=found.is_alive,
+            end_status=view.end.status if view.end is not None and not trainer.is_again else None,
+            is_trainer_alive=trainer.is_alive,
             event_age_s=self._age_s(view.last_s, self._arrived),
             step_age_s=self._age_s(view.last_step_s, self._step_arrived),
             step_interval_s=view.step_interval_s,
@@ -174,14 +174,14 @@ class LiveSource:
 
     def status(self) -> Status:
         """Return the current status."""
-        now_s, facts, found = self._clock(), self.facts(), self._look()
+        now_s, facts, trainer = self._clock(), self.facts(), self._trainer_facts()
         skew_s = self._skew_s(now_s)
         left = self._reader.num_bytes_left
         is_reading = left > 0 and not self._is_caught_up
-        process = found.process
+        process = trainer.process
         return Status(
             state="busy" if is_reading else derive_state(facts),  # the end may be in what is not read yet
-            is_there=found.is_there,
+            is_there=trainer.is_there,
             age_s=facts.event_age_s,
             now_s=now_s + skew_s,
             loaded_frac=self._num_read / (self._num_read + left) if is_reading else 1.0,
@@ -201,20 +201,20 @@ class LiveSource:
             return max(0.0, self._monotonic() - arrived)
         return None if event_s is None else max(0.0, self._clock() - event_s)
 
-    def _look(self) -> _Found:
+    def _trainer_facts(self) -> _TrainerFacts:
         """Return the folder's facts about the trainer; read every two seconds."""
         now = self._monotonic()
-        if self._found is None or now - self._found.checked_s >= 2.0:
+        if self._trainer is None or now - self._trainer.checked_s >= 2.0:
             is_there = os.path.isdir(self.folder.path)
             info = self.folder.read_info()
-            self._found = _Found(
+            self._trainer = _TrainerFacts(
                 now,
                 is_there,
                 is_alive=is_trainer_alive(self.folder) if is_there else False,
                 is_again=self.view.end is not None and was_acquired_after(self.folder, self.view.end.t),
                 process=self.folder.read_holder() or (info.process if info else None),
             )
-        return self._found
+        return self._trainer
 
 
 def fold_file(view: View, path: Path) -> None:

@@ -29,10 +29,11 @@ def log_line(event: events.Event, classes: Sequence[str], previous: events.Val |
     elif isinstance(event, events.Weights):
         kind, text = "load", printable(event.message.partition("\n")[0])
     elif isinstance(event, events.EpochStart):
-        split = f", split {dots(event.split)}" if event.split else ""
-        thawed = f", {event.num_thawed / 1e6:.1f} M frozen parameters thaw" if event.num_thawed else ""
-        kind = "thaw" if event.num_thawed else "epoch"  # the lines of epochs are folded into one
-        text = f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}{thawed}"
+        facts = f"lr {learning_rate(event.lr)}{f', split {dots(event.split)}' if event.split else ''}"
+        kind, text = "epoch", f"{event.epoch} begins, {facts}"  # a line of this kind replaces the last one
+        if event.num_thawed:
+            number_text = f"{event.num_thawed / 1e6:.1f} M"
+            kind, text = "model", f"{number_text} frozen parameters are unfrozen in epoch {event.epoch}, {facts}"
     elif isinstance(event, events.Val):
         kind, text = "val", _val(event, classes, previous)
     elif isinstance(event, events.Checkpoint):

@@ -137,7 +137,10 @@ def test_beginnings_of_epochs_are_one_line_that_counts(tmp_path: Path) -> None:
         run.write(EpochStart(epoch=7, lr=0.01, step=run.step))
         await settle(app, pilot)
         assert epochs(app) == ["7"]
-        assert ["2.0 M frozen parameters thaw" in line.text for line in app.shown.view.log[-2:]] == [True, False]
+        assert ["2.0 M frozen parameters are unfrozen" in line.text for line in app.shown.view.log[-2:]] == [
+            True,
+            False,
+        ]
 
     run_screen(run, act)
 

@@ -99,7 +99,7 @@ def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
     run.epoch()
     run.train(1)
     before = mious(alpha)[0]
-    followed.runs[0]._found = None
+    followed.runs[0]._trainer = None
     assert not followed.poll(budget_s=60.0)
     run.folder.release()
     assert (mious(alpha)[0], len(mious(alpha)), alpha.summary.state) == (before, 2, "live")

@@ -266,7 +266,7 @@ def test_removed_folder_is_reported_and_the_view_kept(fresh: RecordedRun) -> Non
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         shutil.rmtree(fresh.folder.path)
         assert isinstance(app.shown.source, LiveSource)
-        app.shown.source._found = None
+        app.shown.source._trainer = None
         await settle(app, pilot)
         text = screen_text(app)
         assert "GONE" in text

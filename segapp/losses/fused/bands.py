@@ -307,7 +307,6 @@ class BlockBand:
         self.values = self.refill()
 
     def refill(self) -> Tensor:
-        """See `Band`."""
         grid = self._sweep.grid
         wide = self._sweep.wide_rows(self.images, self._start, self._stop)
         lower, upper = grid.lower_rows[self.rows] - self._start, grid.upper_rows[self.rows] - self._start
@@ -315,6 +314,5 @@ class BlockBand:
         return self.values
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """See `Band`."""
         sums = self._sweep.grid.gather_rows(gradient, self.rows.start, self._start, self._stop)
         self._sweep.add_wide_gradient(sums, self.images, self._start)
