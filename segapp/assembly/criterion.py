@@ -11,7 +11,7 @@ from segapp.assembly.own_parts import own_criterion
 from segapp.config import LossConfig, LossTerm
 from segapp.config.options import LOSSES
 from segapp.custom.loading import build_part
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.errors import ConfigError
 from segapp.losses import AdditiveCriterion, CriterionSum
 
@@ -57,7 +57,7 @@ def build_criterion(
 
 
 def _build_term(term: LossTerm, given: Mapping[str, Any]) -> AdditiveCriterion:
-    if is_part(term.name):
+    if is_component(term.name):
         return own_criterion(
             term,
             given["num_classes"],

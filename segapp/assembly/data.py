@@ -13,7 +13,7 @@ import torch
 from segapp.accelerator import accelerator_of
 from segapp.assembly.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
 from segapp.config import DataConfig, RunConfig, TrainConfig
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
 from segapp.datasets.augment.pipeline import check_transform
 from segapp.datasets.cache import CacheFiles, PixelCache, default_folder, disk_files, memory_files
@@ -75,7 +75,7 @@ def build_dataset(
         total_px = len(every_pair) * fmean(height * width for height, width in sizes)
         return read_targets(every_pair, split, scheme, total_px=total_px, is_training=is_training, pixels=pixels)
 
-    if is_part(data.format):
+    if is_component(data.format):
         source = own_data(data, split)
         chosen = _chosen(range(len(source)), most)
         own = SegmentationDataset(source.pairs(chosen), scheme, pixels=pixels, seed=seed)
@@ -137,7 +137,7 @@ def _chosen(items: Sequence[Item], most: int | None) -> Sequence[Item]:
 
 def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, int]]:
     """Return height and width of the first images of a split; of a custom data set it reads at most 8."""
-    if is_part(data.format):
+    if is_component(data.format):
         dataset = build_dataset(data, build_scheme(data), split, is_training=False, seed=0)
         return dataset.sizes(range(min(len(dataset), most, 8)))
     return image_sizes(build_pairs(data, split)[:most])

@@ -12,7 +12,7 @@ from segapp.assembly.own_parts import own_optimizer, own_schedule
 from segapp.config import OptimConfig, ScheduleConfig
 from segapp.config.options import OPTIMIZERS, SCHEDULES
 from segapp.custom.loading import build_part
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
 from segapp.optim import GroupSettings, Plateau, Shape, as_optimizer_group, norm_and_bias, parameter_groups, warmed_up
@@ -82,7 +82,7 @@ def _layer_factors(layer_decay: float | None, model: SegmentationModel) -> tuple
 
 def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
     """Return the optimizer of an `optim` section over parameter groups."""
-    if is_part(section.name):
+    if is_component(section.name):
         return own_optimizer(section, groups)
     factory, offered = OPTIMIZERS[section.name].factory, {"lr": section.lr, "momentum": section.momentum}
     made: torch.optim.Optimizer = build_part(
@@ -96,7 +96,7 @@ def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, step
 
     `lr`: base learning rate, which is reached after the warm-up.
     """
-    if is_part(section.name):
+    if is_component(section.name):
         factor = own_schedule(section, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         return lambda step: lr * factor(step)
     offered = {

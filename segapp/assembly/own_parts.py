@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
+from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, component_names
 from segapp.config.trust import named_code
 from segapp.custom.loading import ARGUMENTS, Loss, Schedule, build_part, load_part, option_problems, takes
-from segapp.custom.names import find_source, is_part, sha256_of_source
+from segapp.custom.names import find_source, is_component, sha256_of_source
 from segapp.errors import ConfigError, SegappError
 from segapp.losses import AdditiveCriterion, PlainCriterion
 
@@ -39,14 +39,14 @@ def check_parts(config: RunConfig) -> None:
 
 def fp32_part(config: RunConfig) -> str | None:
     """Return the custom model or loss whose factory has the attribute `precision = "fp32"`; None if none has."""
-    computing = {key: name for key, name in part_names(config).items() if key.startswith(("model.", "loss."))}
+    computing = {key: name for key, name in component_names(config).items() if key.startswith(("model.", "loss."))}
     wanted = (name for key, name in computing.items() if getattr(load_part(name, key), "precision", None) == "fp32")
     return next(wanted, None)
 
 
 def part_hashes(config: RunConfig) -> dict[str, str]:
     """Return name -> SHA-256 of the source file of each custom component that has one."""
-    hashes = {name: sha256_of_source(find_source(name)) for name in part_names(config).values()}
+    hashes = {name: sha256_of_source(find_source(name)) for name in component_names(config).values()}
     return {name: value for name, value in hashes.items() if value is not None}
 
 
@@ -96,7 +96,7 @@ def plain_loss_note(config: RunConfig, criterion: AdditiveCriterion) -> str | No
     """Return a note on how exact the plain losses of a criterion are; None if it has none."""
     if not any(isinstance(part, PlainCriterion) for part in criterion.modules()):
         return None
-    names = ", ".join(term.name for term in (config.loss, *config.loss.plus) if is_part(term.name))
+    names = ", ".join(term.name for term in (config.loss, *config.loss.plus) if is_component(term.name))
     return (
         f"{names}: a plain loss, computed at full resolution; it is exact on one device without train.accumulate. "
         "Divided over devices or micro-batches, the step takes the mean of the parts weighted by valid pixels, which "

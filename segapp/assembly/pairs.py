@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from segapp.config import DataConfig
 from segapp.custom.loading import DataSource, build_part
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
@@ -19,7 +19,7 @@ from segapp.errors import ConfigError, DataError
 def build_scheme(data: DataConfig) -> ClassScheme:
     """Return classes, colors and label map of a data section."""
     return class_scheme(
-        "list" if is_part(data.format) else data.format,  # the config names the classes
+        "list" if is_component(data.format) else data.format,  # the config names the classes
         classes=data.classes,
         palette=data.palette,
         label_map=data.label_map,
@@ -77,7 +77,7 @@ def own_data(data: DataConfig, split: str) -> OwnData:
 
 def count_images(data: DataConfig, split: str) -> int:
     """Return the number of images of a split."""
-    return len(own_data(data, split)) if is_part(data.format) else len(build_pairs(data, split))
+    return len(own_data(data, split)) if is_component(data.format) else len(build_pairs(data, split))
 
 
 def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:

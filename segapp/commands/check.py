@@ -24,7 +24,7 @@ from segapp.assembly.pairs import (
     split_note,
 )
 from segapp.config import DataConfig, RunConfig
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, measure_ranges, stored_pixels
@@ -70,7 +70,7 @@ def check_data(config: RunConfig, *, as_json: bool) -> int:
     if problem is None:
         _check_samples(config, scheme, reports[0])
     groups = group_findings(reports, before)
-    files = None if is_part(data.format) else _files(data, splits)
+    files = None if is_component(data.format) else _files(data, splits)
     if as_json:
         print(json.dumps(as_dict(reports, groups, scheme, measured, files), indent=2))
     else:
@@ -86,7 +86,7 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
     """Return the pairs of both splits and the findings made before any file is opened; DataError without any pair."""
     note = split_note(data)
     findings = [] if note is None else [DataProblem("warning", "split", split_names(data)[1], note)]
-    if is_part(data.format):
+    if is_component(data.format):
         return {name: own_data(data, name).pairs() for name in dict.fromkeys(split_names(data))}, findings
     splits: dict[str, Sequence[ImagePair]] = {}
     errors: list[DataError] = []

@@ -17,7 +17,7 @@ from segapp.assembly.network import num_queries
 from segapp.assembly.pairs import build_groups, build_pairs, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors
@@ -140,7 +140,7 @@ def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset:
     data = networks[0][1].config.data
     others = [(name, trained.config.data) for name, trained in networks[1:] if trained.config.data != data]
     for name, own in others:
-        if is_part(own.format) or is_part(data.format):
+        if is_component(own.format) or is_component(data.format):
             continue
         try:
             seen = {pair.image.resolve() for pair in build_pairs(own, split_names(own)[0])}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from segapp import __version__
 from segapp.assembly.pairs import band_statistics, build_pairs, build_pixels, own_data, split_names
 from segapp.assembly.trained import CONFIG_KEY, TrainedModel, load_trained
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words, without_secrets
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
@@ -104,7 +104,7 @@ def _pictures(trained: TrainedModel) -> list[NDArray[Any]]:
     data = trained.config.data
     split = split_names(data)[1]
     try:
-        if is_part(data.format):
+        if is_component(data.format):
             own = own_data(data, split)
             return [
                 own.read(index, trained.scheme, build_pixels(data))[0] for index in range(min(len(own), NUM_PICTURES))

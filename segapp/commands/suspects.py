@@ -27,7 +27,7 @@ from segapp.assembly.pairs import build_pairs, own_data, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
 from segapp.config import DataConfig
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair, shown
 from segapp.errors import ConfigError, DataError, storage_errors
@@ -285,7 +285,7 @@ def _key(pair: ImagePair) -> Path:
 
 
 def _pairs(data: DataConfig, split: str) -> Sequence[ImagePair]:
-    return own_data(data, split).pairs() if is_part(data.format) else build_pairs(data, split)
+    return own_data(data, split).pairs() if is_component(data.format) else build_pairs(data, split)
 
 
 def _judge(

@@ -19,7 +19,7 @@ from segapp.config.load import (
     resume_differences as resume_differences,
     validate_config as validate_config,
 )
-from segapp.config.trust import part_names as part_names
+from segapp.config.trust import component_names as component_names
 from segapp.config.sections import (
     CheckpointConfig as CheckpointConfig,
     DataConfig as DataConfig,

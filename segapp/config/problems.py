@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from segapp.config.modes import unsupported
 from segapp.config.options import UNKNOWN_OPTION
 from segapp.config.sections import MAX_LABELS, DataConfig, ParallelConfig, RunConfig, TrainConfig
-from segapp.config.trust import part_names
+from segapp.config.trust import component_names
 from segapp.config.values import section_of
 from segapp.config.words import (
     LISTS_OF_SECTIONS,
@@ -25,7 +25,7 @@ from segapp.config.words import (
     why_removed,
     words_of,
 )
-from segapp.custom.names import PART_PATTERN, is_part
+from segapp.custom.names import COMPONENT_PATTERN, is_component
 from segapp.errors import ConfigError
 
 
@@ -130,7 +130,7 @@ def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) 
         return f"{locations.place(loc)}: unknown key {key}: {meant_key(loc)}"
     if kind == "missing":
         return f"{locations.place(loc)}: {key} is missing{description_of(loc)}"
-    if kind == "literal_error" or (kind == "string_pattern_mismatch" and item["ctx"]["pattern"] == PART_PATTERN):
+    if kind == "literal_error" or (kind == "string_pattern_mismatch" and item["ctx"]["pattern"] == COMPONENT_PATTERN):
         text = f"accepted: {options_of(loc) or item['ctx']['expected']}"
     else:
         text = _ACCEPTED.get(kind, str(item["msg"])).removeprefix("Value error, ")
@@ -243,16 +243,16 @@ _SOFTMAX: tuple[Rule, ...] = (
 )
 
 _COMPONENTS: tuple[Rule, ...] = (
-    ("data.options", lambda c: c.data.options and "data.format" not in part_names(c),
+    ("data.options", lambda c: c.data.options and "data.format" not in component_names(c),
      "is for a custom data set, and data.format names none: leave it out"),
-    ("model.name", lambda c: c.model.library == "python" and "model.name" not in part_names(c),
+    ("model.name", lambda c: c.model.library == "python" and "model.name" not in component_names(c),
      "{model.name!r} is not a custom component: write package.module:factory or ./file.py:factory, or "
      "set model.library to torchvision or smp"),
-    ("model.library", lambda c: c.model.library != "python" and is_part(c.model.name),
+    ("model.library", lambda c: c.model.library != "python" and is_component(c.model.name),
      "is {model.library}, but model.name is a custom component: set it to python"),
-    ("data.classes", lambda c: "data.format" in part_names(c) and not c.data.classes,
+    ("data.classes", lambda c: "data.format" in component_names(c) and not c.data.classes,
      "is missing: a custom data format does not fix the classes: list their names in the order of their ids"),
-    ("data.cache", lambda c: "data.format" in part_names(c) and c.data.cache != "none",
+    ("data.cache", lambda c: "data.format" in component_names(c) and c.data.cache != "none",
      "{data.cache} caches image files, which a custom data format may not have: set it to none"),
 )
 
@@ -364,7 +364,7 @@ def _problems_of_lists(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _label_map_problems(data)
     if mode != "auto":
         yield from ((feature.key, feature.problem(mode)) for feature in unsupported(config, mode))
-    for key, name in part_names(config).items() if config.train.cuda_graph else ():
+    for key, name in component_names(config).items() if config.train.cuda_graph else ():
         if key.partition(".")[0] in ("model", "loss"):
             problem = f"true does not support custom components, which may wait for the GPU ({key} = {name})"
             yield "train.cuda_graph", f"{problem}: set it to false"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.config.sections import LogConfig, RunConfig
-from segapp.custom.names import is_part, resolved_near
+from segapp.custom.names import is_component, resolved_near
 from segapp.custom.trust import NamedCode
 from segapp.errors import without_secrets
 
@@ -26,12 +26,12 @@ def named_code(config: RunConfig) -> dict[str, NamedCode]:
     sections |= {**config.loss.by_key(), "optim": config.optim, "schedule": config.schedule}
     named = {"data.format": (config.data.format, config.data.options)}
     named |= {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
-    transforms = [entry for entry in _items(config.data.augment) if is_part(entry[0])]
+    transforms = [entry for entry in _items(config.data.augment) if is_component(entry[0])]
     named |= {f"data.augment[{i}]": (name, options or {}) for i, (name, options) in enumerate(transforms)}
-    return {key: NamedCode(name, options) for key, (name, options) in named.items() if is_part(name)}
+    return {key: NamedCode(name, options) for key, (name, options) in named.items() if is_component(name)}
 
 
-def part_names(config: RunConfig) -> dict[str, str]:
+def component_names(config: RunConfig) -> dict[str, str]:
     """Return the config's custom components: key, such as `optim.name` -> `package.module:factory`."""
     return {key: code.name for key, code in named_code(config).items()}
 
@@ -50,7 +50,7 @@ def with_component_paths(raw: Any, folder: Path) -> Any:
         return {with_component_paths(key, folder): with_component_paths(value, folder) for key, value in raw.items()}
     if isinstance(raw, list):
         return [with_component_paths(value, folder) for value in raw]
-    return resolved_near(raw, folder) if is_part(raw) else raw
+    return resolved_near(raw, folder) if is_component(raw) else raw
 
 
 TRACKERS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_TRACKING_URI"}

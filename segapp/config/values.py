@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from segapp.custom.names import PART_PATTERN, is_part
+from segapp.custom.names import COMPONENT_PATTERN, is_component
 
 
 class Section(BaseModel):
@@ -51,7 +51,7 @@ OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(no_bool)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(no_bool)]
 Text = Annotated[str, Field(min_length=1)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-PartName = Annotated[str, Field(pattern=PART_PATTERN)]
+PartName = Annotated[str, Field(pattern=COMPONENT_PATTERN)]
 """Name of a custom component: package.module:factory, or file.py:factory."""
 HeightWidth = tuple[PositiveInt, PositiveInt]
 
@@ -109,7 +109,7 @@ def parse_transforms(value: object) -> object:
     if value is None:
         return None
     if isinstance(value, str):
-        value = [value] if is_part(value) else value
+        value = [value] if is_component(value) else value
     if not isinstance(value, list | tuple):
         raise ValueError("a list of transforms is expected, or package.module:factory")
     return [_entry(each, f"entry {number}") for number, each in enumerate(value)]

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
-from segapp.custom.names import PART_PATTERN
+from segapp.custom.names import COMPONENT_PATTERN
 from segapp.errors import closest_words, did_you_mean
 
 LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
@@ -247,7 +247,7 @@ def _accepted(member: dict[str, Any]) -> str:
         return " | ".join(map(str, member["enum"]))
     if "const" in member:
         return str(member["const"])
-    if member.get("pattern") == PART_PATTERN:
+    if member.get("pattern") == COMPONENT_PATTERN:
         return "package.module:factory"
     if kind in ("integer", "number"):
         least = [

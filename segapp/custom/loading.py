@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from segapp.custom.names import find_source, is_file_name, is_installed, is_part, split_name
+from segapp.custom.names import find_source, is_component, is_file_name, is_installed, split_name
 from segapp.custom.trust import check_import
 from segapp.errors import ConfigError, SegappError, did_you_mean
 
@@ -102,7 +102,7 @@ def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[...
 
 
 def _load(name: str, key: str) -> Callable[..., Any]:
-    if not is_part(name):
+    if not is_component(name):
         raise ConfigError(
             f"{key} = {name!r} is not a custom component: write package.module:factory or ./file.py:factory"
         )

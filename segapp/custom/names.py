@@ -17,17 +17,17 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 _WORDS = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
-PART_PATTERN = rf"^([^:\s]+\.py|{_WORDS}):{_WORDS}$"
+COMPONENT_PATTERN = rf"^([^:\s]+\.py|{_WORDS}):{_WORDS}$"
 """Regular expression of the name of a custom component."""
 
 
-def is_part(name: object) -> bool:
+def is_component(name: object) -> bool:
     """Return True if a value is the name of a custom component.
 
-    >>> is_part("torch.optim:RMSprop"), is_part("./nets/small.py:Net"), is_part("deeplabv3_resnet50")
+    >>> is_component("torch.optim:RMSprop"), is_component("./nets/small.py:Net"), is_component("deeplabv3_resnet50")
     (True, True, False)
     """
-    return isinstance(name, str) and re.fullmatch(PART_PATTERN, name) is not None
+    return isinstance(name, str) and re.fullmatch(COMPONENT_PATTERN, name) is not None
 
 
 def split_name(name: str) -> tuple[str, str]:

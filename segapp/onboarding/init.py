@@ -314,8 +314,8 @@ def _refuse_channels(tree: Tree) -> None:
 def _adds_nothing(listed: Layout, layouts: Sequence[Layout]) -> bool:
     """Return True for a table without splits that lists few of the pairs found by names, and no others."""
     said = listed.files
-    is_part = any(said < one.files and len(said) < 0.5 * len(one.files) for one in layouts)
-    return is_part and not any(pair.split for pair in listed.pairs)
+    is_component = any(said < one.files and len(said) < 0.5 * len(one.files) for one in layouts)
+    return is_component and not any(pair.split for pair in listed.pairs)
 
 
 def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:

@@ -16,7 +16,7 @@ from segapp.assembly.devices import DevicePlan, with_precision
 from segapp.assembly.pairs import build_pairs, count_images, split_names
 from segapp.checkpoint.training_state import on_main
 from segapp.config import RunConfig, validate_config
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
@@ -167,7 +167,7 @@ def allowed_batches(effective_batch_size: int | None, num_images: int) -> list[i
 
 
 def _num_training_images(config: RunConfig) -> int:
-    if is_part(config.data.format):
+    if is_component(config.data.format):
         return count_images(config.data, split_names(config.data)[0])
     pairs = build_pairs(config.data, split_names(config.data)[0])
     check_pairs(pairs)

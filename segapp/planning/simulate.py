@@ -31,7 +31,7 @@ from segapp.assembly.trained import read_trained
 from segapp.chunks import Mode
 from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, tree_iter, without_dispatch_modes
 from segapp.config import RunConfig, validate_config
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.pool import Batch
 from segapp.errors import RunError, SegappError
 from segapp.inference.sliding import NormalizedInput
@@ -215,7 +215,7 @@ class Simulator:
                     self.batch(sum(job.split), device="cpu" if is_host_batch else devices[0])
                     for _ in range(min(job.accumulate, 2))
                 ]
-                if is_part(self.assembler.config.optim.name):  # its first step allocates its state
+                if is_component(self.assembler.config.optim.name):  # its first step allocates its state
                     run_step(engine, batches, ledger)
                     backend.end_backward()
                     ledger.mark("idle")

@@ -158,12 +158,12 @@ def note_of_means(rows: Sequence[RunRow], common: Sequence[str]) -> str | None:
     scored = [{name for name, iou in row.iou.items() if iou is not None} for row in rows if row.num_scored]
     if all(names == set(common) for names in scored):
         return None
-    own = ", ".join(f"{row.name} {row.num_scored}" for row in rows if row.num_scored)
+    numbers = ", ".join(f"{row.name} {row.num_scored}" for row in rows if row.num_scored)
     if not common:
-        return f"The mIoU are means over different classes ({own}), and no class is common to all."
+        return f"The mIoU are means over different classes ({numbers}), and no class is common to all."
     means = ", ".join(f"{row.name} {_percent(_mean_over(row, common))}" for row in rows if row.num_scored)
     which = "the class" if len(common) == 1 else f"the {len(common)} classes"
-    return f"The mIoU are means over different classes ({own}). Over {which} that all have: {means}."
+    return f"The mIoU are means over different classes ({numbers}). Over {which} that all have: {means}."
 
 
 def _mean_over(row: RunRow, classes: Sequence[str]) -> float | None:
@@ -269,21 +269,21 @@ def compare_on_images(
         networks.append((trained, dataset))
         with progress_bar(len(dataset), f"evaluating {report.name}") as progress:
             counts.append(count_split(trained, dataset, own_split, progress))
-    found = fold_counts([report.name for report in reports], counts, num_images)
+    scores = fold_counts([report.name for report in reports], counts, num_images)
     if has_pictures:
-        for image in found["images"]:
-            _add_pictures(image, networks, counts, found["names"])
-    return found
+        for image in scores["images"]:
+            _add_pictures(image, networks, counts, scores["names"])
+    return scores
 
 
 def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images: int) -> dict[str, Any]:
     """Return scores and differences of runs from their counts; DataError if no image is common to all."""
-    classes = [name for name in counts[0].classes if all(name in each.classes for each in counts)]
-    places = [{name: place for place, name in enumerate(each.names)} for each in counts]
-    images = [name for name in counts[0].names if all(name in own for own in places)]
+    classes = [name for name in counts[0].classes if all(name in of_run.classes for of_run in counts)]
+    places = [{name: place for place, name in enumerate(of_run.names)} for of_run in counts]
+    images = [name for name in counts[0].names if all(name in of_run for of_run in places)]
     shared = np.stack([
-        each.counts[np.ix_([own[name] for name in images], [each.classes.index(name) for name in classes])]
-        for each, own in zip(counts, places, strict=True)
+        of_run.counts[np.ix_([at[name] for name in images], [of_run.classes.index(name) for name in classes])]
+        for of_run, at in zip(counts, places, strict=True)
     ])  # fmt: skip
     is_same = (shared[..., 1] == shared[:1, ..., 1]).all((0, 2))  # masks with the same pixels of each class
     if not classes or not is_same.any():
@@ -296,14 +296,14 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
     iou = iou_of(shared.sum(1))  # (R, C)
     shared[:, :, ~np.isfinite(iou).all(0)] = 0  # a class without an IoU in one run is left out of all means
     miou, of_images = mean_of_known(iou_of(shared.sum(1))), mean_of_known(iou_of(shared))
-    differences: list[Differences | None] = [None, *(differences_of(shared[0], each) for each in shared[1:])]
-    effects = np.stack([np.zeros(len(images)) if each is None else each.effects for each in differences])
+    differences: list[Differences | None] = [None, *(differences_of(shared[0], of_run) for of_run in shared[1:])]
+    effects = np.stack([np.zeros(len(images)) if diff is None else diff.effects for diff in differences])
     worst = np.argsort(-np.abs(np.nan_to_num(effects)).max(0), kind="stable")[:num_images]
     return {
         "names": list(names),
-        "split": ", ".join(dict.fromkeys(each.split for each in counts)),
+        "split": ", ".join(dict.fromkeys(of_run.split for of_run in counts)),
         "num_images": len(images),
-        "num_left_out": max(len(each.names) for each in counts) - len(images),
+        "num_left_out": max(len(of_run.names) for of_run in counts) - len(images),
         "classes": classes,
         "num_scored": int(np.isfinite(iou).all(0).sum()),
         "runs": [
@@ -311,12 +311,12 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
                 "name": name,
                 "miou": known(miou[run]),
                 "iou": _by_class(classes, iou[run]),
-                **({} if each is None else {
-                    "difference": known(each.miou), "margin": known(each.miou_margin),
-                    "iou_difference": _by_class(classes, each.iou), "iou_margin": _by_class(classes, each.iou_margin),
+                **({} if diff is None else {
+                    "difference": known(diff.miou), "margin": known(diff.miou_margin),
+                    "iou_difference": _by_class(classes, diff.iou), "iou_margin": _by_class(classes, diff.iou_margin),
                 }),
             }
-            for run, (name, each) in enumerate(zip(names, differences, strict=True))
+            for run, (name, diff) in enumerate(zip(names, differences, strict=True))
         ],
         "images": [
             {
@@ -346,19 +346,19 @@ def _add_pictures(
     A row of pictures has the image and each run's prediction; the next row has the target and the wrong pixels.
     """
     shown = [
-        evaluate_image(trained, dataset, own.names.index(image["name"]), HostLimit())
-        for (trained, dataset), own in zip(networks, counts, strict=True)
+        evaluate_image(trained, dataset, of_run.names.index(image["name"]), HostLimit())
+        for (trained, dataset), of_run in zip(networks, counts, strict=True)
     ]
     first, target, *_ = shown[0].pictures.items()
     rows = [[first], [target]]
-    for name, each in zip(names, shown, strict=True):
-        for row, (what, address) in zip(rows, list(each.pictures.items())[2:], strict=True):
+    for name, evaluated in zip(names, shown, strict=True):
+        for row, (what, address) in zip(rows, list(evaluated.pictures.items())[2:], strict=True):
             row.append((f"{what}, {name}", address))
     image["shown"] = {
         "pictures": [*rows[0], *rows[1]],
         "files": shown[0].files,
-        "legend": list(dict(entry for each in shown for entry in each.legend).items()),
-        "has_ignored": any(each.has_ignored for each in shown),
+        "legend": list(dict(entry for evaluated in shown for entry in evaluated.legend).items()),
+        "has_ignored": any(evaluated.has_ignored for evaluated in shown),
     }
 
 

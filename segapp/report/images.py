@@ -72,9 +72,9 @@ def count_split(
     total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=scheme.multilabel is not None)
     rows = []
     for index in range(len(dataset)):
-        own = counts_of(trained, *predict_pair(trained, dataset, index, host)[1:])
-        total.counts += own.counts
-        rows.append(class_counts(own.matrix, scheme.ignore_index))
+        counts = counts_of(trained, *predict_pair(trained, dataset, index, host)[1:])
+        total.counts += counts.counts
+        rows.append(class_counts(counts.matrix, scheme.ignore_index))
         progress(index + 1)
     names = tuple(pair.name for pair in dataset.pairs)
     return ImageCounts(names, scheme.names, split, np.stack(rows), total.matrix.numpy())
@@ -91,9 +91,9 @@ def predict_pair(
 def counts_of(trained: TrainedModel, target: NDArray[Any], labels: NDArray[Any]) -> Counts:
     """Return the counts of one image from its target and its predicted class ids (H, W)."""
     scheme = trained.scheme
-    own = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=scheme.multilabel is not None)
-    own.update(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(target.astype(np.int64)))
-    return own
+    counts = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=scheme.multilabel is not None)
+    counts.update(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(target.astype(np.int64)))
+    return counts
 
 
 def class_counts(matrix: Tensor, unscored: int) -> NDArray[np.int64]:
@@ -167,8 +167,8 @@ def evaluate_image(
     image, target, labels = predict_pair(trained, dataset, index, host)
     counts, scheme, pair = counts_of(trained, target, labels), trained.scheme, dataset.pairs[index]
     scores = counts.scores()
-    own = class_counts(counts.matrix, scheme.ignore_index)
-    order = [i for i in np.argsort(-own[:, 1], kind="stable").tolist() if own[i].any()]
+    by_class = class_counts(counts.matrix, scheme.ignore_index)
+    order = [i for i in np.argsort(-by_class[:, 1], kind="stable").tolist() if by_class[i].any()]
     return EvaluatedImage(
         pair.image.name,
         scores.miou or 0.0,

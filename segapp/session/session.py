@@ -30,7 +30,7 @@ from segapp.checkpoint.training_state import (
     load_to_resume,
     saved_state,
 )
-from segapp.config import RunConfig, dump_config, part_names
+from segapp.config import RunConfig, component_names, dump_config
 from segapp.config.trust import unnamed_trackers
 from segapp.custom.names import keep_parts
 from segapp.errors import (
@@ -301,7 +301,7 @@ def _reported(
             stage.code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
             end("stopped", f"{stop}: {outcome}", stop.by)
         except Exception as error:
-            known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
+            known = as_segapp_error(error, component_names(request.config), num_devices=len(devices.devices))
             logger.exception("training failed")
             stage.is_failed, stage.code = True, known.exit_code
             console.is_error_shown = True  # on stderr, by the code that catches the error raised here
@@ -458,7 +458,7 @@ def _prepare_events(
     if is_divided and (note := plain_loss_note(config, trainer.engine.criterion)):
         event_log.emit(Alert(kind="parts", message=note))
     if context.ranks.is_main:
-        keep_parts(part_names(config).values(), context.folder.parts)
+        keep_parts(component_names(config).values(), context.folder.parts)
         at_step = None if checkpoint is None else checkpoint.step
         for key, override in (unnamed := unnamed_trackers(config.log)).items():
             message = (

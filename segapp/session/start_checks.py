@@ -9,7 +9,7 @@ from typing import Any
 from segapp.assembly.optimizer import build_schedule
 from segapp.assembly.pairs import split_note
 from segapp.config import DataConfig, RunConfig, TrainConfig
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.targets import Targets, absent_note, classes_present, has_shades, ignored_note
 from segapp.run.events import Alert
@@ -75,7 +75,7 @@ def _of_classes(scheme: ClassScheme, train: Targets | None, val: Targets | None)
 def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
     """Return sentences about a learning rate that does not fit a run with `num_batches` micro-batches per epoch."""
     section = config.schedule
-    if is_part(section.name):
+    if is_component(section.name):
         return []
     _, total_steps, _ = run_length(config.train, num_batches)
     notes = []

@@ -20,7 +20,6 @@ from segapp.view.view import View
 _NUM_POINTS = 2**10
 """Maximum number of loss points in a view whose curve is not drawn."""
 
-
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
 
@@ -64,19 +63,19 @@ class RunSummary:
             "step": view.step.step if view.step else start.resumed_from_step if start else None,
             **_fields(start, "steps", "steps_per_epoch", "batch_size", "num_params"),
             "num_classes": (len(start.classes) or None) if start else None,
-            "loss": view.loss.mean,  # the mean training loss of an epoch, as every viewer shows it
+            "loss": view.loss.mean,  # None if no loss of `loss_epoch` was finite
             "loss_epoch": view.loss.epoch,
             "lr": view.lr,
             **_fields(view.step, "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s"),
             "gpu0_bsz": view.gpu0.value,
             "split": list(view.split) if view.split is not None else None,
             "val_epoch": last.epoch if last else None,
-            "val_loss": last.loss if last else None,
+            "val_loss": last.loss if last else None,  # None if it was not finite
             **_fields(last, "miou"),
-            "num_scored": count_scored(last.iou) if last else None,
+            "num_scored": count_scored(last.iou) if last else None,  # the classes of which `miou` is the mean
             **_fields(last, "pixel_accuracy"),
             "scores": {name: last.score(name) for name in SCORES} if last else {},
-            "best_miou": best.miou if best else None,
+            "best_miou": best.miou if best else None,  # of the evaluations whose loss is finite
             "best_num_scored": count_scored(best.iou) if best else None,
             "best_epoch": best.epoch if best else None,
             "checkpoint": view.checkpoint.model_dump(include={"path", "epoch", "step"}) if view.checkpoint else None,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from segapp.custom.loading import build_part, load_part
-from segapp.custom.names import find_source, is_part
+from segapp.custom.names import find_source, is_component
 from segapp.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [("a.b:C", True), ("./a.py:C.make", True), ("ce", False), ("a:", False), (":C", False), ("a b:C", False)],
 )
 def test_part_names_have_a_module_and_a_factory(name: str, expected: bool) -> None:
-    assert is_part(name) is expected
+    assert is_component(name) is expected
 
 
 def test_part_of_an_installed_package_is_imported() -> None:

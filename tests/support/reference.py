@@ -26,7 +26,7 @@ from segapp.cli import app
 from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
-from segapp.custom.names import PART_PATTERN
+from segapp.custom.names import COMPONENT_PATTERN
 from segapp.run import folder as folder_module
 from segapp.run.events import types as event_types
 from segapp.run.folder import RunFolder
@@ -172,7 +172,7 @@ def values_of(node: dict[str, Any], definitions: dict[str, Any]) -> str:
         is_plain = "properties" in node or not isinstance(inner, dict)
         return "mapping" if is_plain else f"mapping to {_in_brackets(values_of(inner, definitions))}"
     if kind == "string":
-        return "custom component" if node.get("pattern") == PART_PATTERN else "text"
+        return "custom component" if node.get("pattern") == COMPONENT_PATTERN else "text"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {node[key]}" for key, sign in signs.items() if key in node]
     if "minimum" in node and "maximum" in node:

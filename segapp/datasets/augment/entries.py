@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from segapp.custom.loading import Transform, build_part
-from segapp.custom.names import is_part
+from segapp.custom.names import is_component
 from segapp.datasets.augment.crop import ScaledCrop
 from segapp.datasets.images.pixel_format import Pixels
 from segapp.errors import ConfigError, did_you_mean
@@ -162,7 +162,7 @@ class TransformBuilder:
     def build(self, entry: Entry, place: str, resize_px: tuple[int, int] | None = None) -> Any:
         """Return the transform of an entry, or None after recording its problems."""
         ((name, given),) = entry.items()
-        if is_part(name):
+        if is_component(name):
             return self._own(name, given, place)
         kind = find_transform(name)
         if isinstance(kind, str):
