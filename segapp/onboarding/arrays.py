@@ -165,7 +165,7 @@ def _pairs_of(tree: Tree, image: _Side, mask: _Side, *, several: bool) -> Iterat
         yield Pair(
             f"images/{name}.{ending}",
             mask.path if mask.dtype is None else f"masks/{name}.png",
-            split_said(image.path) or split_said(mask.path),
+            split_said(image.path),
             scene=(stem,) if is_stack and several else (),
             drawing=drawing,
         )

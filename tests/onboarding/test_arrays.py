@@ -127,8 +127,8 @@ def test_arrays_that_cannot_be_read_are_one_clear_error(
 
 def test_ids_beyond_8_bits_and_cut_files_are_named(tmp_path: Path) -> None:
     images, masks = drawn()
-    wide = masks.astype(np.int64)
-    wide[2, 0, 0] = 300
+    wide = masks.astype(np.float64)
+    wide[2, 0, 0], wide[7, 0, 0] = 300, 0.5
     for number, name in enumerate(NAMES):
         save(tmp_path / "d" / "images" / f"{name}.npy", images[number])
         save(tmp_path / "d" / "masks" / f"{name}.npy", wide[number])
@@ -136,6 +136,7 @@ def test_ids_beyond_8_bits_and_cut_files_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:4000])
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     lines = "\n".join(result.lines)
-    assert "values from 0 to 300, which are not ids of 0 to 255" in lines
+    assert "values from 0.0 to 300.0, which are not ids of 0 to 255" in lines
+    assert "numbers with fractions, which are not ids" in lines
     assert f"note: images/{NAMES[4]}.npy: mmap length is greater than file size" in lines
-    assert len(names["train"] + names["val"]) == 8
+    assert len(names["train"] + names["val"]) == 7

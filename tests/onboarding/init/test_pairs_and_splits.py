@@ -298,6 +298,25 @@ def test_a_list_does_not_change_the_splits_of_folders() -> None:
     assert with_listed_splits(tables, Layout("masks", pairs, 0.99)).pairs == pairs
 
 
+def test_another_file_whose_name_begins_as_a_mask_is_no_mask(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    draw(root, NAMES, "images/{}.jpg", "masks/{}_zz.png", COLORS)
+    draw_mask(root / "masks/0003_zz_older.png", COLORS)
+    result, found = init(root)
+    assert found["train"] | found["val"] == {f"images/{name}.jpg": f"masks/{name}_zz.png" for name in NAMES}
+    assert "not used: masks/0003_zz_older.png" in result.lines
+
+
+def test_lists_say_the_split_and_not_their_folder(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    draw(root, NAMES, "images/{}.jpg", "masks/{}.png", COLORS)
+    (root / "trainval").mkdir()
+    for split, names in (("train", NAMES[:8]), ("val", NAMES[8:])):
+        (root / "trainval" / f"{split}.txt").write_text("\n".join(names))
+    _, found = init(root)
+    assert found["val"] == {f"images/{name}.jpg": f"masks/{name}.png" for name in NAMES[8:]}
+
+
 def test_words_of_splits() -> None:
     assert [split_said(name) for name in ("train_2017", "trainval", "TEST", "list", "val_train_x")] == [
         "train",
