@@ -113,6 +113,8 @@ def propose_config(request: InitRequest) -> InitResult:
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
     lines.append(f"classes: {names}{more} ({facts.classes.names_reason})")
+    if facts.pixels is not None:
+        lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")
     if unread := facts.content.unread:
         lines.append(
             f"note: {len(unread)} masks cannot be read, such as {shown(next(iter(unread)))}: segapp check names all"
