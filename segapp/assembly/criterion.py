@@ -66,7 +66,7 @@ def _build_term(term: LossTerm, given: Mapping[str, Any]) -> AdditiveCriterion:
             align_corners=given["align_corners"],
             aux_weight=given["aux_weight"],
         )
-    made: AdditiveCriterion = build_part(
+    criterion: AdditiveCriterion = build_part(
         LOSSES[term.name].factory, "loss.name", term.options, offered=given, is_built_in=True
     )
-    return made
+    return criterion

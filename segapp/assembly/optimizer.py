@@ -85,10 +85,10 @@ def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -
     if is_component(section.name):
         return own_optimizer(section, groups)
     factory, offered = OPTIMIZERS[section.name].factory, {"lr": section.lr, "momentum": section.momentum}
-    made: torch.optim.Optimizer = build_part(
+    optimizer: torch.optim.Optimizer = build_part(
         factory, "optim.name", section.options, groups, offered=offered, is_built_in=True
     )
-    return made
+    return optimizer
 
 
 def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, steps_per_epoch: int) -> Shape:

@@ -60,9 +60,9 @@ def changed_parts(saved: Any, config: RunConfig) -> list[str]:
     ]
 
 
-def _wrong_kind(key: str, name: str, made: object, wanted: str) -> ConfigError:
+def _wrong_kind(key: str, name: str, component: object, wanted: str) -> ConfigError:
     """Return the error for a custom component that returned an object of the wrong kind."""
-    return ConfigError(f"{key} = {name} made a {type(made).__name__}: return {wanted}", key=key, value=name)
+    return ConfigError(f"{key} = {name} made a {type(component).__name__}: return {wanted}", key=key, value=name)
 
 
 def own_criterion(
@@ -83,13 +83,13 @@ def own_criterion(
                 f"loss.class_weights: {term.name} takes no argument `weight`: leave them out", key="loss.class_weights"
             )
         offered["weight"] = weight
-    made: Loss | AdditiveCriterion = build_part(term.name, "loss.name", term.options, offered=offered)
-    if isinstance(made, AdditiveCriterion):
-        return made
-    if not callable(made):
+    loss: Loss | AdditiveCriterion = build_part(term.name, "loss.name", term.options, offered=offered)
+    if isinstance(loss, AdditiveCriterion):
+        return loss
+    if not callable(loss):
         wanted = "a function of (logits, target), or an AdditiveCriterion"
-        raise _wrong_kind("loss.name", term.name, made, wanted)
-    return PlainCriterion(made, ignore_index=ignore_index, **upsampling)
+        raise _wrong_kind("loss.name", term.name, loss, wanted)
+    return PlainCriterion(loss, ignore_index=ignore_index, **upsampling)
 
 
 def plain_loss_note(config: RunConfig, criterion: AdditiveCriterion) -> str | None:
@@ -134,13 +134,13 @@ def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: 
         ConfigError: the factory fails, or the schedule returns something else than a nonnegative number.
     """
     offered = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    made: Schedule = build_part(section.name, "schedule.name", section.options, offered=offered)
-    if not callable(made):
+    schedule: Schedule = build_part(section.name, "schedule.name", section.options, offered=offered)
+    if not callable(schedule):
         wanted = "a function of the step, from 1, that gives a factor on optim.lr"
-        raise _wrong_kind("schedule.name", section.name, made, wanted)
+        raise _wrong_kind("schedule.name", section.name, schedule, wanted)
 
     def factor(step: int, /) -> float:
-        value = made(step)
+        value = schedule(step)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ConfigError(
                 f"schedule.name = {section.name} gave {value!r} at step {step}: give a number from 0 on",

@@ -71,8 +71,10 @@ def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
 
 def own_data(data: DataConfig, split: str) -> OwnData:
     """Return the custom data set of a split, checked; ConfigError if it cannot be made or is no data set."""
-    made: DataSource = build_part(data.format, "data.format", data.options, offered={"root": data.root, "split": split})
-    return OwnData(made, data.format, split)
+    source: DataSource = build_part(
+        data.format, "data.format", data.options, offered={"root": data.root, "split": split}
+    )
+    return OwnData(source, data.format, split)
 
 
 def count_images(data: DataConfig, split: str) -> int:

@@ -41,8 +41,8 @@ from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk, 
 from segapp.parallel.distributed import Ranks, wrap_ddp
 from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.precision import Precision
-from segapp.training.step.distill import DistilledInput
-from segapp.training.step.distill_assembly import (
+from segapp.training.step.distill import (
+    DistilledInput,
     build_critic,
     build_distillation,
     build_distilled_input,
