@@ -197,7 +197,7 @@ class EventWriter:
 
 
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Return an event's own fields: optional ones that are None are left out, required ones stay as null."""
+    """Return the fields of a type; those that readers require are kept as null, others without a value are left out."""
     required = _REQUIRED[body["type"]]
     return {key: value for key, value in body.items() if key not in _FRAME and (value is not None or key in required)}
 
