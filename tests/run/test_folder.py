@@ -346,10 +346,12 @@ def test_run_states_from_start_to_resume(tmp_path):
         assert run_state(folder.path, now_s - 1000) == "live", "a clock that runs behind"
         writer.write(RunEnd(status="stopped", reason="signal", exit_code=75))
         assert run_state(folder.path) == "stopped"
+        assert [summarize(folder.path).as_json()[key] for key in ("reason", "exit_code")] == ["signal", 75]
         folder.release()
         time.sleep(0.02)
         folder.acquire()
         assert run_state(folder.path) != "stopped", "taken up again"
+        assert [summarize(folder.path).as_json()[key] for key in ("reason", "exit_code")] == [None, None]
         writer.write(start(resumed_from_step=1))
         assert run_state(folder.path) == "busy"
         writer.write(Step(epoch=1, step=2, loss=1.0, lr=0.1))
