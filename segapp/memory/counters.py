@@ -213,8 +213,8 @@ class DeviceMemoryTracker:
         self.last_progress_s = time.monotonic()
         keys = [(info.uuid or info.device, info.pid) for info in self.devices]
         self._first = [keys.index(key) for key in keys]
-        made = counters if counters is not None else [counters_of(info) for info in self.devices]
-        self._counters = {i: each for i, each in enumerate(made) if i == self._first[i] and each is not None}
+        counters = counters if counters is not None else [counters_of(info) for info in self.devices]
+        self._counters = {i: of_device for i, of_device in enumerate(counters) if i == self._first[i] and of_device}
         self._peaks = {i: _Peaks() for i in self._counters}
         self._lock = threading.Lock()
         self._steps_to_profile = 0
@@ -224,21 +224,21 @@ class DeviceMemoryTracker:
     def usable_mib(self) -> list[float | None]:
         """Return each device's memory for this run: its total minus the memory of other processes; None if unknown."""
         with self._lock:
-            found = []
+            usable: list[float | None] = []
             for info, i in zip(self.devices, self._first, strict=True):
                 counters, known_mib = self._counters.get(i), info.usable_mib
                 if isinstance(counters, AllocatorCounters):
                     reserved_mib = counters.read()["reserved_mib"]
-                    found.append(usable_mib(info.total_mib, counters.driver_used_mib(), reserved_mib))
+                    usable.append(usable_mib(info.total_mib, counters.driver_used_mib(), reserved_mib))
                 else:
-                    found.append(info.total_mib if known_mib is None else known_mib)
-            return found
+                    usable.append(info.total_mib if known_mib is None else known_mib)
+            return usable
 
     def driver_used_mib(self) -> dict[str, float]:
         """Return uuid -> memory in use by all processes, for the GPUs of this process; it may wait for the driver."""
-        own = [(self.devices[i].uuid, counters) for i, counters in self._counters.items()]
-        used = ((uuid, each.driver_used_mib()) for uuid, each in own if isinstance(each, AllocatorCounters))
-        return {uuid: mib for uuid, mib in used if uuid is not None and mib is not None}
+        gpus = {i: counters for i, counters in self._counters.items() if isinstance(counters, AllocatorCounters)}
+        used = {self.devices[i].uuid: counters.driver_used_mib() for i, counters in gpus.items()}
+        return {uuid: mib for uuid, mib in used.items() if uuid is not None and mib is not None}
 
     @property
     def is_shared(self) -> bool:
@@ -371,8 +371,8 @@ class MemorySampler:
         merged_devices = [merged(device, statuses) for device in devices]
         self.emit(Memory(devices=merged_devices, step=self._step()))
         if self._idle_advice is not None:
-            busy = [each.utilization for each in merged_devices if each.uuid and each.utilization is not None]
-            self._advise(self._idle_advice, max(busy, default=None))
+            loads = [gpu.utilization for gpu in merged_devices if gpu.uuid and gpu.utilization is not None]
+            self._advise(self._idle_advice, max(loads, default=None))
 
     def _advise(self, advice: str, busiest: float | None) -> None:
         """Record how busy the busiest GPU is during steps; emit the advice after `IDLE_SAMPLES` samples."""
@@ -412,10 +412,10 @@ def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemo
     """Return a device's memory fields, completed by the status of the GPU with the same uuid."""
     status = statuses.get(device.get("uuid") or "")
     phases = {name: device["phase_peak_mib"][name] for name in PHASES if name in device.get("phase_peak_mib", {})}
-    found = {**device, "phase_peak_mib": phases}
+    fields = {**device, "phase_peak_mib": phases}
     if status is not None:
-        found["used_mib"], found["utilization"] = status.used_mib, status.utilization
-        found["temperature"] = status.temperature
-        found["total_mib"] = status.total_mib or device.get("total_mib")
-        found["name"] = device.get("name") or status.name
-    return DeviceMemory.model_validate(found)
+        fields["used_mib"], fields["utilization"] = status.used_mib, status.utilization
+        fields["temperature"] = status.temperature
+        fields["total_mib"] = status.total_mib or device.get("total_mib")
+        fields["name"] = device.get("name") or status.name
+    return DeviceMemory.model_validate(fields)

@@ -84,17 +84,17 @@ class GpuPoller:
     ) -> None:
         self.timeout_s, self.retry_s, self.period_s = timeout_s, retry_s, period_s
         self._statuses = _LatestAnswer("nvidia-smi", ask_gputil)
-        self._own = _LatestAnswer("driver memory", own_used_mib)
+        self._own_used_mib = _LatestAnswer("driver memory", own_used_mib)
 
     def poll(self) -> list[GpuStatus]:
         """Return the last answers, except those that are too old, and start queries for the next call."""
-        self._own.ask_again(0.0)
+        self._own_used_mib.ask_again(0.0)
         self._statuses.ask_again(self.period_s if self._statuses.answer else self.retry_s)
-        found = {status.uuid: status for status in self._statuses.newer_than(self.timeout_s) or ()}
-        for uuid, used_mib in (self._own.newer_than(self.timeout_s) or {}).items():
+        statuses = {status.uuid: status for status in self._statuses.newer_than(self.timeout_s) or ()}
+        for uuid, used_mib in (self._own_used_mib.newer_than(self.timeout_s) or {}).items():
             unknown = GpuStatus(uuid, "", None, None, None, None)
-            found[uuid] = replace(found.get(uuid, unknown), used_mib=used_mib)
-        return list(found.values())
+            statuses[uuid] = replace(statuses.get(uuid, unknown), used_mib=used_mib)
+        return list(statuses.values())
 
 
 class _LatestAnswer(Generic[T]):

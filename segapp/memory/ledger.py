@@ -51,8 +51,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     unless `tag` sets another one.
 
     Args:
-        is_skipped: tells in-place operators that are not executed; their first argument is returned.
-        workspaces: operator -> tensors that it allocates and frees within one call, computed from its arguments.
+        alloc_unit_bytes: sizes are rounded up to a multiple of this, as the device's allocator does.
+        is_skipped: returns True for in-place operators that must not be executed; their first argument is returned.
+        workspaces: operator -> function of its arguments that returns tensors as large as those that the operator
+            allocates and frees within one call.
     """
 
     def __init__(
@@ -97,8 +99,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def kind_of(self, tensor: Tensor) -> str | None:
         """Return the kind of a tensor's storage; None if it is not recorded."""
-        found = self._alive.get(storage_key(tensor))
-        return None if found is None else self.allocations[found[0]].kind
+        number, _ = self._alive.get(storage_key(tensor), (None, None))
+        return None if number is None else self.allocations[number].kind
 
     def alive(self) -> frozenset[int]:
         """Return the numbers of the living storages, which index `allocations`."""
@@ -141,8 +143,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append(number)
 
     def _record_free(self, key: int, number: int) -> None:
-        found = self._alive.get(key)
-        if found is not None and found[0] == number:
+        if self._alive.get(key, (None, None))[0] == number:  # else the key already belongs to a newer storage
             del self._alive[key]
             self._events.append(~number)
 
@@ -151,13 +152,13 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak_events = self._peak_events(first_mark)
         wanted = {at for by_phase in peak_events.values() for at, _ in by_phase.values()}
         alive: set[int] = set()
-        moments: dict[int, set[int]] = {-1: set()}
+        alive_after: dict[int, set[int]] = {-1: set()}
         for at, event in enumerate(self._events):
             alive ^= {max(event, ~event)}  # created, or freed
             if at in wanted:
-                moments[at] = set(alive)
+                alive_after[at] = set(alive)
         return {
-            device: {phase: self._by_kind(device, moments[at]) for phase, (at, _) in by_phase.items()}
+            device: {phase: self._by_kind(device, alive_after[at]) for phase, (at, _) in by_phase.items()}
             for device, by_phase in peak_events.items()
         }
 

@@ -22,7 +22,7 @@ from segapp.run import events
 from segapp.run.words import first_line
 
 MIB = 2**20
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])i?B")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])i?B")
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 
 _OUT_OF_MEMORY = re.compile(
@@ -65,7 +65,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__
-    return not any(_STICKY.search(str(each)) for each in chain) and any(_is_out_of_memory(each) for each in chain)
+    return not any(_STICKY.search(str(link)) for link in chain) and any(map(_is_out_of_memory, chain))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -110,7 +110,7 @@ def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -
     """
     replica = error if isinstance(error, ReplicaError) else None
     name = memory.devices[first].device if memory.devices else "cpu"
-    asked = _ASKED.search(str(error))
+    requested = _REQUESTED.search(str(error))
     report = events.Oom(
         device=name if replica is None else str(replica.device),
         index=first if replica is None else first + replica.replica,
@@ -118,7 +118,7 @@ def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -
         step=0,
         action="",
         problem=first_line(error),
-        requested_mib=float(asked[1]) * _UNITS[asked[2]] if asked else None,
+        requested_mib=float(requested[1]) * _UNITS[requested[2]] if requested else None,
     )
     device = torch.device(report.device)
     gpu = gpu_of(device)

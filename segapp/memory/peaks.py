@@ -84,6 +84,25 @@ class SimulationResult:
         return max(time.step_s(accumulate) for time in self.times)
 
 
+@dataclass(frozen=True)
+class NetworkFacts:
+    """The network of a config and its images, as far as a plan and its notes need them."""
+
+    blocks: tuple[str, ...]
+    """Names of the blocks that can be recomputed, in the order of definition."""
+    num_params: int
+    smallest_chunk: int
+    needs_samples: str | None
+    min_train_batch: int
+    eval_px: tuple[int, int]
+    eval_px_from: str
+    """Source of `eval_px`, the height and width of the largest evaluated image."""
+    precision: str
+    fp32_part: str | None
+    """Custom component that asks for float32."""
+    loss_note: str | None
+
+
 Split = tuple[int, ...]
 """Samples of a full batch for each device."""
 
@@ -118,7 +137,7 @@ def fit_lines(
                 variance += sum((x - mean_x) ** 2 for x, _ in points)
         slope = covariance / variance if variance > 0 else None
     used = slope or 0.0
-    return slope, tuple(sum(y - used * x for x, y in own) / len(own) if own else None for own in groups)
+    return slope, tuple(sum(y - used * x for x, y in points) / len(points) if points else None for points in groups)
 
 
 FEW, MANY = (2, 4), (10, 12)
@@ -266,8 +285,8 @@ def _lines_of(*steps: tuple[Mapping[str, PhasePeak], StepTime | None]) -> Device
     """Return the lines of a device through four simulations, with the samples of `FEW` and of `MANY`."""
     phases: dict[str, tuple[PhaseLines, ...]] = {}
     for phase in PHASES:
-        peaks = [found.get(phase, PhasePeak(0.0)) for found, _ in steps]
-        if any(phase in found for found, _ in steps):
+        peaks = [by_phase.get(phase, PhasePeak(0.0)) for by_phase, _ in steps]
+        if any(phase in by_phase for by_phase, _ in steps):
             phases[phase] = PhaseLines.through(FEW, peaks[:2]), PhaseLines.through(MANY, peaks[2:])
     times = [time or StepTime(0.0, 0.0) for _, time in steps]
     pass_s, update_s = (
@@ -336,7 +355,7 @@ class PeakModel:
     @property
     def largest_slope_mib(self) -> float:
         """The largest slope that the measured peaks allow: the slope if a device needed no fixed memory."""
-        return min((mib / samples for own in self._points for samples, mib in own if samples), default=0.0)
+        return min((mib / samples for points in self._points for samples, mib in points if samples), default=0.0)
 
     def _estimate(self, device: int, samples: int) -> Peak:
         fixed = self._fixed_mib[device] if device < len(self._fixed_mib) else None
@@ -356,21 +375,21 @@ class PeakModel:
         """Samples and peaks of each device."""
         devices: list[list[Point]] = [[] for _ in range(max(map(len, self.measured), default=0))]
         for split, peaks in self.measured.items():
-            for own, samples, peak in zip(devices, split, peaks, strict=False):
+            for points, samples, peak in zip(devices, split, peaks, strict=False):
                 if peak is not None:
-                    own.append((samples, peak))
+                    points.append((samples, peak))
         return devices
 
     @cached_property
     def _points(self) -> list[list[Point]]:
         """The points of the lines; points without samples (no replica on the device) only if there are no others."""
-        return [[point for point in own if point[0]] or own for own in self._observed]
+        return [[point for point in points if point[0]] or points for points in self._observed]
 
     @cached_property
     def _fitted_slope_mib(self) -> float | None:
         """The slope of the measurements; if no single device gives one, all but the first share one."""
         slope, _ = fit_lines(self._points)
-        return fit_lines([[point for own in self._points[1:] for point in own]])[0] if slope is None else slope
+        return fit_lines([[point for points in self._points[1:] for point in points]])[0] if slope is None else slope
 
     @property
     def _basis(self) -> Basis:
@@ -386,7 +405,7 @@ class PeakModel:
         fixed = list(fit_lines(self._points, self._slope_mib)[1])
         if self._basis == "bound":
             return fixed
-        was_busy = [any(samples for samples, _ in own) for own in self._points]
+        was_busy = [any(samples for samples, _ in points) for points in self._points]
         if not self.is_proven:
             fixed = [None if mib is None else max(0.0, mib) for mib in fixed]
         known = [mib for mib, is_busy in zip(fixed[1:], was_busy[1:], strict=True) if is_busy and mib is not None]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
-from segapp.memory.peaks import BlocksPerDevice, PeakModel, PlannedPeaks
+from segapp.memory.peaks import BlocksPerDevice, NetworkFacts, PeakModel, PlannedPeaks
 from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
 from segapp.run.files import read_of_run, write_atomic
 
@@ -64,9 +63,10 @@ class OverheadEstimate:
     tensor_frac: float = FULL_FRAC
     """Share of the rest for tensors, 0 to 1; the remainder is for the allocator's rounding and fragments."""
 
-    def required_mib(self, device: int, tensors_mib: float) -> float:
-        """Return the memory that a GPU needs for this amount of tensors."""
-        return self.context_mib[device] + tensors_mib / self.tensor_frac
+    def required_mib(self, tensors_mib: Sequence[float]) -> tuple[float, ...]:
+        """Return the memory that each GPU needs for its tensors."""
+        each_gpu = zip(self.context_mib, tensors_mib, strict=True)
+        return tuple(context_mib + mib / self.tensor_frac for context_mib, mib in each_gpu)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PlanRow:
     tensors_mib: tuple[float, ...]
     """Predicted peak of the tensors only."""
     phase: tuple[str, ...]
-    """Basis of each GPU's peak."""
+    """Phase of each GPU's peak; `idle` if it has none."""
     phases: tuple[dict[str, float], ...]
     """Peak of the tensors in each phase, for each GPU."""
     fits: bool
@@ -131,7 +131,7 @@ class MemoryPlan:
     max_batch: int = 0
     max_row: PlanRow | None = None
     notes: tuple[str, ...] = ()
-    facts: dict[str, Any] = field(default_factory=dict)
+    network: NetworkFacts | None = None
     has_effective_batch_size: bool = False
     """True if the config has `train.effective_batch_size`."""
     fits: tuple[Fit, ...] = ()
@@ -142,9 +142,9 @@ class MemoryPlan:
     @property
     def fastest(self) -> Fit | None:
         """The fastest of `fits` that fits; of several equally fast ones, the largest batch, for BatchNorm."""
-        fitting = [each for each in self.fits if each.fits]
-        fastest_s = min((each.step_s for each in fitting), default=0.0)
-        return next((each for each in fitting if each.step_s <= EQUALLY_FAST * fastest_s), None)
+        fitting = [fit for fit in self.fits if fit.fits]
+        fastest_s = min((fit.step_s for fit in fitting), default=0.0)
+        return next((fit for fit in fitting if fit.step_s <= EQUALLY_FAST * fastest_s), None)
 
     def as_config_keys(self, fit: Fit) -> str:
         """Return the overrides that make the config's step like this, for the command line.
@@ -180,14 +180,10 @@ class Planner:
         """True if the batch can be divided in several ways."""
         return self.model.mode in ("dp", "ddp")
 
-    def required_mib(self, tensors_mib: Sequence[float]) -> tuple[float, ...]:
-        """Return the memory that each GPU needs for its tensors."""
-        return tuple(self.overhead.required_mib(i, mib) for i, mib in enumerate(tensors_mib))
-
     def all_fit(self, tensors_mib: Sequence[float]) -> bool:
         """Return True if every GPU has the memory for its tensors."""
         sizes = (gpu.total_mib for gpu in self.gpus)
-        return all(map(fits, self.required_mib(tensors_mib), sizes))
+        return all(map(fits, self.overhead.required_mib(tensors_mib), sizes))
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
         """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons.
@@ -195,10 +191,10 @@ class Planner:
         Modes without a split have one row; if the batch is too small for BatchNorm, `batch_size` is refused instead.
         """
         checker = self.checker(batch_size)
-        asked = {value: value for value in range(batch_size + 1)} if self.has_split else {batch_size: None}
-        found = {name: self._evaluate(checker, gpu0_bsz) for name, gpu0_bsz in asked.items()}
-        rows = tuple(row for row in found.values() if not isinstance(row, str))
-        return rows, tuple((name, reason) for name, reason in found.items() if isinstance(reason, str))
+        values = {value: value for value in range(batch_size + 1)} if self.has_split else {batch_size: None}
+        results = {value: self._evaluate(checker, gpu0_bsz) for value, gpu0_bsz in values.items()}
+        rows = tuple(row for row in results.values() if not isinstance(row, str))
+        return rows, tuple((value, reason) for value, reason in results.items() if isinstance(reason, str))
 
     def row(self, batch_size: int, gpu0_bsz: int | None = None, shares: Sequence[int] | None = None) -> PlanRow:
         """Return one split of a batch; `shares` replace `gpu0_bsz`.
@@ -206,10 +202,10 @@ class Planner:
         Raises:
             ValueError: the split is not possible.
         """
-        found = self._evaluate(self.checker(batch_size), gpu0_bsz, shares)
-        if isinstance(found, str):
-            raise ValueError(found)
-        return found
+        row = self._evaluate(self.checker(batch_size), gpu0_bsz, shares)
+        if isinstance(row, str):
+            raise ValueError(row)
+        return row
 
     def largest_batch(self) -> tuple[int, PlanRow | None]:
         """Return the largest batch with a split that fits, and that split; 0 and None if no batch fits."""
@@ -261,7 +257,7 @@ class Planner:
 
     def _row(self, gpu0_bsz: int | None, split: Sequence[int], level: Level, reason: str) -> PlanRow:
         phases = self.model.phase_mib(split)
-        tensors = [max(found.values(), default=0.0) for found in phases]
+        tensors = [max(peaks.values(), default=0.0) for peaks in phases]
         for i, (gpu, context_mib) in enumerate(zip(self.gpus, self.overhead.context_mib, strict=True)):
             if gpu.total_mib <= context_mib:
                 level, reason = "won't fit", f"device {i} has less memory than the driver's context needs"
@@ -269,10 +265,10 @@ class Planner:
         return PlanRow(
             gpu0_bsz=gpu0_bsz,
             split=tuple(split),
-            peak_mib=tuple(round(mib, 1) for mib in self.required_mib(tensors)),
+            peak_mib=tuple(round(mib, 1) for mib in self.overhead.required_mib(tensors)),
             tensors_mib=tuple(round(mib, 1) for mib in tensors),
-            phase=tuple(max(found, key=lambda phase: found[phase]) if found else "idle" for found in phases),
-            phases=tuple({phase: round(mib, 1) for phase, mib in found.items()} for found in phases),
+            phase=tuple(max(peaks, key=lambda phase: peaks[phase]) if peaks else "idle" for peaks in phases),
+            phases=tuple({phase: round(mib, 1) for phase, mib in peaks.items()} for peaks in phases),
             fits=level in ("ok", "tight"),
             level=level,
             reason=reason,

@@ -12,6 +12,7 @@ from segapp.memory.split_check import fits
 from segapp.run.words import aligned
 
 MAX_ROWS = 40
+_FACTS = ("num_params", "eval_px", "eval_px_from", "smallest_chunk")
 _FIRST_GPU = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
 
 
@@ -30,7 +31,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         "",
         *gpu_lines(plan, plan.best),
         "",
-        *fit_lines(plan),
+        *fit_table(plan),
     ]
     return [line.rstrip() for line in lines]
 
@@ -54,7 +55,7 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "fastest": fastest and {**_fit_as_json(fastest), "words": plan.as_config_keys(fastest)},
         "recompute": None if plan.chosen is None else plan.chosen.blocks_per_device,
         "notes": list(plan.notes),
-        **plan.facts,
+        **{name: getattr(plan.network, name, None) for name in _FACTS},
     }
 
 
@@ -110,7 +111,7 @@ def gpu_lines(plan: MemoryPlan, row: PlanRow) -> list[str]:
     return lines
 
 
-def fit_lines(plan: MemoryPlan) -> list[str]:
+def fit_table(plan: MemoryPlan) -> list[str]:
     """Return the ways to make a step of the same images as a table, and the config of the fastest that fits."""
     if not plan.fits:
         return []

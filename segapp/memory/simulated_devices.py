@@ -146,19 +146,21 @@ def _autocast(kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call an operator as CUDA's autocast does."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(aten, packet), overload or "default")
-    given = named_arguments(operator, args, kwargs)
+    arguments = named_arguments(operator, args, kwargs)
     if kind == "banned":
         raise RuntimeError(f"{name} is unsafe to autocast: use binary_cross_entropy_with_logits, or BCEWithLogitsLoss")
     with without_autocast():
         if kind == "dtype":
-            if _is_eligible(args[0]) and given.get("dtype") is None:
-                given["dtype"] = torch.float32
+            if _is_eligible(args[0]) and arguments.get("dtype") is None:
+                arguments["dtype"] = torch.float32
                 operator = _WITH_DTYPE.get(operator, operator)
-            return operator(**given)
+            return operator(**arguments)
         dtype = torch.float32 if kind == "float32" else torch.get_autocast_dtype(BACKEND)
-        if kind == "widest" and any(_is_eligible(each) and each.dtype == torch.float32 for each in tree_iter(given)):
+        if kind == "widest" and any(
+            _is_eligible(each) and each.dtype == torch.float32 for each in tree_iter(arguments)
+        ):
             dtype = torch.float32
-        return operator(**{key: _casts.cast(value, dtype) for key, value in given.items()})
+        return operator(**{key: _casts.cast(value, dtype) for key, value in arguments.items()})
 
 
 def _attention(
@@ -264,11 +266,11 @@ def _is_nhwc(tensor: Tensor) -> bool:
     return not tensor.is_contiguous() and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _nhwc_like(made: Tensor | None, *others: Tensor) -> Tensor | None:
+def _nhwc_like(tensor: Tensor | None, *others: Tensor) -> Tensor | None:
     """Return a tensor in NHWC if one of the others is."""
-    if made is None or not any(map(_is_nhwc, others)):
-        return made
-    return made.contiguous(memory_format=torch.channels_last)
+    if tensor is None or not any(map(_is_nhwc, others)):
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 @contextlib.contextmanager
@@ -296,20 +298,20 @@ def _apply_by_replacing(module: nn.Module, fn: Callable[[Tensor], Tensor], recur
 
 def _replace_tensors(module: nn.Module, change: Callable[[Tensor, str], Tensor], recurse: bool = True) -> None:
     """Replace parameters and buffers, in place; tensors that several modules share stay shared."""
-    made: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     for name, part in module.named_modules() if recurse else (("", module),):
         all_slots: tuple[dict[str, Any], ...] = parameter_slots(part), buffer_slots(part)
         for slots in all_slots:
             for key, old in slots.items():
                 if old is not None:
-                    if id(old) not in made:
-                        made[id(old)] = _as_parameter(change(old, name), old)
-                    slots[key] = made[id(old)]
+                    if id(old) not in replacements:
+                        replacements[id(old)] = _as_parameter(change(old, name), old)
+                    slots[key] = replacements[id(old)]
 
 
-def _as_parameter(made: Tensor, old: Tensor) -> Tensor:
+def _as_parameter(new: Tensor, old: Tensor) -> Tensor:
     """Return a new tensor as a parameter if the old tensor that it replaces is a parameter."""
-    return nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -328,8 +330,8 @@ _tensor = torch.tensor
 def _tensor_on_device(data: Any, **options: Any) -> Tensor:
     """Return `torch.tensor` on the host; on a simulated device an empty tensor with its shape and dtype."""
     device = torch.device(options.pop("device", None) or "cpu")
-    made = _tensor(data, **options)
-    return made if device.type == "cpu" else torch.empty(made.shape, dtype=made.dtype, device=device)
+    on_host = _tensor(data, **options)
+    return on_host if device.type == "cpu" else torch.empty(on_host.shape, dtype=on_host.dtype, device=device)
 
 
 def skeleton(module: nn.Module) -> nn.Module:

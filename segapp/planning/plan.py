@@ -6,15 +6,21 @@ import functools
 import itertools
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError
-from segapp.memory.peaks import BlocksPerDevice, PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
+from segapp.memory.peaks import (
+    BlocksPerDevice,
+    NetworkFacts,
+    PlannedPeaks,
+    SimulationJob,
+    fit_model,
+    splits_to_simulate,
+)
 from segapp.memory.plan import (
     BLAS_MIB,
     LARGEST_BATCH,
@@ -35,16 +41,16 @@ MOST_TRIES = 3
 
 
 class RecomputeSearch:
-    """Finds ways to fit a step of a given number of images into the memory of the GPUs, and the fastest of them.
+    """Finds batches, splits and recomputed blocks with which a step of some images fits the GPUs, the fastest first.
 
     Every block keeps its activations until the end of the forward pass. The blocks at a high resolution keep the most
     for their time; they are the first ones of an encoder and the last ones of a decoder. So the first or the last
     blocks are recomputed, as many as necessary; a bisection with simulated steps finds their number.
 
     Args:
-        job: job of the plan, without a split.
-        planner: planner of the job, without recomputation.
-        blocks: names of all blocks of the network, in the order of definition.
+        job: the simulation without a split and without recomputed blocks, which are replaced in each simulated step.
+        planner: planner without recomputation, whose GPUs must hold the step.
+        blocks: names of all blocks of the network that can be recomputed, in the order of definition.
     """
 
     def __init__(self, pool: SimulationPool, job: SimulationJob, planner: Planner, blocks: Sequence[str]) -> None:
@@ -91,14 +97,14 @@ class RecomputeSearch:
         return replace(models[first], others=tuple(models[choice].first for choice in others))
 
     def fastest(self, candidates: Sequence[tuple[PlanRow, int]]) -> Fit | None:
-        """Return the fastest way that fits, with recomputed blocks if necessary; None if there is none."""
-        estimates = []
-        for row, accumulate in candidates:
-            step_s = self._estimate_s(row, accumulate)
-            if step_s is not None:
-                estimates.append((step_s, row.fullest(self._gpus), row, accumulate))
-        ordered = sorted(estimates, key=lambda each: each[:2])[:MOST_TRIES]
-        return next(filter(None, (self._fewest(row, accumulate) for _, _, row, accumulate in ordered)), None)
+        """Return the fastest candidate that fits, with recomputed blocks if necessary; None if there is none."""
+        estimates = [
+            (step_s, row.fullest(self._gpus), row, accumulate)
+            for row, accumulate in candidates
+            if (step_s := self._estimate_s(row, accumulate)) is not None
+        ]
+        first = sorted(estimates, key=lambda estimate: estimate[:2])[:MOST_TRIES]
+        return next(filter(None, (self._fewest(row, accumulate) for _, _, row, accumulate in first)), None)
 
     def _estimate_s(self, row: PlanRow, accumulate: int) -> float | None:
         """Return the seconds of a step, if memory and time are proportional to the recomputed blocks; None: no fit."""
@@ -109,7 +115,7 @@ class RecomputeSearch:
         tensors_mib = recomputed.model.peak_mib(row.split)
         if not recomputed.all_fit(tensors_mib):
             return None
-        needed = zip(self._gpus, row.peak_mib, recomputed.required_mib(tensors_mib), strict=True)
+        needed = zip(self._gpus, row.peak_mib, recomputed.overhead.required_mib(tensors_mib), strict=True)
         shares = [
             (most - gpu.total_mib) / (most - least) for gpu, most, least in needed if not fits(most, gpu.total_mib)
         ]
@@ -193,7 +199,7 @@ class RecomputeSearch:
             plain,
             recompute="off" if not any(blocks) else "all" if blocks == self.all_blocks else "chosen",
             blocks_per_device=blocks,
-            peak_mib=tuple(round(mib, 1) for mib in planner.required_mib(peaks)),
+            peak_mib=tuple(round(mib, 1) for mib in planner.overhead.required_mib(peaks)),
             fits=planner.all_fit(peaks),
             step_s=max(result.step_s(accumulate) for result in results) if any(blocks) else plain.step_s,
             tensors_mib=peaks,
@@ -282,18 +288,17 @@ def plan_memory(
     with SimulationPool(small) as pool:
         facts = pool.facts(mode)
         num_ranks = len(gpus) if mode == "ddp" else 1
-        job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"], blas_mib=BLAS_MIB)
+        job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts.eval_px, blas_mib=BLAS_MIB)
         results = pool.simulate([replace(job, split=split) for split in splits_to_simulate(mode, len(gpus))])
         model = fit_model(mode, results)
-        planner = Planner(model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
-        search = RecomputeSearch(pool, job, planner, facts["blocks"])
+        planner = Planner(model, tuple(gpus), overhead, facts.smallest_chunk, facts.needs_samples)
+        search = RecomputeSearch(pool, job, planner, facts.blocks)
+        chosen: Fit | None = None
         if config.train.recompute == "auto":
-            config, planner, chosen = _with_chosen(config, planner, search, facts["min_train_batch"], batches)
-            plan = replace(_assembled(config, planner, facts), chosen=chosen)
-        else:
-            if is_auto:
-                config = with_batch(config, _largest_batch(config, planner, facts["min_train_batch"], batches))
-            plan = _assembled(config, planner, facts)
+            config, planner, chosen = _with_chosen(config, planner, search, facts.min_train_batch, batches)
+        elif is_auto:
+            config = with_batch(config, _largest_batch(config, planner, facts.min_train_batch, batches))
+        plan = _assembled(config, planner, facts, chosen)
         if fit or (fit is None and not (plan.current or plan.best).fits):
             table = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
             plan = replace(plan, fits=table, has_effective_batch_size=images is not None)
@@ -376,7 +381,7 @@ def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-def _assembled(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> MemoryPlan:
+def _assembled(config: RunConfig, planner: Planner, facts: NetworkFacts, chosen: Fit | None) -> MemoryPlan:
     rows, refused = planner.rows(config.train.batch_size)
     if not rows:
         raise ConfigError(
@@ -399,7 +404,8 @@ def _assembled(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) ->
         max_batch=max_batch,
         max_row=max_row,
         notes=_notes(config, planner, facts),
-        facts={key: facts[key] for key in ("num_params", "eval_px", "eval_px_from", "smallest_chunk")},
+        network=facts,
+        chosen=chosen,
     )
 
 
@@ -415,27 +421,27 @@ def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
         return None
 
 
-def _precision(config: RunConfig, facts: Mapping[str, Any]) -> str:
+def _precision(config: RunConfig, facts: NetworkFacts) -> str:
     """Return the planned precision, and with `train.precision: auto` what it depends on."""
     if config.train.precision != "auto":
         return config.train.precision
-    part = facts["fp32_part"]
+    part = facts.fp32_part
     why = "GPUs older than Ampere train in amp-fp16" if part is None else f"{printable(part)} asks for it"
-    return f"{facts['precision']} (auto: {why})"
+    return f"{facts.precision} (auto: {why})"
 
 
-def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tuple[str, ...]:
-    height, width = facts["eval_px"]
+def _notes(config: RunConfig, planner: Planner, facts: NetworkFacts) -> tuple[str, ...]:
+    height, width = facts.eval_px
     crop = config.data.crop_px
     notes = [
-        f"{facts['num_params'] / 1e6:.1f} M parameters, crops {crop[0]}x{crop[1]}, {_precision(config, facts)}, "
+        f"{facts.num_params / 1e6:.1f} M parameters, crops {crop[0]}x{crop[1]}, {_precision(config, facts)}, "
         f"accumulate {config.train.accumulate}; evaluation of {config.eval.batch_size} x {height}x{width} "
-        f"({facts['eval_px_from']})"
+        f"({facts.eval_px_from})"
     ]
     if (epochs := config.model.freeze_epochs) is not None:
         notes.append(f"model.freeze ends after epoch {epochs}: planned for the epochs after it, which need more")
     if planner.model.mode == "ddp":
         notes.append("ddp: the reducer's buckets are modeled, the rest is the real step of one rank")
-    if facts["loss_note"]:
-        notes.append(facts["loss_note"])
+    if facts.loss_note:
+        notes.append(facts.loss_note)
     return tuple(notes)

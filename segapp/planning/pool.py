@@ -15,7 +15,7 @@ from typing import Any
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.errors import RunError
-from segapp.memory.peaks import SimulationJob, SimulationResult
+from segapp.memory.peaks import NetworkFacts, SimulationJob, SimulationResult
 from segapp.training.console import progress_bar
 
 NUM_PROCESSES = 2
@@ -55,10 +55,10 @@ class SimulationPool:
                     assert pipe is not None
                     pipe.close()
 
-    def facts(self, mode: Mode) -> dict[str, Any]:
-        """Return the sizes of the network and of the evaluation; meanwhile every process builds its model."""
-        found: dict[str, Any] = self._ask([mode] * len(self._processes), "memory plan: building the model")[0]
-        return found
+    def facts(self, mode: Mode) -> NetworkFacts:
+        """Return the facts about the network; meanwhile every process builds its model."""
+        facts: NetworkFacts = self._ask([mode] * len(self._processes), "memory plan: building the model")[0]
+        return facts
 
     def simulate(self, jobs: Sequence[SimulationJob]) -> list[SimulationResult]:
         """Run jobs and return the results in the same order.

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -36,7 +35,7 @@ from segapp.datasets.pool import Batch
 from segapp.errors import RunError, SegappError
 from segapp.inference.sliding import NormalizedInput
 from segapp.memory.ledger import CUDA_ALLOC_UNIT_BYTES, StorageLedger
-from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult, StepTime
+from segapp.memory.peaks import EVAL, PHASES, NetworkFacts, PhasePeak, SimulationJob, SimulationResult, StepTime
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.models.blocks import find_blocks
 from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk
@@ -53,21 +52,15 @@ MIB = 2**20
 EFFICIENCY = 0.5
 """Ratio of a network's speed, in operations per second, to the speed of one large convolution."""
 
+FLOPS_PER_S, HALF_FLOPS_PER_S, BYTES_PER_S = 2e13, 4e13, 8e11
+LAUNCH_S = 4e-6
+"""Speeds of an RTX 3090 (2020), and the seconds that it takes per kernel launch."""
 
-@dataclass(frozen=True)
-class Machine:
-    """Speeds of a GPU; the defaults are an RTX 3090's (2020)."""
 
-    launch_s: float = 4e-6
-    """Seconds that the GPU takes per kernel launch."""
-    flops_per_s: float = 2e13
-    half_flops_per_s: float = 4e13
-    bytes_per_s: float = 8e11
-
-    def seconds(self, flops: float, num_bytes: float, *, is_half: bool) -> float:
-        """Return the time of an operator: arithmetic or memory traffic, whichever is longer, and the launch."""
-        speed = EFFICIENCY * (self.half_flops_per_s if is_half else self.flops_per_s)
-        return max(flops / speed, num_bytes / self.bytes_per_s) + self.launch_s
+def operator_s(flops: float, num_bytes: float, *, is_half: bool) -> float:
+    """Return the time of an operator: arithmetic or memory traffic, whichever is longer, and the launch."""
+    speed = EFFICIENCY * (HALF_FLOPS_PER_S if is_half else FLOPS_PER_S)
+    return max(flops / speed, num_bytes / BYTES_PER_S) + LAUNCH_S
 
 
 class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -79,7 +72,7 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         """Device -> phase -> seconds."""
-        self._ledger, self._machine = ledger, Machine()
+        self._ledger = ledger
         self._formulas: Mapping[Any, Any] = flop_registry
 
     @classmethod
@@ -92,14 +85,14 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator and add its time."""
         out = func(*args, **(kwargs or {}))
-        made = [each for each in tree_iter(out) if isinstance(each, Tensor)]
-        read = [each for each in tree_iter(args) if isinstance(each, Tensor)]
-        if made and not _is_view(func, made[0], read):
+        written = [value for value in tree_iter(out) if isinstance(value, Tensor)]
+        read = [value for value in tree_iter(args) if isinstance(value, Tensor)]
+        if written and not _is_view(func, written[0], read):
             formula = self._formulas.get(func.overloadpacket)
             flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0.0
-            num_bytes = sum(each.numel() * each.element_size() for each in (*made, *read))
-            seconds = self._machine.seconds(flops, num_bytes, is_half=made[0].element_size() < 4)
-            self.seconds[str(made[0].device)][self._ledger.phase] += seconds
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*written, *read))
+            seconds = operator_s(flops, num_bytes, is_half=written[0].element_size() < 4)
+            self.seconds[str(written[0].device)][self._ledger.phase] += seconds
         return out
 
     def of_device(self, device: str, num_passes: int) -> StepTime:
@@ -108,8 +101,8 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return StepTime((seconds["forward"] + seconds["loss"] + seconds["backward"]) / num_passes, seconds["step"])
 
 
-def _is_view(func: Any, made: Tensor, read: Sequence[Tensor]) -> bool:
-    return storage_key(made) in map(storage_key, read) and not operator_name(func).endswith("_")
+def _is_view(func: Any, result: Tensor, read: Sequence[Tensor]) -> bool:
+    return storage_key(result) in map(storage_key, read) and not operator_name(func).endswith("_")
 
 
 class SimulatedDevices:
@@ -162,25 +155,25 @@ class Simulator:
         self._crop_px = assembler.config.data.crop_px
         self._plain: Any = skeleton(assembler.build_model(with_weights=False).train())
 
-    def facts(self, mode: Mode) -> dict[str, Any]:
-        """Return the facts that a plan needs about the network, its crops, and the images of an evaluation."""
+    def facts(self, mode: Mode) -> NetworkFacts:
+        """Return what a plan needs to know about the network, its crops, and the images of an evaluation."""
         config, model = self.assembler.config, self._plain
         height, width = self._crop_px
         size, how = evaluation_size(config)
         images = torch.zeros(2, self.assembler.pixels.num_bands, height, width, device="meta")
         is_synced = config.parallel.sync_bn
-        return {
-            "blocks": tuple(name for name, block in find_blocks(model).items() if is_recomputable(block)),
-            "num_params": sum(p.numel() for p in model.parameters()),
-            "smallest_chunk": 1 if is_synced else smallest_chunk(model, images),
-            "needs_samples": self._needs_samples(images) if mode == "ddp" else None,
-            "min_train_batch": model.min_train_batch,
-            "eval_px": size,
-            "eval_px_from": how,
-            "precision": config.train.precision,
-            "fp32_part": fp32_part(config),
-            "loss_note": plain_loss_note(config, self.assembler.build_criterion(self._equal_weights)),
-        }
+        return NetworkFacts(
+            blocks=tuple(name for name, block in find_blocks(model).items() if is_recomputable(block)),
+            num_params=sum(p.numel() for p in model.parameters()),
+            smallest_chunk=1 if is_synced else smallest_chunk(model, images),
+            needs_samples=self._needs_samples(images) if mode == "ddp" else None,
+            min_train_batch=model.min_train_batch,
+            eval_px=size,
+            eval_px_from=how,
+            precision=config.train.precision,
+            fp32_part=fp32_part(config),
+            loss_note=plain_loss_note(config, self.assembler.build_criterion(self._equal_weights)),
+        )
 
     def _needs_samples(self, images: Tensor) -> str | None:
         """Return why a rank of ddp cannot be without samples; None if it can."""
@@ -327,18 +320,17 @@ _KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "
 """Kind of a storage without a tag, by the phase in which it was created."""
 
 
-def phase_peaks(moments: Mapping[str, Mapping[str, int]]) -> dict[str, PhasePeak]:
-    """Return a device's peaks by training phase, in MiB."""
-    found = {}
-    for phase, moment in moments.items():
-        if phase not in PHASES:
-            continue
-        by_kind = Counter[str]()
-        for kind, num_bytes in moment.items():
-            by_kind[_KIND_OF_PHASE.get(kind, kind)] += num_bytes
-        kinds = {kind: round(by_kind[kind] / MIB, 2) for kind in sorted(by_kind)}
-        found[phase] = PhasePeak(round(sum(moment.values()) / MIB, 3), kinds)
-    return found
+def phase_peaks(peaks: Mapping[str, Mapping[str, int]]) -> dict[str, PhasePeak]:
+    """Return a device's peaks in MiB, from phase -> kind -> bytes of a ledger."""
+    return {phase: _phase_peak(by_kind) for phase, by_kind in peaks.items() if phase in PHASES}
+
+
+def _phase_peak(num_bytes: Mapping[str, int]) -> PhasePeak:
+    by_kind = Counter[str]()
+    for kind, amount in num_bytes.items():
+        by_kind[_KIND_OF_PHASE.get(kind, kind)] += amount
+    kinds = {kind: round(by_kind[kind] / MIB, 2) for kind in sorted(by_kind)}
+    return PhasePeak(round(by_kind.total() / MIB, 3), kinds)
 
 
 def main() -> None:

@@ -63,7 +63,8 @@ def test_gpus_of_this_machine_are_ordered_by_free_memory(monkeypatch):
 )
 def test_plan_says_what_auto_becomes(tiny, precision, fp32_part, words):
     config = merged(tiny, train={"precision": precision})
-    assert _precision(config, {"precision": "amp-bf16", "fp32_part": fp32_part}) == words
+    facts = types.SimpleNamespace(precision="amp-bf16", fp32_part=fp32_part)
+    assert _precision(config, facts) == words
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_plan_leaves_to_the_allocator_what_a_training_leaves(tiny, monkeypatch, 
         found.append(overhead.tensor_frac)
         raise ConfigError("seen")
 
-    facts = {"smallest_chunk": 1, "needs_samples": None, "eval_px": (8, 8)}
+    facts = types.SimpleNamespace(smallest_chunk=1, needs_samples=None, eval_px=(8, 8))
     pool = types.SimpleNamespace(facts=lambda _: facts, simulate=lambda _: [])
     monkeypatch.setattr("segapp.planning.plan.SimulationPool", lambda _: contextlib.nullcontext(pool))
     monkeypatch.setattr("segapp.planning.plan.fit_model", lambda *_: None)

@@ -16,7 +16,7 @@ from segapp.memory.plan import (
     SavedMemoryPlan,
     read_saved_plan,
 )
-from segapp.memory.report import fit_lines, gpu_lines, plan_as_json, plan_lines, split_table
+from segapp.memory.report import fit_table, gpu_lines, plan_as_json, plan_lines, split_table
 from tests.support.device_lines import device_lines
 
 
@@ -133,7 +133,7 @@ def test_saved_plan_that_cannot_be_read_is_none(tmp_path):
         assert read_saved_plan(path) is None
 
 
-WAYS = (
+FITS = (
     Fit(8, 1, None, (8,), "off", ((),), (900.0,), False, 2.0),
     Fit(8, 1, None, (8,), "chosen", (("a", "b"),), (480.0,), True, 2.5, names=("a", "b")),
     Fit(8, 1, None, (8,), "all", (("a", "b", "c"),), (400.0,), True, 2.6),
@@ -142,9 +142,9 @@ WAYS = (
 )
 
 
-def test_ways_to_make_a_step_by_hand():
-    plan = MemoryPlan(**{**vars(plan_of_one(500.0)), "fits": WAYS, "batch_size": 8})
-    lines = fit_lines(plan)
+def test_table_of_fits_by_hand():
+    plan = MemoryPlan(**{**vars(plan_of_one(500.0)), "fits": FITS, "batch_size": 8})
+    lines = fit_table(plan)
     assert lines[1] == "ways to make a step of 8 images; time: estimated, relative to the first:"
     assert lines[3].split() == ["8", "1", "off", "-", "8", "900", "1.00", "no"]
     assert lines[4].split() == ["8", "1", "chosen:", "2", "blocks", "-", "8", "480", "1.25", "yes"]
@@ -152,15 +152,15 @@ def test_ways_to_make_a_step_by_hand():
     assert lines[-2] == "fastest that fits: train.batch_size=4 train.accumulate=2 train.recompute=off"
     assert lines[-1].endswith(": train.batch_size=8 train.accumulate=1 train.recompute=[a,b]")
     assert plan_as_json(plan)["fastest"]["words"] in lines[-2]
-    none = fit_lines(MemoryPlan(**{**vars(plan), "fits": WAYS[:1]}))
+    none = fit_table(MemoryPlan(**{**vars(plan), "fits": FITS[:1]}))
     assert none[-1].startswith("none of them fits")
-    assert fit_lines(plan_of_one(500.0)) == []
+    assert fit_table(plan_of_one(500.0)) == []
 
 
 def test_config_keys_leave_out_what_the_config_has():
     plan = plan_of_one(500.0)
     of_images = replace(plan, has_effective_batch_size=True)
-    assert of_images.as_config_keys(WAYS[2]) == "train.batch_size=8 train.recompute=all"
+    assert of_images.as_config_keys(FITS[2]) == "train.batch_size=8 train.recompute=all"
     uneven = Fit(8, 2, 3, (3, 5), "chosen", ((), ("a",)), (1.0, 2.0), True, 1.0)
     assert plan.as_config_keys(uneven) == (
         "train.batch_size=8 train.accumulate=2 parallel.gpu0_bsz=3 train.recompute=auto"

@@ -243,7 +243,7 @@ def eomt_row(figure: EomtFigure) -> dict:
         buckets = peak(figure).mib
         with mock.patch.object(QueryMasking, "forward", of_every_head(QueryMasking.forward)):
             masks = peak(figure).mib
-    needed = OverheadEstimate(context_mib("ddp", 4)).required_mib(0, masks)
+    needed = OverheadEstimate(context_mib("ddp", 4)).required_mib((masks,) * 4)[0]
     mib = {"planned": planned, "buckets": buckets, "masks": masks, "with overhead": needed}
     return {"figure": figure.name, "published": figure.published_gb, **mib}
 

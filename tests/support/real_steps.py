@@ -101,7 +101,7 @@ def measured_mib(engine, batch):
 
 def chosen_blocks(simulator, split, share):
     """The fewest first blocks with which a step fits into a share of the peak."""
-    blocks, most = simulator.facts("single")["blocks"], share * simulated_mib(simulator, split)
+    blocks, most = simulator.facts("single").blocks, share * simulated_mib(simulator, split)
     sets = ((blocks[:count],) for count in range(1, len(blocks) + 1))
     return next(each for each in sets if simulated_mib(simulator, split, each) <= most)
 

@@ -86,7 +86,7 @@ def step_seconds(simulator: Simulator, ways: dict[str, tuple[str, ...]]) -> dict
 def rows(name: str) -> list[dict]:
     config = config_of(NETWORKS[name].copy())
     simulator = Simulator(StepAssembler(config, build_scheme(config.data)))
-    every = tuple(simulator.facts("single")["blocks"])
+    every = tuple(simulator.facts("single").blocks)
 
     def simulated(blocks):
         job = SimulationJob("single", (BATCH,), recompute=(blocks,))
