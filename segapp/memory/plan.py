@@ -258,10 +258,6 @@ class Planner:
     def _row(self, gpu0_bsz: int | None, split: Sequence[int], level: Level, reason: str) -> PlanRow:
         phases = self.model.phase_mib(split)
         tensors = [max(peaks.values(), default=0.0) for peaks in phases]
-        for i, (gpu, context_mib) in enumerate(zip(self.gpus, self.overhead.context_mib, strict=True)):
-            if gpu.total_mib <= context_mib:
-                level, reason = "won't fit", f"device {i} has less memory than the driver's context needs"
-                break
         return PlanRow(
             gpu0_bsz=gpu0_bsz,
             split=tuple(split),

@@ -155,10 +155,13 @@ class SplitChecker:
         """
         if self.ceiling is not None and split[0] >= self.ceiling:
             return "won't fit", f"device 0 ran out of memory with {self.ceiling} samples: use fewer"
+        full = next((i for i, total in enumerate(self.usable_mib) if total is not None and total <= 0), None)
+        if full is not None:
+            return "won't fit", f"device {full} has less memory than the driver's context and other processes need"
         known = [
             (peak.mib / total, i, peak.mib, total, peak.basis == "bound")
             for i, (peak, total) in enumerate(zip(self.peaks.peak(split), self.usable_mib, strict=False))
-            if peak.mib is not None and total
+            if peak.mib is not None and total is not None
         ]
         if not known:
             return "ok", "the memory it needs is not known yet"

@@ -11,6 +11,7 @@ from segapp.memory.peaks import (
     PhasePeak,
     PlannedPeaks,
     SimulationResult,
+    StepTime,
     fit_model,
     splits_to_simulate,
 )
@@ -205,6 +206,23 @@ def test_fit_recovers_a_known_law_in_every_mode(mode, num_devices, split, expect
             assert peaks["backward"].by_kind == pytest.approx(kinds, rel=1e-9)
 
 
+def test_few_and_many_samples_have_lines_of_their_own():
+    """Up to 8 samples, a part that hardly grows determines memory and time."""
+
+    def simulated(split):
+        (count,) = split
+        peak = max(1000 + 10 * count, 280 + 100 * count)
+        kinds = {"weights": 7.0 * (count > 8)}
+        seconds = StepTime(max(5 + 0.1 * count, 1 + 0.6 * count), max(1.0, 0.125 * count))
+        return SimulationResult(({"backward": PhasePeak(peak, kinds)},), (seconds,))
+
+    fitted = fit_model("single", [simulated(split) for split in splits_to_simulate("single", 1)])
+    for count in (3, 11, 20):
+        assert fitted.peak_mib((count,)) == pytest.approx(simulated((count,)).peak_mib(), rel=1e-9)
+        assert fitted.step_s((count,), 3) == pytest.approx(simulated((count,)).step_s(3), rel=1e-9)
+        assert fitted.peaks((count,))[0]["backward"].by_kind == simulated((count,)).devices[0]["backward"].by_kind
+
+
 def test_devices_without_samples_evaluate_too():
     """A dp training evaluates on all its devices, whatever their shares."""
 
@@ -249,6 +267,7 @@ def test_json_has_contract_names_and_text_every_split():
     assert {"gpu0_bsz", "split", "peak_mib", "fits"} <= found["rows"][0].keys()
     assert found["best"]["gpu0_bsz"] in range(7)
     assert found["max_batch"] == 24
+    assert found["overhead"] == {"context_mib": [500.0] * 3, "room": 0.95}
     text = "\n".join(plan_lines(plan))
     assert "largest batch that fits: 24 at gpu0_bsz 8, split 8+8+8" in text
     for row in rows:

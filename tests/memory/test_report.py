@@ -151,7 +151,9 @@ def test_table_of_fits_by_hand():
     # 1.5 % slower than batches of 2 counts as equally fast.
     assert lines[-2] == "fastest that fits: train.batch_size=4 train.accumulate=2 train.recompute=off"
     assert lines[-1].endswith(": train.batch_size=8 train.accumulate=1 train.recompute=[a,b]")
-    assert plan_as_json(plan)["fastest"]["words"] in lines[-2]
+    as_json = plan_as_json(plan)
+    assert as_json["fastest"]["words"] in lines[-2]
+    assert as_json["fits"][1]["sets"] == (("a", "b"),)
     none = fit_table(MemoryPlan(**{**vars(plan), "fits": FITS[:1]}))
     assert none[-1].startswith("none of them fits")
     assert fit_table(plan_of_one(500.0)) == []

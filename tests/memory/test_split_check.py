@@ -170,6 +170,7 @@ checkers = st.builds(
         st.dictionaries(st.tuples(*[st.integers(0, 9)] * 3), st.tuples(*[st.none() | st.floats(0, 1e5)] * 3)),
         st.none() | st.floats(0, 1e3),
     ),
+    tensor_frac=st.sampled_from((FULL_FRAC, PLAIN_FRAC)),
     ceiling=st.none() | st.integers(1, 9),
     failed=st.frozensets(st.tuples(*[st.integers(0, 9)] * 3), max_size=3),
 )
@@ -177,11 +178,13 @@ checkers = st.builds(
 
 @given(checkers)
 def test_checker_read_from_json_is_the_same(checker: SplitChecker) -> None:
-    assert SplitChecker.from_json(json.loads(json.dumps(checker.to_json()))) == checker
+    values = json.loads(json.dumps(checker.to_json()))
+    assert SplitChecker.from_json(values) == checker
+    assert values["room"] == checker.tensor_frac
 
 
 @pytest.mark.parametrize("values", [{}, {"batch_size": 8}, {**SplitChecker(8, 2).to_json(), "peaks": 3}])
-def test_json_that_is_no_judge_is_a_value_error(values: dict) -> None:
+def test_json_without_facts_is_a_value_error(values: dict) -> None:
     with pytest.raises(ValueError, match="not the facts of a split"):
         SplitChecker.from_json(values)
 
@@ -199,6 +202,13 @@ def test_json_that_is_no_judge_is_a_value_error(values: dict) -> None:
 )
 def test_share_is_by_the_first_setting_of_the_allocator(environ: dict[str, str], frac: float) -> None:
     assert tensor_frac(environ) == frac
+
+
+@pytest.mark.parametrize("total_mib", [0.0, -300.0])
+def test_device_whose_memory_is_in_use_fits_nothing(total_mib: float) -> None:
+    """The rest of a GPU after other processes and the driver; the peaks are unknown."""
+    checked = SplitChecker(8, 3, usable_mib=[9000.0, None, total_mib]).check(3)
+    assert (checked.level, checked.reason.split(" has ")[0]) == ("won't fit", "device 2")
 
 
 @pytest.mark.parametrize(("share", "tight_from", "full_from"), [(FULL_FRAC, 0.90, 0.95), (PLAIN_FRAC, 0.81, 0.86)])

@@ -93,6 +93,13 @@ def test_each_device_recomputes_as_few_as_its_own_memory_needs(mode: str) -> Non
     assert len([job for job in pool.jobs if job.split in ((3, 3, 2), (3,), (2,))]) <= 2 * 3 * 4
 
 
+@pytest.mark.parametrize("mode", ["dp", "ddp"])
+def test_devices_with_equal_blocks_need_not_be_neighbors(mode: str) -> None:
+    search, _, _ = search_of(mode, 10_000, 10_000, 10_000)
+    model = search.planner(1, (("a",), ("a", "b"), ("a",))).model
+    assert model.peak_mib((3, 4, 2)) == pytest.approx((100 + 3 * 155, 100 + 4 * 105, 100 + 2 * 155), rel=1e-9)
+
+
 def test_split_that_needs_fewer_blocks_is_preferred() -> None:
     """Device 0 is small: with two of its four images elsewhere nothing is recomputed, and a step is as fast."""
     search, _, planner = search_of("dp", 100 + 3 * 220, 10_000)
