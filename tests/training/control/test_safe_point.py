@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections import Counter
 from pathlib import Path
@@ -70,6 +71,20 @@ class CountedRanks(Ranks):
         return value
 
 
+def safe_point_of(ranks: Ranks, requests: Any, take: Any, activities: Any = None) -> SafePoint:
+    controller: Any = types.SimpleNamespace(
+        requests=requests, inbox=types.SimpleNamespace(take=take), answer_all=lambda *_: None
+    )
+    context: Any = types.SimpleNamespace(
+        ranks=ranks,
+        device_memory=types.SimpleNamespace(report_progress=lambda: None),
+        signals=types.SimpleNamespace(is_set=False, take_checkpoint_request=lambda: False),
+    )
+    saver: Any = types.SimpleNamespace(is_overdue=lambda: False)
+    progress: Any = types.SimpleNamespace(position=types.SimpleNamespace(step=3))
+    return SafePoint(context, controller, saver, progress, activities)
+
+
 @pytest.mark.parametrize(
     ("step_s", "expected"),
     [(1.0, [1] * 6), (0.1, [1] * 6), (0.025, [1, 0, 0, 0, 1, 0]), (0.0001, [1, 0, 0, 0, 0, 0])],
@@ -80,17 +95,7 @@ def test_ranks_with_fast_steps_skip_the_same_polls(
     clock, ranks = Clock(), CountedRanks()
     monkeypatch.setattr(safe_point, "time", clock)
     requests = types.SimpleNamespace(is_paused=False, stop=None, wants_checkpoint=False)
-    controller = types.SimpleNamespace(
-        requests=requests,
-        inbox=types.SimpleNamespace(take=lambda is_due: []),
-    )
-    context = types.SimpleNamespace(
-        ranks=ranks,
-        device_memory=types.SimpleNamespace(report_progress=lambda: None),
-        signals=types.SimpleNamespace(is_set=False, take_checkpoint_request=lambda: False),
-    )
-    saver = types.SimpleNamespace(is_overdue=lambda: False)
-    point = SafePoint(context, controller, saver, None, None)  # type: ignore[arg-type]
+    point = safe_point_of(ranks, requests, lambda is_due: [])
     polls = []
     for number in range(6):
         clock.now_s += step_s
@@ -101,3 +106,22 @@ def test_ranks_with_fast_steps_skip_the_same_polls(
     before = ranks.num_polls
     point.check("epoch")
     assert ranks.num_polls == before + 1
+
+
+def test_long_pause_is_one_activity_and_skips_no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safe_point, "PAUSE_POLL_S", 0.0)
+    requests = types.SimpleNamespace(is_paused=True, stop=None, wants_checkpoint=False)
+    activities: list[str] = []
+    polls: list[bool] = []
+
+    def take(is_due: bool) -> list[Any]:
+        polls.append(is_due)
+        requests.is_paused = len(polls) < 5
+        return []
+
+    def during(activity: str) -> contextlib.AbstractContextManager[None]:
+        activities.append(activity)
+        return contextlib.nullcontext()
+
+    safe_point_of(Ranks(), requests, take, types.SimpleNamespace(during=during)).check()
+    assert (activities, polls) == (["paused"], [False, True, True, True, True])
