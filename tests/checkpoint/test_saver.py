@@ -285,6 +285,7 @@ def test_state_at_the_end_of_an_epoch_has_its_name(training: Training) -> None:
         ("checkpoints/last.pt", 2, 10),
         ("checkpoints/epoch_0003.pt", 3, 21),
     ]
+    assert sorted(path.name for path in training.folder.glob("epoch_*.pt")) == ["epoch_0001.pt", "epoch_0003.pt"]
 
 
 def test_timed_save_is_due_so_long_after_the_last_began(training: Training) -> None:
