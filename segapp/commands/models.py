@@ -91,12 +91,15 @@ def all_names() -> list[ModelName]:
     import timm
     from segmentation_models_pytorch.encoders import encoders
 
+    from segapp.models.by_name import OWN
     from segapp.models.from_smp import smp_names
     from segapp.models.from_torchvision import FAMILIES, torchvision_backbones, torchvision_names
 
     names = [ModelName("torchvision", name) for name in torchvision_names() if name not in FAMILIES]
     names += [ModelName("torchvision", family, backbone) for family in FAMILIES for backbone in torchvision_backbones()]
-    names += [ModelName("segapp", "eomt", f"tu-{name}") for name in timm.list_models("vit_*patch1[46]*")]
+    for name, (_, pattern) in OWN.items():
+        own = [None] if pattern is None else [f"tu-{encoder}" for encoder in timm.list_models(pattern)]
+        names += [ModelName("segapp", name, encoder) for encoder in own]
     every = [*encoders, *(f"tu-{name}" for name in timm.list_models())]
     return names + [ModelName("smp", name, encoder) for name in smp_names() for encoder in every]
 

@@ -33,11 +33,11 @@ FEATURES = (
     Feature("train.cuda_graph", ("single",), lambda config: config.train.cuda_graph, "set it to false", "true"),
     Feature("distill", ("single", "dp", "ddp"), lambda config: config.distill is not None),
     Feature(
-        "model.library",
+        "model.name",
         ("single", "dp", "ddp"),
-        lambda config: config.model.library == "segapp",
-        "use a model of another library",
-        "segapp",
+        lambda config: config.model.is_eomt,
+        "use another model",
+        "eomt",
     ),
 )
 

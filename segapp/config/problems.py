@@ -272,8 +272,8 @@ _MODEL: tuple[Rule, ...] = (
     ("model.encoder", lambda c: c.model.library == "smp" and c.model.encoder is None,
      "is missing: the models of model.library = smp are built on an encoder: add e.g. model.encoder=resnet34, "
      "efficientnet-b3 or tu-convnext_tiny (segapp models lists all)"),
-    ("loss.name", lambda c: c.model.library != "segapp" and c.loss.name == "mask_classification",
-     "mask_classification is for model.library: segapp: use ce, or model.name: eomt"),
+    ("loss.name", lambda c: not c.model.is_eomt and c.loss.name == "mask_classification",
+     "mask_classification is for eomt: use ce, or model.library: segapp and model.name: eomt"),
 )
 
 _EOMT: tuple[Rule, ...] = (
@@ -348,7 +348,7 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the key and the message of each value that is valid on its own but not together with others."""
     is_multilabel = config.data.multilabel is not None
     rules = [*_DATA, *(_MULTILABEL if is_multilabel else _SOFTMAX), *_COMPONENTS, *_SCHEDULE, *_MODEL]
-    rules += [*(_EOMT if config.model.library == "segapp" else ()), *_TRAINING, *_LOSS]
+    rules += [*(_EOMT if config.model.is_eomt else ()), *_TRAINING, *_LOSS]
     sections = {name: getattr(config, name) for name in RunConfig.model_fields}
     for key, is_refused, message in rules:
         if is_refused(config):

@@ -203,14 +203,18 @@ class ModelConfig(Section):
     """More keyword arguments of the model's constructor in its library, e.g. {decoder_channels: 128}. eomt has
     num_queries, num_blocks, mask_steps and the arguments of timm's layers. Change it to resize the head."""
 
+    @property
+    def is_eomt(self) -> bool:
+        """Whether the model is EoMT, whose masks belong to queries and not to classes."""
+        return self.library == "segapp" and self.name.lower() == "eomt"
+
 
 class LossTerm(Section):
     """A criterion with its weight in the sum of the terms."""
 
     name: LossName | PartName = "ce"
-    """ce: cross-entropy. ohem: cross-entropy of the hard pixels. bce: binary cross-entropy. dice and tversky: overlap.
-    focal: down-weights easy pixels. lovasz: IoU surrogate. mask_classification: the
-    loss of eomt. Or a custom component. Change it for rare classes, thin structures or overlapping classes."""
+    """A loss of segapp (segapp docs choose-loss says when to use which), or a custom component. Change it for rare
+    classes, thin structures or overlapping classes."""
     options: dict[str, Any] = Field({}, json_schema_extra=options_schema(LOSSES))
     """Options of this loss, or keyword arguments of a custom component. Change it to tune the loss."""
     weight: NonNegativeFloat = 1.0

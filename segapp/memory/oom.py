@@ -28,7 +28,6 @@ _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _OUT_OF_MEMORY = re.compile(
     r"(cuda|hip|[nr]ccl|triton|mps)[^\n]*out of memory"  # allocator, driver, Triton, NCCL's "Cuda failure 2"
     r"|(hipError|HIP_ERROR_)OutOfMemory|miopenStatusAllocFailed|rocblas_status_memory_error"
-    r"|(UR_RESULT|PI)_ERROR_OUT_OF_(DEVICE_|HOST_)?MEMORY"  # the drivers of Intel's GPUs
     r"|_ALLOC(ATION)?_FAILED"  # CUBLAS_STATUS_, CUSOLVER_STATUS_; CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ in cuDNN 9
     r"|Failed to (CUDA )?(host )?[mc]?alloc"  # NCCL's last line, behind "unhandled cuda error"
     r"|CUDNN_STATUS_NOT_SUPPORTED(?!_SHARED)[^\n]*(memory|workspace|alloc)"

@@ -71,6 +71,9 @@ def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_cha
     return PythonModel(network, name=name, num_classes=num_classes, in_channels=in_channels)
 
 
+OWN: Mapping[str, tuple[Callable[..., SegmentationModel], str | None]] = {"eomt": (build_eomt, "vit_*patch1[46]*")}
+"""Models of `library: segapp`: name -> its builder, and the pattern of the timm models that can be its encoder."""
+
 LIBRARIES = ("torchvision", "smp", "segapp", "python")
 
 
@@ -93,7 +96,7 @@ def build_model(
     `model` section and `num_classes`.
 
     Args:
-        library: `torchvision`, `smp`, `segapp` for `eomt`, or `python` for a custom model.
+        library: `torchvision`, `smp`, `segapp` for the models of `OWN`, or `python` for a custom model.
         name: the model's name in that library; for a custom model `package.module:factory`.
         num_classes: C, at least 1.
         in_channels: B, the bands of the images; the first convolution of a weights file for RGB is adapted to them.
@@ -129,7 +132,12 @@ def build_model(
     elif library == "smp":
         model = build_smp(name, num_classes, encoder, options or {}, in_channels)
     elif library == "segapp":
-        model = build_eomt(name, num_classes, aux, encoder, options or {}, in_channels)
+        if name.lower() not in OWN:
+            raise unknown_name("model.name", name, "a model of segapp", OWN)
+        build, pattern = OWN[name.lower()]
+        if pattern is None and encoder is not None:
+            raise ConfigError(f"model.encoder: {name} has an encoder of its own: leave it out", key="model.encoder")
+        model = build(num_classes, aux, encoder, options or {}, in_channels)
     elif library == "python":
         model = build_python(name, num_classes, options or {}, in_channels)
     else:

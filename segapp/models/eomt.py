@@ -201,7 +201,7 @@ def semantic_logits(masks: Tensor, classes: Tensor) -> Tensor:
 
 
 def build_eomt(
-    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any], in_channels: int
+    num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any], in_channels: int
 ) -> SegmentationModel:
     """Return a network with random weights; see `build_model`.
 
@@ -209,10 +209,8 @@ def build_eomt(
     `mask_steps` (see `EomtModel`) and arguments of the timm model.
 
     Raises:
-        ConfigError: an unknown name, an encoder that is not a plain vision transformer, or options that do not fit it.
+        ConfigError: an encoder that is not a plain vision transformer, or options that do not fit it.
     """
-    if name.lower() != "eomt":
-        raise unknown_name("model.name", name, "a model of segapp", ("eomt",))
     settings: dict[str, Any] = {key: options.get(key, default) for key, default in _OWN_OPTIONS.items()}
     further = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
     for key, value in settings.items():

@@ -40,8 +40,9 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     Submodules: they are copied, too. What is shared in the module, a parameter, a buffer or a submodule, is shared in
     the same way in each copy.
 
-    All other attributes are those of the module, such as hooks and the training mode. Methods that were patched onto a
-    submodule are bound to its copy. Nothing is kept for the next call, so the module may change between two steps.
+    All other attributes, such as hooks and the training mode, are the same objects as in the module. Methods that were
+    patched onto a submodule are bound to its copy. Nothing is kept for the next call, so the module may change between
+    two steps.
 
     Raises:
         TypeError: a part of the module is compiled.

@@ -156,7 +156,7 @@ class Simulator:
         self._plain: Any = skeleton(assembler.build_model(with_weights=False).train())
 
     def facts(self, mode: Mode) -> NetworkFacts:
-        """Return what a plan needs to know about the network, its crops, and the images of an evaluation."""
+        """Return the facts about the network, its crops and the images of an evaluation on which a plan is based."""
         config, model = self.assembler.config, self._plain
         height, width = self._crop_px
         size, how = evaluation_size(config)

@@ -172,7 +172,7 @@ class CommandController:
         self._replay = list(replay)
 
     def split_checker(self) -> SplitChecker:
-        """Return what is known about splits, with the memory that the devices now have for this run."""
+        """Return the checker of splits, with the memory that the devices now have for this run."""
         return replace(self.batch_split.checker, usable_mib=tuple(self._device_memory.usable_mib()))
 
     def handle_commands(self, commands: Sequence[ReceivedCommand], position: TrainingPosition) -> None:

@@ -175,7 +175,7 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
 class OomPolicy:
     """Reports out-of-memory errors, adopts fallbacks, and runs evaluations with less memory.
 
-    `LiveSettings.recompute` alone says which blocks are recomputed; `fallbacks.is_recomputed` says that it is `all`
+    Only `LiveSettings.recompute` says which blocks are recomputed; `fallbacks.is_recomputed` says that it is `all`
     because of an out-of-memory error.
 
     Args:

@@ -44,7 +44,6 @@ def chained(error: Exception, cause: Exception) -> Exception:
         RuntimeError("HIP error: hipErrorOutOfMemory"),
         RuntimeError("miopenStatusAllocFailed"),
         RuntimeError("MPS backend out of memory (MPS allocated: 7.94 GB, max allowed: 9.07 GB)."),
-        RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
         RuntimeError("CUDA driver error: out of memory"),
         torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
         dist.DistBackendError(f"{NCCL}version 2.27.5\nLast error:\nCuda failure 2 'out of memory'"),
