@@ -497,12 +497,14 @@ def test_removed_keys_and_values_say_what_to_do_instead(tmp_path: Path, monkeypa
         "loss.plus.shape": "use B",
         "loss.name=edges": "use C",
         "optim.options.x": "use D",
+        "loss.options.width": "use E",
     }
     monkeypatch.setattr(words_module, "REMOVED", rows)
     path = tmp_path / "c.yaml"
     path.write_text(
         yaml.safe_dump({"name": "x", "data": {"format": "camvid", "root": "d"}})
         + "train:\n  speed: 3\n  epoch: 4\nloss:\n  name: edges\n  plus:\n    - name: dice\n      shape: 2\n"
+        + "    - name: edges\n    - options:\n        width: 3\n"
         + "optim:\n  options:\n    x: 1\n"
     )
     with pytest.raises(ConfigError) as caught:
@@ -510,7 +512,9 @@ def test_removed_keys_and_values_say_what_to_do_instead(tmp_path: Path, monkeypa
     lines = str(caught.value).splitlines()[1:]
     assert sorted(line.partition("c.yaml:")[2] for line in lines) == [
         "12: loss.plus.0.shape was removed: use B",
-        "15: optim.options.x was removed: use D",
+        "13: loss.plus.1.name = 'edges' was removed: use C",
+        "15: loss.plus.2.options.width was removed: use E",
+        "18: optim.options.x was removed: use D",
         "6: train.speed was removed: use A",
         "7: unknown key train.epoch: did you mean train.epochs?",
         "9: loss.name = 'edges' was removed: use C",

@@ -149,11 +149,12 @@ def why_removed(key: str, value: object = None) -> str | None:
     The key is a path such as `train.offload`; indices of list entries in it are ignored.
     """
     path = ".".join(part for part in key.split(".") if not part.isdecimal())
-    if path in REMOVED:
-        return f"{key} was removed: {REMOVED[path]}"
+    term = path.replace("loss.plus.", "loss.", 1)  # a further term of the loss has names and options of the first
+    if (gone := next((name for name in (path, term) if name in REMOVED), None)) is not None:
+        return f"{key} was removed: {REMOVED[gone]}"
     if isinstance(value, Mapping):
         return next(filter(None, (why_removed(f"{key}.{inner}") for inner in value)), None)
-    instead = REMOVED.get(f"{path}={value}")
+    instead = REMOVED.get(f"{term}={value}")
     return None if instead is None else f"{key} = {value!r} was removed: {instead}"
 
 
