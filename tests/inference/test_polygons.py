@@ -221,6 +221,17 @@ def test_small_polygons_and_holes_are_left_out(tmp_path: Path) -> None:
     assert sorted(kept) == [(2, 20), (4, 8)]  # a rectangle has 8 numbers; one with a rectangular hole 20
 
 
+def test_holes_thinner_than_the_tolerance_are_left_out(tmp_path: Path) -> None:
+    labels = np.zeros((30, 40), np.uint8)
+    labels[2:28, 2:38] = 1
+    labels[5, 5:25] = labels[8:26, 34] = 0  # holes of 20 and 18 px, 1 px wide
+    labels[12:18, 12:18] = 0
+    write_image(tmp_path / "d" / "a.png", labels)
+    found = json.loads((predict(tmp_path / "d", "coco", simplify_px=1.5) / "coco.json").read_text())
+    (region,) = found["annotations"]
+    assert len(region["segmentation"][0]) == 20  # a rectangle with one rectangular hole
+
+
 def test_holes_are_joined_to_the_outline() -> None:
     square = np.array([[0, 0], [9, 0], [9, 9], [0, 9]])
     holes = [np.array([[1, 1], [1, 2], [2, 2], [2, 1]]), np.array([[7, 6], [7, 8], [8, 8], [8, 6]])]

@@ -25,6 +25,8 @@ class CountedSteps:
 
     kept_mib: dict[str, int] = field(default_factory=KEPT_MIB.copy)
     jobs: list[SimulationJob] = field(default_factory=list)
+    first_mib: float = 100.0
+    """Memory of the first device without the blocks."""
 
     def simulate(self, jobs: Sequence[SimulationJob]) -> list[SimulationResult]:
         self.jobs += jobs
@@ -38,13 +40,14 @@ class CountedSteps:
         peaks, times = [], []
         for samples, again in zip(job.split, of_devices, strict=True):
             kept = sum(mib for name, mib in self.kept_mib.items() if name not in again)
-            peaks.append({"backward": PhasePeak(100.0 + samples * kept)})
+            fixed_mib = 100.0 if peaks else self.first_mib
+            peaks.append({"backward": PhasePeak(fixed_mib + samples * kept)})
             times.append(StepTime(samples * (21.0 + len(again)), 3.0))
         return SimulationResult(tuple(peaks), times=tuple(times))
 
 
 def search_of(
-    mode: Any, *sizes_mib: float, kept_mib: dict[str, int] = KEPT_MIB
+    mode: Any, *sizes_mib: float, kept_mib: dict[str, int] = KEPT_MIB, blocks: str = "abcdefg"
 ) -> tuple[RecomputeSearch, CountedSteps, Planner]:
     pool, job = CountedSteps(kept_mib), SimulationJob(mode, ())
     gpus = tuple(GpuSpec(mib) for mib in sizes_mib)
@@ -53,7 +56,7 @@ def search_of(
     )
     planner = Planner(model, gpus, OverheadEstimate((0.0,) * len(gpus), tensor_frac=1.0))
     pool.jobs.clear()
-    return RecomputeSearch(pool, job, planner, tuple(KEPT_MIB)), pool, planner
+    return RecomputeSearch(pool, job, planner, tuple(blocks)), pool, planner
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,16 @@ def test_each_device_recomputes_as_few_as_its_own_memory_needs(mode: str) -> Non
     assert found.blocks_per_device == ((), ("a", "b", "c"), ("a",))
     assert found.step_s == 3 * (21 + 3) + 3
     assert len([job for job in pool.jobs if job.split in ((3, 3, 2), (3,), (2,))]) <= 2 * 3 * 4
+
+
+@pytest.mark.timeout(30)
+def test_search_ends_if_one_device_never_fits() -> None:
+    """The number of device 0 is found in two tries, and that of the others in three."""
+    search, pool, planner = search_of("dp", 100 + 3 * 20, 100 + 3 * 225, 100 + 2 * 155, blocks="abcdef")
+    search.planner(1, search.all_blocks)
+    pool.first_mib = 10_000.0  # more than was estimated
+    assert search.fastest([(planner.row(8, shares=(3, 3, 2)), 1)]) is None
+    assert (tuple("abcdef"), (), ("a",)) in {job.recompute for job in pool.jobs}
 
 
 @pytest.mark.parametrize("mode", ["dp", "ddp"])

@@ -8,6 +8,7 @@ import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from segapp import failpoints
 from segapp.assembly.criterion import build_criterion
 from segapp.assembly.optimizer import build_optimizer
+from segapp.chunks import RankSplit
 from segapp.config import LossConfig, OptimConfig
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput
@@ -28,8 +30,8 @@ from segapp.parallel import BalancedDataParallel
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.network import ReplicatedNetwork, TrainedNetwork
-from segapp.training.step.update import WeightUpdate
+from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
+from segapp.training.step.update import MAX_BAD_STEPS, WeightUpdate
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -93,18 +95,20 @@ def engine_of(
     ranks: Ranks | None = None,
     num_devices: int = 1,
     mark: Callable[[str], None] = lambda phase: None,
+    precision: str = "fp32",
 ) -> StepEngine:
     torch.manual_seed(0)
-    model = TinyNet(*extra)
-    inner = NormalizedInput(model, Normalizer(MEAN, STD))
+    numbers = Precision(precision, CPU)
+    model = numbers.prepare(TinyNet(*extra))
+    inner = NormalizedInput(model, Normalizer(MEAN, STD, numbers.input_dtype))  # type: ignore[arg-type]
     network = TrainedNetwork(model, inner, CPU, ranks)  # type: ignore[arg-type]
     if num_devices > 1:
         network = ReplicatedNetwork(model, BalancedDataParallel(1, inner, ["cpu"] * num_devices), CPU)  # type: ignore[arg-type]
-    groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
+    groups = [{"params": numbers.master_weights(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
     update = WeightUpdate(
         model,  # type: ignore[arg-type]
         build_optimizer(OptimConfig(lr=lr, momentum=0.9), groups),
-        Precision("fp32", CPU),
+        numbers,
         average=WeightAverage(model, 0.5) if average else None,  # type: ignore[arg-type]
         clip_grad_norm=clip,
     )
@@ -272,9 +276,31 @@ def test_bad_step_changes_nothing_and_is_counted() -> None:
     assert (int(engine.update.bad_steps), int(engine.update.bad_in_row)) == (1, 0)
 
 
-def test_interrupted_step_is_rolled_back() -> None:
-    engine = engine_of(CriterionCE(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
-    untouched = engine_of(CriterionCE(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
+def test_resumed_run_ends_at_the_same_bad_step() -> None:
+    whole, resumed = engine_of(CriterionCE()), engine_of(CriterionCE())
+    whole.step([batch(2)])
+    failpoints.arm("train.gradient=inf")
+    try:
+        for _ in range(MAX_BAD_STEPS - 2):
+            whole.step([batch(2)])
+        resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+        ends = []
+        for engine in (whole, resumed):
+            engine.step([batch(2)])
+            ends.append(engine.divergence())
+            engine.step([batch(2)])
+            ends.append(engine.divergence())
+    finally:
+        failpoints.arm("")
+    assert ends == [None, f"loss or gradient not finite for {MAX_BAD_STEPS} steps in a row"] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_interrupted_step_is_rolled_back(precision: str) -> None:
+    """In fp16 the optimizer holds other weights than the network, which have gradients too."""
+    engine, untouched = (
+        engine_of(CriterionCE(), nn.BatchNorm2d(6), nn.Dropout2d(0.5), precision=precision) for _ in range(2)
+    )
     visits = iter([None, KeyError("leave")])
 
     def check() -> None:
@@ -288,9 +314,26 @@ def test_interrupted_step_is_rolled_back() -> None:
     ours = engine.step(_uneven())
     torch.manual_seed(5)
     theirs = untouched.step(_uneven())
+    assert float(theirs.is_bad) == 0.0
     assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(ours.grad_norm, theirs.grad_norm)
     for a, b in zip(engine.model.state_dict().values(), untouched.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("shares", "smallest_chunk", "needs_samples", "most"),
+    [((6, 4, 2), 1, None, 6), ((6, 4, 2), 2, None, 1), ((6, 4, 2), 1, "why", 2), ((8, 4, 0), 2, None, 2)],
+)
+def test_pieces_of_every_rank_hold_enough_samples(
+    shares: tuple[int, ...], smallest_chunk: int, needs_samples: str | None, most: int
+) -> None:
+    """A rank without samples is not counted."""
+    model: Any = types.SimpleNamespace(min_train_batch=1)
+    split = RankSplit(3, shares=shares, full_batch=12)
+    needs: dict[str, Any] = {"smallest_chunk": smallest_chunk, "needs_samples": needs_samples}
+    network = RankNetwork(model, nn.Identity, CPU, Ranks(), split, **needs)
+    assert max(pieces for pieces in (1, 2, 3, 4, 6, 12) if network.can_train_on(12 // pieces, pieces)) == most
 
 
 def test_clipping_bounds_the_whole_gradient() -> None:
