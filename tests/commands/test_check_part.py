@@ -47,6 +47,7 @@ def test_good_parts_pass(name: str, kind: str, capsys: pytest.CaptureFixture[str
         (f"{PARTS}:MixingNet", "model", "FAILED images do not depend on the others in their batch"),
         (f"{PARTS}:NoisyNet", "model", "FAILED evaluation draws no random numbers"),
         (f"{PARTS}:NearlyExact", "loss", "FAILED a divided step gives the same loss and gradient (off by 1e-03)"),
+        (f"{PARTS}:GradientOfNothing", "loss", "FAILED without a valid pixel, loss and gradient are 0"),
         (f"{PARTS}:negative", "schedule", "give a number from 0 on"),
         (f"{PARTS}:counting", "schedule", "FAILED it gives numbers from 0 on that depend only on the step"),
         (f"{PARTS}:still", "optim", "FAILED a step changes the parameters of every group"),

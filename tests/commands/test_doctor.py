@@ -174,8 +174,9 @@ def test_a_driver_that_is_too_old_is_named(no_gpu: pytest.MonkeyPatch) -> None:
 def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu: pytest.MonkeyPatch) -> None:
     finding = found(module._cuda(), "cuda")
     assert (finding.found, finding.fix) == ("no GPU: training runs on the CPU", "")
-    no_gpu.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert found(module._cuda(), "cuda").fix == "unset CUDA_VISIBLE_DEVICES"
+    for hidden in ("-1", "", " "):
+        no_gpu.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert found(module._cuda(), "cuda").fix == "unset CUDA_VISIBLE_DEVICES"
     no_gpu.setattr(torch.version, "cuda", None)
     no_gpu.setattr(torch.version, "hip", None)
     assert found(module._cuda(), "cuda").fix.endswith("--reinstall torch torchvision")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from segapp.datasets.inspection import nearest_hashes, perceptual_hash
+from segapp.datasets.inspection import find_copies, nearest_hashes, perceptual_hash
 
 Grey = NDArray[np.uint8]
 CAMVID = Path(__file__).parents[2].parent / "shared" / "camvid"
@@ -66,6 +66,12 @@ def test_logo_in_one_corner_is_no_lookalike() -> None:
 def test_lookalikes_of_nothing() -> None:
     one = perceptual_hash(landscape(0))
     assert list(nearest_hashes([], [one])) == list(nearest_hashes([one], [])) == list(nearest_hashes([], [])) == []
+
+
+def test_indices_count_on_in_each_block_of_1024() -> None:
+    hashes = [*(np.random.default_rng(0).random((2051, 256)) < 0.5)]
+    assert list(nearest_hashes(hashes, [hashes[n] for n in (2049, 1026, 3)])) == [(3, 2, 0), (1026, 1, 0), (2049, 0, 0)]
+    assert list(find_copies([*hashes[:5], None, *hashes[5:], hashes[1026], hashes[3]])) == [(1027, 2052), (3, 2053)]
 
 
 @pytest.mark.skipif(not CAMVID.is_dir(), reason="needs CamVid in ../shared/camvid")

@@ -114,14 +114,16 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("turns", range(4))  # a region may touch its class on any side
 @pytest.mark.parametrize("kind", CASES)
-def test_kind_of_a_region_by_hand(kind: str) -> None:
+def test_kind_of_a_region_by_hand(kind: str, turns: int) -> None:
     in_mask, seen = CASES[kind]
-    mask, labels = np.zeros((20, 20), np.uint8), np.zeros((20, 20), np.uint8)
+    mask, labels = np.zeros((20, 23), np.uint8), np.zeros((20, 23), np.uint8)
     labels[seen] = 1
     if in_mask is not None:
         mask[in_mask] = 2 if kind == "class" else 1
-    (region,) = find_regions(mask, labels, np.zeros((20, 20)), np.ones((20, 20)), 255, min_area_px=1)
+    mask, labels = np.rot90(mask, turns), np.rot90(labels, turns)
+    (region,) = find_regions(mask, labels, np.zeros(mask.shape), np.ones(mask.shape), 255, min_area_px=1)
     assert (region.kind, region.suggested, region.given) == (kind, 1, 2 if kind == "class" else 0)
 
 

@@ -360,7 +360,7 @@ def test_more_classes_than_a_mask_holds_are_one_error(tmp_path: Path) -> None:
 def test_cvat_orders_by_fractions_and_supervisely_by_titles(tmp_path: Path) -> None:
     cvat(tmp_path / "c")
     path = tmp_path / "c" / "annotations.xml"
-    path.write_text(path.read_text().replace('z_order="1"', 'z_order="1.5"'))
+    path.write_text(path.read_text().replace('z_order="10"', 'z_order="1.5"').replace('z_order="9"', 'z_order="0"'))
     assert proposed(tmp_path / "c", tmp_path / "c.yaml")[0].data.classes == ["background", "car", "road"]
     text = path.read_text().replace(' z_order="1.5"', "")  # as 0, and behind what is drawn at 0
     path.write_text(re.sub(r"(<mask[^>]*>)(<polygon[^>]*>)", r"\2\1", text))

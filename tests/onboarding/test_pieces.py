@@ -43,7 +43,7 @@ def save(path: Path, plane: Plane) -> None:
 
 FOLDERS = {
     "masks/{class}/{}.png": "images/{}.jpg",
-    "masks/{class}/{split}/{}.png": "images/{split}/{}.jpg",
+    "annotations/masks/{class}/{split}/{}.png": "images/{split}/{}.jpg",
     "{split}/labels/{class}/{}.png": "{split}/images/rgb/{}.jpg",
     "masks/{}_{class}.png": "images/{}.jpg",
     "all/{}_{class}.png": "all/{}.jpg",

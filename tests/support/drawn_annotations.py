@@ -117,8 +117,8 @@ def cvat(root: Path) -> None:
         points = ";".join(f"{x}.0,{y}.0" for x, y in sides(BOX))
         entries.append(
             f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">'
-            f'<mask label="car" rle="7,3,1,25" left="14" top="12" width="6" height="6" z_order="1"/>'
-            f'<polygon label="road" points="{points}" z_order="0"/></image>'
+            f'<mask label="car" rle="7,3,1,25" left="14" top="12" width="6" height="6" z_order="10"/>'
+            f'<polygon label="road" points="{points}" z_order="9"/></image>'
         )
     labels = "".join(f"<label><name>{name}</name></label>" for name in ("road", "car"))
     text = f"<annotations><version>1.1</version><meta><task><labels>{labels}</labels></task></meta>{''.join(entries)}"

@@ -78,9 +78,9 @@ def test_split_column_of_a_table_is_kept(tmp_path: Path) -> None:
 
 
 def pseudo(root: Path) -> None:
-    """Names in the lists without the endings of the files, as mmsegmentation has them."""
+    """Names in the lists without the endings of the files, as mmsegmentation has them; the test list repeats some."""
     draw(root, NAMES, "imgs/{}_img.jpg", "labels/{}_lab.png")
-    for split, names in (("train", NAMES[:8]), ("val", NAMES[8:])):
+    for split, names in (("train", NAMES[:8]), ("val", NAMES[8:]), ("test", NAMES[7:9])):
         (root / "splits").mkdir(exist_ok=True)
         (root / "splits" / f"{split}.txt").write_text("\n".join(names))
 
@@ -105,19 +105,21 @@ def davis(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drawn", "val"),
+    ("drawn", "num_train", "val"),
     [
-        (pseudo, {f"imgs/{name}_img.jpg" for name in NAMES[8:]}),
-        (pets, {f"images/pug_{number}.jpg" for number in range(4)}),
-        (davis, {f"JPEGImages/480p/{scene}/{name}.jpg" for scene in ("dog", "fox") for name in NAMES[:3]}),
+        (pseudo, 8, {f"imgs/{name}_img.jpg" for name in NAMES[8:]}),
+        (pets, 8, {f"images/pug_{number}.jpg" for number in range(4)}),
+        (davis, 6, {f"JPEGImages/480p/{scene}/{name}.jpg" for scene in ("dog", "fox") for name in NAMES[:3]}),
     ],
 )
-def test_published_lists_are_the_splits(drawn: Callable[[Path], None], val: set[str], tmp_path: Path) -> None:
+def test_published_lists_are_the_splits(
+    drawn: Callable[[Path], None], num_train: int, val: set[str], tmp_path: Path
+) -> None:
     root = tmp_path / "d"
     drawn(root)
     result, found = init(root)
     assert set(found["val"]) == val
-    assert found["train"]
+    assert len(found["train"]) == num_train
     assert "the data have none" not in "\n".join(result.lines)
 
 
