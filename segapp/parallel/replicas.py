@@ -40,7 +40,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     Submodules: they are copied, too. What is shared in the module, a parameter, a buffer or a submodule, is shared in
     the same way in each copy.
 
-    All other attributes, such as hooks and the training mode, are the same objects as in the module. Methods that were
+    All other attributes, such as hooks and the training mode, are the same as in the module. Methods that were
     patched onto a submodule are bound to its copy. Nothing is kept for the next call, so the module may change between
     two steps.
 
