@@ -124,7 +124,7 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
         "train.compile": COMPILED,
         "train.cuda_graph": {"train": {"cuda_graph": True}},
         "distill": DISTILLED,
-        "model.library": EOMT,
+        "model.name": EOMT,
     }
     for mode in ("single", "dp", "ddp", "model"):
         config = config_of({}, **asked[feature.key])  # `auto`, so that no check has been made yet

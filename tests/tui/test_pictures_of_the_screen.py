@@ -274,9 +274,9 @@ def test_screen_equals_its_stored_snapshot(case: Case, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     run = case.make(tmp_path / "runs" / "camvid-042")
     source = source_of(run)
-    looked = source._look
+    looked = source._trainer_facts
     of_the_picture = ProcessId(host="trainer-box", pid=23168)  # that of this process has another number each time
-    source._look = lambda: replace(looked(), process=of_the_picture)  # type: ignore[method-assign]
+    source._trainer_facts = lambda: replace(looked(), process=of_the_picture)  # type: ignore[method-assign]
     try:
         app = MonitorApp(source)
         app.theme = case.theme
