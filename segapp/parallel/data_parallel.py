@@ -214,12 +214,17 @@ class DataParallelModel(nn.Module):
 class BalancedDataParallel(DataParallelModel):
     """`torch.nn.DataParallel` with a given share for device 0: the outputs are gathered on one device.
 
-    Gathering puts the whole batch's outputs on one device; `DataParallelModel` with `DataParallelCriterion` does
+    Gathering puts the whole batch's outputs on `output_device`; `DataParallelModel` with `DataParallelCriterion` does
     not. The name and the order of the arguments come from transformer-xl's class. Unlike that class, this one accepts
     every `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments.
 
-    The outputs are gathered on `output_device`, by default on device 0. `DataParallelModel` has
-    the other arguments, also the `options`.
+    Args:
+        gpu0_bsz: samples of device 0 in a full batch, or None for an even split; see `plan_chunks`.
+        module: the module, its parameters on device 0.
+        device_ids: as for `DataParallelModel`.
+        output_device: device of the gathered outputs; device 0 by default.
+        dim: the dimension of the samples.
+        **options: `shares`, `full_batch`, `mode` and `timeout_s` of `DataParallelModel`.
 
     Example:
         >>> model = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu", "cpu"])

@@ -5,9 +5,11 @@ import copy
 import pytest
 import timm
 import torch
+from torch import nn
 
+from segapp.commands.models import all_names
 from segapp.errors import ConfigError
-from segapp.models import build_model
+from segapp.models import build_model, by_name
 from segapp.models.eomt import QueryMasking, num_upscales, semantic_logits
 
 DINO_V3, DINO_V2 = "tu-vit_small_patch16_dinov3", "tu-vit_small_patch14_reg4_dinov2"
@@ -167,6 +169,20 @@ def test_what_cannot_be_built_is_refused_with_the_next_move(encoder, options, me
 def test_unknown_name_is_refused_with_the_known_one():
     with pytest.raises(ConfigError, match=r"model.name: 'eom' is not a model of segapp: did you mean eomt"):
         build_model("segapp", "eom", 3, encoder=DINO_V3)
+
+
+def test_row_of_the_table_is_all_that_a_model_needs(monkeypatch):
+    def build_tiny(num_classes, aux, encoder, options, in_channels):
+        network = nn.Conv2d(in_channels, num_classes, 3, padding=1)
+        return by_name.PythonModel(network, name="tiny", num_classes=num_classes, in_channels=in_channels)
+
+    monkeypatch.setitem(by_name.OWN, "tiny", (build_tiny, None))
+    model = build_model("segapp", "tiny", 5, in_channels=2).eval()
+    assert model(torch.zeros(1, 2, 8, 12))[0].shape == (1, 5, 8, 12)
+    with pytest.raises(ConfigError, match=r"model\.encoder: tiny has an encoder of its own"):
+        build_model("segapp", "tiny", 5, encoder=DINO_V3)
+    own = {name.encoder for name in all_names() if (name.library, name.name) == ("segapp", "tiny")}
+    assert own == {None}
 
 
 def test_masked_attention_needs_predictions_of_earlier_blocks():

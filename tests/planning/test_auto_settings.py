@@ -11,12 +11,13 @@ import torch
 
 from segapp.assembly.devices import DevicePlan
 from segapp.assembly.pairs import build_pairs
-from segapp.config import RunConfig, load_config
+from segapp.config import RunConfig, load_config, validate_config
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.parallel.distributed import Ranks
 from segapp.planning.auto import _num_training_images, allowed_batches, resolve_auto
+from segapp.planning.trial import evaluation_size
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
@@ -25,6 +26,17 @@ from tests.support.live_runs import assert_answered_once, three_devices
 from tests.support.runs import events, merged, train
 
 pytestmark = pytest.mark.usefixtures("logical_budgets")
+
+
+@pytest.mark.parametrize(
+    ("format", "size"),
+    [("cityscapes", (1024, 2048)), ("camvid", (720, 960)), ("voc", (500, 500)), ("ade20k", (768, 1024))],
+)
+def test_published_data_that_are_not_here_have_their_usual_size(
+    format: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    config = validate_config({"name": "plan", "data": {"format": format, "root": str(tmp_path / "absent")}})
+    assert evaluation_size(config) == (size, f"usual for {format}: its images are not here")
 
 
 @pytest.mark.parametrize(

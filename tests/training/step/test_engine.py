@@ -26,7 +26,7 @@ from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, Criteri
 from segapp.memory.counters import IDLE
 from segapp.models.normalizer import Normalizer
 from segapp.optim import WeightAverage
-from segapp.parallel import BalancedDataParallel
+from segapp.parallel import BalancedDataParallel, DataParallelModel
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
@@ -129,6 +129,14 @@ class NotedRanks(Ranks):
     def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         self._order.append("exchange")
         return tuple(2 * tensor for tensor in tensors)
+
+
+def test_devices_that_share_an_evaluation_are_the_others() -> None:
+    model = TinyNet()
+    replicas = DataParallelModel(model, ["cpu"] * 4)
+    replicas.devices = (CPU, torch.device("meta"), CPU, torch.device("meta"))  # stand for two logical devices on each
+    assert ReplicatedNetwork(model, replicas, CPU).further_devices == (torch.device("meta"),)  # type: ignore[arg-type]
+    assert TrainedNetwork(model, model, CPU).further_devices == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
