@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn, cast
@@ -19,8 +20,10 @@ from typing import NoReturn, cast
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError
 from segapp.run.words import announce_torch, printable
+from segapp.waiting import watch_signals
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+_UNWIND_S = 1.2
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
 
@@ -29,6 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     _open_closed_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    if threading.current_thread() is threading.main_thread():
+        watch_signals()
     from segapp.cli import app, with_resume_value  # takes a while: an interrupt must be handled by then
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -67,10 +72,15 @@ def _is_accepted(error: UnknownCodeError) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt; while a module is being imported, exit immediately.
+    """Raise KeyboardInterrupt; exit after `_UNWIND_S`, which a thread that hangs may delay; immediately in an import.
 
     Nothing needs to be cleaned up then, and libraries turn a KeyboardInterrupt in their import into other errors.
     """
+    timer = threading.Timer(_UNWIND_S, os._exit, (130,))
+    timer.daemon = True
+    timer.start()
+    if frame is None:  # called by `watch_signals`; this process may have been suspended in a call of C++
+        return
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             os._exit(130)

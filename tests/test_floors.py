@@ -57,7 +57,7 @@ def test_libraries_load_nothing_beyond_torch(package: str, beyond_torch: dict[st
         name
         for name in beyond
         if name.startswith("segapp.")
-        and not name.startswith((package, "segapp.accelerator", "segapp.chunks", "segapp.compat"))
+        and not name.startswith((package, "segapp.accelerator", "segapp.chunks", "segapp.compat", "segapp.waiting"))
     }
 
 

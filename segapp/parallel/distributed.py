@@ -33,6 +33,8 @@ from segapp.parallel.launch import STORE_VARIABLE, die_with_parent, signal_child
 from segapp.parallel.scatter_gather import DeviceLike, buckets, layers_group, resolve_devices, use_layers_group
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
+JOIN_S = 600.0
+"""Maximum time to wait for the other ranks."""
 _BUCKET_BYTES = 25 * 2**20  # the size of DDP's buckets
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
 
@@ -68,7 +70,7 @@ def init_from_env(
     *,
     device: DeviceLike | None = None,
     backend: str | None = None,
-    start_timeout_s: float = 600.0,
+    start_timeout_s: float = JOIN_S,
 ) -> RankInfo:
     """Join the process group of the ranks, and end this process when its launcher dies.
 

@@ -221,11 +221,11 @@ def end_with_peers(
     return is_over.set
 
 
-def end_process(exit_code: int, before: Callable[[], object]) -> None:
-    """End this process and its children, from any thread, after at most `_LAST_REPORT_S` for `before`."""
+def end_process(exit_code: int, before: Callable[[], object] = lambda: None, report_s: float = _LAST_REPORT_S) -> None:
+    """End this process and its children, from any thread, after at most `report_s` for `before`."""
     report = threading.Thread(target=before, name="last-report", daemon=True)
     report.start()
-    report.join(_LAST_REPORT_S)
+    report.join(report_s)
     signal_children(signal.SIGKILL)
     os._exit(exit_code)
 

@@ -30,6 +30,7 @@ from segapp.errors import (
 from segapp.memory.counters import DeviceInfo
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel.distributed import (
+    JOIN_S,
     DistributedSetupError,
     Ranks,
     abandon,
@@ -37,18 +38,20 @@ from segapp.parallel.distributed import (
     is_launched,
     shutdown,
 )
-from segapp.parallel.launch import Peers, launch_local, peer_limit_s
+from segapp.parallel.launch import STORE_VARIABLE, Peers, launch_local, peer_limit_s
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Oom
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder, remove_failed_start
+from segapp.run.words import plural
 from segapp.session.failures import as_segapp_error
 from segapp.session.request import TrainRequest, taken_note
 from segapp.training.commands import PendingRequests
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after
 from segapp.training.signals import StopSignals
 from segapp.training.watchdog import exchange_timeout_s
+from segapp.waiting import FIRST_S, lines_while
 
 RANK_DEVICES = "SEGAPP_RANK_DEVICES"
 """The devices of the ranks and the reasons for them, as JSON, from the process that starts the ranks."""
@@ -124,7 +127,8 @@ def joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or len(devices.devices))
     is_shared = is_chosen and ranks_here > len(set(devices.devices))
     try:
-        info = init_from_env(device=own, backend="gloo" if is_shared else None)  # NCCL refuses a GPU with two ranks
+        with lines_while(_waiting_line, FIRST_S if STORE_VARIABLE in os.environ else 1.0):
+            info = init_from_env(device=own, backend="gloo" if is_shared else None)  # NCCL refuses a GPU with two ranks
     except DistributedSetupError as error:
         raise DistributedError(str(error)) from None
     try:
@@ -140,6 +144,17 @@ def joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks
             shutdown()
         raise
     shutdown()
+
+
+def _waiting_line() -> str:
+    """Return a line about the ranks that this one waits for, from the variables of its launcher."""
+    rank, size, *address = map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    where = os.environ.get(STORE_VARIABLE) or ":".join(map(str, address))
+    others = plural(int(size or 1) - 1, "other rank")
+    return (
+        f"rank {rank} of {size} waits for {others} at {where}, for at most {JOIN_S:g} s: start them all, or train in "
+        "this process alone with parallel.mode=single"
+    )
 
 
 def exchanged_classes() -> list[type]:

@@ -46,7 +46,7 @@ from segapp.parallel.distributed import (
     Ranks,
     is_launched,
 )
-from segapp.parallel.launch import Peers
+from segapp.parallel.launch import Peers, end_process
 from segapp.planning.auto import is_planned, resolve_auto
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
 from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
@@ -64,6 +64,7 @@ from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopReque
 from segapp.training.trackers import make_trackers
 from segapp.training.trainer import Trainer
 from segapp.training.watchdog import Watchdog, rank_words
+from segapp.waiting import lines_while
 
 _FOLDER_S = 60.0
 
@@ -90,19 +91,22 @@ def run_session(
     """
     train = request.config.train
     switches = numerics(deterministic=train.deterministic, tf32=train.tf32)
-    with signals or StopSignals() as signals, switches:
+    with signals or StopSignals(end_start=end_process) as signals, switches:
         devices = devices_of_launcher() or plan_devices(request.config)
         if devices.mode == "ddp" and not is_launched():
             _check_before_start(request)
             return launch_ranks(request, devices, arguments, signals)
         with joined_ranks(request.config, devices) as (ranks, own_devices, peers):
+            others = ", or waits for another rank" if ranks.world_size > 1 else ""
             try:
                 _check_before_start(request)
                 with (
+                    lines_while(lambda: f"still starting{others}") as end_lines,
                     _opened_folder(request, own_devices, ranks) as folder,
                     _reported(folder, request, own_devices, ranks, peers, signals, listener) as (context, stage),
                     _restored_trainer(context, request, own_devices, stage, peers.pids) as trainer,
                 ):
+                    end_lines()
                     _fit(trainer, stage)
                 return stage.code
             except (ConfigError, DataError, CheckpointError) as error:
@@ -291,6 +295,17 @@ def _reported(
         end("failed", reason)
         event_log.close()
 
+    def start_code() -> int:
+        return EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
+
+    def end_start(_code: int) -> None:
+        if stage.trainer is None and not stage.code:
+            stage.code, reason = start_code(), f"{signals.signal_name}: nothing was there to save yet"
+            end_process(stage.code, lambda: end("stopped", reason, "signal"), report_s=0.5)
+
+    signals.where = lambda: memory.activity
+    if signals.end_start is not None:
+        signals.end_start = end_start
     with peers.watched(report):
         try:
             yield RunContext(folder, event_log, ranks, signals, memory, locations), stage
@@ -298,7 +313,7 @@ def _reported(
                 end("finished", stage.reason)
         except StopRequest as stop:
             outcome = "a checkpoint was saved" if stage.is_saved else "nothing was there to save yet"
-            stage.code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
+            stage.code = start_code()
             end("stopped", f"{stop}: {outcome}", stop.by)
         except Exception as error:
             known = as_segapp_error(error, component_names(request.config), num_devices=len(devices.devices))
@@ -315,7 +330,8 @@ def _reported(
         finally:
             event_log.close()
             if stage.trainer is not None and not stage.is_failed:
-                ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
+                with lines_while(lambda: "waiting for the other ranks to end"):
+                    ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
 
 
 def _fit(trainer: Trainer, stage: Stage) -> None:

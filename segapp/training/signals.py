@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Literal
 
+from segapp.waiting import lines_while
+
 EXIT_STOPPED_AND_SAVED = 75
 
+_LOOK_S = 0.25
+_END_START_S = 0.5
 ONE_TERM_S = 2.0
 """SIGTERMs within this time are one request: if a scheduler signals every process of a job, a rank also gets the
 signal from its launcher, which passes it on."""
@@ -36,15 +41,30 @@ class StopSignals:
 
     The first SIGINT or SIGTERM requests a stop, the second prints that the stop is in progress, and the third exits
     immediately with 128 + signal number; SIGTERMs at nearly the same time count once. SIGHUP is ignored. The handlers
-    do nothing else, because they may interrupt any code.
+    do nothing else, because they may interrupt any code. A thread reports a stop that takes long.
 
     Args:
         write_line: prints one line for the user; must be safe inside a signal handler. Default: to stderr.
         is_active: handle the signals; False leaves the process's handlers unchanged.
+        end_start: called half a second after a request with the exit code 128 + signal number, to end the process
+            unless the training has begun; None: the process has other work.
+
+    Attributes:
+        where: returns what the training does.
     """
 
-    def __init__(self, write_line: Callable[[str], None] | None = None, *, is_active: bool = True) -> None:
-        self._is_active = is_active
+    def __init__(
+        self,
+        write_line: Callable[[str], None] | None = None,
+        *,
+        is_active: bool = True,
+        end_start: Callable[[int], None] | None = None,
+    ) -> None:
+        self._is_active, self.end_start = is_active, end_start
+        self.where: Callable[[], str] = lambda: "training"
+        self._counted_elsewhere: set[int] = set()
+        self._handled_s = 0.0
+        self._is_over = threading.Event()
         self.count = 0
         self.number = 0
         self.signal_name: str | None = None
@@ -68,9 +88,11 @@ class StopSignals:
         self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._request_checkpoint)
         # Closing the terminal must not end the training.
         self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        threading.Thread(target=self._watch, name="stop", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous.clear()
@@ -99,15 +121,37 @@ class StopSignals:
             self._on_checkpoint_request()
         self._wants_checkpoint = True
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        before_s, self._signalled_s = self._signalled_s, time.monotonic()
+    def _watch(self) -> None:
+        """End a process that was stopped before its training, and report a stop that takes long."""
+        while not self.number:
+            if self._is_over.wait(_LOOK_S):
+                return
+        text = "still stopping, in {}; a third signal ends the process without a new checkpoint"
+        with lines_while(lambda: text.format(self.where()), first_s=5.0):
+            if not self._is_over.wait(_END_START_S) and self.end_start is not None:
+                self.end_start(128 + self.number)
+            self._is_over.wait()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if frame is None:  # called by `watch_signals`
+            if now_s - self._handled_s < ONE_TERM_S:  # by the main thread, which waits in C++ since then
+                return
+            self._counted_elsewhere.add(number)
+        elif number in self._counted_elsewhere:
+            self._counted_elsewhere.discard(number)
+            return
+        else:
+            self._handled_s = now_s
+        before_s, self._signalled_s = self._signalled_s, now_s
         if number == self.number == signal.SIGTERM and self._signalled_s - before_s < ONE_TERM_S:
             return
         self.count += 1
         self.number = number
         self.signal_name = signal.Signals(number).name
+        once = ", if the training has begun" if self.end_start is not None else ""
         if self.count == 1:
-            self._write_line(f"{self.signal_name}: stopping after this micro-batch and saving a checkpoint")
+            self._write_line(f"{self.signal_name}: stopping after this micro-batch and saving a checkpoint{once}")
         elif self.count == 2:
             self._write_line(
                 f"{self.signal_name}: still saving; send it once more to exit immediately, without a new checkpoint"

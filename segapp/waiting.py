@@ -1,0 +1,76 @@
+"""Long waits: lines about them, and the signals that arrive meanwhile.
+
+Python calls the handler of a signal in the main thread, between two instructions. A call into C++ that waits for
+another rank, a store or a GPU delays it until the call returns (pytorch issue 63802), and a file system that does not
+answer delays it forever. `watch_signals` starts a thread that calls the handler instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+FIRST_S = 10.0
+EVERY_S = 30.0
+_LOOK_S = 0.3
+"""Seconds between two looks for a signal, and for the main thread's answer."""
+
+
+@contextlib.contextmanager
+def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[Callable[[], None]]:
+    """Print a line on stderr when the body has taken `first_s`, then every 30 s; yield a function that ends this."""
+    is_over, began_s = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        wait_s = first_s
+        while not is_over.wait(wait_s):
+            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed stream
+                print(f"{text()} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr, flush=True)
+            wait_s = EVERY_S
+
+    threading.Thread(target=say, name="lines", daemon=True).start()
+    try:
+        yield is_over.set
+    finally:
+        is_over.set()
+
+
+def watch_signals() -> None:
+    """Let a thread call the handlers of SIGINT and SIGTERM if the main thread, which calls this, does not.
+
+    The frame is then None, and the main thread calls the handler again when it can. A handler that raises in the thread
+    ends the process, with the `code` of the exception or 128 + signal number.
+    """
+    main, answers = threading.get_ident(), list[bool]()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
+    signal.signal(signal.SIGURG, lambda *_: answers.append(True))
+
+    def watch() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        while True:
+            arrived = os.read(reading, 64) if select.select([reading], [], [], _LOOK_S)[0] else b""
+            # In a call of the kernel that only a fatal signal ends, the main thread does not even take the signal.
+            taken = signal.sigtimedwait(STOPS, 0)
+            for number in {*arrived, *([taken.si_signo] if taken else [])} & {*STOPS}:
+                answers.clear()
+                signal.pthread_kill(main, signal.SIGURG)
+                time.sleep(_LOOK_S)
+                if not answers and callable(handler := signal.getsignal(number)):
+                    try:
+                        handler(number, None)
+                    except BaseException as error:
+                        os._exit(getattr(error, "code", 128 + number))
+                if taken:
+                    signal.pthread_kill(main, number)
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()

@@ -1,0 +1,133 @@
+"""Signals end a process whose main thread waits in C or in the kernel; long waits print lines."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from segapp import waiting
+from tests.support import ROOT
+
+LOCKED = """
+    import ctypes, signal, threading, time
+    from segapp.training.signals import StopSignals
+    from segapp.waiting import watch_signals
+
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    watch_signals()
+"""
+"""A program whose second lock of the mutex is a call of C that a signal does not end, as a wait for another rank is."""
+
+
+def started(code: str) -> subprocess.Popen[str]:
+    """Start the program, and return it after its line "ready"."""
+    words = [sys.executable, "-c", textwrap.dedent(LOCKED) + textwrap.dedent(code)]
+    program = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "ready\n"
+    time.sleep(0.5)  # it is in the call by then
+    return program
+
+
+def test_third_signal_ends_a_stop_in_a_call_of_c() -> None:
+    program = started("""
+    with StopSignals():
+        print("ready", flush=True)
+        libc.pthread_mutex_lock(mutex)
+    """)
+    for _ in range(3):
+        program.send_signal(signal.SIGINT)
+        time.sleep(0.8)
+    out, _ = program.communicate(timeout=20)
+    assert program.returncode == 130
+    assert [line[:26] for line in out.split("\n") if line] == [
+        "SIGINT: stopping after thi",
+        "SIGINT: still saving; send",
+    ]
+
+
+def test_signal_in_a_call_of_c_counts_once() -> None:
+    program = started("""
+    with StopSignals(print) as signals:
+        print("ready", flush=True)
+        threading.Timer(2.5, libc.pthread_mutex_unlock, (mutex,)).start()
+        libc.pthread_mutex_lock(mutex)
+        time.sleep(0.2)
+        print(signals.count, signals.signal_name, flush=True)
+        signal.raise_signal(signal.SIGTERM)
+        print(signals.count, signals.signal_name, flush=True)
+    """)
+    program.send_signal(signal.SIGINT)
+    out, _ = program.communicate(timeout=20)
+    assert [line for line in out.splitlines() if line[0].isdigit()] == ["1 SIGINT", "2 SIGTERM"]
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_stop_before_the_training_ends_the_process(is_begun: bool) -> None:
+    program = started(f"""
+    import os
+    with StopSignals(end_start=lambda code: {is_begun} or os._exit(code)):
+        print("ready", flush=True)
+        libc.pthread_mutex_lock(mutex)
+    """)
+    began_s = time.monotonic()
+    program.send_signal(signal.SIGTERM)
+    if is_begun:
+        with pytest.raises(subprocess.TimeoutExpired):
+            program.wait(3)
+        program.kill()
+    else:
+        assert program.wait(20) == 143
+        assert time.monotonic() - began_s < 5  # 0.8 s on an idle machine
+    program.communicate()
+
+
+def test_signal_that_no_thread_takes_is_handled_elsewhere() -> None:
+    """As in a read of a network file system: no thread that could take the signal, which stays pending."""
+    program = started("""
+    def handle(number, frame):
+        print(number, frame is None, flush=True)
+        raise SystemExit(9)
+    signal.signal(signal.SIGTERM, handle)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    """)
+    program.send_signal(signal.SIGTERM)
+    out, _ = program.communicate(timeout=20)
+    assert (out, program.returncode) == ("15 True\n", 9)
+
+
+def test_signal_to_a_free_main_thread_is_handled_there() -> None:
+    program = started("""
+    def handle(number, frame):
+        print(number, frame is None, flush=True)
+    signal.signal(signal.SIGTERM, handle)
+    print("ready", flush=True)
+    for _ in range(20):
+        time.sleep(0.1)
+    """)
+    program.send_signal(signal.SIGTERM)
+    out, _ = program.communicate(timeout=20)
+    assert out == "15 False\n"
+
+
+def test_long_work_prints_lines_and_fast_work_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "EVERY_S", 0.3)
+    done = iter(range(7, 99))
+    with waiting.lines_while(lambda: f"reading {next(done)} of 99 masks", first_s=0.1):
+        time.sleep(0.55)
+    with waiting.lines_while(lambda: "never", first_s=0.1) as end_lines:
+        end_lines()
+        time.sleep(0.2)
+    with waiting.lines_while(lambda: "never"):
+        pass
+    assert capsys.readouterr() == ("", "reading 7 of 99 masks (0 s so far)\nreading 8 of 99 masks (0 s so far)\n")
