@@ -26,7 +26,7 @@ from segapp.datasets.images.windows import LARGE_PX, Windows, image_windows, mas
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks
 from segapp.datasets.own_data import OwnPair
-from segapp.datasets.resources import ThreadPool
+from segapp.datasets.resources import READERS, side_by_side
 from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.datasets.targets import ClassFrequencies, Targets, class_frequencies, count_mask
 from segapp.errors import DataError
@@ -261,7 +261,7 @@ def to_planes(image: Pixels) -> Tensor:
 
 def image_sizes(pairs: Sequence[ImagePair]) -> list[tuple[int, int]]:
     """Return the upright (height, width) of every image in pixels, from the headers."""
-    headers = (read_header(pair.image) for pair in pairs)
+    headers = side_by_side(lambda pair: read_header(pair.image), pairs, READERS)
     return [(header.height_px, header.width_px) for header in headers]
 
 
@@ -269,6 +269,7 @@ def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2)
     """Return the counts over all masks of a data set; every mask is read, and thereby checked, once."""
     scheme = dataset.scheme
     masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
-    with ThreadPool(max(1, threads)) as pool:
-        counted = list(pool.map(lambda index: count_mask([dataset.read_mask(index, (0, 0))], scheme), masked))
+    counted = list(
+        side_by_side(lambda index: count_mask([dataset.read_mask(index, (0, 0))], scheme), masked, threads, 4)
+    )
     return class_frequencies(counted, scheme.num_classes, num_images=len(dataset))

@@ -12,7 +12,7 @@ import stat
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -22,6 +22,7 @@ from PIL import ExifTags, Image
 from segapp.bounds import check_memory
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
 from segapp.datasets.images.tiff_tags import TiffTags, is_tiff, read_tiff_tags
+from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import DataError
 
 Read = TypeVar("Read")
@@ -46,7 +47,7 @@ _TAIL_BYTES = 4096
 _PNG_END = b"IEND\xaeB`\x82"  # the name of the last chunk and its checksum
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ImagePair:
     """One image of a data set and its mask."""
 
@@ -77,18 +78,19 @@ class Header:
     stored: StoredPixels | None = None  # the pixels of a PNG or a TIFF; None for formats whose decoder reports them
 
 
-def shared_images(first: Iterable[ImagePair], second: Iterable[ImagePair]) -> list[Path]:
+def shared_images(first: Sequence[ImagePair], second: Sequence[ImagePair]) -> list[Path]:
     """Return the images of `second` that are also files of `first`, even under another name."""
 
-    def identity(path: Path) -> tuple[int, int] | str:
+    def identity(pair: ImagePair) -> tuple[int, int] | str:
         try:
-            status = path.stat()
+            status = os.stat(pair.image)
         except OSError:
-            return str(path)
+            return str(pair.image)
         return status.st_dev, status.st_ino
 
-    known = {identity(pair.image) for pair in first}
-    return [pair.image for pair in second if identity(pair.image) in known]
+    known = set(side_by_side(identity, first, READERS))
+    found = zip(second, side_by_side(identity, second, READERS), strict=True)
+    return [pair.image for pair, identified in found if identified in known]
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -340,15 +342,17 @@ def check_pairs(
     Raises:
         DataError: Some pairs cannot be used. The message lists `max_named` problems and counts the others.
     """
-    sizes: list[tuple[int, int]] = []
-    problems: list[DataError] = []
-    for pair in pairs:
+
+    def checked(pair: ImagePair) -> tuple[int, int] | DataError:
         try:
-            sizes.append(_check_pair(pair, pixels))
+            return _check_pair(pair, pixels)
         except DataError as error:
-            problems.append(error)
+            return error
+
+    results = list(side_by_side(checked, pairs, READERS))
+    problems = [each for each in results if isinstance(each, DataError)]
     if not problems:
-        return tuple(sizes)
+        return tuple(each for each in results if not isinstance(each, DataError))
     share = f"{len(problems)} of {len(pairs)} image and mask pairs"
     heading = f"{share} cannot be used: repair them or take them out of the split"
     raise DataError.together(problems[:max_named], heading, len(problems) - max_named)

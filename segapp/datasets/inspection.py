@@ -12,7 +12,7 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from segapp.datasets.images.windows import Windows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown, summary_of_ids
 from segapp.datasets.own_data import OwnPair
-from segapp.datasets.resources import ThreadPool
+from segapp.datasets.resources import side_by_side
 from segapp.datasets.targets import (
     ClassFrequencies,
     MaskCounts,
@@ -122,18 +122,18 @@ class FindingGroup:
     summary: str
 
 
-@dataclass
+@dataclass(slots=True)
 class _Examined:
     """Result of reading one pair."""
 
     pair: ImagePair
     size: tuple[int, int] | None = None
-    digest: str | None = None  # hash of the decoded pixels
+    digest: bytes | None = None  # hash of the decoded pixels
     damage: str | None = None  # damage of a JPEG that can be decoded
     hash: bytes | None = None  # `perceptual_hash` of the image
     mask: MaskCounts | None = None
     ids: UnknownIdsError | None = None
-    problems: list[tuple[str, str, int]] = field(default_factory=list)  # kind, message, pixels
+    problems: tuple[tuple[str, str, int], ...] = ()  # kind, message, pixels
 
     @contextlib.contextmanager
     def noting(self, kind: str) -> Iterator[None]:
@@ -142,9 +142,9 @@ class _Examined:
             yield
         except UnknownIdsError as error:
             self.ids = error
-            self.problems.append(("ids", str(error), sum(error.unknown.values())))
+            self.problems += (("ids", str(error), sum(error.unknown.values())),)
         except DataError as error:
-            self.problems.append((kind, str(error), 0))
+            self.problems += ((kind, str(error), 0),)
 
 
 def examine(
@@ -174,12 +174,7 @@ def examine(
         progress()
         return found
 
-    with ThreadPool(max(1, threads)) as pool:
-        try:
-            examined = {name: list(pool.map(look_at, pairs)) for name, pairs in splits.items()}
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for all files
-            raise
+    examined = {name: list(side_by_side(look_at, pairs, threads, 4)) for name, pairs in splits.items()}
     twice = _seen_twice(examined)
     reports = []
     first_split = next(iter(examined), "")
@@ -260,7 +255,7 @@ def _note_image(found: _Examined, image: NDArray[Any] | Windows, pixels: PixelFo
             grey = np.asarray(cv2.resize(grey, size, interpolation=cv2.INTER_AREA))
         small.append(grey)
     found.size = (image.shape[0], image.shape[1])
-    found.digest = digest.hexdigest()
+    found.digest = digest.digest()
     found.hash = perceptual_hash(np.concatenate(small))
 
 
@@ -287,7 +282,7 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[D
     """Return leaks (images in two splits) and duplicates (images twice in a split) by split."""
     findings: dict[str, list[DataProblem]] = {name: [] for name in examined}
     everything = [(name, each) for name, pairs in examined.items() for each in pairs if each.digest is not None]
-    first_of: dict[str | None, tuple[str, _Examined]] = {}
+    first_of: dict[bytes | None, tuple[str, _Examined]] = {}
     for split, each in everything:
         first_split, first = first_of.setdefault(each.digest, (split, each))
         if first is not each:

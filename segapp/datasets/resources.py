@@ -4,11 +4,20 @@ import os
 import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 _GROUP = Path("/sys/fs/cgroup")
 _END_S = 1.0  # a thread without a Python function ends within milliseconds
+
+READERS, MASK_READERS = 16, 4
+"""Threads that read headers, which mostly wait for the storage (5 ms for a file on some network disks), or masks."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def available_bytes() -> int | None:
@@ -76,3 +85,29 @@ class ThreadPool(ThreadPoolExecutor):
         deadline = time.monotonic() + (_END_S if wait else 0)
         while any(Path(f"/proc/self/task/{number}").exists() for number in self._ids) and time.monotonic() < deadline:
             time.sleep(0.0005)
+
+
+def side_by_side(
+    function: Callable[[Item], Result], items: Sequence[Item], num_threads: int, num_together: int = 16
+) -> Iterator[Result]:
+    """Yield the results of a function in the order of the items, which some threads process at the same time.
+
+    Each thread takes `num_together` items at a time, and only a few of these parts are ahead of the caller. After an
+    error, or if the caller stops early, the remaining items are not processed.
+    """
+
+    def process(first: int) -> list[Result]:
+        return [function(item) for item in items[first : first + num_together]]
+
+    pending: deque[Future[list[Result]]] = deque()
+    with ThreadPool(max(1, num_threads)) as pool:
+        try:
+            for first in range(0, len(items), num_together):
+                pending.append(pool.submit(process, first))
+                if len(pending) > 2 * num_threads:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for all files
+            raise

@@ -26,6 +26,7 @@ from segapp.datasets.images.windows import mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, all_unknown
 from segapp.datasets.own_data import OwnPair
+from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError, accepted_words
 
 IGNORED_SHARE = 0.01
@@ -55,7 +56,7 @@ class ClassFrequencies:
     classes_of_masks: tuple[tuple[int, ...], ...]  # in each mask, in the order of the images that have one
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MaskCounts:
     """Counts of one mask."""
 
@@ -182,16 +183,18 @@ def read_targets(
 
 def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelFormat) -> list[MaskCounts]:
     """Return the counts of the masks of some pairs; raise DataError if one is not valid."""
-    found: list[MaskCounts] = []
-    unknown: list[UnknownIdsError] = []
-    for pair in pairs:
+
+    def counts(pair: ImagePair) -> MaskCounts | UnknownIdsError:
         try:
-            if isinstance(pair, OwnPair):
-                found.append(count_mask([pair.read(scheme, pixels)[1]], scheme))
-            else:
-                found.append(count_mask(mask_blocks(pair.masks, scheme), scheme))
+            blocks = [pair.read(scheme, pixels)[1]] if isinstance(pair, OwnPair) else mask_blocks(pair.masks, scheme)
+            return count_mask(blocks, scheme)
         except UnknownIdsError as error:
-            unknown.append(error)
+            return error
+
+    is_own = isinstance(next(iter(pairs), None), OwnPair)  # whose code may not be safe in threads
+    results = list(map(counts, pairs) if is_own else side_by_side(counts, pairs, MASK_READERS, 4))
+    found = [each for each in results if isinstance(each, MaskCounts)]
+    unknown = [each for each in results if isinstance(each, UnknownIdsError)]
     together = all_unknown(unknown, scheme)
     if together is not None:
         more = "" if len(unknown) == 1 else f"\n  so do {len(unknown) - 1} more of the {len(pairs)} masks read"
@@ -376,8 +379,7 @@ def cached_frequencies(
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
     digest = hashlib.sha256(key.encode())
-    for mask in masks:
-        stat = mask.stat()
+    for mask, stat in zip(masks, side_by_side(os.stat, masks, READERS), strict=True):
         digest.update(f"{os.fspath(mask.resolve())!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     path = folder / f"frequencies-{digest.hexdigest()[:24]}.json"
     try:

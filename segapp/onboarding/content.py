@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
 from segapp.datasets.layouts.schemes import Color
 from segapp.datasets.masks import color_codes, unscaled
-from segapp.datasets.resources import ThreadPool
+from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError
 from segapp.onboarding.layout import evenly
 
@@ -73,8 +73,8 @@ def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
 
     Masks of ids are read as colors if some masks are color images. DataError is raised if no image can be read.
     """
-    with ThreadPool(4) as pool:
-        sizes = [size for size in pool.map(_size, evenly(pairs, MAX_HEADERS)) if not isinstance(size, DataError)]
+    found = side_by_side(_size, evenly(pairs, MAX_HEADERS), READERS)
+    sizes = [size for size in found if not isinstance(size, DataError)]
     if not sizes:
         raise DataError(f"none of {len(pairs)} images can be read, such as {_size(pairs[0])}")
     content = MaskContent(num_all=len(pairs), sizes_px=sizes)
@@ -89,23 +89,23 @@ def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
 
 
 def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> None:
-    with ThreadPool(4) as pool:
-        for mask, counted in zip(masks, pool.map(partial(count_pixels, as_rgb=as_rgb), masks), strict=True):
-            if isinstance(counted, str):
-                content.unread[mask] = counted
-                continue
-            values, colors, format = counted
-            content.num_masks += 1
-            content.values.update(values)
-            content.colors.update(colors)
-            content.masks_with.update([*values, *colors])
-            known = values.keys() | {0}
-            if (last := max(known)) and min(known) == 0 and len(known) == last + 1:
-                content.counts_up_to[last] += 1
-            if format in ("JPEG", "MPO"):
-                content.lossy.append(mask)
-            if len(colors) > MAX_COLORS:
-                content.smooth.append(mask)
+    results = side_by_side(partial(count_pixels, as_rgb=as_rgb), masks, MASK_READERS, 4)
+    for mask, counted in zip(masks, results, strict=True):
+        if isinstance(counted, str):
+            content.unread[mask] = counted
+            continue
+        values, colors, format = counted
+        content.num_masks += 1
+        content.values.update(values)
+        content.colors.update(colors)
+        content.masks_with.update([*values, *colors])
+        known = values.keys() | {0}
+        if (last := max(known)) and min(known) == 0 and len(known) == last + 1:
+            content.counts_up_to[last] += 1
+        if format in ("JPEG", "MPO"):
+            content.lossy.append(mask)
+        if len(colors) > MAX_COLORS:
+            content.smooth.append(mask)
 
 
 def _size(pair: ImagePair) -> tuple[int, int] | DataError:

@@ -25,6 +25,7 @@ from segapp.datasets.images.reading import bands_of, pixels_of, read_image
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import Ids, UnknownIdsError, count_values, read_masks, train_ids, unknown_ids_error
+from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import DataError
 
 LARGE_PX = 2**22
@@ -136,12 +137,17 @@ def stored_pixels(paths: Sequence[Path]) -> tuple[StoredPixels, Path] | None:
 def _kinds(paths: Sequence[Path]) -> dict[StoredPixels, list[Path]]:
     """Return the files by the kind of their pixels, the most common first; unreadable files are left out."""
     found: dict[StoredPixels, list[Path]] = {}
-    for path in paths:
-        try:
-            found.setdefault(pixels_of(path), []).append(path)
-        except DataError:
-            continue
+    for path, stored in zip(paths, side_by_side(_pixels_or_none, paths, READERS), strict=True):
+        if stored is not None:
+            found.setdefault(stored, []).append(path)
     return dict(sorted(found.items(), key=lambda kind: -len(kind[1])))
+
+
+def _pixels_or_none(path: Path) -> StoredPixels | None:
+    try:
+        return pixels_of(path)
+    except DataError:
+        return None
 
 
 def _check_alike(paths: Sequence[Path], wanted: StoredPixels) -> None:

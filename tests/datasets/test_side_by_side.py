@@ -1,0 +1,113 @@
+"""Files that a slow storage answers late are read side by side, in the order of the pairs, a few at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import cv2
+import numpy as np
+import pytest
+
+from segapp.datasets import files
+from segapp.datasets.files import ImagePair, check_pairs, shared_images
+from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.resources import READERS, side_by_side
+from segapp.errors import DataError
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> list[ImagePair]:
+    """70 pairs of 70 sizes; the image of pair 41 is missing, and the mask of pair 8 has another size."""
+    found = []
+    for number in range(70):
+        image, mask = tmp_path / f"{(number * 37) % 70}.png", tmp_path / f"{number}_mask.png"
+        size = (20 + number, 91 - number)
+        cv2.imwrite(str(image), np.zeros((*size, 3), np.uint8))
+        cv2.imwrite(str(mask), np.zeros((size[0] + (number == 8), size[1]), np.uint8))
+        found.append(ImagePair(image, mask, str(number)))
+    found[41].image.unlink()
+    return found
+
+
+class Meeting:
+    """Calls wait here until some threads have come; then all go on."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.threads: set[int] = set()
+        self.num_threads = num_threads
+        self.all_here = threading.Event()
+
+    def wait(self) -> None:
+        self.threads.add(threading.get_ident())
+        if len(self.threads) >= self.num_threads:
+            self.all_here.set()
+        assert self.all_here.wait(10), "the files are read one after the other"
+
+
+@dataclass(frozen=True)
+class SlowPath(os.PathLike[str]):
+    """A path that is only used by some threads at the same time."""
+
+    path: Path
+    meeting: Meeting
+
+    def __fspath__(self) -> str:
+        self.meeting.wait()
+        return os.fspath(self.path)
+
+
+def test_headers_are_read_side_by_side(pairs: list[ImagePair], monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = [pair for number, pair in enumerate(pairs) if number not in (8, 41)][:64]
+    meeting, check_pair = Meeting(4), files._check_pair
+
+    def check_slowly(pair: ImagePair, pixels: PixelFormat) -> tuple[int, int]:
+        meeting.wait()
+        return check_pair(pair, pixels)
+
+    monkeypatch.setattr(files, "_check_pair", check_slowly)
+    numbers = [int(pair.name) for pair in usable]
+    assert check_pairs(usable) == tuple((20 + number, 91 - number) for number in numbers)
+
+
+def test_bad_pairs_are_named_in_their_order(pairs: list[ImagePair]) -> None:
+    with pytest.raises(DataError) as caught:
+        check_pairs(pairs)
+    lines = str(caught.value).splitlines()
+    assert "2 of 70" in lines[0]
+    assert [("8_mask.png" in line, "47.png" in line) for line in lines[1:]] == [(True, False), (False, True)]
+
+
+def test_shared_images_are_found_side_by_side(pairs: list[ImagePair]) -> None:
+    other_name = pairs[17].image.with_name("linked.png")
+    other_name.hardlink_to(pairs[17].image)
+    second = [pairs[3], ImagePair(other_name, None, "linked"), pairs[69], *pairs[33:66]]
+    meeting = Meeting(3)
+    slow = [ImagePair(cast(Path, SlowPath(pair.image, meeting)), None, pair.name) for pair in second]
+    assert [os.fspath(path) for path in shared_images(pairs[:32], slow)] == [str(pairs[3].image), str(other_name)]
+
+
+def test_results_keep_their_order_and_an_error_ends_the_work() -> None:
+    seen: list[int] = []
+    third_began = threading.Event()
+
+    def halve(number: int) -> float:
+        seen.append(number)
+        if number == 2:
+            third_began.set()
+        if number < 2:
+            assert third_began.wait(10)  # items 0 and 1 end after item 2 has begun
+        if number == 300:
+            raise ValueError("odd")
+        return number / 2
+
+    results = side_by_side(halve, range(1, 100_000), 3, 1)
+    assert [next(results) for _ in range(5)] == [0.5, 1, 1.5, 2, 2.5]
+    assert max(seen) <= 5 + 2 * 3 + 3 + 1
+    with pytest.raises(ValueError, match="odd"):
+        list(results)
+    assert max(seen) < 320
+    assert list(side_by_side(halve, [], READERS)) == []
