@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.import_graph import circles, import_graph
+from tests.support.recorded_runs import RecordedRun
 from tests.support.roads import broken_links, hops, roads
 
 SCREEN_PACKAGES = {
@@ -100,6 +101,22 @@ def test_init_and_check_of_png_folders_load_no_torch(tiny_root: Path) -> None:
     assert "layout: masks" in done.stdout
     assert "no problems found" in done.stdout
     assert done.stderr == "\n", "the names of the libraries that were imported"
+
+
+def test_reports_without_images_load_no_torch(tmp_path: Path) -> None:
+    names = [str(tmp_path / "runs" / name) for name in ("a", "b", "c")]
+    for name in names:
+        RecordedRun(Path(name), steps_per_epoch=5).epoch()
+    pages = [str(tmp_path / "report.html"), str(tmp_path / "compare.html")]
+    commands = [
+        ["report", names[0], "--no-images", "--out", pages[0]],
+        ["compare", *names, "--no-images", "--html", pages[1]],
+    ]
+    code = COMMANDS_ON_FILES.format(commands=commands, heavy={"torch", "torchvision", "albumentations", "cv2"})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "\n", "the names of the libraries that were imported"
+    assert all("<svg" in Path(page).read_text() for page in pages)
 
 
 def test_screen_loads_no_torch() -> None:

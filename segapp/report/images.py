@@ -1,12 +1,11 @@
-"""The images of a data split: pixel counts of each, and pictures of the most important ones.
+"""The images of a data split, predicted by the best checkpoint of a run: counts and pictures. Only this needs torch.
 
-Shapes: H x W pixels of an image, N images, C classes. Counts are int64 (N, C, 3), of pixels with a valid target: the
-pixels of a class in both target and prediction, in the target, and in the prediction. A class that is not scored
-(`ignore_index` may be one) has zeros.
+Shapes: H x W pixels of an image, N images, C classes; counts as in `segapp.report.differences`.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,48 +16,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segapp.assembly.trained import TrainedModel
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import split_names
+from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme, Color
 from segapp.inference.predict import colorize, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, SegmentationScores, counts_for
-from segapp.report.render import data_url
+from segapp.report.differences import ImageCounts, fold_counts, iou_of, mean_of_known
+from segapp.report.run_report import RunReport
 from segapp.scores import count_scored, of_classes
+from segapp.training.console import progress_bar
+
+Network = tuple[TrainedModel, SegmentationDataset]
 
 PICTURE_PX = 720
 WRONG_RGB = (214, 39, 140)
 _STRIPES = (110, 190)
 """Gray values of ignored pixels, in stripes of 4 px; `swatch ignored` in the style sheet shows them."""
-
-
-@dataclass(frozen=True)
-class ImageCounts:
-    """Counts of the images of a split, predicted by one checkpoint."""
-
-    names: tuple[str, ...]
-    """Names of the images (`ImagePair.name`), in the order of the data set."""
-    classes: tuple[str, ...]
-    split: str
-    counts: NDArray[np.int64]
-    """(N, C, 3)."""
-    total: NDArray[np.int64]
-    """Confusion matrix of all images (C, C); with several classes per pixel, one matrix per class (C, 2, 2)."""
-
-
-def iou_of(counts: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the IoU from counts (..., C, 3), float64 (..., C): NaN for a class in neither target nor prediction."""
-    inter, target, predicted = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
-    union = target + predicted - inter
-    return np.asarray(np.divide(inter, union, out=np.full(union.shape, np.nan), where=union > 0))
-
-
-def mean_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean over the last axis of the values that are not NaN; NaN if there are none."""
-    known = np.isfinite(values)
-    count = known.sum(-1)
-    total = np.where(known, values, 0.0).sum(-1)
-    return np.asarray(np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0))
 
 
 def count_split(
@@ -206,3 +182,72 @@ def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any],
         "prediction": data_url(colorize(labels, scheme), ".png"),
         "wrong pixels": data_url(errors.astype(np.uint8), ".jpg"),
     }
+
+
+def data_url(pixels: NDArray[Any], suffix: str) -> str:
+    """Return an image, uint8 (H, W, 3), RGB, as a `data:` address of a .jpg or .png."""
+    options = [cv2.IMWRITE_JPEG_QUALITY, 80] if suffix == ".jpg" else [cv2.IMWRITE_PNG_COMPRESSION, 9]
+    _, data = cv2.imencode(suffix, np.ascontiguousarray(pixels[..., ::-1]), options)
+    kind = "jpeg" if suffix == ".jpg" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(data.tobytes()).decode('ascii')}"
+
+
+def compare_on_images(
+    reports: Sequence[RunReport], split: str | None, num_images: int, *, has_pictures: bool
+) -> dict[str, Any]:
+    """Return plain values about runs on the images whose masks they all know: the keys of `segapp compare --json`.
+
+    Each run is evaluated with its best checkpoint on `split`, by default its own validation split.
+
+    Raises:
+        SegappError: a network or its data cannot be loaded, or the runs have no image in common.
+    """
+    networks: list[Network] = []
+    counts = []
+    for report in reports:
+        trained = load_trained(str(report.folder.path))
+        own_split = split or split_names(trained.config.data)[1]
+        dataset = build_dataset(
+            trained.config.data, trained.scheme, own_split, is_training=False, seed=trained.config.seed
+        )
+        networks.append((trained, dataset))
+        with progress_bar(len(dataset), f"evaluating {report.name}") as progress:
+            counts.append(count_split(trained, dataset, own_split, progress))
+    scores = fold_counts([report.name for report in reports], counts, num_images)
+    if has_pictures:
+        for image in scores["images"]:
+            _add_pictures(image, networks, counts, scores["names"])
+    return scores
+
+
+def _add_pictures(
+    image: dict[str, Any], networks: Sequence[Network], counts: Sequence[ImageCounts], names: Sequence[str]
+) -> None:
+    """Add the page's data about an image: pictures, files, and the colors of its classes.
+
+    A row of pictures has the image and each run's prediction; the next row has the target and the wrong pixels.
+    """
+    shown = [
+        evaluate_image(trained, dataset, of_run.names.index(image["name"]), HostLimit())
+        for (trained, dataset), of_run in zip(networks, counts, strict=True)
+    ]
+    first, target, *_ = shown[0].pictures.items()
+    rows = [[first], [target]]
+    for name, evaluated in zip(names, shown, strict=True):
+        for row, (what, address) in zip(rows, list(evaluated.pictures.items())[2:], strict=True):
+            row.append((f"{what}, {name}", address))
+    image["shown"] = {
+        "pictures": [*rows[0], *rows[1]],
+        "files": shown[0].files,
+        "legend": list(dict(entry for evaluated in shown for entry in evaluated.legend).items()),
+        "has_ignored": any(evaluated.has_ignored for evaluated in shown),
+    }
+
+
+def evaluate_run(report: RunReport, split: str | None, num_worst: int) -> SplitEvaluation:
+    """Evaluate a run on a data split, by default its own validation split."""
+    trained = load_trained(str(report.folder.path))
+    split = split or split_names(trained.config.data)[1]
+    dataset = build_dataset(trained.config.data, trained.scheme, split, is_training=False, seed=trained.config.seed)
+    with progress_bar(len(dataset), "evaluating") as progress:
+        return evaluate_split(trained, dataset, split, num_worst, progress)

@@ -1,31 +1,31 @@
 """`segapp report`: one run as a single HTML file."""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
 
-from segapp.assembly.data import build_dataset
-from segapp.assembly.pairs import split_names
-from segapp.assembly.trained import load_trained
 from segapp.errors import SegappError
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import confusion_figure, top_confusions
-from segapp.report.images import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, SCORES
-from segapp.training.console import progress_bar
 from segapp.view import wording
 from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
+
+if TYPE_CHECKING:
+    from segapp.report.images import SplitEvaluation
 
 MAX_PICTURED_CLASSES = 60
 
@@ -66,21 +66,15 @@ def write_report(
     out = out or report.folder.path / "report.html"
     evaluation, why_not = None, "left out because of --no-images"
     if has_pictures:
+        from segapp.report.images import evaluate_run
+
         try:
-            evaluation = _evaluate(report, split, num_worst)
+            evaluation = evaluate_run(report, split, num_worst)
         except SegappError as error:
             why_not = str(error)
             print(f"note: no images and no confusion matrix: {printable(why_not)}", file=sys.stderr)
     save_page(out, render("report.html.j2", template_values(report, evaluation, why_not)))
     return out
-
-
-def _evaluate(report: RunReport, split: str | None, num_worst: int) -> SplitEvaluation:
-    trained = load_trained(str(report.folder.path))
-    split = split or split_names(trained.config.data)[1]
-    dataset = build_dataset(trained.config.data, trained.scheme, split, is_training=False, seed=trained.config.seed)
-    with progress_bar(len(dataset), "evaluating") as progress:
-        return evaluate_split(trained, dataset, split, num_worst, progress)
 
 
 def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_not: str) -> dict[str, Any]:

@@ -1,15 +1,11 @@
 """HTML pages from the templates next to this module; each page is one file without scripts or external references."""
 
-import base64
 import time
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from numpy.typing import NDArray
 
 from segapp.errors import storage_errors
 from segapp.run import words
@@ -43,11 +39,3 @@ def save_page(out: Path, page: str) -> None:
     """Write a page; raise StorageError if it cannot be written."""
     with storage_errors(out):
         write_atomic(out, page)
-
-
-def data_url(pixels: NDArray[Any], suffix: str) -> str:
-    """Return an image, uint8 (H, W, 3), RGB, as a `data:` address of a .jpg or .png."""
-    options = [cv2.IMWRITE_JPEG_QUALITY, 80] if suffix == ".jpg" else [cv2.IMWRITE_PNG_COMPRESSION, 9]
-    _, data = cv2.imencode(suffix, np.ascontiguousarray(pixels[..., ::-1]), options)
-    kind = "jpeg" if suffix == ".jpg" else "png"
-    return f"data:image/{kind};base64,{base64.b64encode(data.tobytes()).decode('ascii')}"

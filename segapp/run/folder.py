@@ -336,14 +336,14 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
         ConfigError: There is no such run; the message names the most similar ones.
         StorageError: `RunFolder.check` refuses it.
     """
+    for path in () if what is None else (Path(root) / what, Path(what), *Path(what).parents[:3]):
+        if is_run(path) and (path != Path(".") or str(what) == "."):
+            return RunFolder.open(path)
     runs = run_folders(root, with_sweeps=True)
     if what is None:
         if not runs:
             raise ConfigError(f"no run in {root}: start one with `segapp train`, or name a folder", path=root)
         return RunFolder.open(runs[0].path)
-    for path in (Path(root) / what, Path(what), *Path(what).parents[:3]):
-        if is_run(path) and (path != Path(".") or str(what) == "."):
-            return RunFolder.open(path)
     names = [run.name for run in runs]
     for path in (Path(root) / what, Path(what)):
         if is_sweep(path):

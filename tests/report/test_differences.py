@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from segapp.errors import DataError
-from segapp.report.compare import differences_of, fold_counts, verdict
-from segapp.report.images import ImageCounts
+from segapp.report.compare import verdict
+from segapp.report.differences import ImageCounts, differences_of, fold_counts
 
 
 def drawn(num_images: int, gain: float, num_classes: int = 3, seed: int = 0) -> tuple[Any, Any]:

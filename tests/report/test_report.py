@@ -21,13 +21,8 @@ from segapp.inference.predict import predict_image
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import top_confusions
-from segapp.report.images import (
-    SplitEvaluation,
-    count_split,
-    evaluate_split,
-    iou_of,
-    mean_of_known,
-)
+from segapp.report.differences import iou_of, mean_of_known
+from segapp.report.images import SplitEvaluation, count_split, evaluate_split
 from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves
 from segapp.report.run_report import read_run_report
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val

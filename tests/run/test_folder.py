@@ -502,6 +502,20 @@ def test_runs_are_found_by_name_path_inner_file_and_age(tmp_path, monkeypatch):
         RunFolder.open(tmp_path)
 
 
+@pytest.mark.parametrize("num_runs", [2, 20])
+def test_a_run_that_exists_is_found_without_a_list(tmp_path, monkeypatch, num_runs):
+    names = [f"run-{i}" for i in range(num_runs)]
+    for name in names:
+        RunFolder.create(name, root=tmp_path).write_info()
+    listed = []
+    monkeypatch.setattr("segapp.run.folder.run_folders", lambda *args, **kw: listed.append(args) or [])
+    assert [find_run(name, tmp_path).name for name in names] == names
+    assert listed == []
+    with pytest.raises(ConfigError, match="there are no runs in"):
+        find_run("run", tmp_path)
+    assert len(listed) == 1
+
+
 def failed_start(root, *events):
     folder = RunFolder.create("demo", root=root)
     with folder, EventWriter(folder.events) as writer:
