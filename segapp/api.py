@@ -512,7 +512,8 @@ def predict(
     from segapp.commands.predict import PredictOptions, build_predictor, output_plan, parse_batch
     from segapp.inference.predict import find_images, parse_polygons, parse_saved, predict_files
 
-    files = find_images([Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)])
+    given = [paths] if isinstance(paths, (str, Path)) else paths
+    files, notes = find_images(list(given), Path(out))
     options = PredictOptions(
         parse_saved([save] if isinstance(save, str) else list(save)),
         label_ids,
@@ -524,6 +525,7 @@ def predict(
     )
     predictor = build_predictor(_listed(target), options)
     tally = predict_files(predictor, files, output_plan(Path(out), predictor, options), batch=options.batch)
+    tally.notes = [*notes, *tally.notes]
     return PredictResult(**{each.name: getattr(tally, each.name) for each in fields(PredictResult)})
 
 

@@ -22,7 +22,7 @@ from segapp.docs.pages import find_page, pages
 from segapp.errors import SegappError, accepted_words, closest_words, did_you_mean
 from segapp.export.write import Format
 from segapp.inference.predict import parse_saved
-from segapp.inference.predict.outputs import SAVED
+from segapp.inference.predict.reading import SAVED
 from segapp.run.commands import COMMAND_NAMES, SETTINGS, parse_command
 
 MINIMAL = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}

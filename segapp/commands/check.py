@@ -29,11 +29,12 @@ from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, examine, group_findings
-from segapp.datasets.layouts.formats import leftovers, split_list
+from segapp.datasets.layouts.formats import split_list
 from segapp.datasets.layouts.pairing import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.targets import RULES, class_weights
+from segapp.datasets.walk import others_note
 from segapp.errors import DataError
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
@@ -69,8 +70,10 @@ def check_data(config: RunConfig, *, as_json: bool) -> int:
         )
     if problem is None:
         _check_samples(config, scheme, reports[0])
-    groups = group_findings(reports, before)
     files = None if is_component(data.format) else _files(data, splits)
+    if files is not None and split_list(build_location(data), reports[0].split) is None:
+        before += _beside(*files, splits)
+    groups = group_findings(reports, before)
     if as_json:
         print(json.dumps(as_dict(reports, groups, scheme, measured, files), indent=2))
     else:
@@ -98,8 +101,6 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
             errors.append(error)
             kind = "link" if isinstance(error, OutsideError) else "pairs"
             findings.append(DataProblem("error", kind, name, str(error)))
-        if splits[name]:
-            findings += _beside(data, name)
     if not any(splits.values()):
         raise errors[0]
     train, val = split_names(data)
@@ -178,21 +179,29 @@ def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple
     return tree, unused_files(tree, {os.path.relpath(path, root) for path in paths})
 
 
-def _beside(data: DataConfig, split: str) -> Iterator[DataProblem]:
-    """Yield warnings about files that belong to no pair."""
-    left = leftovers(build_location(data), split)
-    for paths, what in (
-        (left.masks, "masks have no image"),
-        (left.others, "files among the images have no image suffix"),
-        (left.hidden, "hidden files are ignored"),
-    ):
-        if paths:
-            yield DataProblem("warning", "file", split, f"{split}: {len(paths)} {what}: {_some(paths)}")
+def _beside(
+    tree: Tree, unused: Sequence[Sequence[str]], splits: Mapping[str, Sequence[ImagePair]]
+) -> Iterator[DataProblem]:
+    """Yield warnings about files in the folders of a split that belong to no pair."""
+    left = {path for paths in unused for path in paths}.union(tree.hidden)
 
+    def inside(folders: set[str], paths: Sequence[str]) -> list[str]:
+        return [path for path in paths if path in left and os.path.dirname(tree.root / path) in folders]
 
-def _some(paths: Sequence[Path]) -> str:
-    more = f" and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
-    return ", ".join(shown(path) for path in paths[:_MAX_SHOWN]) + more
+    for split, pairs in splits.items():
+        images = {os.path.dirname(pair.image) for pair in pairs}
+        masks = {os.path.dirname(mask) for pair in pairs for mask in pair.masks}
+        others = inside(images, tree.others)
+        for paths, what in (
+            (own := inside(masks - images, tree.images), f"{len(own)} masks have no image"),
+            (others, others_note(others)),
+            (own := inside(masks | images, tree.hidden), f"{len(own)} hidden files and folders are not read"),
+        ):
+            if paths:
+                left.difference_update(paths)  # splits may share a folder
+                more = f" and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
+                named = ", ".join(shown(path) for path in paths[:_MAX_SHOWN])
+                yield DataProblem("warning", "file", split, f"{split}: {what}: {named}{more}")
 
 
 def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, list[float]]:

@@ -83,7 +83,9 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
         ConfigError: an option does not fit the networks, or their classes differ.
         DataError: at the end, if files could not be read; the others are written.
     """
-    files = find_images(paths)
+    files, notes = find_images(paths, out)
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
     predictor = build_predictor(networks, options)
     plan = output_plan(out, predictor, options)
     with progress_bar(len(files), "predicting", unit="file") as progress:

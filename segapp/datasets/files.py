@@ -5,9 +5,11 @@ pixels to read them; a file of 1 MB takes tens of microseconds.
 """
 
 import errno
+import importlib.util
 import io
 import logging
 import os
+import re
 import stat
 import struct
 import time
@@ -42,9 +44,20 @@ MAX_FILE_BYTES = 2**30
 warnings.filterwarnings("ignore", module=r"PIL\.")
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # unreadable data is reported as an error
 
+HEIF_SUFFIXES: tuple[str, ...] = ()
+"""Extensions of photos of phones, which are images if pillow-heif is installed; it turns them upright."""
+if importlib.util.find_spec("pillow_heif") is not None:
+    importlib.import_module("pillow_heif").register_heif_opener()
+    HEIF_SUFFIXES = (".heic", ".heif")
+
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR}
 _TAIL_BYTES = 4096
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _PNG_END = b"IEND\xaeB`\x82"  # the name of the last chunk and its checksum
+
+
+class PointerError(DataError):
+    """A file is a pointer of Git LFS instead of its contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,7 @@ def _retried(read: Callable[[], Read], path: Path, attempt: int = 1) -> Read:
         return read()
     except OSError as error:
         if error.errno not in _TRANSIENT or attempt == 3:
-            raise DataError(f"{shown(path)}: {_os_reason(error)}", path=path) from error
+            raise DataError(f"{shown(path)}: {_os_reason(path, error)}", path=path) from error
     time.sleep(0.05 * attempt)
     return _retried(read, path, attempt + 1)
 
@@ -128,6 +141,7 @@ def open_regular(path: Path, max_bytes: int | None = MAX_FILE_BYTES) -> BinaryIO
     """Return a regular, non-empty file of acceptable size, open for reading.
 
     Raises:
+        PointerError: It is a pointer of Git LFS.
         DataError: It is a pipe, a device or a folder, empty, or larger than `max_bytes`.
         OSError: It cannot be opened.
     """
@@ -142,11 +156,23 @@ def open_regular(path: Path, max_bytes: int | None = MAX_FILE_BYTES) -> BinaryIO
             "cut it into tiles, or save it compressed",
             path=path,
         )
-    return open(path, "rb")
+    file = open(path, "rb")  # noqa: SIM115  # the caller closes it
+    if status.st_size < 1024 and file.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
+        file.close()
+        raise PointerError(
+            f"{shown(path)}: a pointer of Git LFS, not the file itself ({status.st_size} bytes): run git lfs pull in "
+            "its repository",
+            path=path,
+        )
+    return file
 
 
-def _os_reason(error: OSError) -> str:
+def _os_reason(path: Path, error: OSError) -> str:
     """Return why a file could not be read, and what to do."""
+    if isinstance(error, FileNotFoundError) and path.is_symlink():
+        target = os.readlink(path)
+        cure = "run git annex get" if ".git/annex" in target else "restore that file, or remove the link"
+        return f"a broken link to {shown(target)}, which does not exist: {cure}"
     if isinstance(error, FileNotFoundError):
         return "the file does not exist: restore it, or take it out of the split"
     if isinstance(error, PermissionError):
@@ -164,7 +190,8 @@ def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Imag
     try:
         image = Image.open(file)
     except Image.DecompressionBombError as error:
-        raise _too_large(path, str(error), max_pixels) from error
+        num_px = re.search(r"\d+", str(error))  # Pillow's sentence has the product of the sides only
+        raise _too_large(path, f"{num_px[0] if num_px else 'too many'} pixels", max_pixels) from error
     except Exception as error:  # a damaged header is reported by Pillow as any of a dozen exception types
         raise DataError(
             f"{shown(path)}: no readable image ({_first_line(error)}): the file is damaged or of an unknown format; "
@@ -266,7 +293,7 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
                 raise damaged(path, f"truncated {header.format}: its end is missing")
             return header
     except OSError as error:
-        raise DataError(f"{shown(path)}: {_os_reason(error)}", path=path) from error
+        raise DataError(f"{shown(path)}: {_os_reason(path, error)}", path=path) from error
 
 
 def tiff_tags(path: Path) -> TiffTags | None:

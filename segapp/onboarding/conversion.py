@@ -30,6 +30,7 @@ from tqdm import tqdm
 from segapp.bounds import check_memory
 from segapp.datasets.files import MAX_PIXELS, read_header, shown
 from segapp.datasets.images.raster import read_description
+from segapp.datasets.walk import composed
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.class_files import is_background, is_void
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
@@ -65,11 +66,11 @@ class Images:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._paths = set(tree.images)
+        self._paths = {composed(path): path for path in tree.images}
         self._by_name: dict[str, list[str]] = defaultdict(list)
         self._by_stem: dict[str, list[str]] = defaultdict(list)
         for path in tree.images:
-            name = PurePosixPath(path)
+            name = PurePosixPath(composed(path))
             self._by_name[name.name.casefold()].append(path)
             self._by_stem[name.stem.casefold()].append(path)
 
@@ -78,23 +79,21 @@ class Images:
 
         If several images fit, the one that shares the most folders with the annotation file `near` is used.
         """
-        clean = unquote(said).replace("\\", "/").split("?")[0]
-        folder = near.rpartition("/")[0]
+        clean = composed(unquote(said)).replace("\\", "/").split("?")[0]
+        folder = composed(near).rpartition("/")[0]
         for place in (clean, os.path.normpath(f"{folder}/{clean}")):
             if place in self._paths:
-                return place
+                return self._paths[place]
         name = clean.rpartition("/")[2].casefold()
         found = self._by_name.get(name) or self._by_stem.get(name) or []
         if not found and "-" in name:  # Label Studio writes its own id in front of an uploaded name
             found = self._by_name.get(name.partition("-")[2], [])
-        ends = [
-            path
-            for path in found
-            if path.casefold().endswith(clean.casefold()) or clean.casefold().endswith(path.casefold())
-        ]
+        folded = {path: composed(path).casefold() for path in found}
+        end = clean.casefold()
+        ends = [path for path in found if folded[path].endswith(end) or end.endswith(folded[path])]
         if len(found) < 2 or len(ends) == 1:
             return next(iter(ends or found), None)
-        scores = Counter({path: len(os.path.commonpath([f"/{folder}", f"/{path}"])) for path in found})
+        scores = Counter({path: len(os.path.commonpath([f"/{folder}", f"/{composed(path)}"])) for path in found})
         scores.update({path: 1000 for path in found if parse_file(path).split == split_said(near)})
         best = scores.most_common(2)
         return best[0][0] if best[0][1] > best[1][1] else None

@@ -23,6 +23,7 @@ from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
+from segapp.datasets.walk import composed, has_cure, left_out
 from segapp.errors import ConfigError, DataError, SegappError, accepted_words, storage_errors
 from segapp.memory.gpus import count_visible_gpus
 from segapp.onboarding.annotations import (
@@ -116,8 +117,9 @@ def propose_config(request: InitRequest) -> InitResult:
     if facts.pixels is not None:
         lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")
     if unread := facts.content.unread:
+        mask, reason = next(iter(unread.items()))
         lines.append(
-            f"note: {len(unread)} masks cannot be read, such as {shown(next(iter(unread)))}: segapp check names all"
+            f"note: {len(unread)} masks cannot be read, such as {shown(mask)} ({reason}): segapp check names all"
         )
     lines += [f"note: {note}" for note in facts.classes.notes]
     trained = [*division.train, *division.val]
@@ -324,7 +326,7 @@ def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
     """Return the candidate with a name, or the most likely one; ask if the second is nearly as likely."""
     if name is not None:
         for candidate in found:
-            if name == candidate.name:
+            if composed(name) == composed(candidate.name):
                 return candidate
         names = [shown(candidate.name) for candidate in found[:_MAX_SHOWN]]
         raise ConfigError(f"--layout {name}: no such layout of {shown(root)}: {accepted_words(name, names)}")
@@ -359,10 +361,12 @@ def found_lines(found: Sequence[Layout], chosen: Layout) -> list[str]:
 def _nothing_known(tree: Tree) -> str:
     entries = sorted(entry.name for entry in tree.root.iterdir() if not entry.name.startswith("."))
     there = ", ".join(shown(name) for name in entries[:8]) + (" and more" if len(entries) > 8 else "")
+    note = "".join(f"; {line}" for line in left_out(filter(has_cure, tree.others), ()))
     return (
         f"{shown(tree.root)} has no images with masks that belong together by their names, and no known "
-        f"annotations: it holds {there or 'nothing'} {tree.described()}give every mask the name of its image, such as "
-        "images/a.jpg and masks/a.png, or write train.txt and val.txt with an image and its mask a line"
+        f"annotations: it holds {there or 'nothing'} ({len(tree.images)} images){note}; give every mask the "
+        "name of its image, such as images/a.jpg and masks/a.png, or write train.txt and val.txt with an image and its "
+        "mask a line"
     )
 
 

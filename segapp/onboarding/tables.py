@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
+from segapp.datasets.walk import IMAGE_SUFFIXES, composed
 from segapp.errors import DataError
 from segapp.onboarding.conversion import Find, Images
 from segapp.onboarding.hypotheses import common_affixes
@@ -71,11 +71,11 @@ def read_tables(tree: Tree) -> list[Table]:
 
 
 def read_table(tree: Tree, path: str) -> Table | None:
-    """Return a table; None if the file cannot be read or has no rows."""
+    """Return a table with its text in NFC; None if the file cannot be read or has no rows."""
     data = tree.read(path, _MAX_TABLE_BYTES + 1)
     if not data or len(data) > _MAX_TABLE_BYTES or b"\0" in data[:4096]:
         return None
-    text = os.fsdecode(data.removeprefix(b"\xef\xbb\xbf"))
+    text = composed(os.fsdecode(data.removeprefix(b"\xef\xbb\xbf")))
     rows = tuple(_delimited(text, PurePosixPath(path).suffix.lower()))
     return _with_header(path, rows) if rows else None
 
@@ -215,6 +215,7 @@ def _said_by(table: Table, names: _NamedPairs) -> _Said:
     columns = [
         [names.find(cell) if cell else () for cell in table.column(number)] for number in range(table.num_columns)
     ]
+    columns.append([names.find(" ".join(row)) for row in table.rows])  # names with spaces
     best = max(columns, key=lambda column: sum(map(bool, column)), default=[])
     if sum(map(bool, best)) < max(1, _MIN_FOUND * len(table.rows)):
         return ()
@@ -277,13 +278,17 @@ class _NamedPairs:
         self._by_name: dict[str, tuple[Pair, ...]] = {}
         self._loose: dict[str, tuple[Pair, ...]] = {}
         self._scenes: dict[str, tuple[Pair, ...]] = {}
-        stems = [PurePosixPath(pair.image).stem for pair in pairs]
+        paths = [PurePosixPath(composed(pair.image)) for pair in pairs]
+        stems = [path.stem for path in paths]
         prefix, ending = common_affixes(stems)
-        for pair, stem in zip(pairs, stems, strict=True):
-            path = PurePosixPath(pair.image)
-            for key in {pair.image, str(path.with_suffix("")), path.name, stem}:
+        for pair, path, stem in zip(pairs, paths, stems, strict=True):
+            for key in {str(path), str(path.with_suffix("")), path.name, stem}:
                 self._by_name[key] = () if key in self._by_name else (pair,)
-            for key in {stem[len(prefix) : len(stem) - len(ending)], affixes(stem)[1], PurePosixPath(pair.mask).stem}:
+            for key in {
+                stem[len(prefix) : len(stem) - len(ending)],
+                affixes(stem)[1],
+                PurePosixPath(composed(pair.mask)).stem,
+            }:
                 for own in {key, without_zeros(key)} - {""}:
                     self._loose[own] = () if own in self._loose else (pair,)
             for key in {"/".join(pair.scene), *pair.scene[-1:]} - {""}:

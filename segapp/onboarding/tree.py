@@ -8,15 +8,16 @@ import json
 import os
 import re
 import tomllib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from segapp.datasets.files import MAX_FILE_BYTES, open_regular, shown
-from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES, RootGuard, walk_once
+from segapp.datasets.files import MAX_FILE_BYTES, PointerError, open_regular, shown
+from segapp.datasets.layouts.pairing import RootGuard
+from segapp.datasets.walk import IMAGE_SUFFIXES, composed, has_cure, left_out, walk
 from segapp.errors import ConfigError, DataError
 
 _TABLES = tomllib.loads(Path(__file__).parent.joinpath("words.toml").read_text(encoding="utf-8"))
@@ -154,8 +155,8 @@ class SurveyedImage:
 
     @cached_property
     def stem(self) -> str:
-        """The name without its extension."""
-        return PurePosixPath(self.path).stem
+        """The name without its extension, in NFC."""
+        return composed(PurePosixPath(self.path).stem)
 
     @cached_property
     def suffix(self) -> str:
@@ -168,7 +169,7 @@ def parse_file(path: str) -> SurveyedImage:
     pattern: list[str] = []
     scenes: list[str] = []
     split = None
-    folders = path.split("/")[:-1]
+    folders = composed(path).split("/")[:-1]
     splits = [split_in(folder) for folder in folders]
     for folder, said in zip(folders, splits, strict=True):
         if said is not None:
@@ -200,22 +201,6 @@ def affix_pattern(file: SurveyedImage) -> str:
     return f"{prefix}*{ending}" if core else prefix or ending
 
 
-_UNREAD_KINDS = (
-    (
-        (".npy",),
-        "arrays are read if their names say which are images and which masks (images.npy and masks.npy) and their "
-        "shapes agree",
-    ),
-    ((".npz",), "npz files are not read: save their arrays with np.save as train/images.npy and train/masks.npy"),
-    ((".dcm",), "DICOM files are not read: save their pixels as PNG or npy with pydicom"),
-    ((".parquet",), "parquet files are not read: save their images and masks as PNG with the datasets library"),
-    ((".nii", ".gz", ".mat", ".h5", ".hdf5"), "nii, mat and h5 files are not read: save their slices as PNG or npy"),
-    ((".mp4", ".avi", ".mov"), "videos are not read: save the frames that have masks as images"),
-    ((".zip", ".tar"), "archives are not read: unpack them"),
-)
-"""Extensions of files with pixels that are no images, and what to do if they cannot be read."""
-
-
 @dataclass(frozen=True)
 class Tree:
     """The files below a folder, as paths relative to it in their byte order."""
@@ -224,13 +209,7 @@ class Tree:
     images: tuple[str, ...]
     others: tuple[str, ...]  # annotations, class names, lists, and files of any other kind
     leads_outside: bool  # a folder or an image is a link out of the root
-
-    def described(self) -> str:
-        """Return the numbers of images and of other files with pixels by kind, and what to do with such files."""
-        kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.others)
-        held = {suffix: advice for suffixes, advice in _UNREAD_KINDS for suffix in suffixes if kinds[suffix]}
-        counts = [f"{len(self.images)} images", *(f"{kinds[suffix]} {suffix[1:]}" for suffix in held)]
-        return "; ".join([f"({', '.join(counts)})", *dict.fromkeys(held.values()), ""])
+    hidden: tuple[str, ...] = ()
 
     def others_named(self, *suffixes: str) -> list[str]:
         """Return the non-image files with one of the extensions, nearest to the root first."""
@@ -238,10 +217,12 @@ class Tree:
         return sorted(found, key=lambda path: (path.count("/"), path))
 
     def read(self, path: str, most: int = MAX_FILE_BYTES) -> bytes:
-        """Return the first bytes of a file; empty if it cannot be read."""
+        """Return the first bytes of a file; empty if it cannot be read, PointerError for a pointer of Git LFS."""
         try:
             with open_regular(self.root / path) as file:
                 return file.read(min(most, os.fstat(file.fileno()).st_size))  # of a larger number, all is allocated
+        except PointerError:  # it may be the annotations
+            raise
         except (OSError, DataError):
             return b""
 
@@ -260,20 +241,16 @@ def survey_tree(root: Path) -> Tree:
             f"{shown(root)} is not a folder: give the folder that holds the images and the masks", path=root
         )
     guard = RootGuard(root)
-    images, others = list[str](), list[str]()
+    images, others, hidden = list[str](), list[str](), list[str]()
     leads_outside = False
-    for place, names in walk_once(root):
-        below = os.path.relpath(place, root)
-        if "__MACOSX" in below.split("/"):
-            continue
-        leads_outside |= not guard.holds(place)
-        for name in names:
-            if name[0] == ".":
-                continue
+    for folder in walk(root):
+        leads_outside |= not guard.holds(folder.path)
+        hidden += [folder.below + name for name in folder.hidden]
+        for name in folder.files:
             is_image = name.lower().endswith(IMAGE_SUFFIXES)
-            (images if is_image else others).append(name if below == "." else f"{below}/{name}")
-            leads_outside |= is_image and not guard.holds(os.path.join(place, name))
-    return Tree(root, tuple(images), tuple(others), leads_outside)
+            (images if is_image else others).append(folder.below + name)
+            leads_outside |= is_image and name in folder.links and not guard.holds(os.path.join(folder.path, name))
+    return Tree(root, tuple(images), tuple(others), leads_outside, tuple(hidden))
 
 
 def unused_files(tree: Tree, used: Collection[str]) -> list[list[str]]:
@@ -298,4 +275,5 @@ def unused_lines(tree: Tree, unused: Sequence[Sequence[str]]) -> list[str]:
         lines.append(f"not used: {many}{shown(paths[0])}")
     if more := unused[_MAX_GROUPS:]:
         lines.append(f"not used: {sum(map(len, more))} more files in {len(more)} groups")
-    return lines
+    pixels = [path for paths in unused for path in paths if has_cure(path)]
+    return [*lines, *left_out(pixels, tree.hidden)]

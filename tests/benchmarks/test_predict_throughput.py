@@ -59,7 +59,7 @@ def test_predict_throughput_against_a_plain_loop(name: str, encoder: str, photos
     model = build_model("torchvision", name, 19, encoder=encoder, aux=False).eval()
     device = torch.device("cpu")
     predictor = TrainedPredictor(model, Inference(Normalizer(MEAN, STD)), SCHEME, device)
-    files = find_images([photos])
+    files = find_images([photos]).files
     ways: dict[str, Any] = {
         "segapp, labels": lambda: predict_files(predictor, files, OutputPlan(tmp_path, SCHEME, ("labels",))),
         "segapp, labels, color, overlay": lambda: predict_files(predictor, files, OutputPlan(tmp_path, SCHEME)),

@@ -371,7 +371,7 @@ def test_unpaired_and_odd_names_are_each_listed(root: Path) -> None:
     (masks / "02.png").rename(masks / "two.png")
     (masks / "03.png").unlink()
     write_picture(masks / "alone.png", np.zeros((48, 64), np.uint8))
-    for name in ("._a.png", "Thumbs.db"):
+    for name in ("._a.png", "Thumbs.db", "photo.heic"):
         (images / name).write_bytes(b"x")
     code, findings = check(root)
     assert code == 3
@@ -381,8 +381,8 @@ def test_unpaired_and_odd_names_are_each_listed(root: Path) -> None:
     files = [f["message"] for f in findings if f["kind"] == "file"]
     assert [m.split(": ")[1] for m in files] == [
         "1 masks have no image",
-        "1 files among the images have no image suffix",
-        "1 hidden files are ignored",
+        "1 files of other kinds (.heic) not read",
+        "2 hidden files and folders are not read",
     ]
     write_picture(images / "04.jpg", np.zeros((48, 64, 3), np.uint8))
     assert "have the same name" in str(check(root)[1])

@@ -118,7 +118,7 @@ def predict(root: Path, format: PolygonFormat, min_area_px: int = 0, simplify_px
     """Predict the images of a folder in tiles, and return the folder of the polygons."""
     out = root.parent / f"out-{format}"
     plan = OutputPlan(out, SCHEME, kinds=(), polygons=PolygonPlan(format, min_area_px, simplify_px))
-    tally = predict_files(Stored(), find_images([root]), plan, workspace=Workspace(MIN_SIDE_PX**2))
+    tally = predict_files(Stored(), find_images([root]).files, plan, workspace=Workspace(MIN_SIDE_PX**2))
     assert tally.problems == []
     assert tally.paths
     assert all(path.is_file() for path in tally.paths)
@@ -265,5 +265,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_video_gets_no_polygons_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(b"")
     plan = OutputPlan(tmp_path / "out", SCHEME, polygons=PolygonPlan("coco"))
-    problems = predict_files(Stored(), find_images([tmp_path / "a.mp4"]), plan, workspace=Workspace(10**9)).problems
+    problems = predict_files(
+        Stored(), find_images([tmp_path / "a.mp4"]).files, plan, workspace=Workspace(10**9)
+    ).problems
     assert "extract its frames first" in problems[0]

@@ -63,8 +63,8 @@ def test_glob_keeps_folders_after_its_first_wildcard(tmp_path: Path) -> None:
     for name in ("in/a/x.png", "in/b/x.png", "in/b/deep/y.jpg", "in/b/notes.txt", "in/clip.mp4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    assert [image.name for image in find_images([tmp_path / "in" / "*" / "x.png"])] == ["a/x", "b/x"]
-    everything = find_images([tmp_path / "in" / "**" / "*"])
+    assert [image.name for image in find_images([tmp_path / "in" / "*" / "x.png"]).files] == ["a/x", "b/x"]
+    everything = find_images([tmp_path / "in" / "**" / "*"]).files
     assert {image.name for image in everything} == {"a/x", "b/x", "b/deep/y", "clip"}
     assert [image.name for image in everything if image.is_video] == ["clip"]
     with pytest.raises(DataError, match="matches no image"):
@@ -74,7 +74,7 @@ def test_glob_keeps_folders_after_its_first_wildcard(tmp_path: Path) -> None:
 def test_two_images_of_one_stem_get_different_names(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg", "b.png"):
         (tmp_path / name).write_bytes(b"")
-    found = find_images([tmp_path, tmp_path / "b.png"])
+    found = find_images([tmp_path, tmp_path / "b.png"]).files
     assert sorted(image.name for image in found) == ["a.jpg", "a.png", "b"]
     assert len({image.name for image in found}) == 3
 

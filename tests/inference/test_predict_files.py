@@ -120,7 +120,7 @@ def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = No
         options.pop("label_ids", False),
     )
     options.setdefault("workspace", Workspace(10**9))
-    return predict_files(predictor or Blur(), find_images([source]), plan, **options)
+    return predict_files(predictor or Blur(), find_images([source]).files, plan, **options)
 
 
 @pytest.mark.parametrize("workspace", [Workspace(10**9), Workspace(30_000)])

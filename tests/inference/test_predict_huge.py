@@ -34,7 +34,7 @@ inference = Inference(Normalizer((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)))
 predictor = TrainedPredictor(model, inference, scheme, torch.device("cpu"))
 predictor.labels(__import__("numpy").zeros((1, 64, 64, 3), "uint8"))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-tally = predict_files(predictor, find_images([sys.argv[1]]), OutputPlan(Path(sys.argv[2]), scheme))
+tally = predict_files(predictor, find_images([sys.argv[1]]).files, OutputPlan(Path(sys.argv[2]), scheme))
 print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, tally.seconds, *tally.problems, *tally.notes)
 """
 

@@ -112,7 +112,7 @@ def test_array_that_is_the_mask_of_a_file_is_refused(tmp_path: Path) -> None:
         ({"x": np.zeros((4, 3, 32, 32)), "y": np.zeros((4, 32, 32))}, r"channels of images last, such as np\.moveaxis"),
         ({"x": np.zeros((4, 32, 32, 3)), "y": np.zeros((4, 32, 32, 3))}, r"y\.npy.*save masks as ids"),
         ({"images": np.array([{}, {}], dtype=object)}, "Python objects.*save plain arrays"),
-        ({"values": np.zeros((4, 32, 32))}, "npy.*arrays are read if their names say"),
+        ({"values": np.zeros((4, 32, 32))}, "npy.*name arrays for their contents"),
     ],
     ids=["axes", "channels first", "a channel for each class", "objects", "one array"],
 )

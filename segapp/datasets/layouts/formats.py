@@ -13,10 +13,8 @@ from typing import Any, Literal
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts.pairing import (
     FolderLayout,
-    Leftovers,
     RootGuard,
     find_images,
-    find_leftovers,
     listed_pairs,
     match_masks,
 )
@@ -30,6 +28,7 @@ from segapp.datasets.layouts.schemes import (
     check_label_map,
     check_names,
 )
+from segapp.datasets.walk import on_disk
 from segapp.errors import ConfigError, DataError, accepted_words, closest_words
 
 
@@ -240,15 +239,6 @@ def _meant_folder(folder: Path) -> str:
     return f"there is no {shown(wanted)} in {shown(above.resolve())}: check data.root and the current folder; "
 
 
-def leftovers(location: DataLocation, split: str) -> Leftovers:
-    """Return the files in a split's folders that do not belong to any pair."""
-    known = _format(location.format)
-    if not known.layouts or location.mask_classes:
-        return Leftovers()
-    base, layout = _choose_layout(known, location, split)
-    return find_leftovers(base, layout, location.build_guard())
-
-
 def _choose_layout(known: DatasetFormat, location: DataLocation, split: str) -> tuple[Path, FolderLayout]:
     """Return the first root and layout whose images or split file exist, else the format's first; names filled in."""
     folder, split = Path(location.root), known.splits.get(split, split)
@@ -275,7 +265,7 @@ def _fill_in(layout: FolderLayout, location: DataLocation, base: Path, split: st
 
     def folder(own: str, users: str | None, *, is_shared: bool) -> str:
         if users and "{split}" in own and "{split}" not in users:
-            users = users if is_shared and not (base / users / split).is_dir() else f"{users}/{{split}}"
+            users = users if is_shared and not on_disk(base / users / split).is_dir() else f"{users}/{{split}}"
         return (users or own).replace("{split}", split)
 
     return FolderLayout(

@@ -7,13 +7,13 @@ it (`RootGuard`).
 
 import codecs
 import os
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from segapp.datasets.files import ImagePair, open_regular, shown
+from segapp.datasets.walk import IMAGE_SUFFIXES, composed, is_below, on_disk, others_note, walk
 from segapp.errors import DataError, did_you_mean
 
 
@@ -85,6 +85,8 @@ class RootGuard:
             DataError: It is the root, or outside it, directly or through a link.
         """
         path = os.path.join(self.root, name)
+        if not name.isascii():
+            path = os.fspath(on_disk(Path(path)))
         clean, clean_root = os.path.abspath(path), os.path.abspath(self.root)
         problem = None
         if clean == clean_root:
@@ -113,14 +115,6 @@ class RootGuard:
             self._real_parents[parent] = os.path.realpath(parent)
         return os.path.join(self._real_parents[parent], name)
 
-
-def is_below(path: str, folder: str) -> bool:
-    """Return True if a path, with links resolved, is inside a folder."""
-    return path.startswith(folder.rstrip(os.sep) + os.sep)
-
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif")
-"""Extensions of images, in any case; if several masks have the same stem, the extension listed first is used."""
 
 _MAX_NAMED = 5
 
@@ -171,6 +165,7 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
 
 def _existing(folder: Path, how_to_get: str) -> Path:
     """Return the folder; if it does not exist, raise DataError with the names of its sibling folders."""
+    folder = on_disk(folder)
     if folder.is_dir():
         return folder
     parent = folder.parent
@@ -184,7 +179,8 @@ def _no_images(folder: Path, files: Sequence[Path], suffixes: Sequence[str], how
     there = Counter(path.suffix or "(no extension)" for path in files)
     seen = ", ".join(f"{count} *{shown(suffix)}" for suffix, count in there.most_common(3)) or "no file at all"
     wanted = f"*{suffixes[0]}" if len(suffixes) == 1 else "image"
-    message = f"no {wanted} below {shown(folder)}, which holds {seen}: {how_to_get}"
+    note = others_note(path.name for path in files if not path.name.lower().endswith(IMAGE_SUFFIXES))
+    message = f"no {wanted} below {shown(folder)}, which holds {seen}: {f'{note}; ' if note else ''}{how_to_get}"
     return DataError(message, key="data.root", path=folder)
 
 
@@ -212,12 +208,16 @@ def match_masks(
     masks = _by_key(folder, files, layout.mask_suffixes or IMAGE_SUFFIXES)
     keys = _Keys(masks)
     matches = {key: match for key in images if (match := keys.find(key)) is not None}
-    pairs = []
+    image_folder = on_disk(base / layout.image_dir)
+    pairs, owners = [], dict[str, str]()
     for key, match in matches.items():
         image, mask = images[key], masks[match][0]
         if mask == image:
             raise DataError(f"{shown(image)} would be its own mask: set mask_dir or mask_suffix", path=image)
-        pairs.append(ImagePair(image, mask, image.relative_to(base / layout.image_dir).with_suffix("").as_posix()))
+        if (earlier := owners.setdefault(match, key)) != key:
+            both = f"{shown(images[earlier])} and {shown(image)}"
+            raise DataError(f"{both} have one mask, {shown(mask)}: give each its own mask, or remove one", path=mask)
+        pairs.append(ImagePair(image, mask, image.relative_to(image_folder).with_suffix("").as_posix()))
     missing_keys = [key for key in images if key not in matches]
     if missing_keys:
         missing = [shown(images[key]) for key in missing_keys]
@@ -243,35 +243,6 @@ def _other_ending(missing: Sequence[str], names: Sequence[str]) -> str:
         return f": set data.mask_suffix: {shown(endings.pop())}"
     there = f"; there are {_some(sorted(names))}" if names else ""
     return f": set data.mask_suffix if their names end otherwise, such as _mask.png{there}"
-
-
-@dataclass(frozen=True)
-class Leftovers:
-    """Files in the folders of a split that do not belong to any pair and are not read."""
-
-    masks: tuple[Path, ...] = ()  # masks without an image
-    others: tuple[Path, ...] = ()  # files in the image folder without an image extension
-    hidden: tuple[Path, ...] = ()  # files in either folder whose names start with a dot
-
-
-def find_leftovers(base: Path, layout: FolderLayout, guard: RootGuard) -> Leftovers:
-    """Return the files in a split's folders that belong to no pair; none for folders shared by several splits."""
-    if layout.split_file is not None or not (base / layout.image_dir).is_dir():
-        return Leftovers()
-    folder = base / layout.image_dir
-    suffixes = (layout.image_suffix,) if layout.image_suffix else IMAGE_SUFFIXES
-    files, hidden = list(_walk(folder, guard)), list(_walk(folder, guard, is_hidden=True))
-    images = _by_key(folder, files, suffixes)
-    taken = {path for paths in images.values() for path in paths}
-    masks: list[Path] = []
-    if layout.mask_dir != layout.image_dir and (base / layout.mask_dir).is_dir():
-        keys = _Keys(images)
-        files_of_masks = _walk(base / layout.mask_dir, guard)
-        found = _by_key(base / layout.mask_dir, files_of_masks, layout.mask_suffixes or IMAGE_SUFFIXES)
-        masks = [paths[0] for key, paths in found.items() if keys.find(key) is None]
-        hidden += _walk(base / layout.mask_dir, guard, is_hidden=True)
-    others = [path for path in files if path not in taken]
-    return Leftovers(tuple(masks), tuple(others) if layout.mask_dir != layout.image_dir else (), tuple(hidden))
 
 
 def _by_key(folder: Path, files: Iterable[Path], suffixes: Sequence[str]) -> dict[str, list[Path]]:
@@ -308,33 +279,14 @@ class _Keys:
 
     @staticmethod
     def _fold(key: str) -> str:
-        return unicodedata.normalize("NFC", key).casefold()
+        return composed(key).casefold()
 
 
-def _walk(folder: Path, guard: RootGuard, *, is_hidden: bool = False) -> Iterator[Path]:
-    """Yield all files of `walk_once` that are not hidden; with `is_hidden` those that are.
-
-    Raises:
-        OutsideError: A folder is outside the root.
-    """
-    for place, names in walk_once(folder):
-        guard.check(Path(place))
-        yield from (Path(place, name) for name in names if name.startswith(".") == is_hidden)
-
-
-def walk_once(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder below one with the names of its files, in a fixed order.
-
-    Links to folders are followed once, hidden folders skipped.
-    """
-    seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        is_known = real in seen
-        seen.add(real)
-        folders[:] = [] if is_known else sorted(name for name in folders if name[0] != ".")
-        if not is_known:
-            yield place, sorted(names)
+def _walk(folder: Path, guard: RootGuard) -> Iterator[Path]:
+    """Yield the files below a folder that are not hidden; OutsideError is raised for a folder outside the root."""
+    for place in walk(folder):
+        guard.check(Path(place.path))
+        yield from (Path(place.path, name) for name in place.files)
 
 
 def _lines(path: Path, how_to_get: str) -> list[str]:

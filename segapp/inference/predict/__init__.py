@@ -1,6 +1,6 @@
 """Prediction of image and video files: label maps, colors, overlays, probabilities, and polygons."""
 
-from segapp.inference.predict.outputs import OutputPlan, Saved, blend, colorize, parse_saved
+from segapp.inference.predict.outputs import OutputPlan, blend, colorize, parse_saved
 from segapp.inference.predict.pipeline import predict_files
 from segapp.inference.predict.polygons import PolygonPlan, parse_polygons
 from segapp.inference.predict.predictor import (
@@ -9,7 +9,7 @@ from segapp.inference.predict.predictor import (
     TrainedPredictor,
     predict_image,
 )
-from segapp.inference.predict.reading import InputFile, find_images
+from segapp.inference.predict.reading import InputFile, Saved, find_images
 
 __all__ = [
     "EnsemblePredictor",

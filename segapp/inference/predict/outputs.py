@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any
 
 import cv2
 import numpy as np
@@ -29,11 +29,9 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
 from segapp.inference.predict.polygons import CocoFile, PolygonPlan, write_vectors
 from segapp.inference.predict.predictor import Strip
-from segapp.inference.predict.reading import Picture
+from segapp.inference.predict.reading import SAVED, Picture, Saved
 from segapp.run.files import remove_quietly, temporary_name
 
-Saved = Literal["labels", "color", "overlay", "confidence", "probabilities"]
-SAVED: tuple[Saved, ...] = get_args(Saved)
 OVERLAY_ALPHA = 0.5
 PROBABILITY_SCALE = 65_535
 """Stored value of probability 1."""

@@ -7,14 +7,15 @@ dropped.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import itertools
-import re
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 from PIL import Image
 
@@ -24,10 +25,14 @@ from segapp.datasets.images.raster import Georeference, read_georeference
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.images.windows import image_windows
-from segapp.errors import DataError
+from segapp.datasets.walk import IMAGE_SUFFIXES, Folder, composed, is_below, left_out, on_disk, others_note, walk
+from segapp.errors import ConfigError, DataError
 
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
-VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv"})
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv")
+_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
+Saved = Literal["labels", "color", "overlay", "confidence", "probabilities"]
+SAVED: tuple[Saved, ...] = get_args(Saved)
+"""Kinds of results; each has a folder with its name, and so have polygons."""
 
 
 @dataclass(frozen=True)
@@ -43,84 +48,109 @@ class InputFile:
         return self.path.suffix.lower() in VIDEO_SUFFIXES
 
 
-def find_images(paths: Sequence[str | Path]) -> list[InputFile]:
+class Inputs(NamedTuple):
+    """The images and videos to predict, and sentences about files that are not read."""
+
+    files: list[InputFile]
+    notes: list[str]
+
+
+def find_images(paths: Sequence[str | Path], out: Path | None = None) -> Inputs:
     """Return the inputs of files, folders (recursively) and globs (`**` for any depth), without duplicates.
+
+    Hidden files and the results in the folder `out` are not read.
 
     Raises:
         DataError: a path does not exist, or a folder or a glob gives no image.
+        ConfigError: a path is in the folder of the results.
     """
-    found: dict[Path, InputFile] = {}
-    for given in map(Path, paths):
-        for image in _files_of(given):
-            found.setdefault(image.path.resolve(), image)
-    return _distinct(list(found.values()))
+    results = [] if out is None else [os.path.realpath(out / kind) for kind in ("", *SAVED, "polygons")]
+    found: dict[str, InputFile] = {}
+    others, hidden = dict[str, None](), dict[str, None]()
+    for given in (on_disk(Path(path)) for path in paths):
+        if any(is_below(os.path.realpath(given) + os.sep, folder) for folder in results[1:]):
+            raise ConfigError(
+                f"{shown(given)} is in the folder of the results, {shown(results[0])}: choose another --out"
+            )
+        if given.is_file():
+            found.setdefault(os.path.realpath(given), InputFile(given, given.stem))
+            continue
+        is_empty = True
+        for folder, names in _places(given, results):
+            hidden |= dict.fromkeys(os.path.join(folder.path, name) for name in folder.hidden)
+            for name in names:
+                path = os.path.join(folder.path, name)
+                if not name.lower().endswith(_SUFFIXES):
+                    others[path] = None
+                    continue
+                is_link = name in folder.links and os.path.exists(path)
+                real = os.path.realpath(path) if is_link else os.path.join(folder.real, name)
+                found.setdefault(real, InputFile(Path(path), os.path.splitext(folder.below + name)[0]))
+                is_empty = False
+        if is_empty:
+            what = "holds no image or video" if given.is_dir() else "matches no image or video: check the pattern"
+            note = others_note(others) or "nothing else is there"
+            raise DataError(f"{shown(given)} {what} ({note}; supported suffixes: {' '.join(_SUFFIXES)})", path=given)
+    return Inputs(_distinct([*found.values()]), left_out(others, hidden))
 
 
-def _files_of(given: Path) -> Iterator[InputFile]:
-    if given.is_file():
-        yield InputFile(given, given.stem)
-    elif given.is_dir():
-        yield from _below(given)
-    elif glob.has_magic(str(given)):
-        yield from _matching(given)
-    else:
+def _places(given: Path, skip: Sequence[str]) -> Iterator[tuple[Folder, list[str]]]:
+    """Yield the folders below a folder, or below the part of a glob before its first wildcard, with the files meant.
+
+    As in a shell, `*` and `**` skip hidden files.
+    """
+    if given.is_dir():
+        yield from ((folder, folder.files) for folder in walk(given, skip))
+        return
+    if not glob.has_magic(str(given)):
         raise DataError(f"{shown(given)} is neither a file nor a folder: check the path", path=given)
+    fixed = [*itertools.takewhile(lambda part: not glob.has_magic(part), given.parts[:-1])]
+    start, pattern = on_disk(Path(*fixed)), [composed(part) for part in given.parts[len(fixed) :]]
+    pattern += ["*"] * (pattern[-1] == "**")
+    depth = None if "**" in pattern else len(pattern)
+    if start.is_dir():
+        for folder in walk(start, skip, depth=depth, hidden=any(part[0] == "." for part in pattern)):
+            parts = composed(folder.below).split("/")[:-1]
+            yield folder, [name for name in folder.files if _fits([*parts, composed(name)], pattern)]
 
 
-def _below(folder: Path) -> list[InputFile]:
-    files = sorted(path for path in folder.rglob("*") if _is_picture(path))
-    if not files:
-        raise DataError(f"{shown(folder)} holds no image or video: supported suffixes are {_suffixes()}", path=folder)
-    return [InputFile(path, str(path.relative_to(folder).with_suffix(""))) for path in files]
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return True if the parts of a path match those of a glob.
 
-
-def _matching(pattern: Path) -> list[InputFile]:
-    """Return the inputs that match a glob; their names are relative to the folder before the first wildcard.
-
-    As in a shell, `*` and `**` skip hidden files; `**` does not follow links to folders, which may form cycles.
+    >>> _fits(["a", "b", "x.png"], ["**", "*.png"]), _fits(["a", "x.png"], ["*.png"])
+    (True, False)
     """
-    fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
-    parts = [part if part == "**" else re.sub(r"\*{2,}", "*", part) for part in pattern.relative_to(fixed).parts]
-    if parts[-1] == "**":
-        parts.append("*")
-    wants_hidden = _has_hidden(parts)
-    files = sorted(
-        path
-        for path in fixed.glob("/".join(parts))
-        if _is_picture(path) and (wants_hidden or not _has_hidden(path.relative_to(fixed).parts))
-    )
-    if not files:
-        raise DataError(
-            f"{shown(pattern)} matches no image or video with one of the suffixes {_suffixes()}: check the pattern",
-            path=pattern,
-        )
-    return [InputFile(path, str(path.relative_to(fixed).with_suffix(""))) for path in files]
-
-
-def _has_hidden(parts: Iterable[str]) -> bool:
-    return any(part.startswith(".") for part in parts)
-
-
-def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES and path.is_file()
-
-
-def _suffixes() -> str:
-    return " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
+    if not pattern or not parts:
+        return not pattern and not parts
+    if pattern[0] == "**":
+        return any(_fits(parts[number:], pattern[1:]) for number in range(len(parts)))
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
 def _distinct(images: list[InputFile]) -> list[InputFile]:
-    """Make the names unique: equal ones (a.jpg, a.png) get their suffix, then a number."""
-    names = Counter(image.name for image in images)
+    """Make the names unique.
+
+    If images of several folders have one name, all names begin at the folder that these have in common. In one folder,
+    equal names (a.jpg, a.png) get their suffix, then a number (equal in NFC only).
+    """
+    folders: dict[str, set[Path]] = {}
+    for image in images:
+        folders.setdefault(composed(image.name), set()).add(image.path.parent)
+    if any(len(own) > 1 for own in folders.values()):
+        paths = [os.path.abspath(image.path) for image in images]
+        common = os.path.commonpath([os.path.dirname(path) for path in paths])
+        names = [os.path.splitext(os.path.relpath(path, common))[0] for path in paths]
+        images = [replace(image, name=name) for image, name in zip(images, names, strict=True)]
+    counts = Counter(composed(image.name) for image in images)
     taken: set[str] = set()
     result = []
     for image in images:
-        name = image.name if names[image.name] == 1 else image.name + image.path.suffix
+        name = image.name if counts[composed(image.name)] == 1 else image.name + image.path.suffix
         base, number = name, 2
-        while name in taken:
+        while composed(name) in taken:
             name, number = f"{base}-{number}", number + 1
-        taken.add(name)
-        result.append(InputFile(image.path, name))
+        taken.add(composed(name))
+        result.append(replace(image, name=name))
     return result
 
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import shown
 from segapp.errors import DataError, StorageError, cannot_be_written
-from segapp.inference.predict.outputs import ImageOutputs, OutputPlan, Saved, blend, colorize
+from segapp.inference.predict.outputs import ImageOutputs, OutputPlan, blend, colorize
 from segapp.inference.predict.predictor import Strip
-from segapp.inference.predict.reading import InputFile, Picture
+from segapp.inference.predict.reading import InputFile, Picture, Saved
 from segapp.run.files import remove_quietly, temporary_name
 
 CODECS = (("mp4v", ".mp4"), ("avc1", ".mp4"), ("XVID", ".avi"), ("MJPG", ".avi"))

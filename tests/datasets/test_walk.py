@@ -1,0 +1,215 @@
+"""Files of a folder are listed once, by one rule, and names that look alike are equal."""
+
+import json
+import os
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segapp.datasets.files import ImagePair, check_pairs, read_header
+from segapp.datasets.layouts.formats import DataLocation, find_pairs
+from segapp.datasets.walk import on_disk, walk
+from segapp.errors import DataError
+from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.tree import survey_tree
+from tests.support.drawn_folders import draw_image, draw_mask
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n"
+NAMES = ["Straße Köln", "été (1)", "naïve,x", "ünï", "plain", "img [2]", "Ångström", "o'neil", "100%", "ñ;colon", "b"]
+
+
+def nfc(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+def nfd(text: str) -> str:
+    return unicodedata.normalize("NFD", text)
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+
+
+def test_walk_lists_each_file_once_and_leaves_hidden_ones(tmp_path: Path) -> None:
+    touch(tmp_path, "d/z/x.png", "d/z/._x.png", "d/z/Thumbs.db", "d/b.PNG", "d/c/notes.txt", "d/.cache/y.png")
+    touch(tmp_path, "d/c/__MACOSX/x.png", "d/out/labels/b.png", "d/runs/one/run.json", "d/runs/one/samples/s.png")
+    (tmp_path / "d/again").symlink_to("z")  # listed before z, and its files are those of z
+    (tmp_path / "d/c/up").symlink_to("../..")
+    (tmp_path / "d/ring").symlink_to("ring")
+    (tmp_path / "d/lost.png").symlink_to("nowhere")
+    found = list(walk(tmp_path / "d", [os.path.realpath(tmp_path / "d/out")]))
+    files = [folder.below + name for folder in found for name in folder.files]
+    assert files == ["b.PNG", "lost.png", "ring", "c/notes.txt", "z/x.png"]
+    hidden = [folder.below + name for folder in found for name in folder.hidden]
+    assert hidden == [".cache/", "c/__MACOSX/", "z/._x.png", "z/Thumbs.db"]
+    assert [name for folder in found for name in folder.links] != []
+    assert all(os.path.realpath(folder.path) == folder.real for folder in found)
+
+
+def test_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "images/train/1.png", "images/train/locked/2.png", "masks/train/1.png", "masks/train/locked/2.png")
+    real, refused = os.scandir, []
+
+    def scandir(path: str) -> object:
+        if "locked" in os.fspath(path):
+            refused.append(path)
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for read in (lambda: survey_tree(tmp_path), lambda: find_pairs(DataLocation("folder", tmp_path), "train")):
+        with pytest.raises(DataError, match=r"locked: the folder cannot be listed \(Permission denied\): .*chmod \+rx"):
+            read()
+    assert len(refused) == 2
+
+
+@pytest.mark.parametrize("make", [nfc, nfd], ids=["disk in NFC", "disk in NFD"])
+def test_path_is_found_in_the_other_form(make: object, tmp_path: Path) -> None:
+    other = nfd if make is nfc else nfc
+    touch(tmp_path, make("Köln/été.png"), "plain.png")
+    assert on_disk(tmp_path / other("Köln/été.png")) == tmp_path / make("Köln/été.png")
+    assert on_disk(tmp_path / other("Köln/là.png")).name == other("là.png")
+    touch(tmp_path, other("Köln/été.png"))
+    assert on_disk(tmp_path / other("Köln/été.png")) == tmp_path / other("Köln/été.png")
+
+
+def test_list_in_nfd_names_files_in_nfc_with_their_own_bytes(tmp_path: Path) -> None:
+    names = [nfc(name) for name in ("Köln/été", "Köln/ünï", "plain")]
+    touch(tmp_path, *(f"i/{name}.png" for name in names), *(f"m/{nfd(name)}.png" for name in names))
+    (tmp_path / "train.txt").write_text("".join(f"i/{nfd(name)}.png\tm/{nfc(name)}.png\n" for name in names))
+    pairs = find_pairs(DataLocation("list", tmp_path), "train")
+    assert {(str(p.image.relative_to(tmp_path)), str(p.mask.relative_to(tmp_path))) for p in pairs if p.mask} == {
+        (f"i/{name}.png", f"m/{nfd(name)}.png") for name in names
+    }
+
+
+def test_two_images_whose_names_look_alike_do_not_share_a_mask(tmp_path: Path) -> None:
+    touch(tmp_path, f"images/train/{nfc('é')}.png", f"images/train/{nfd('é')}.png", "images/train/a.png")
+    touch(tmp_path, f"masks/train/{nfd('é')}.png", "masks/train/a.png")
+    with pytest.raises(DataError, match=r"have one mask, .*: give each its own mask"):
+        find_pairs(DataLocation("folder", tmp_path), "train")
+
+
+def test_folder_of_masks_is_found_in_the_other_form(tmp_path: Path) -> None:
+    touch(tmp_path, f"{nfd('Übung')}/train/{nfd('Köln')}/1.png", f"{nfd('Masken ä')}/train/{nfc('Köln')}/1.png")
+    place = DataLocation("folder", tmp_path, image_dir=nfc("Übung"), mask_dir=nfc("Masken ä"))
+    assert [(nfc(p.name), p.mask.exists()) for p in find_pairs(place, "train") if p.mask] == [("Köln/1", True)]
+
+
+def listed(root: Path, split: str) -> set[tuple[str, ...]]:
+    text = (root.with_name(f"{root.name}-lists") / f"{split}.txt").read_text()
+    return {tuple(line.split("\t")) for line in text.splitlines()}
+
+
+def test_init_pairs_all_names_of_a_mac_and_writes_their_bytes(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    pairs = {(nfc(f"images/Köln/{name}.png"), nfd(f"masks/Köln/{name}.png")) for name in NAMES}
+    for image, mask in pairs:
+        draw_image(root / image)
+        draw_mask(root / mask)
+    result = propose_config(InitRequest(root, root.with_suffix(".yaml")))
+    assert listed(root, "train") | listed(root, "val") == pairs
+    assert f"{len(NAMES)} of {len(NAMES)} images have a mask" in result.lines[0]
+
+
+def test_init_keeps_the_splits_of_lists_in_the_other_form(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / nfc(f"images/{name}.png"))
+        draw_mask(root / nfc(f"masks/{name}.png"))
+    for split, own in (("train", NAMES[::2]), ("val", NAMES[1::2])):
+        (root / f"{split}.txt").write_text("\n".join(map(nfd, own)))
+    propose_config(InitRequest(root, root.with_suffix(".yaml")))
+    for split, own in (("train", NAMES[::2]), ("val", NAMES[1::2])):
+        assert {image for image, _ in listed(root, split)} == {nfc(f"images/{name}.png") for name in own}
+
+
+def test_init_finds_images_of_annotations_in_the_other_form(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / nfd(f"{name}.png"), (30, 40))
+    size = {"width": 40, "height": 30}
+    images = [{"id": i, "file_name": nfc(f"{name}.png"), **size} for i, name in enumerate(NAMES)]
+    box = {"category_id": 3, "segmentation": [[2, 2, 20, 2, 20, 11, 2, 11]], "iscrowd": 0, "area": 162}
+    objects = [{"id": i, "image_id": i, "bbox": [2, 2, 18, 9], **box} for i in range(len(NAMES))]
+    content = {"images": images, "categories": [{"id": 3, "name": "box"}], "annotations": objects}
+    (root / "annotations.json").write_text(json.dumps(content))
+    propose_config(InitRequest(root, root.with_suffix(".yaml")))
+    found = {image for split in ("train", "val") for image, _ in listed(root, split)}
+    assert found == {nfd(f"{name}.png") for name in NAMES}
+
+
+def test_pointer_of_git_lfs_is_named_with_its_cure(tmp_path: Path) -> None:
+    image, mask = tmp_path / "a.png", tmp_path / "b.png"
+    draw_image(image)
+    mask.write_bytes(POINTER)
+    with pytest.raises(DataError, match=r"b\.png: a pointer of Git LFS, .*: run git lfs pull"):
+        check_pairs([ImagePair(image, mask, "a")])
+    root = tmp_path / "d"
+    draw_image(root / "images/1.png")
+    (root / "annotations.json").write_bytes(POINTER)
+    with pytest.raises(DataError, match=r"annotations\.json: a pointer of Git LFS"):
+        propose_config(InitRequest(root, root.with_suffix(".yaml")))
+
+
+def test_broken_link_is_named_with_its_target(tmp_path: Path) -> None:
+    for target, cure in (("../gone/p05.png", "restore that file"), ("../.git/annex/objects/x.png", "git annex get")):
+        path = tmp_path / f"{len(cure)}.png"
+        path.symlink_to(target)
+        with pytest.raises(DataError, match=rf"a broken link to {target}, .*{cure}"):
+            read_header(path)
+
+
+PLUG_IN = """
+from PIL import Image, PngImagePlugin
+class Heif(PngImagePlugin.PngImageFile):
+    format = "HEIF"
+    def _open(self):
+        self.fp.seek(4)
+        import io
+        self.fp = io.BytesIO(self.fp.read())
+        super()._open()
+def register_heif_opener():
+    Image.register_open("HEIF", Heif, lambda start: start[:4] == b"HEIF")
+"""
+
+READ = """
+import sys
+from segapp.datasets.images.reading import read_image
+from segapp.onboarding.tree import survey_tree, unused_files, unused_lines
+from pathlib import Path
+root = Path(sys.argv[1])
+tree = survey_tree(root)
+print(sorted(tree.images), *unused_lines(tree, unused_files(tree, set()))[-1:], sep="|")
+print(*[read_image(root / path).tolist() for path in tree.images if not path.endswith("png")])
+"""
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_photos_of_phones_are_read_with_their_plug_in(is_installed: bool, tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    root.mkdir()
+    Image.fromarray(np.full((1, 2, 3), 7, np.uint8)).save(root / "a.png")
+    for name in ("b.heic", "c.HEIF"):
+        (root / name).write_bytes(b"HEIF" + (root / "a.png").read_bytes())
+    if is_installed:
+        (tmp_path / "pillow_heif.py").write_text(PLUG_IN)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(root)], capture_output=True, text=True, env=environment, check=True
+    )
+    first, second, *_ = [*done.stdout.splitlines(), ""]
+    if is_installed:
+        assert first.startswith("['a.png', 'b.heic', 'c.HEIF']")
+        assert second == "[[[7, 7, 7], [7, 7, 7]]] [[[7, 7, 7], [7, 7, 7]]]"
+    else:
+        note = "2 files of other kinds (1 .heic, 1 .heif) not read: convert them, or install pillow-heif"
+        assert first == f"['a.png']|{note}"
