@@ -505,7 +505,8 @@ def init(
         str | None,
         option(
             "--masks",
-            "ids: each value of the masks is a class, although the values look like instances.",
+            "ids: each value of the masks is a class, although they look like instances or their palettes disagree. "
+            "colors: each color is a class.",
             "KIND",
         ),
     ] = None,

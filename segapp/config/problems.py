@@ -165,7 +165,7 @@ def _is_ignored_by_augment(config: RunConfig, key: str) -> bool:
 def _has_fitting_colors(data: DataConfig) -> bool:
     """Return True if each class has a color; with `rgb_masks`, further colors mark ignored pixels."""
     num_colors, num_classes = len(data.palette or ()), len(data.classes or ())
-    return num_colors == num_classes or (data.rgb_masks and num_colors > num_classes)
+    return num_colors == num_classes or (bool(data.rgb_masks) and num_colors > num_classes)
 
 
 def _is_multiple(train: TrainConfig) -> bool:

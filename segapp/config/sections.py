@@ -118,8 +118,9 @@ class DataConfig(Section):
     palette: list[tuple[Byte, Byte, Byte]] | None = None
     """RGB color of each class, in reports, overlays and RGB masks. Colors after these are ignored pixels of RGB masks;
     any other color is refused. Change it if your masks are colored, or if two classes look alike."""
-    rgb_masks: bool = False
-    """Masks are RGB images with the colors of data.palette. Change it to true for colored masks."""
+    rgb_masks: bool | None = None
+    """true: the classes are the colors of data.palette; null: they are ids, and palettes that disagree are refused;
+    false: they are ids, whatever the palettes say. Change it to true for colored masks."""
     multilabel: Literal["files", "channels", "bits"] | None = None
     """A pixel may have several classes, or none. files: one mask file per class ({class} in mask_dir or mask_suffix, or
     one column of a list). channels: one channel or TIFF page per class. bits: one bit per class. One class: binary

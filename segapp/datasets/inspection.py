@@ -23,6 +23,7 @@ from PIL import Image
 
 from segapp.datasets.files import ImagePair, check_same_size, jpeg_damage, read_bytes, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import Windows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -241,6 +242,7 @@ def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -
     if found.size is not None and found.mask is not None:
         with found.noting("size"):
             check_same_size(pair, found.size, found.mask.size)
+            check_same_place(pair)
 
 
 def _note_image(found: _Examined, image: NDArray[Any] | Windows, pixels: PixelFormat) -> None:

@@ -22,6 +22,7 @@ from PIL import Image, ImageOps, ImageSequence
 
 from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown
 from segapp.datasets.images.reading import check_complete, decode
+from segapp.datasets.layouts.palettes import palette_of
 from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color
 from segapp.errors import DataError
 
@@ -63,7 +64,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     data = read_bytes(path)
     image = open_bytes(data, path)
     check_mask_format(path, str(image.format))
-    _check_one_frame(image, path)
+    check_one_frame(image, path)
     check_complete(data, image, path)
     if not scheme.rgb:
         _check_holds_ids(image, path)
@@ -77,6 +78,13 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         ids = np.array(image.convert("RGB") if scheme.rgb else image, np.uint8 if image.mode == "1" else None)
     except Exception as error:  # as above
         raise damaged(path, error) from error
+    if scheme.palettes is not None and (problem := scheme.palettes.add(path, palette_of(image, ids))):
+        raise DataError(
+            f"{shown(path)}: the palettes disagree: {problem}: set data.rgb_masks to true, and data.palette, to read "
+            "colors, or to false to read ids",
+            key="data.rgb_masks",
+            path=path,
+        )
     return train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme)
 
 
@@ -150,7 +158,7 @@ def _sets_of_bits(planes: NDArray[np.int64], path: Path, scheme: ClassScheme) ->
     return sets
 
 
-def _check_one_frame(image: Image.Image, path: Path) -> None:
+def check_one_frame(image: Image.Image, path: Path) -> None:
     """Check that there is only one frame; frames are not counted, because that takes a minute for a million."""
     try:
         has_more = bool(getattr(image, "is_animated", False))

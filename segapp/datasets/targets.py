@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.images.windows import mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, all_unknown
@@ -186,6 +187,7 @@ def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelForma
 
     def counts(pair: ImagePair) -> MaskCounts | UnknownIdsError:
         try:
+            check_same_place(pair)
             blocks = [pair.read(scheme, pixels)[1]] if isinstance(pair, OwnPair) else mask_blocks(pair.masks, scheme)
             return count_mask(blocks, scheme)
         except UnknownIdsError as error:

@@ -1,7 +1,7 @@
 """Contents of masks: their values or colors, with numbers of pixels and masks, sampled evenly from a data set."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,10 +9,13 @@ from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
+from segapp.datasets.images.raster import check_same_place
+from segapp.datasets.layouts.palettes import Palettes, palette_of
 from segapp.datasets.layouts.schemes import Color
-from segapp.datasets.masks import color_codes, unscaled
+from segapp.datasets.masks import check_one_frame, color_codes, unscaled
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError
 from segapp.onboarding.layout import evenly
@@ -37,9 +40,11 @@ class MaskContent:
     values: Counter[int] = field(default_factory=Counter)  # pixels by value, of masks of ids
     colors: Counter[Color] = field(default_factory=Counter)  # pixels by RGB color, of RGB masks
     masks_with: Counter[Value] = field(default_factory=Counter)  # masks by value or color
-    counts_up_to: Counter[int] = field(default_factory=Counter)  # masks whose values are 0 or 1 to n, by n
     lossy: list[Path] = field(default_factory=list)  # masks that are JPEGs
-    smooth: list[Path] = field(default_factory=list)  # masks with more than MAX_COLORS colors
+    values_of: dict[Path, frozenset[Value]] = field(default_factory=dict)  # mask -> its values or colors
+    colored: list[Path] = field(default_factory=list)  # masks with colors, or with a palette that says something
+    palettes: Palettes = field(default_factory=Palettes)
+    disagreement: str = ""  # sentence on the first palettes that disagree
     # height and width of every image whose header was read
     sizes_px: list[tuple[int, int]] = field(default_factory=list)
 
@@ -68,10 +73,11 @@ class MaskContent:
         return f"{number} of the pixels" + ("" if self.num_masks == self.num_all else " read")
 
 
-def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
+def read_contents(pairs: Sequence[ImagePair], *, as_rgb: bool = False) -> MaskContent:
     """Read headers of images and complete masks, evenly over the pairs; unreadable files are counted.
 
-    Masks of ids are read as colors if some masks are color images. DataError is raised if no image can be read.
+    Masks of ids are read as colors with `as_rgb`, or if some masks are color images. DataError is raised if no image
+    can be read, or if only some of the masks have colors.
     """
     found = side_by_side(_size, evenly(pairs, MAX_HEADERS), READERS)
     sizes = [size for size in found if not isinstance(size, DataError)]
@@ -82,10 +88,23 @@ def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
     chosen = evenly(pairs, min(MAX_MASKS, max(20, MAX_MASK_PX // (height * width))))
     masks = [pair.mask for pair in chosen if pair.mask is not None]
     _count_all(content, masks, as_rgb=False)
-    if content.values and content.colors:
+    if content.values and (content.colors or as_rgb):
+        _refuse_mixture(content)
         content = MaskContent(num_all=len(pairs), sizes_px=sizes)
         _count_all(content, masks, as_rgb=True)
     return content
+
+
+def _refuse_mixture(content: MaskContent) -> None:
+    """Raise DataError if masks without colors hold values that are not grays of the masks with colors."""
+    colors = {*content.colors, *content.palettes.index_of}
+    plain = {mask: own - {0, 255} for mask, own in content.values_of.items() if mask not in content.colored}
+    ids = [mask for mask, own in plain.items() if any((value,) * 3 not in colors for value in own)]
+    if ids and any(len({*color}) > 1 for color in colors):
+        raise DataError(
+            f"{len(ids)} masks hold ids, such as {shown(ids[0])}, and {len(content.colored)} hold colors, such as "
+            f"{shown(content.colored[0])}: save all as ids, or all as colors"
+        )
 
 
 def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> None:
@@ -94,18 +113,16 @@ def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> 
         if isinstance(counted, str):
             content.unread[mask] = counted
             continue
-        values, colors, format = counted
+        values, colors, format, palette = counted
         content.num_masks += 1
         content.values.update(values)
         content.colors.update(colors)
         content.masks_with.update([*values, *colors])
-        known = values.keys() | {0}
-        if (last := max(known)) and min(known) == 0 and len(known) == last + 1:
-            content.counts_up_to[last] += 1
+        content.values_of[mask] = frozenset([*values, *colors])
+        content.colored += [mask] if colors or palette else []
+        content.disagreement = content.disagreement or content.palettes.add(mask, palette)
         if format in ("JPEG", "MPO"):
             content.lossy.append(mask)
-        if len(colors) > MAX_COLORS:
-            content.smooth.append(mask)
 
 
 def _size(pair: ImagePair) -> tuple[int, int] | DataError:
@@ -113,35 +130,40 @@ def _size(pair: ImagePair) -> tuple[int, int] | DataError:
         header = read_header(pair.image)
     except DataError as error:
         return error
+    check_same_place(pair)
     return header.height_px, header.width_px
 
 
-def count_pixels(path: Path, *, as_rgb: bool) -> tuple[dict[int, int], dict[Color, int], str] | str:
-    """Return the pixels of one mask by value and by color, and its format; or why it cannot be read."""
+def count_pixels(
+    path: Path, *, as_rgb: bool
+) -> tuple[dict[int, int], dict[Color, int], str, Mapping[int, Color]] | str:
+    """Return the pixels of one mask by value and by color, its format and its palette; or why it cannot be read."""
     try:
-        pixels, format = stored_pixels(path, as_rgb=as_rgb)
+        pixels, image = stored_pixels(path, as_rgb=as_rgb)
     except UNREADABLE as error:
         return str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__
     if pixels.ndim == 2:
-        return _histogram(pixels), {}, format
+        return _histogram(pixels), {}, str(image.format), palette_of(image, pixels)
     histogram = _histogram(color_codes(pixels))
     most = sorted(histogram, key=lambda code: -histogram[code])[: MAX_COLORS + 1]
-    return {}, {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}, format
+    colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
+    return {}, colors, str(image.format), {}
 
 
-def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], str]:
-    """Return the ids (H, W) or the colors (H, W, 3) of a mask as stored, and its format.
+def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], Image.Image]:
+    """Return the ids (H, W) or the colors (H, W, 3) of a mask as stored, and the image.
 
     An error in UNREADABLE is raised if the file is damaged, or has numbers with fractions.
     """
     data = read_bytes(path)
     image = open_bytes(data, path)
+    check_one_frame(image, path)
     if as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr", "LA", "PA"):
-        return np.asarray(image.convert("RGB")), str(image.format)
+        return np.asarray(image.convert("RGB")), image
     if image.mode == "F":
         raise ValueError("numbers with fractions")
     pixels = unscaled(np.asarray(image), image, data)
-    return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), str(image.format)
+    return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), image
 
 
 def _histogram(numbers: NDArray[np.uint8 | np.int64] | NDArray[np.int32]) -> dict[int, int]:

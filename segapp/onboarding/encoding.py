@@ -23,6 +23,7 @@ _INSTANCES = (
     "save masks of classes instead, such as np.where(ids < 1000, ids, ids // 1000).astype(np.uint8) of class x 1000 + "
     "instance, or (ids > 0).astype(np.uint8) of objects of one class"
 )
+MASKS = ("ids", "colors")  # values of `--masks`
 UNLABELLED = ("ignore", "class")  # values of `--unlabelled`
 MAX_UNSAID = 0.01  # largest share of the pixels that is ignored without a question or an option
 CLEANING = (
@@ -41,7 +42,8 @@ _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
 class MaskChoices:
     """The user's answers about masks, as options of `segapp init`; None: determined from the masks, or asked."""
 
-    masks: str | None = None  # "ids": each value is a class, although the values look like instances
+    # one of MASKS: each value is a class although they look like instances or the palettes disagree, or each color is
+    masks: str | None = None
     unlabelled: str | None = None  # one of UNLABELLED
 
 
@@ -145,7 +147,7 @@ def _refuse_instances(content: MaskContent, stored: Sequence[Value], choices: Ma
     values = [value for value in stored if isinstance(value, int)]
     high = [value for value in values if value >= _INSTANCE_STEP]
     lone = sum(content.masks_with[value] == 1 for value in stored)
-    counting = content.counts_up_to
+    counting = Counter(max(own) for own in content.values_of.values() if own | {0} == {*range(len(own | {0}))} != {0})
     look = ""
     if len({value // _INSTANCE_STEP for value in high}) < len(high):
         look = f"hold {len(values)} values up to {values[-1]}, which look like class x {_INSTANCE_STEP} + instance"
@@ -359,12 +361,20 @@ def read_classes(
         OpenQuestionError: there are several plausible interpretations.
     """
     _refuse_lossy(content, masks)
+    if choices.masks is None and content.disagreement:
+        raise _palette_question(f"the palettes disagree: {content.disagreement}")
+    if choices.masks is None:
+        _refuse_scales(content)
     if (two := binary_classes(content, files, masks)) is not None:
         return two
     stored, strays, notes = _sorted_out(content, files, choices)
     _check_several(content, stored)
     if fits := [fit for file in files if (fit := _fit(file, content, stored)) is not None]:
         best = min(fits, key=lambda fit: content.share(fit.unnamed))
+        for value, (color, mask) in content.palettes.color_of.items() if choices.masks is None else ():
+            if best.file.colors.get(color, said := best.named.get(value)) != said:
+                why = f"{shown(best.file.source)} names {value} {said}, and its color in {shown(mask)} "
+                raise _palette_question(why + best.file.colors[color])
         return _from_file(best, content, strays, choices, notes)
     if (known := recognise(stored, masks[0])) is not None:
         ignored: Sequence[Any] = known.ignored_colors if content.colors else known.ignored_ids
@@ -391,6 +401,26 @@ def read_classes(
     return _classes(named, reason, strays, why, [*notes, *unfit[:1]])
 
 
+def _palette_question(why: str) -> DataError:
+    answers = {"colors": "each color is a class", "ids": "each value is a class, whatever its color"}
+    return open_question(why, "--masks", answers)
+
+
+def _refuse_scales(content: MaskContent) -> None:
+    """Raise DataError if some masks hold the ids of the others multiplied: 0 and 255 next to 0 and 1, or 16 bits."""
+    known = {mask: {one for one in own if isinstance(one, int) and one} for mask, own in content.values_of.items()}
+    for factor in (257, 255, 65_535):
+        scaled = {mask: own for mask, own in known.items() if own and not any(value % factor for value in own)}
+        rest = {mask: own for mask, own in known.items() if own and mask not in scaled}
+        high, low = set[int]().union(*scaled.values()), set[int]().union(*rest.values())
+        if high and {value // factor for value in high} <= low - high and (factor == 257 or low == {1}):
+            raise DataError(
+                f"{len(scaled)} masks hold {listed(sorted(high))}, such as {shown(min(scaled))}, and {len(rest)} hold "
+                f"{listed(sorted(low))}, such as {shown(min(rest))}, as if saved with another scale: divide the former "
+                f"by {factor}; if these are different classes, add --masks ids"
+            )
+
+
 def _refuse_lossy(content: MaskContent, masks: Sequence[str]) -> None:
     """Raise DataError for JPEGs, for masks with too many colors, and if no mask can be read."""
     if content.lossy:
@@ -403,9 +433,10 @@ def _refuse_lossy(content: MaskContent, masks: Sequence[str]) -> None:
         raise DataError(
             f"none of {content.num_all} masks can be read, such as {shown(masks[0])}{reason}: save them as PNG of ids"
         )
-    if content.smooth or len(content.colors) > 2 * MAX_COLORS:
+    smooth = [mask for mask, own in content.values_of.items() if content.colors and len(own) > MAX_COLORS]
+    if smooth or len(content.colors) > 2 * MAX_COLORS:
         raise DataError(
-            f"{max(len(content.smooth), 1)} of {content.num_masks} masks contain neither ids nor fewer than "
-            f"{MAX_COLORS} colors, such as {shown(content.smooth[0] if content.smooth else masks[0])}: they were "
+            f"{max(len(smooth), 1)} of {content.num_masks} masks contain neither ids nor fewer than "
+            f"{MAX_COLORS} colors, such as {shown(smooth[0] if smooth else masks[0])}: they were "
             f"smoothed or saved with loss; {CLEANING}"
         )

@@ -39,7 +39,7 @@ from segapp.onboarding.class_files import find_class_files, nearest_first, publi
 from segapp.onboarding.content import MaskContent, read_contents
 from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
 from segapp.onboarding.division import Division, divided
-from segapp.onboarding.encoding import IGNORED, UNLABELLED, Classes, MaskChoices, read_classes
+from segapp.onboarding.encoding import IGNORED, MASKS, UNLABELLED, Classes, MaskChoices, read_classes
 from segapp.onboarding.hypotheses import CLOSE, find_layouts
 from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, Pair, open_question
 from segapp.onboarding.pieces import find_pieces, find_rle
@@ -68,7 +68,7 @@ class InitRequest(MaskChoices):
             raise ConfigError(
                 "--val-share and --folds: give only one of them, because the number of folds sets their share"
             )
-        for option, word, known in (("--masks", self.masks, ("ids",)), ("--unlabelled", self.unlabelled, UNLABELLED)):
+        for option, word, known in (("--masks", self.masks, MASKS), ("--unlabelled", self.unlabelled, UNLABELLED)):
             if word is not None and word not in known:
                 raise ConfigError(f"{option} {word}: choose {' or '.join(known)}")
 
@@ -162,7 +162,7 @@ def _facts(
             f"{len(both)} validation images are also training images, such as {shown(both[0])}: take them out of "
             "one of the lists"
         )
-    content = read_contents([*train, *val])
+    content = read_contents([*train, *val], as_rgb=choices.masks == "colors" and not chosen.is_drawn)
     format, keys = "list", {"list_dir": str(out.with_name(f"{out.stem}-lists"))}
     if mask_root != root:
         keys["mask_root"] = str(mask_root)
@@ -171,7 +171,7 @@ def _facts(
         classes = Classes(chosen.classes, chosen.classes_reason or f"from {chosen.title}", notes=chosen.notes)
         if len(set(content.values) - {IGNORED}) == 1:
             raise DataError(f"{chosen.title}: no annotation draws an object: every pixel has one class")
-    elif not chosen.is_drawn and not division.is_new:
+    elif not chosen.is_drawn and not division.is_new and not content.disagreement:
         known = DATASETS.get(chosen.name)
         if known is not None and set(content.values) <= (
             known.label_map or dict.fromkeys(range(len(known.names)))
@@ -555,6 +555,8 @@ def _class_lines(facts: Facts) -> Iterator[str]:
         return
     names = yaml.safe_dump(list(classes.names), default_flow_style=True, width=10**9, allow_unicode=True).strip()
     yield _line(f"  classes: {names}", classes.names_reason)
+    if facts.content.disagreement:
+        yield "  rgb_masks: false  # the palettes disagree, and are not used"
     if classes.palette:
         yield "  rgb_masks: true"
         yield _line(f"  palette: {[list(color) for color in classes.palette]}", classes.stored_reason)

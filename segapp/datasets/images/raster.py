@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import damaged, shown, tiff_tags
-from segapp.datasets.images.tiff_tags import has_rasterio
+from segapp.datasets.files import ImagePair, damaged, shown, tiff_tags
+from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.errors import DataError, install_command
 from segapp.run.words import first_line
 
@@ -162,6 +162,31 @@ def read_georeference(path: Path) -> Georeference | None:
         if source.crs is None and source.transform.is_identity:
             return None
         return Georeference(None if source.crs is None else source.crs.to_wkt(), tuple(source.transform)[:6])
+
+
+def check_same_place(pair: ImagePair) -> None:
+    """Raise DataError if image and mask are GeoTIFFs of other coordinates; half a pixel is a matter of convention."""
+    image, mask = (_place(path) for path in (pair.image, pair.mask or pair.image))
+    if image is None or mask is None:
+        return
+    names = [None if place.crs is None else crs_name(place.crs) for place in (image, mask)]
+    moved = np.abs(np.subtract(image.transform, mask.transform))
+    is_moved = (moved > max(map(abs, image.transform[:2])) * np.array([1e-4, 1e-4, 0.75, 1e-4, 1e-4, 0.75])).any()
+    if is_moved or (None not in names and names[0] != names[1]):
+        said = [f"{place.transform} of {name}" for place, name in zip((image, mask), names, strict=True)]
+        raise DataError(
+            f"{shown(pair.files[-1])}: its georeference is {said[1]}, its image {shown(pair.image)} has {said[0]}: "
+            "warp the mask to the grid of the image, or remove the wrong one with gdal_edit.py -unsetgt",
+            path=pair.mask,
+        )
+
+
+def _place(path: Path) -> Georeference | None:
+    """Return the georeference of a file; None if it has none, or none that can be read."""
+    try:
+        return read_georeference(path) if path.suffix.lower() in TIFF_SUFFIXES and has_rasterio() else None
+    except DataError:  # the reader of the pixels reports it
+        return None
 
 
 class GeoTiffWriter:

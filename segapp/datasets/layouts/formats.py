@@ -18,6 +18,7 @@ from segapp.datasets.layouts.pairing import (
     listed_pairs,
     match_masks,
 )
+from segapp.datasets.layouts.palettes import Palettes
 from segapp.datasets.layouts.schemes import (
     FORMATS,
     PUBLISHED,
@@ -105,7 +106,7 @@ def class_scheme(
     palette: Sequence[Sequence[int]] | None = None,
     label_map: Mapping[int, int] | None = None,
     ignore_index: int | None = None,
-    rgb: bool = False,
+    rgb: bool | None = False,
     multilabel: Literal["files", "channels", "bits"] | None = None,
 ) -> ClassScheme:
     """Return the classes of a format; the user's values replace the published ones.
@@ -118,7 +119,7 @@ def class_scheme(
         label_map: Id in the mask file (with `rgb`: position in the palette) -> train id or `ignore_index`.
         ignore_index: Target value of pixels that losses and scores leave out; None: 255, or -1 with more than 255
             classes.
-        rgb: Masks are RGB images with the colors of the palette.
+        rgb: Masks are RGB images with the colors of the palette; None: of ids, and palettes in them must agree.
         multilabel: How masks store several classes per pixel; None: one class per pixel. `ignore_index` is then the
             value of ignored pixels in the masks; None: there are none.
 
@@ -133,7 +134,7 @@ def class_scheme(
     if palette is not None:
         colors = tuple((red, green, blue) for red, green, blue in palette)
     colors = colors or bit_palette(len(names), first=1)
-    check_colors(colors, len(names), rgb=rgb, declared=palette is not None)
+    check_colors(colors, len(names), rgb=bool(rgb), declared=palette is not None)
     if multilabel is not None:
         return ClassScheme(names, colors, ignore_index=-1, multilabel=multilabel, ignored_value=ignore_index)
     ignored = int(ignore_index) if ignore_index is not None else 255 if len(names) <= 255 else -1
@@ -159,10 +160,13 @@ def class_scheme(
         palette=colors[: len(names)],
         label_map=dict(label_map) if label_map else None,
         ignore_index=ignored,
-        rgb=rgb,
+        rgb=bool(rgb),
         mask_colors=colors if rgb else (),
         train_id_suffix=train_id_suffix,
     )
+    if rgb is None:
+        declared = zip(colors if palette is not None else (), scheme.file_ids, strict=False)
+        scheme = replace(scheme, palettes=Palettes({color: (index, "data.palette") for color, index in declared}))
     if not rgb or label_map is None:
         return scheme
     return replace(scheme, palette=tuple(colors[file_id] for file_id in scheme.file_ids))

@@ -6,7 +6,7 @@ Colors are RGB in 0..255.
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from segapp.datasets.layouts.palettes import Palettes
 from segapp.errors import ConfigError
 
 Color = tuple[int, int, int]
@@ -126,6 +127,8 @@ class ClassScheme:
     # class c, and -1 (`ignore_index`) for ignored pixels. None: one class per pixel.
     multilabel: Literal["files", "channels", "bits"] | None = None
     ignored_value: int | None = None  # value of ignored pixels in masks of several classes; None: there are none
+    # Palettes of the masks that were read, which must agree; None: they are not compared
+    palettes: Palettes | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_classes(self) -> int:

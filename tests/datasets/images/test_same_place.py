@@ -1,0 +1,103 @@
+"""A GeoTIFF and its mask must lie in the same place: checked before a training, by `check` and by `init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
+
+from rasterio.transform import Affine  # noqa: E402
+
+from segapp.datasets.files import ImagePair  # noqa: E402
+from segapp.datasets.images.raster import check_same_place  # noqa: E402
+from segapp.datasets.inspection import examine  # noqa: E402
+from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs  # noqa: E402
+from segapp.datasets.targets import read_targets  # noqa: E402
+from segapp.errors import DataError  # noqa: E402
+from tests.support.drawn_folders import proposed  # noqa: E402
+
+HEIGHT, WIDTH = 37, 53
+GRID = (10.0, 0.0, 500_000.0, 0.0, -10.0, 5_000_000.0)
+
+
+def write(path: Path, pixels: np.ndarray, grid: Any = GRID, crs: str | None = "EPSG:32632") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = {"driver": "GTiff", "height": HEIGHT, "width": WIDTH, "count": len(pixels), "dtype": "uint8"}
+    place = {} if grid is None else {"transform": Affine(*grid), "crs": crs}
+    with rasterio.open(path, "w", **kind, **place) as file:
+        file.write(pixels)
+    return path
+
+
+def pixels_of(number: int, count: int, top: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, top, (count, HEIGHT, WIDTH), np.uint8)
+
+
+def shifted(**changes: float) -> tuple[float, ...]:
+    return tuple(value + changes.get(name, 0.0) for name, value in zip("abcdef", GRID, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("grid", "crs", "is_same"),
+    [
+        (GRID, "EPSG:32632", True),
+        (shifted(c=5, f=-5), "EPSG:32632", True),  # half a pixel: corners or centers
+        (shifted(c=10), "EPSG:32632", False),
+        (shifted(f=-10), "EPSG:32632", False),
+        (shifted(a=10, e=-10), "EPSG:32632", False),
+        (shifted(e=20), "EPSG:32632", False),  # upside down
+        (GRID, "EPSG:32633", False),
+        (GRID, None, True),  # the mask does not say its system
+        (None, None, True),
+    ],
+)
+def test_another_place_is_refused(grid: Any, crs: Any, is_same: bool, tmp_path: Path) -> None:
+    image = write(tmp_path / "image.tif", pixels_of(0, 3, 255))
+    pair = ImagePair(image, write(tmp_path / "mask.TIFF", pixels_of(1, 1, 3), grid, crs), "image")
+    if is_same:
+        check_same_place(pair)
+        return
+    with pytest.raises(DataError, match=r"mask\.TIFF: its georeference is .* its image .*image\.tif has ") as raised:
+        check_same_place(pair)
+    of_mask, of_image = str(raised.value).split(", its image ")
+    assert f"{tuple(grid)} of urn:ogc:def:crs:{crs.replace(':', '::')}" in of_mask
+    assert f"{GRID} of urn:ogc:def:crs:EPSG::32632:" in of_image
+
+
+@pytest.mark.parametrize("reader", ["train", "check", "init"])
+def test_every_reader_compares_the_places(reader: str, tmp_path: Path) -> None:
+    for number, (split, name) in enumerate([("train", "s"), ("train", "b"), ("val", "k"), ("val", "d")]):
+        grid = tuple(np.add(GRID, (0, 0, 530 * number, 0, 0, 0)))
+        write(tmp_path / "d" / "images" / split / f"{name}.tif", pixels_of(number, 3, 255), grid)
+        moved = tuple(np.add(grid, (0, 0, 40 * (name == "k"), 0, 0, 0)))
+        write(tmp_path / "d" / "masks" / split / f"{name}.tif", pixels_of(number, 1, 3), moved)
+    scheme = class_scheme("folder", classes=["a", "b", "c"])
+    splits = {name: find_pairs(DataLocation("folder", str(tmp_path / "d")), name) for name in ("train", "val")}
+    if reader == "check":
+        reports = examine(splits, scheme, crop_px=(16, 16))
+        found = [one for report in reports for one in report.findings if one.severity == "error"]
+        assert [(one.kind, one.split, "val/k.tif" in one.message) for one in found] == [("size", "val", True)]
+        return
+    read_targets(splits["train"], "train", scheme, total_px=1, is_training=True)
+
+    def read() -> None:
+        if reader == "train":
+            read_targets(splits["val"], "val", scheme, total_px=1, is_training=False)
+        else:
+            proposed(tmp_path / "d", tmp_path / "made.yaml")
+
+    with pytest.raises(DataError, match=r"masks/val/k.tif: its georeference"):
+        read()
+
+
+def test_a_damaged_file_is_left_to_its_reader(tmp_path: Path) -> None:
+    image = write(tmp_path / "image.tif", pixels_of(0, 3, 255))
+    mask = write(tmp_path / "mask.tif", pixels_of(1, 1, 3), shifted(c=990))
+    mask.write_bytes(mask.read_bytes()[:9])
+    check_same_place(ImagePair(image, mask, "image"))
+    check_same_place(ImagePair(image, None, "image"))
+    check_same_place(ImagePair(image, tmp_path / "mask.png", "image"))
