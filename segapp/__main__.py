@@ -20,10 +20,11 @@ from typing import NoReturn, cast
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError
 from segapp.run.words import announce_torch, printable
-from segapp.waiting import watch_signals
+from segapp.waiting import lines_while, watch_signals
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 _UNWIND_S = 1.2
+_WITH_OWN_LINES = ("train", "sweep", "launch", "attach", "docs")
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
 
@@ -47,7 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
     announce_torch()
     is_json = any(word.partition("=")[0] == "--json" for word in arguments)
     words = [word for word in arguments if word not in ("--debug", "--trust-parts")]
-    with trusting("--trust-parts" in arguments), _one_line_errors(is_debug, words[:1], as_json=is_json):
+    doing = "" if not words or words[0] in _WITH_OWN_LINES else f"segapp {words[0]}: still running"
+    with (
+        trusting("--trust-parts" in arguments),
+        _one_line_errors(is_debug, words[:1], as_json=is_json),
+        lines_while(lambda: doing),
+    ):
         while True:
             try:
                 sys.exit(app(words, standalone_mode=False) or 0)

@@ -23,23 +23,33 @@ _LOOK_S = 0.3
 """Seconds between two looks for a signal, and for the main thread's answer."""
 
 
+_texts: list[Callable[[], str]] = []
+"""The texts of all running `lines_while`, the innermost last."""
+
+
 @contextlib.contextmanager
-def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[Callable[[], None]]:
-    """Print a line on stderr when the body has taken `first_s`, then every 30 s; yield a function that ends this."""
+def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[None]:
+    """Print a line on stderr when the body has taken `first_s`, and then every 30 s, with the time so far.
+
+    Nothing is printed while the text is empty, or another `lines_while` runs within the body.
+    """
     is_over, began_s = threading.Event(), time.monotonic()
 
     def say() -> None:
         wait_s = first_s
         while not is_over.wait(wait_s):
-            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed stream
-                print(f"{text()} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr, flush=True)
+            if _texts[-1] is text and (line := text()):
+                with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed stream
+                    print(f"{line} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr, flush=True)
             wait_s = EVERY_S
 
+    _texts.append(text)
     threading.Thread(target=say, name="lines", daemon=True).start()
     try:
-        yield is_over.set
+        yield
     finally:
         is_over.set()
+        _texts.remove(text)
 
 
 def watch_signals() -> None:

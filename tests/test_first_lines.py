@@ -109,3 +109,20 @@ def test_pipes_get_no_line_of_the_start() -> None:
     """Up to the import of torch, by which a terminal has one."""
     done = subprocess.run([sys.executable, "-c", PIPED, "eval", "demo"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
+
+
+SLOW = """
+import functools, sys, time
+import segapp.__main__, segapp.commands.runs
+
+segapp.__main__.lines_while = functools.partial(segapp.__main__.lines_while, first_s=0.3)
+segapp.commands.runs.print_runs = lambda *_, **__: time.sleep(0.6) or print("[]")
+segapp.__main__.main(sys.argv[1:])
+"""
+
+
+def test_long_command_without_a_terminal_prints_a_line_on_stderr() -> None:
+    words = [sys.executable, "-c", SLOW, "ls", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n")
+    assert done.stderr == "segapp ls: still running (0 s so far)\n"

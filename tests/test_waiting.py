@@ -125,9 +125,11 @@ def test_long_work_prints_lines_and_fast_work_none(
     done = iter(range(7, 99))
     with waiting.lines_while(lambda: f"reading {next(done)} of 99 masks", first_s=0.1):
         time.sleep(0.55)
-    with waiting.lines_while(lambda: "never", first_s=0.1) as end_lines:
-        end_lines()
-        time.sleep(0.2)
-    with waiting.lines_while(lambda: "never"):
+    with waiting.lines_while(lambda: "outer", first_s=0.1), waiting.lines_while(lambda: "inner", first_s=0.1):
+        time.sleep(0.25)
+    with waiting.lines_while(lambda: "outer", first_s=0.1), waiting.lines_while(lambda: "", first_s=0.1):
+        time.sleep(0.25)
+    with waiting.lines_while(lambda: "never", first_s=0.5):
         pass
-    assert capsys.readouterr() == ("", "reading 7 of 99 masks (0 s so far)\nreading 8 of 99 masks (0 s so far)\n")
+    lines = ["reading 7 of 99 masks", "reading 8 of 99 masks", "inner"]
+    assert capsys.readouterr() == ("", "".join(f"{line} (0 s so far)\n" for line in lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -39,6 +39,7 @@ from segapp.errors import DataError
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.words import printable
+from segapp.training.console import progress_bar
 
 _MAX_SHOWN = 5
 """Findings of a group, or files, that the terminal shows."""
@@ -56,9 +57,8 @@ def check_data(config: RunConfig, *, as_json: bool) -> int:
     measured, problem = _measure(data, next(name for name in splits if splits[name]), splits)
     if problem is not None:
         before.append(problem)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=sum(map(len, splits.values())))
+    with progress_bar(sum(map(len, splits.values())), "reading", unit="pair") as progress:
+        read = itertools.count(1)
         reports = examine(
             splits,
             scheme,
@@ -66,7 +66,7 @@ def check_data(config: RunConfig, *, as_json: bool) -> int:
             resize_px=data.resize_px,
             pixels=measured or RGB8,
             threads=max(1, round(usable_cores())),
-            progress=lambda: bar.advance(task),
+            progress=lambda: progress(next(read)),
         )
     if problem is None:
         _check_samples(config, scheme, reports[0])

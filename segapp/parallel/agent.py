@@ -42,6 +42,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from segapp.compat.torch import rendezvous_store
 from segapp.parallel.launch import LIMIT_S, PeerWatch, peer_limit_s
+from segapp.waiting import lines_while
 
 LOST = 8
 """Exit code of an agent that cannot reach the others."""
@@ -89,10 +90,16 @@ class Agent(LocalElasticAgent):
     """The agent of this machine: `spec` has its ranks, and how they meet the others."""
 
     def __init__(
-        self, spec: WorkerSpec, logs_specs: Any, policy: Policy, endpoint: tuple[str, int], shutdown_s: float
+        self,
+        spec: WorkerSpec,
+        logs_specs: Any,
+        policy: Policy,
+        endpoint: tuple[str, int],
+        shutdown_s: float,
+        waiting: str,
     ) -> None:
         super().__init__(spec, logs_specs)
-        self._policy, self._endpoint = policy, endpoint
+        self._policy, self._endpoint, self._waiting = policy, endpoint, waiting
         self._shutdown_timeout = int(shutdown_s)
         handler: Any = spec.rdzv_handler
         self._handler, self._num_waiting = handler, handler.num_nodes_waiting
@@ -142,7 +149,8 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents and agree on the number of the round, which a joining machine does not know."""
         self._end_watch()
-        super()._rendezvous(worker_group)
+        with lines_while(lambda: self._waiting, 1.0):
+            super()._rendezvous(worker_group)
         store: Any = worker_group.store
         store.set(f"round/{worker_group.group_rank}", str(self._round + 1))
         rounds = store.multi_get([f"round/{i}" for i in range(worker_group.group_world_size or 1)])
@@ -341,6 +349,10 @@ def run_job(options: Namespace, secret: bytes, policy: Policy | None = None, *, 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart joins the old store
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch's own handling loses the ranks' exit codes
     config, program, command = run.config_from_args(options)
+    machines = "{0}" if config.min_nodes == config.max_nodes else "{0} to {1}"
+    machines = machines.format(config.min_nodes, config.max_nodes)
+    limit_s = config.rdzv_configs.get("join_timeout", _JOIN_S)
+    waiting = f"waiting at {config.rdzv_endpoint} for {machines} machines, for at most {float(limit_s):g} s"
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=config.rdzv_endpoint,
@@ -354,24 +366,24 @@ def run_job(options: Namespace, secret: bytes, policy: Policy | None = None, *, 
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node,
         entrypoint=program,
-        rdzv_handler=_handler_of(parameters, secret),
+        rdzv_handler=_handler_of(parameters, secret, waiting),
         **{name: getattr(config, name) for name in shared},
     )
     endpoint = parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
-    agent = Agent(spec, config.logs_specs, policy or Policy(command), endpoint, shutdown_s)
+    agent = Agent(spec, config.logs_specs, policy or Policy(command), endpoint, shutdown_s, waiting)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, agent.pass_on)
     return agent.carry_out()
 
 
-def _handler_of(parameters: RendezvousParameters, secret: bytes) -> Any:
+def _handler_of(parameters: RendezvousParameters, secret: bytes, waiting: str) -> Any:
     """Return the handler that meets the other agents; wait until the machine that holds the rendezvous has started."""
     deadline_s = time.monotonic() + _JOIN_S
-    while True:
-        try:
-            _, store = create_backend(parameters)
-            return create_handler(store, SignedBackend(store, parameters.run_id, secret), parameters)
-        except RendezvousConnectionError:
-            if time.monotonic() > deadline_s:
-                raise
-            print(f"waiting for the rendezvous at {parameters.endpoint}", flush=True)
+    with lines_while(lambda: waiting, 1.0):
+        while True:
+            try:
+                _, store = create_backend(parameters)
+                return create_handler(store, SignedBackend(store, parameters.run_id, secret), parameters)
+            except RendezvousConnectionError:
+                if time.monotonic() > deadline_s:
+                    raise

@@ -152,8 +152,8 @@ def _waiting_line() -> str:
     where = os.environ.get(STORE_VARIABLE) or ":".join(map(str, address))
     others = plural(int(size or 1) - 1, "other rank")
     return (
-        f"rank {rank} of {size} waits for {others} at {where}, for at most {JOIN_S:g} s: start them all, or train in "
-        "this process alone with parallel.mode=single"
+        f"rank {rank} of {size} waits for {others} at {where}, for at most {JOIN_S:g} s: start them all, or set "
+        "parallel.mode=single to train in one process"
     )
 
 

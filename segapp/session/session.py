@@ -97,16 +97,15 @@ def run_session(
             _check_before_start(request)
             return launch_ranks(request, devices, arguments, signals)
         with joined_ranks(request.config, devices) as (ranks, own_devices, peers):
-            others = ", or waits for another rank" if ranks.world_size > 1 else ""
+            stage, others = Stage(), ", or waits for another rank" if ranks.world_size > 1 else ""
             try:
                 _check_before_start(request)
                 with (
-                    lines_while(lambda: f"still starting{others}") as end_lines,
+                    lines_while(lambda: "" if stage.has_stepped() else f"still starting{others}"),
                     _opened_folder(request, own_devices, ranks) as folder,
-                    _reported(folder, request, own_devices, ranks, peers, signals, listener) as (context, stage),
+                    _reported(folder, request, own_devices, ranks, peers, signals, listener, stage) as context,
                     _restored_trainer(context, request, own_devices, stage, peers.pids) as trainer,
                 ):
-                    end_lines()
                     _fit(trainer, stage)
                 return stage.code
             except (ConfigError, DataError, CheckpointError) as error:
@@ -274,13 +273,14 @@ def _reported(
     peers: Peers,
     signals: StopSignals,
     listener: EventListener | None,
-) -> Iterator[tuple[RunContext, Stage]]:
+    stage: Stage,
+) -> Iterator[RunContext]:
     """Yield the run that a training writes to, and report the end of the training: an event, and the stage's exit code.
 
     Raises:
         SegappError: the training failed.
     """
-    console, stage = PlainReporter(), Stage()
+    console = PlainReporter()
     event_log = EventLog(None)
     if ranks.is_main:
         event_log = EventLog(EventWriter(folder.events), [listener or console])
@@ -308,7 +308,7 @@ def _reported(
         signals.end_start = end_start
     with peers.watched(report):
         try:
-            yield RunContext(folder, event_log, ranks, signals, memory, locations), stage
+            yield RunContext(folder, event_log, ranks, signals, memory, locations)
             if stage.reason is not None:
                 end("finished", stage.reason)
         except StopRequest as stop:

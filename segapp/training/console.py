@@ -14,15 +14,17 @@ from segapp.run.events import (
     CommandAnswer,
     EpochStart,
     Event,
+    Heartbeat,
     RunEnd,
     RunStart,
     Step,
     Val,
     Weights,
 )
-from segapp.run.words import duration, printable
+from segapp.run.words import duration, plural, printable
 from segapp.scores import HEADLINES, loss_text, scores_text
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
+from segapp.waiting import EVERY_S, lines_while
 
 
 def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
@@ -67,6 +69,9 @@ class PlainReporter:
             case Val():
                 scores = scores_text({name: event.score(name) for name in HEADLINES}, event.iou)
                 self._line(f"epoch {event.epoch}  val  {scores}")
+            case Heartbeat(num_evaluated=int(done)) if time.monotonic() - self._last_line_s >= EVERY_S:
+                self._last_line_s = time.monotonic()
+                self._line(f"evaluating: {done:,} of {event.num_images:,} images")
             case Checkpoint():
                 best = " (best)" if event.is_best else ""
                 self._line(f"saved {printable(event.path)} at step {event.step}{best}")
@@ -160,12 +165,19 @@ def has_progress_bar() -> bool:
 
 @contextmanager
 def progress_bar(total: int, label: str, unit: str = "image") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in a terminal or a notebook; yield a function to call with the number of finished units."""
+    """Show a progress bar in a terminal or a notebook, else lines; yield a function that takes the number of units."""
     from tqdm.auto import tqdm
 
-    with tqdm(total=total, desc=label, unit=unit, disable=not has_progress_bar(), leave=False) as bar:
+    is_shown, num_done = has_progress_bar(), 0
+
+    def line() -> str:
+        return "" if is_shown else f"{label}: {num_done:,} of {plural(total, unit)}"
+
+    with tqdm(total=total, desc=label, unit=unit, disable=not is_shown, leave=False) as bar, lines_while(line):
 
         def progress(done: int) -> None:
+            nonlocal num_done
+            num_done = done
             bar.update(done - bar.n)
 
         yield progress

@@ -299,7 +299,7 @@ def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
     meeting: Any = Closed()
     meeting._store.set("segapp/run/code", "75")
     spec = WorkerSpec("segapp", 1, meeting, entrypoint="true")
-    agent = agents.Agent(spec, DefaultLogsSpecs(), agents.Policy(), ("127.0.0.1", 29500), 5.0)
+    agent = agents.Agent(spec, DefaultLogsSpecs(), agents.Policy(), ("127.0.0.1", 29500), 5.0, "")
     assert agent.carry_out() == 75
 
 
@@ -399,6 +399,7 @@ def test_machine_that_joins_takes_part_in_a_new_round(job: Job) -> None:
 def test_signal_ends_an_agent_that_waits_for_others(job: Job) -> None:
     agent = job.launch()
     wait_for(lambda: _handles(agent.pid, signal.SIGTERM))  # its imports are done
+    wait_for(lambda: f"waiting at 127.0.0.1:{job.port} for 2 machines, for at most 600 s" in agent.stderr, 60)
     agent.send(signal.SIGTERM)
     assert ends(agent) == [143]
 
