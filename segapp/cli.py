@@ -513,6 +513,10 @@ def init(
     unlabelled: Annotated[
         str | None, option("--unlabelled", "Pixels without a class name: ignore, or class.", "HOW")
     ] = None,
+    mask_orientation: Annotated[
+        str | None,
+        option("--mask-orientation", "raw: masks fit photos as stored, if sizes do not tell.", "HOW"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the config and its file lists.")] = False,
 ) -> None:
     """Write a config for your data folder, with the reason for each choice. The folder itself is not changed.
@@ -521,7 +525,7 @@ def init(
     """
     from segapp.onboarding.init import InitRequest, init_folder
 
-    chosen = {"masks": masks, "unlabelled": unlabelled}
+    chosen = {"masks": masks, "unlabelled": unlabelled, "mask_orientation": mask_orientation}
     init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, **chosen))
 
 

@@ -22,6 +22,7 @@ from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import most_workers, plan_workers, sample_seconds
+from segapp.datasets.orientation import Turns
 from segapp.datasets.pool import LoadOptions
 from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
 from segapp.datasets.sampling import Order, aimed_order
@@ -85,11 +86,12 @@ def build_dataset(
         return own
     every_pair = build_pairs(data, split)
     pairs = _chosen(every_pair, most)
-    sizes = check_pairs(pairs, pixels)
+    turns = Turns(scheme.mask_orientation)
+    sizes = check_pairs(pairs, pixels, turns=turns)
     targets = read(every_pair, sizes)
     transform = _transform(data, scheme, sizes, pixels, is_training=is_training)
     cache: PixelCache | None = None
-    notes: list[str] = []
+    notes = [f"{split}: {line}" for _, line in turns.lines("set data.mask_orientation=raw")]
     if data.cache != "none" and ranks is not None:
         machines = ranks.gather(machine_id())
         try:

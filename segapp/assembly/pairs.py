@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from segapp.config import DataConfig
 from segapp.custom.loading import DataSource, build_part
@@ -18,7 +19,7 @@ from segapp.errors import ConfigError, DataError
 
 def build_scheme(data: DataConfig) -> ClassScheme:
     """Return classes, colors and label map of a data section."""
-    return class_scheme(
+    scheme = class_scheme(
         "list" if is_component(data.format) else data.format,  # the config names the classes
         classes=data.classes,
         palette=data.palette,
@@ -27,6 +28,7 @@ def build_scheme(data: DataConfig) -> ClassScheme:
         rgb=data.rgb_masks,
         multilabel=data.multilabel,
     )
+    return replace(scheme, mask_orientation=data.mask_orientation)
 
 
 def build_pixels(data: DataConfig) -> PixelFormat:

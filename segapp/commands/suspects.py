@@ -301,8 +301,8 @@ def _judge(
     workspace = plan_workspace(predictor)
     ignored = trained.scheme.ignore_index
     for index in places:
-        image, target = dataset.read(index)
-        shape = target.shape
+        image, whole = dataset.read(index)
+        target, shape = whole, whole.shape
         if dataset.transform is not None:  # data.resize_px
             image, target = dataset.transform(image, target, 0, None)
         parts = []
@@ -314,7 +314,7 @@ def _judge(
         has_class = target != ignored
         counts.add(target[has_class], labels[has_class], quality[has_class])
         if target.shape != shape:  # regions are given in pixels of the files
-            target = dataset.read_mask(index, shape)
+            target = whole
             labels = cv2.resize(labels, shape[::-1], interpolation=cv2.INTER_NEAREST)
             quality, confidence = (cv2.resize(plane, shape[::-1]) for plane in (quality, confidence))
         least_px = max(1, round(MIN_AREA_SHARE * target.size)) if min_area_px is None else min_area_px

@@ -131,6 +131,10 @@ class DataConfig(Section):
     ignore_index: int | None = None
     """Class id of unlabeled pixels, which loss and scores leave out; null: the id of the format, usually 255. Change it
     if your masks use another value."""
+    mask_orientation: Literal["upright", "raw"] | None = None
+    """Image on which masks were drawn if it has an EXIF orientation and the sizes do not tell: upright, as viewers show
+    it, or raw, as its pixels are stored; null: upright is assumed, and said. Change it to raw if masks and photos are
+    turned or mirrored against each other."""
     image_dir: str | None = None
     """Folder of the images below root (format: folder); null: images. Change it to the name of your folder."""
     mask_dir: str | None = None

@@ -25,6 +25,7 @@ from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import LARGE_PX, Windows, image_windows, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks
+from segapp.datasets.orientation import Turns, fit_of_mask, upright
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import READERS, side_by_side
 from segapp.datasets.sampling import SampleKey, mix_seed
@@ -228,11 +229,19 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         if cached is not None:
             return cached
         image = read_image(pair.image, self.pixels)
-        mask = self.read_mask(index, image.shape[:2])
-        check_same_size(pair, image.shape[:2], mask.shape[:2])
+        mask = self._upright(pair, image.shape[:2], self.read_mask(index, image.shape[:2]))
         if self.cache is not None:
             self.cache.put(index, image, mask)
         return image, mask
+
+    def _upright(self, pair: ImagePair, image_px: tuple[int, ...], mask: Pixels) -> Pixels:
+        """Return a mask (H, W) as it lies on the upright image; raise DataError for another size."""
+        choice = self.scheme.mask_orientation
+        if pair.mask is not None and (mask.shape != image_px or choice == "raw"):
+            image = read_header(pair.image)
+            mask = upright(mask, Turns(choice).turn(image, fit_of_mask(image, read_header(pair.mask)), pair.name))
+        check_same_size(pair, image_px, mask.shape)
+        return mask
 
     def sizes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
         """Return the upright (height, width) of images in pixels from the headers; a custom data set is read."""

@@ -24,6 +24,7 @@ from PIL import ExifTags, Image
 from segapp.bounds import check_memory
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
 from segapp.datasets.images.tiff_tags import TiffTags, is_tiff, read_tiff_tags
+from segapp.datasets.orientation import Fit, Header, Turns, fit_of_mask
 from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import DataError
 
@@ -78,17 +79,6 @@ class ImagePair:
     def files(self) -> tuple[Path, ...]:
         """The image and all mask files."""
         return (self.image, *self.masks)
-
-
-@dataclass(frozen=True)
-class Header:
-    """Header of an image file."""
-
-    format: str  # Pillow's name
-    mode: str  # Pillow's name of the pixels; "" for a TIFF
-    height_px: int  # height with the EXIF orientation applied
-    width_px: int  # width with the EXIF orientation applied
-    stored: StoredPixels | None = None  # the pixels of a PNG or a TIFF; None for formats whose decoder reports them
 
 
 def shared_images(first: Sequence[ImagePair], second: Sequence[ImagePair]) -> list[Path]:
@@ -283,12 +273,11 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
             check_memory(4 * num_px * tags.bands, f"{tags.bands} bands", file_bytes=num_bytes, num_px=num_px)
         except ValueError as error:
             raise damaged(path, error) from error
-        return Header("TIFF", "", height_px, width_px, tags.stored)
+        return Header("TIFF", "", height_px, width_px, tags.orientation, tags.stored)
     try:
         with open_regular(path) as file:
             image = open_image(file, path, max_pixels)
-            height_px, width_px = _upright_size(image)
-            header = Header(str(image.format), image.mode, height_px, width_px, _stored_in_png(file))
+            header = Header(str(image.format), image.mode, *_upright_size(image), _stored_in_png(file))
             if not _has_end_marker(file, header.format):
                 raise damaged(path, f"truncated {header.format}: its end is missing")
             return header
@@ -322,23 +311,25 @@ def _stored_in_png(file: BinaryIO) -> StoredPixels | None:
     return StoredPixels(_PNG_BANDS.get(kind, 3), "uint16" if bits == 16 else "uint8", bits <= 8)
 
 
-def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return height and width with the EXIF orientation applied."""
+def _upright_size(image: Image.Image) -> tuple[int, int, int]:
+    """Return height and width with the EXIF orientation applied, and the orientation."""
     height_px, width_px = image.height, image.width
     if image.format in {"PNG", "WEBP"} and "exif" not in image.info:
-        return height_px, width_px  # Pillow would decode the pixels to find a late block
+        return height_px, width_px, 1  # Pillow would decode the pixels to find a late block
     if image.format == "TIFF":  # some versions of Pillow have already swapped these sides
         tags = getattr(image, "tag_v2", {})
         height_px, width_px = int(tags.get(257, height_px)), int(tags.get(256, width_px))
-    return (width_px, height_px) if exif_orientation(image) in {5, 6, 7, 8} else (height_px, width_px)
+    orientation = exif_orientation(image)
+    return (width_px, height_px, orientation) if orientation >= 5 else (height_px, width_px, orientation)
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image; 1 (upright) for a damaged EXIF block."""
+    """Return the EXIF orientation of an image, 1 to 8; 1 (upright) for a damaged EXIF block."""
     try:
-        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+        found = int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:
         return 1
+    return found if 1 <= found <= 8 else 1
 
 
 def is_complete(data: bytes, image_format: str) -> bool:
@@ -359,18 +350,19 @@ def _has_end_marker(file: BinaryIO, image_format: str) -> bool:
 
 
 def check_pairs(
-    pairs: Sequence[ImagePair], pixels: PixelFormat = RGB8, *, max_named: int = 5
+    pairs: Sequence[ImagePair], pixels: PixelFormat = RGB8, *, max_named: int = 5, turns: Turns | None = None
 ) -> tuple[tuple[int, int], ...]:
     """Check the headers of all pairs, and return every image's upright (height, width) in pixels.
 
     This finds missing and empty files, unreadable headers, truncated files, JPEG masks, masks whose size differs from
-    their image's, and images with another pixel format. Damage inside a file is found only when it is decoded.
+    their image's, and images with another pixel format. Damage inside a file is found only when it is decoded. `turns`
+    counts the masks by what their sizes say about the EXIF orientation.
 
     Raises:
         DataError: Some pairs cannot be used. The message lists `max_named` problems and counts the others.
     """
 
-    def checked(pair: ImagePair) -> tuple[int, int] | DataError:
+    def checked(pair: ImagePair) -> tuple[Header, Fit] | DataError:
         try:
             return _check_pair(pair, pixels)
         except DataError as error:
@@ -378,23 +370,29 @@ def check_pairs(
 
     results = list(side_by_side(checked, pairs, READERS))
     problems = [each for each in results if isinstance(each, DataError)]
+    found = [(pair, *each) for pair, each in zip(pairs, results, strict=True) if not isinstance(each, DataError)]
+    turns = turns or Turns()
+    for pair, image, fit in found:
+        turns.turn(image, fit, shown(pair.image))
     if not problems:
-        return tuple(each for each in results if not isinstance(each, DataError))
+        return tuple(image.size_px for _, image, _ in found)
     share = f"{len(problems)} of {len(pairs)} image and mask pairs"
     heading = f"{share} cannot be used: repair them or take them out of the split"
     raise DataError.together(problems[:max_named], heading, len(problems) - max_named)
 
 
-def _check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[int, int]:
-    """Check the headers of a pair, and return its (height, width)."""
+def _check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[Header, Fit]:
+    """Check the headers of a pair; return the image's, and which image the mask fits, "neither" without one."""
     image = read_header(pair.image)
+    fit: Fit = "neither"
     check_pixels(pair.image, image.stored, pixels)
-    size = (image.height_px, image.width_px)
     for path in pair.masks:
         mask = read_header(path)
         check_mask_format(path, mask.format)
-        check_same_size(pair, size, (mask.height_px, mask.width_px))
-    return size
+        fit = fit_of_mask(image, mask)
+        if fit == "neither":
+            check_same_size(pair, image.size_px, mask.size_px)
+    return image, fit
 
 
 def check_pixels(path: Path, stored: StoredPixels | None, pixels: PixelFormat) -> None:
@@ -417,9 +415,7 @@ def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[i
     """Raise DataError for a mask whose size differs from its image's."""
     if image_px == mask_px or pair.mask is None:
         return
-    hint = (
-        "the EXIF rotation of the image was not applied to it" if image_px == mask_px[::-1] else "wrong pair or resized"
-    )
+    hint = "the EXIF orientation of one is lost" if image_px == mask_px[::-1] else "wrong pair or resized"
     raise DataError(
         f"{shown(pair.mask)}: the mask has {mask_px[1]}x{mask_px[0]} pixels, its image {shown(pair.image)} has "
         f"{image_px[1]}x{image_px[0]} ({hint}): make both the same size",

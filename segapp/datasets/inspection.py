@@ -28,6 +28,7 @@ from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import Windows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown, summary_of_ids
+from segapp.datasets.orientation import Fit, Header, Turns, fit_of_mask
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import side_by_side
 from segapp.datasets.targets import (
@@ -63,6 +64,7 @@ _FLAT_LEVELS = 8
 """Images with a smaller range of gray levels are not compared."""
 
 KINDS = {
+    "orientation": "images with an EXIF orientation",
     "pairs": "images without a mask",
     "pixels": "images of pixels that the config does not say",
     "ids": "masks with ids outside the classes",
@@ -133,6 +135,7 @@ class _Examined:
     damage: str | None = None  # damage of a JPEG that can be decoded
     hash: bytes | None = None  # `perceptual_hash` of the image
     mask: MaskCounts | None = None
+    turn: tuple[Header, Fit] | None = None  # what the sizes say about the EXIF orientation of a pair
     ids: UnknownIdsError | None = None
     problems: tuple[tuple[str, str, int], ...] = ()  # kind, message, pixels
 
@@ -183,7 +186,7 @@ def examine(
         is_training = name == first_split
         counted = [each.mask for each in pairs if each.mask is not None]
         targets = Targets.of(name, counted, scheme.num_classes, num_masks=len(counted), num_images=len(pairs))
-        findings = [*_of_pairs(name, pairs), *twice[name]]
+        findings = [*_of_turns(name, pairs, scheme), *_of_pairs(name, pairs), *twice[name]]
         if not is_training:
             findings += _lookalikes(name, pairs, first_split, examined[first_split], twice[name])
         findings += _of_targets(targets, scheme, is_training=is_training)
@@ -241,7 +244,10 @@ def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -
         found.mask = count_mask(mask_blocks(pair.masks, scheme), scheme)
     if found.size is not None and found.mask is not None:
         with found.noting("size"):
-            check_same_size(pair, found.size, found.mask.size)
+            image = read_header(pair.image)
+            found.turn = image, fit_of_mask(image, read_header(pair.mask))
+            if found.turn[1] != "raw":
+                check_same_size(pair, found.size, found.mask.size)
             check_same_place(pair)
 
 
@@ -278,6 +284,16 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[DataProblem]:
             )
             findings.append(DataProblem("warning", "all_ignored", split, message, each.pair))
     return findings
+
+
+def _of_turns(split: str, pairs: Sequence[_Examined], scheme: ClassScheme) -> Iterator[DataProblem]:
+    """Yield findings on EXIF orientations, by sizes that tell and by assumption, each with the first such pair."""
+    turns, by_name = Turns(scheme.mask_orientation), {shown(each.pair.image): each.pair for each in pairs}
+    for each in pairs:
+        if each.turn is not None:
+            turns.turn(*each.turn, shown(each.pair.image))
+    for name, line in turns.lines("set data.mask_orientation: raw"):
+        yield DataProblem("warning", "orientation", split, line, by_name[name])
 
 
 def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[DataProblem]]:

@@ -7,6 +7,7 @@ Objects of COCO and YOLO are drawn by area, larger ones first, the others in the
 import base64
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,9 +30,8 @@ from segapp.onboarding.conversion import (
     fill_box,
     fill_polygon,
     json_files,
-    paste,
 )
-from segapp.onboarding.layout import Layout, Mask
+from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import Tree
 
 _YOLO_LINE = re.compile(rb"\s*\d+(\s+-?[\d.]+(e-?\d+)?){6,}\s*")
@@ -51,7 +51,15 @@ def find_coco(tree: Tree) -> Layout | None:
             files[path] = content
     if not files:
         return None
-    categories = {int(one["id"]): str(one["name"]) for content in files.values() for one in content["categories"]}
+    named: dict[int, tuple[str, str]] = {}
+    for path, one in ((path, one) for path, content in files.items() for one in content["categories"]):
+        name, other = named.setdefault(int(one["id"]), (str(one["name"]), path))
+        if name != str(one["name"]):
+            raise DataError(
+                f"category {one['id']} is {shown(name)} in {shown(other)} and {shown(str(one['name']))} in "
+                f"{shown(path)}: give each name the same id everywhere"
+            )
+    categories = {number: name for number, (name, _) in named.items()}
     own_background = next((number for number, name in categories.items() if is_background(name)), None)
     others = [number for number in sorted(categories) if number != own_background]
     first = next(iter(files))
@@ -61,27 +69,46 @@ def find_coco(tree: Tree) -> Layout | None:
     if own_background is not None:
         found.values[own_background] = 0
     for path, content in files.items():
-        by_image: dict[Any, list[Any]] = {}
+        by_image: dict[str, list[Any]] = defaultdict(list)
         for annotation in content["annotations"]:
-            by_image.setdefault(annotation.get("image_id"), []).append(annotation)
+            by_image[_id(annotation.get("image_id"))].append(annotation)
+        known: dict[str, str] = {}
         for entry in content["images"]:
-            name = str(entry.get("file_name", ""))
-            found.add(path, name, by_image.get(entry.get("id"), []), f"image {shown(name)}")
+            name, number = str(entry.get("file_name", "")), _id(entry.get("id"))
+            if number in known:
+                raise DataError(
+                    f"{shown(path)}: {known[number]} and {shown(name)} have the same id {number}: export it anew"
+                )
+            known[number] = shown(name)
+            sides = entry.get("height"), entry.get("width")
+            found.add(path, name, by_image[number], f"image {shown(name)}", sides)
+        if lost := [number for number, own in by_image.items() if number not in known for _ in own]:
+            share = f"{len(lost)} of {len(content['annotations'])} annotations of {shown(path)}"
+            found.notes.append(f"{share} belong to no image, such as image_id {shown(lost[0])}: they are not drawn")
     return found.layout(names, f"the categories of {shown(first)}", [*files])
 
 
-def _draw_coco(mask: Mask, annotation: Mapping[str, Any], values: Values) -> None:
-    value, segmentation = values[int(annotation["category_id"])], annotation["segmentation"]
+def _id(number: Any) -> str:
+    """Return the id of an image, which may be text in one place and a number in another."""
+    return str(number).removesuffix(".0")
+
+
+def _draw_coco(canvas: DrawnMask, annotation: Mapping[str, Any], values: Values) -> None:
+    number, segmentation = int(annotation["category_id"]), annotation["segmentation"]
+    if number not in values:
+        raise ValueError(f"category {number} is not in the list of categories")
+    value = values[number]
     if isinstance(segmentation, list):
         for flat in segmentation:
-            fill_area(mask, [_corners(flat)], value)
+            fill_area(canvas, [_corners(flat)], value)
         return
     height, width = (int(side) for side in segmentation["size"])
-    if (height, width) != mask.shape:
-        raise ValueError(f"run lengths of {width} x {height} pixels for an image of {mask.shape[1]} x {mask.shape[0]}")
+    if (height, width) != canvas.drawn_px:
+        drawn = f"{canvas.drawn_px[1]} x {canvas.drawn_px[0]}"
+        raise ValueError(f"run lengths of {width} x {height} pixels for an image of {drawn}")
     counts = segmentation["counts"]
     pixels = decode_runs(counts, height, width, order="F") if isinstance(counts, list) else _decompressed(segmentation)
-    mask[pixels] = value
+    canvas.paste(pixels, 0, 0, value)
 
 
 def _decompressed(segmentation: Mapping[str, Any]) -> NDArray[np.bool_]:
@@ -120,7 +147,7 @@ def find_yolo(tree: Tree) -> Layout | None:
     lines = {}
     for image, path in sorted(labels.items()):
         lines[image] = [line for line in tree.read(path).splitlines() if line.strip()]
-        found.add(path, image, lines[image])
+        found.add(path, image, lines[image], "", (None, None))
     numbers = [int(line.split()[0]) for own in lines.values() for line in own if line.split()[0].isdigit()]
     names, reason, source = _yolo_names(tree, max(numbers, default=0))
     found.values = {number: number + 1 for number in range(len(names))}
@@ -134,17 +161,18 @@ def _yolo_names(tree: Tree, largest: int) -> tuple[list[str], str, list[str]]:
     named = next((one for one in files if one.source.endswith((".yaml", ".yml"))), next(iter(files), None))
     if named is None or largest >= len(named.names):
         numbers = check_classes(range(largest + 1), "the labels")
-        return [f"class_{number}" for number in numbers], "replace with their names", []
+        few = f"; {shown(named.source)} names only {len(named.names)}" if named else ""
+        return [f"class_{number}" for number in numbers], f"replace with their names{few}", []
     numbers = check_classes(range(max(named.ids, default=-1) + 1), named.source)
     names = [named.ids.get(number, f"class_{number}") for number in numbers] or list(named.names)
     return names, f"from {shown(named.source)}; YOLO's 0 is 1 here", [named.source]
 
 
-def _draw_yolo(mask: Mask, line: bytes, values: Values) -> None:
-    number, corners = yolo_shape(line, *mask.shape)
+def _draw_yolo(canvas: DrawnMask, line: bytes, values: Values) -> None:
+    number, corners = yolo_shape(line, *canvas.drawn_px)
     if number not in values:
         raise ValueError(f"class {number} has no name")
-    fill_polygon(mask, [corners], values[number])
+    fill_polygon(canvas, [corners], values[number])
 
 
 def yolo_shape(line: bytes, height: int, width: int) -> tuple[int, Sequence[tuple[float, float]]]:
@@ -165,29 +193,39 @@ def find_cvat(tree: Tree) -> Layout | None:
             top = ElementTree.fromstring(read_bytes(tree.root / path))  # expat refuses entities that multiply
         except (ElementTree.ParseError, ValueError, LookupError, DataError):
             continue
-        found.labels.update(one.text for one in top.iterfind("./meta//labels/label/name") if one.text)
+        labels = {one.text for one in top.iterfind("./meta//labels/label/name") if one.text}
+        used: set[str] = set()
         for entry in top.iterfind("image"):
             shapes = [(one.tag, dict(one.attrib)) for one in entry if one.tag in _CVAT_KINDS]
             shapes.sort(key=lambda shape: float(shape[1].get("z_order") or 0))
             name = entry.get("name", "")
-            if found.add(path, name, shapes, f"image {shown(name)}"):
-                found.labels.update(shape["label"] for _, shape in shapes if "label" in shape)
+            if found.add(path, name, shapes, f"image {shown(name)}", (entry.get("height"), entry.get("width"))):
+                used.update(shape["label"] for _, shape in shapes if "label" in shape)
+        found.labels |= labels | used
+        if others := labels and used - labels:
+            named = ", ".join(map(shown, sorted(others)))
+            found.notes.append(f"{shown(path)}: its list of labels lacks {named}: rename them if they are misspelled")
+        sizes = [int(one.text) for one in top.iterfind("./meta//size") if one.text and one.text.isdecimal()]
+        if sizes and sum(sizes) != len(entries := top.findall("image")):
+            found.notes.append(
+                f"{shown(path)}: {len(entries)} images of {sum(sizes)} are in it: was the export complete?"
+            )
     return found.by_label("entries in XML")
 
 
-def _draw_cvat(mask: Mask, kind_and_shape: tuple[str, Mapping[str, str]], values: Values) -> None:
+def _draw_cvat(canvas: DrawnMask, kind_and_shape: tuple[str, Mapping[str, str]], values: Values) -> None:
     kind, shape = kind_and_shape
     value = values[shape["label"]]
     if kind == "polygon":
         corners = [tuple(float(side) for side in corner.split(",")) for corner in shape["points"].split(";") if corner]
-        fill_area(mask, [corners], value)
+        fill_area(canvas, [corners], value)
     elif kind == "box":
         x0, y0, x1, y1 = (float(shape[key]) for key in ("xtl", "ytl", "xbr", "ybr"))
-        fill_box(mask, (x0, y0), (x1, y1), value)
+        fill_box(canvas, (x0, y0), (x1, y1), value)
     elif kind == "mask":
         left, top, width, height = (int(shape[key]) for key in ("left", "top", "width", "height"))
         counts = [int(count) for count in shape["rle"].split(",")]
-        paste(mask, decode_runs(counts, height, width, num_px=mask.size), left, top, value)
+        canvas.paste(decode_runs(counts, height, width, num_px=canvas.num_px), left, top, value)
     else:
         raise ValueError(f"the shape {kind} is not read: draw it as a polygon")
 
@@ -204,7 +242,9 @@ def find_label_studio(tree: Tree) -> Layout | None:
             kept = made[0].get("result", []) if made else []
             regions = [one for one in kept if not isinstance(one, dict) or one.get("type") in _LABEL_STUDIO_KINDS]
             name = said.partition("/data/local-files/?d=")[2] or said
-            if made and found.add(path, name, regions, f"task {number}"):
+            first = next((one for one in regions if isinstance(one, dict)), {})
+            sides = first.get("original_height"), first.get("original_width")
+            if made and found.add(path, name, regions, f"task {number}", sides):
                 found.labels.update(name for one in regions if isinstance(one, dict) for name in _labels(one))
     return found.by_label("tasks")
 
@@ -215,10 +255,12 @@ def _labels(region: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Values) -> None:
-    height, width = mask.shape
+def _draw_label_studio(canvas: DrawnMask, region: Mapping[str, Any], values: Values) -> None:
+    height, width = canvas.drawn_px
     value = values[_labels(region)[0]]
     content = region["value"]
+    if region.get("image_rotation"):
+        raise ValueError(f"its image was rotated by {region['image_rotation']} degrees: rotate it back in Label Studio")
     if region["type"] == "brushlabels":
         raise ValueError("brush strokes are not read: export them with the format Brush labels to PNG")
     corners = content.get("points")
@@ -227,7 +269,7 @@ def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Values) ->
             raise ValueError("a rotated rectangle cannot be read: draw it as a polygon")
         x, y, w, h = (float(content[key]) for key in ("x", "y", "width", "height"))
         corners = [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
-    fill_area(mask, [[(x / 100 * width, y / 100 * height) for x, y in corners]], value)  # percent of the sides
+    fill_area(canvas, [[(x / 100 * width, y / 100 * height) for x, y in corners]], value)  # percent of the sides
 
 
 def find_labelme(tree: Tree) -> Layout | None:
@@ -237,22 +279,23 @@ def find_labelme(tree: Tree) -> Layout | None:
         if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
             continue
         found.labels.update(str(shape.get("label")) for shape in content["shapes"] if isinstance(shape, dict))
-        found.add(path, str(content["imagePath"]), content["shapes"])
+        sides = content.get("imageHeight"), content.get("imageWidth")
+        found.add(path, str(content["imagePath"]), content["shapes"], "", sides)
     return found.by_label("files")
 
 
-def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Values) -> None:
+def _draw_labelme(canvas: DrawnMask, shape: Mapping[str, Any], values: Values) -> None:
     """Draw a shape in place, without points. Raise ValueError if its kind is unknown, or it has too few points."""
     value = values[str(shape["label"])]
     kind, points = shape.get("shape_type") or "polygon", shape["points"]
     if kind == "polygon":
-        fill_polygon(mask, [points], value)
+        fill_polygon(canvas, [points], value)
     elif kind == "rectangle":
         first, last = points
-        fill_box(mask, first, last, value)
+        fill_box(canvas, first, last, value)
     elif kind == "mask":
-        piece = _bitmap(base64.b64decode(shape["mask"]), cv2.IMREAD_GRAYSCALE, mask.size)
-        paste(mask, piece, round(points[0][0]), round(points[0][1]), value)
+        piece = _bitmap(base64.b64decode(shape["mask"]), cv2.IMREAD_GRAYSCALE, canvas.num_px)
+        canvas.paste(piece, round(points[0][0]), round(points[0][1]), value)
     elif kind not in ("point", "points"):
         raise ValueError(f"shape_type {kind!r} is not read: draw it as a polygon")
 
@@ -279,25 +322,27 @@ def find_supervisely(tree: Tree) -> Layout | None:
         objects = content.get("objects")
         if not folder.endswith("ann") or not isinstance(objects, list):
             continue
-        if found.add(path, f"{folder.removesuffix('ann')}img/{name}", objects):
+        size = content["size"] if isinstance(content.get("size"), dict) else {}
+        sides = size.get("height"), size.get("width")
+        if found.add(path, f"{folder.removesuffix('ann')}img/{name}", objects, "", sides):
             found.labels.update(
                 str(one["classTitle"]) for one in objects if isinstance(one, dict) and "classTitle" in one
             )
     return found.by_label("files")
 
 
-def _draw_supervisely(mask: Mask, one: Mapping[str, Any], values: Values) -> None:
+def _draw_supervisely(canvas: DrawnMask, one: Mapping[str, Any], values: Values) -> None:
     value = values[str(one["classTitle"])]
     kind = one["geometryType"]
     if kind == "polygon":
-        fill_polygon(mask, [one["points"]["exterior"], *one["points"].get("interior", [])], value)
+        fill_polygon(canvas, [one["points"]["exterior"], *one["points"].get("interior", [])], value)
     elif kind == "rectangle":
         first, last = one["points"]["exterior"]
-        fill_box(mask, first, last, value)
+        fill_box(canvas, first, last, value)
     elif kind == "bitmap":
-        most_bytes = 2**20 + 9 * mask.size  # of a PNG of the image's size, uncompressed
+        most_bytes = 2**20 + 9 * canvas.num_px  # of a PNG of the image's size, uncompressed
         png = zlib.decompressobj().decompress(base64.b64decode(one["bitmap"]["data"]), most_bytes)
         left, top = one["bitmap"]["origin"]
-        paste(mask, _bitmap(png, cv2.IMREAD_UNCHANGED, mask.size), int(left), int(top), value)
+        canvas.paste(_bitmap(png, cv2.IMREAD_UNCHANGED, canvas.num_px), int(left), int(top), value)
     elif kind not in ("point", "line"):
         raise ValueError(f"geometryType {kind!r} is not known")

@@ -21,7 +21,7 @@ from segapp.bounds import check_memory
 from segapp.datasets.files import shown
 from segapp.datasets.images.raster import encode_bands
 from segapp.onboarding.conversion import MARK, encode_png
-from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
+from segapp.onboarding.layout import Drawing, DrawnMask, Layout, Mask, Pair
 from segapp.onboarding.tree import IMAGE_WORDS, MASK_WORDS, Tree, split_said, tokens
 from segapp.run.words import first_line
 
@@ -187,7 +187,7 @@ def _image_bytes(file: Path, side: _Side, number: int | None) -> bytes:
     return encode_bands(pixels, [f"channel {band}" for band in range(pixels.shape[2])], MARK)
 
 
-def _mask_of(file: Path, number: int | None) -> Mask:
+def _mask_of(file: Path, number: int | None, _: DrawnMask) -> Mask:
     """Return a mask (H, W); raise ValueError if its values are no 8-bit ids."""
     values = _pixels_of(file, number)[..., 0]
     low, high = values.min(initial=0), values.max(initial=0)

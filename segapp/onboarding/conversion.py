@@ -11,11 +11,13 @@ are rounded and the outline is included, as cv2.fillPoly does. An outline and it
 from __future__ import annotations
 
 import io
+import math
 import os
 import stat
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,10 +32,11 @@ from tqdm import tqdm
 from segapp.bounds import check_memory
 from segapp.datasets.files import MAX_PIXELS, read_header, shown
 from segapp.datasets.images.raster import read_description
+from segapp.datasets.orientation import Size, Turns, fit_of, upright
 from segapp.datasets.walk import composed
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.class_files import is_background, is_void
-from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
+from segapp.onboarding.layout import Drawing, DrawnMask, Layout, Mask, Pair
 from segapp.onboarding.tree import Tree, parse_file, split_said
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import first_line
@@ -42,6 +45,7 @@ IGNORED = 255
 MAX_CLASSES = 255
 MARK = "segapp-annotation"
 _MAX_NAMED = 5
+_MAX_REACH = 1.1  # share of a side up to which an object may leave its image, as hasty outlines do
 
 BAD_ENTRY: tuple[type[Exception], ...] = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, zlib.error, cv2.error,
@@ -57,6 +61,9 @@ _MAX_CORNER = 2**28  # OpenCV computes with integers of 32 bits
 _CROSSINGS_AT_ONCE = 2**20
 
 
+Rings = Sequence[Sequence[Sequence[float]]]
+"""An outline and its holes: lists of (x, y)."""
+
 Find = Callable[[str, str], str | None]
 """Function that returns the image for a name, close to a file, given the name and the file."""
 
@@ -69,6 +76,7 @@ class Images:
         self._paths = {composed(path): path for path in tree.images}
         self._by_name: dict[str, list[str]] = defaultdict(list)
         self._by_stem: dict[str, list[str]] = defaultdict(list)
+        self.said_px: dict[str, Size] = {}  # height and width of an image in a table of annotations
         for path in tree.images:
             name = PurePosixPath(composed(path))
             self._by_name[name.name.casefold()].append(path)
@@ -99,9 +107,8 @@ class Images:
         return best[0][0] if best[0][1] > best[1][1] else None
 
     def size_of(self, path: str) -> tuple[int, int]:
-        """Return the upright height and width of an image; raise DataError if it cannot be read."""
-        header = read_header(self._tree.root / path)
-        return header.height_px, header.width_px
+        """Return the height and width of an image in a table, or upright; raise DataError if it cannot be read."""
+        return self.said_px.get(path) or read_header(self._tree.root / path).size_px
 
 
 class Annotations:
@@ -112,6 +119,7 @@ class Annotations:
         total: number of entries, also of those without an image.
         labels: names of classes in the annotations; `by_label` gives them values.
         values: label, or number of a category -> value in the mask.
+        notes: sentences about contradictions in the annotations.
     """
 
     def __init__(
@@ -119,7 +127,7 @@ class Annotations:
         tree: Tree,
         name: str,
         title: str,
-        draw: Callable[[Mask, Any, dict[Any, int]], None],
+        draw: Callable[[DrawnMask, Any, dict[Any, int]], None],
         area: Callable[[Any], float] | None = None,
     ) -> None:
         """`draw` draws an object in place, with `values`; with `area`, larger objects are drawn first."""
@@ -128,13 +136,14 @@ class Annotations:
         self.total = 0
         self.labels: set[str] = set()
         self.values: dict[Any, int] = {}
+        self.notes: list[str] = []
         self._name, self._title = name, title
         self._draw, self._area = draw, area
         self._files: dict[str, None] = {}
         self._has_objects = False
 
-    def add(self, path: str, said: str, objects: Sequence[Any], entry: str = "") -> bool:
-        """Add an entry of the file `path` with the name of its image; return False if there is no such image."""
+    def add(self, path: str, said: str, objects: Sequence[Any], entry: str, sides: tuple[Any, Any]) -> bool:
+        """Add an entry of the file `path` with the name, height and width of its image; False if it is not there."""
         self.total += 1
         image = self.images.find(said, path)
         if image is None:
@@ -142,27 +151,23 @@ class Annotations:
         self._files[path] = None
         self._has_objects |= bool(objects)
         origin = f"{shown(path)}: {entry}" if entry else shown(path)
-        self.pairs.append(drawn_pair(image, origin, partial(self._paint, image, objects), path))
+        self.pairs.append(drawn_pair(image, origin, partial(self._paint, objects), path, sides))
         return True
 
-    def _paint(self, image: str, objects: Sequence[Any]) -> Mask:
+    def _paint(self, objects: Sequence[Any], canvas: DrawnMask) -> Mask:
         """Return the mask of an image: its objects one after the other, later ones on top.
 
         ValueError with the number of an object is raised for an error in BAD_ENTRY.
         """
-        height, width = self.images.size_of(image)
-        if height * width > MAX_PIXELS:  # of a TIFF that is read in windows
-            raise ValueError(f"a size of {width} x {height} pixels")
-        mask = np.zeros((height, width), np.uint8)
         numbered = list(enumerate(objects))
         if (area := self._area) is not None:
             numbered.sort(key=lambda one: -area(one[1]))
         for number, one in numbered:
             try:
-                self._draw(mask, one, self.values)
+                self._draw(canvas, one, self.values)
             except BAD_ENTRY as error:
                 raise ValueError(f"object {number}: {problem_of(error)}") from error
-        return mask
+        return canvas.mask
 
     def by_label(self, entries: str) -> Layout | None:
         """Return the conversion to masks of the labels; None if there are no images.
@@ -200,17 +205,28 @@ class Annotations:
             title=self._title,
             classes=classes,
             classes_reason=reason,
-            notes=(_ON_TOP,),
+            notes=(_ON_TOP, *self.notes),
         )
 
 
-def drawn_pair(image: str, origin: str, paint: Callable[[], Mask], near: str = "") -> Pair:
+def drawn_pair(
+    image: str, origin: str, paint: Callable[[DrawnMask], Mask], near: str, sides: tuple[Any, Any] = (None, None)
+) -> Pair:
     """Return an image of the data set with a mask at its path that is painted; see `Drawing`.
 
     The folders or the name of the file `near` give the split if the image's do not.
     """
     split = split_said(image) or split_said(near)
-    return Pair(image, f"{os.path.splitext(image)[0]}.png", split, drawing=Drawing(origin, paint))
+    return Pair(image, f"{os.path.splitext(image)[0]}.png", split, drawing=Drawing(origin, paint, sides=sides))
+
+
+def size_said(height: Any, width: Any) -> Size | None:
+    """Return a height and a width in an annotation, which may be text; None if they say no size."""
+    try:
+        size = round(float(height)), round(float(width))
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return size if min(size) > 0 else None
 
 
 def check_classes(classes: Sequence[Any], source: str) -> tuple[Any, ...]:
@@ -233,15 +249,19 @@ def json_files(tree: Tree, kind: type) -> Iterator[tuple[str, Any]]:
                 yield path, content
 
 
-def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
-    """Write the masks and images of a layout that are drawn.
+def write_files(
+    layout: Layout, folder: Path, root: Path, mask_orientation: str | None = None
+) -> tuple[Layout, list[str]]:
+    """Write the masks and images of a layout that are drawn; `root` is the folder of its images.
 
-    Return the written pairs, and sentences about the bad entries. DataError is raised if every entry is bad.
+    Return the layout of the written pairs, with notes on the sizes in the annotations, and sentences about the bad
+    entries. DataError is raised if every entry is bad.
     """
     refuse_foreign(folder, _is_written)
     pairs, problems = [], []
     made: set[Path] = set()
     masks: set[str] = set()
+    turns = Turns(mask_orientation)
     for pair in tqdm(layout.pairs, "writing", unit="image", disable=None, leave=False):
         assert pair.drawing is not None
         origin = pair.drawing.origin
@@ -252,7 +272,7 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
         try:
             contents = {} if pair.drawing.image_bytes is None else {pair.image: pair.drawing.image_bytes()}
             if pair.drawing.paint is not None:
-                contents[pair.mask] = encode_png(pair.drawing.paint())
+                contents[pair.mask] = encode_png(_painted(pair, pair.drawing.paint, root, turns))
         except UNUSABLE as error:
             reason = f"the entry cannot be read ({problem_of(error)}): correct or remove it"
             problems.append(f"{origin}: {error if isinstance(error, DataError) else reason}")
@@ -271,7 +291,51 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str]]:
         raise DataError(f"no entry of {layout.title} can be converted: {named}: correct the annotations")
     if (more := len(problems) - _MAX_NAMED) > 0:
         problems[_MAX_NAMED:] = [f"and {more} more"]
-    return pairs, problems
+    return replace(layout, pairs=pairs, notes=(*layout.notes, *_size_notes(turns))), problems
+
+
+def _painted(pair: Pair, paint: Callable[[DrawnMask], Mask], root: Path, turns: Turns) -> Mask:
+    """Return the upright mask of a pair, drawn on the image that was annotated, and count what the sizes say."""
+    assert pair.drawing is not None
+    if pair.drawing.image_bytes is not None:
+        return paint(DrawnMask(np.zeros((0, 0), np.uint8), (0, 0)))
+    image, drawn_px, name = read_header(root / pair.image), size_said(*pair.drawing.sides), shown(pair.image)
+    fit = fit_of(image, drawn_px, may_scale=True)
+    if fit == "neither" and drawn_px is not None:
+        raise DataError(
+            f"{name} has {_by(image.size_px)} pixels, but was annotated at {_by(drawn_px)}, another ratio of sides: "
+            "take the image that was annotated"
+        )
+    turn = turns.turn(image, fit, name)
+    shape = image.size_px if turn == 1 else image.raw_px
+    canvas = DrawnMask(np.zeros(shape, np.uint8), drawn_px or shape)
+    if max(math.prod(shape), canvas.num_px) > MAX_PIXELS:  # of a TIFF that is read in windows
+        raise ValueError(f"a size of {_by(max(shape, canvas.drawn_px))} pixels")
+    mask = upright(paint(canvas), turn)
+    if canvas.drawn_px != shape:
+        turns.names["scaled"].append(f"{name} ({_by(canvas.drawn_px)}, now {_by(shape)} pixels)")
+    if drawn_px is None:
+        turns.names["unsized"].append(name)
+    if canvas.reach > _MAX_REACH:
+        turns.names["beyond"].append(f"{name} (up to {canvas.reach:.1f} times its side)")
+    return mask
+
+
+def _by(size_px: Size) -> str:
+    return f"{size_px[1]} x {size_px[0]}"
+
+
+def _size_notes(turns: Turns) -> Iterator[str]:
+    """Yield sentences about the sizes in annotations."""
+    is_changed = turns.names["scaled"] or turns.names["raw"]
+    for kind, what, result in (
+        ("scaled", "were annotated at another size", "their objects are scaled"),
+        ("unsized", "have no size in their annotation", "unlike others, their objects are neither scaled nor turned"),
+        ("beyond", "have objects that leave them", "they are cut off; were they drawn at another size?"),
+    ):
+        if (names := turns.names[kind]) and (kind != "unsized" or is_changed):
+            yield f"{len(names)} of {turns.num_images} images {what}, such as {names[0]}: {result}"
+    yield from (line for _, line in turns.lines("add --mask-orientation raw"))
 
 
 def problem_of(error: Exception) -> str:
@@ -314,27 +378,38 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
-    """Fill an outline in place, except the holes that follow it.
+def fill_polygon(canvas: DrawnMask, rings: Rings, value: int) -> None:
+    """Fill an outline, except the holes that follow it.
 
     Rings are lists of (x, y) in pixels; (0, 0) is the center of the first pixel. ValueError is raised if a ring has
     fewer than three corners, or a corner is not finite.
     """
-    points = [np.rint(_ring(ring)) for ring in rings]
-    _fill_inside(mask, [ring + 0.5 for ring in points], value)
-    cv2.polylines(mask, [ring.astype(np.int32) for ring in points], True, value)
+    _fill_rounded(canvas.mask, [canvas.scaled(_ring(ring), 0.5) for ring in rings], value)
 
 
-def fill_area(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
-    """Set the pixels whose centers lie inside rings by the even-odd rule, in place; see `fill_polygon` for errors.
+def fill_area(canvas: DrawnMask, rings: Rings, value: int) -> None:
+    """Set the pixels whose centers lie inside rings by the even-odd rule; see `fill_polygon` for errors.
 
     (0, 0) is the top left corner of the first pixel. A center on a border belongs to the polygon to the right of or
     below the border, so that neighbors neither overlap nor leave a gap. A polygon that contains no pixel center gets
     the pixels of its outline, so that no object vanishes.
     """
-    points = [_ring(ring) for ring in rings]
-    if not _fill_inside(mask, points, value):
-        fill_polygon(mask, [(ring - 0.5).tolist() for ring in points], value)
+    points = [canvas.scaled(_ring(ring)) for ring in rings]
+    if not _fill_inside(canvas.mask, points, value):
+        _fill_rounded(canvas.mask, [ring - 0.5 for ring in points], value)
+
+
+def fill_box(canvas: DrawnMask, first: Sequence[float], last: Sequence[float], value: int) -> None:
+    """Fill a rectangle between two opposite corners (x, y); see `fill_polygon`."""
+    (x0, y0), (x1, y1) = first, last
+    fill_polygon(canvas, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)]], value)
+
+
+def _fill_rounded(mask: Mask, rings: Sequence[NDArray[np.float64]], value: int) -> None:
+    """Fill rings and their outlines, in place, after rounding them to centers of pixels."""
+    points = [np.rint(ring) for ring in rings]
+    _fill_inside(mask, [ring + 0.5 for ring in points], value)
+    cv2.polylines(mask, [ring.astype(np.int32) for ring in points], True, value)
 
 
 def _fill_inside(mask: Mask, points: Sequence[NDArray[np.float64]], value: int) -> bool:
@@ -362,14 +437,8 @@ def _fill_inside(mask: Mask, points: Sequence[NDArray[np.float64]], value: int) 
         column = np.clip(np.ceil(x - 0.5), left, right).astype(np.int64)
         np.logical_xor.at(crossings, (row - top, column - left), True)
     is_inside = np.logical_xor.accumulate(crossings, axis=1)
-    paste(mask, is_inside, left, top, value)
+    mask[top:bottom, left:right][is_inside[:, : right - left]] = value  # no object reaches the last column
     return bool(is_inside.any())
-
-
-def fill_box(mask: Mask, first: Sequence[float], last: Sequence[float], value: int) -> None:
-    """Fill a rectangle, in place, between two opposite corners (x, y); see `fill_polygon`."""
-    (x0, y0), (x1, y1) = first, last
-    fill_polygon(mask, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)]], value)
 
 
 def _ring(ring: Sequence[Sequence[float]]) -> NDArray[np.float64]:
@@ -388,14 +457,6 @@ def area_of(ring: Sequence[Sequence[float]]) -> float:
     x, y = points[:, 0], points[:, 1]
     with np.errstate(invalid="ignore", over="ignore"):  # of corners that are refused when they are drawn
         return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
-
-
-def paste(mask: Mask, piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:
-    """Set the pixels of a piece, in place; parts outside the mask are cut off."""
-    x0, y0 = max(left, 0), max(top, 0)
-    x1, y1 = min(left + piece.shape[1], mask.shape[1]), min(top + piece.shape[0], mask.shape[0])
-    if x0 < x1 and y0 < y1:
-        mask[y0:y1, x0:x1][piece[y0 - top : y1 - top, x0 - left : x1 - left]] = value
 
 
 def decode_runs(

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import open_bytes, read_bytes, read_header
 from segapp.datasets.images.raster import read_bands
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
+from segapp.datasets.orientation import Header, fit_of_mask
 from segapp.errors import DataError
 from segapp.onboarding.layout import Layout, Pair, by_image, evenly
 from segapp.onboarding.tree import (
@@ -52,13 +53,13 @@ _SPARSE_USED = 0.6  # minimum share of such masks that must have a frame
 
 @dataclass(frozen=True)
 class Probe:
-    """Contents of a file: its upright height and width and, unless it is too large, statistics of its pixels.
+    """Contents of a file: its header and, unless it is too large, statistics of its pixels.
 
     The likeness of a mask is 1 for few values, less for flat areas with many values, near 0 for a photograph. The
     thumbnail has 48 x 48 pixels, as numbers.
     """
 
-    size_px: tuple[int, int]
+    header: Header
     num_values: int | None = None
     mask_likeness: float = 1.0
     thumbnail: NDArray[np.int32] | None = None
@@ -69,9 +70,8 @@ def probe(path: Path) -> Probe | None:
     """Return the contents of a file; None if it cannot be read."""
     try:
         header = read_header(path)
-        size = (header.height_px, header.width_px)
         if header.height_px * header.width_px > _MAX_PROBED_PX:
-            return Probe(size)
+            return Probe(header)
         if header.stored is not None and not header.stored.is_picture and path.suffix.lower() in TIFF_SUFFIXES:
             pixels = read_bands(path, (1,))[..., 0]  # Pillow does not decode most dtypes
         else:
@@ -89,7 +89,7 @@ def probe(path: Path) -> Probe | None:
     num_values = len(np.unique(numbers))
     is_flat = numbers.shape[1] < 2 or np.mean(numbers[:, 1:] == numbers[:, :-1]) >= 0.5
     mask_likeness = 1.0 if num_values <= _FEW_VALUES else 0.7 if is_flat else 0.15
-    return Probe(size, num_values, mask_likeness, numbers[np.ix_(rows, columns)])
+    return Probe(header, num_values, mask_likeness, numbers[np.ix_(rows, columns)])
 
 
 def are_all_alike(probes: list[Probe]) -> bool:
@@ -365,7 +365,7 @@ def _weighed(
         confidence *= 0.3
         evidence.append("no pair could be read")
     else:
-        same = mean(float(image.size_px == mask.size_px) for image, mask in seen)
+        same = mean(float(fit_of_mask(image.header, mask.header) != "neither") for image, mask in seen)
         evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs that were compared")
         confidence *= max(0.02, same) * mean(mask.mask_likeness for _, mask in seen)
         if are_all_alike([mask for _, mask in seen]):

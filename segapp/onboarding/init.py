@@ -6,6 +6,7 @@ config.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,10 +20,11 @@ import yaml
 
 from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
-from segapp.datasets.files import ImagePair, shared_images, shown
+from segapp.datasets.files import ImagePair, check_pairs, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
+from segapp.datasets.orientation import Turns
 from segapp.datasets.walk import composed, has_cure, left_out
 from segapp.errors import ConfigError, DataError, SegappError, accepted_words, storage_errors
 from segapp.memory.gpus import count_visible_gpus
@@ -36,12 +38,12 @@ from segapp.onboarding.annotations import (
 )
 from segapp.onboarding.arrays import find_arrays
 from segapp.onboarding.class_files import find_class_files, nearest_first, published_layout
-from segapp.onboarding.content import MaskContent, read_contents
+from segapp.onboarding.content import MAX_HEADERS, MaskContent, read_contents
 from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
 from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import IGNORED, MASKS, UNLABELLED, Classes, MaskChoices, read_classes
 from segapp.onboarding.hypotheses import CLOSE, find_layouts
-from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, Pair, open_question
+from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, Pair, evenly, open_question
 from segapp.onboarding.pieces import find_pieces, find_rle
 from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
@@ -61,6 +63,7 @@ class InitRequest(MaskChoices):
     group: str | None = None
     folds: int | None = None
     seed: int = 0
+    mask_orientation: str | None = None
 
     def check(self) -> None:
         """Raise ConfigError if the value of an option is not possible, or conflicts with another one."""
@@ -68,9 +71,10 @@ class InitRequest(MaskChoices):
             raise ConfigError(
                 "--val-share and --folds: give only one of them, because the number of folds sets their share"
             )
-        for option, word, known in (("--masks", self.masks, MASKS), ("--unlabelled", self.unlabelled, UNLABELLED)):
-            if word is not None and word not in known:
-                raise ConfigError(f"{option} {word}: choose {' or '.join(known)}")
+        known = {"masks": MASKS, "unlabelled": UNLABELLED, "mask_orientation": ("upright", "raw")}
+        for name, words in known.items():
+            if (word := getattr(self, name)) is not None and word not in words:
+                raise ConfigError(f"--{name.replace('_', '-')} {word}: choose {' or '.join(words)}")
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,8 @@ def propose_config(request: InitRequest) -> InitResult:
     if chosen.is_drawn:
         confirm(root, found, chosen, request.layout)
     lines = found_lines(found, chosen)
-    pairs, image_root, mask_root = _written(tree, chosen, out, lines)
-    division = divided(pairs, request.val_share, request.group, request.folds, request.seed)
+    chosen, image_root, mask_root = _written(tree, chosen, out, lines, request.mask_orientation)
+    division = divided(list(chosen.pairs), request.val_share, request.group, request.folds, request.seed)
     lines += division.lines
     facts = _facts(name, tree, chosen, out, request, division, image_root, mask_root)
     confirm(root, found, chosen, request.layout)  # after the refusals, which are more specific
@@ -130,16 +134,19 @@ def propose_config(request: InitRequest) -> InitResult:
     return InitResult(tuple(paths), tuple(lines))
 
 
-def _written(tree: Tree, chosen: Layout, out: Path, lines: list[str]) -> tuple[list[Pair], Path, Path]:
-    """Write the files of a layout and report it in the lines; return its pairs and the roots of images and masks."""
+def _written(
+    tree: Tree, chosen: Layout, out: Path, lines: list[str], mask_orientation: str | None
+) -> tuple[Layout, Path, Path]:
+    """Write the files of a layout and report it in the lines; return it and the roots of its images and masks."""
     if not chosen.is_drawn:
-        return list(chosen.pairs), tree.root, tree.root
+        return chosen, tree.root, tree.root
     folder = out.with_name(f"{out.stem}-{chosen.writes}")
-    pairs, problems = write_files(chosen, folder)
+    chosen, problems = write_files(chosen, folder, tree.root, mask_orientation)
     lines += [f"left out: {text}" for text in problems]
-    lines.append(f"{chosen.writes}: {len(pairs)} in {shown(folder)}")
-    has_images = pairs[0].drawing is not None and pairs[0].drawing.image_bytes is not None
-    return pairs, folder if has_images else tree.root, folder if chosen.writes == "masks" else tree.root
+    lines.append(f"{chosen.writes}: {len(chosen.pairs)} in {shown(folder)}")
+    first = chosen.pairs[0].drawing
+    has_images = first is not None and first.image_bytes is not None
+    return chosen, folder if has_images else tree.root, folder if chosen.writes == "masks" else tree.root
 
 
 def _facts(
@@ -147,7 +154,7 @@ def _facts(
     tree: Tree,
     chosen: Layout,
     out: Path,
-    choices: MaskChoices,
+    choices: InitRequest,
     division: Division,
     root: Path,
     mask_root: Path,
@@ -163,6 +170,9 @@ def _facts(
             "one of the lists"
         )
     content = read_contents([*train, *val], as_rgb=choices.masks == "colors" and not chosen.is_drawn)
+    turns = Turns(choices.mask_orientation)
+    with contextlib.suppress(DataError):  # reported when the pairs are read
+        check_pairs(evenly([*train, *val], MAX_HEADERS), turns=turns)
     format, keys = "list", {"list_dir": str(out.with_name(f"{out.stem}-lists"))}
     if mask_root != root:
         keys["mask_root"] = str(mask_root)
@@ -183,6 +193,12 @@ def _facts(
         masks = [f"{root.resolve().name}/{pair.mask}" for pair in division.train]
         classes = read_classes(content, nearest_first(find_class_files(tree), masks[0]), masks, choices)
         classes = replace(classes, notes=(*chosen.notes, *classes.notes))
+    if chosen.writes == "masks" and any(turns.names.values()):
+        keys["mask_orientation"] = "upright"  # segapp drew them
+    elif not chosen.is_drawn:
+        option = "add --mask-orientation raw (data.mask_orientation: raw)"
+        classes = replace(classes, notes=(*classes.notes, *(line for _, line in turns.lines(option))))
+        keys |= {} if turns.choice is None else {"mask_orientation": turns.choice}
     uses_root = chosen.writes != "masks"
     pixels = measure_pixels(
         [pair.image for pair in train], others=[pair.image for pair in val], are_bands=uses_root and chosen.is_drawn

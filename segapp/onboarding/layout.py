@@ -1,19 +1,52 @@
 """An interpretation of a data folder: which files are images and masks, and how missing masks are made."""
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from segapp.datasets.orientation import Size
 from segapp.errors import DataError
 
 Item = TypeVar("Item")
 Mask = NDArray[np.uint8]
 """Ids, (H, W)."""
+
+
+@dataclass
+class DrawnMask:
+    """A mask whose objects are drawn in the pixels of the image that was annotated, which may have another size."""
+
+    mask: Mask  # (H, W)
+    drawn_px: Size  # height and width of the image that was annotated
+    reach: float = 0.0  # the largest coordinate of a corner, as a share of a side
+
+    @property
+    def num_px(self) -> int:
+        """Number of pixels of the image that was annotated."""
+        return math.prod(self.drawn_px)
+
+    def scaled(self, points: NDArray[np.float64], offset: float = 0.0) -> NDArray[np.float64]:
+        """Return points (V, 2) in pixels of the mask; (0, 0) lies `offset` from the corner of the first pixel."""
+        shape, sides = (np.array(size[::-1]) for size in (self.mask.shape, self.drawn_px))
+        self.reach = max(self.reach, float((points / sides).max()))
+        return points if self.drawn_px == self.mask.shape else (points + offset) * (shape / sides) - offset
+
+    def paste(self, piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:
+        """Set the pixels of a piece; parts outside the image are cut off."""
+        places, sources = [], []
+        for side, drawn, first, length in zip(self.mask.shape, self.drawn_px, (top, left), piece.shape, strict=True):
+            own = ((np.arange(side) + 0.5) * drawn / side).astype(int) - first  # the nearest to each center
+            places.append(np.flatnonzero((own >= 0) & (own < length)))
+            sources.append(own[places[-1]])
+        part = self.mask[np.ix_(*places)]
+        part[piece[np.ix_(*sources)]] = value
+        self.mask[np.ix_(*places)] = part
 
 
 @dataclass(frozen=True)
@@ -22,9 +55,10 @@ class Drawing:
 
     origin: str  # file and entry of the annotation, for messages
     # returns the mask, (H, W), unless it is a file of the data set; raises DataError, or an error of reading an entry
-    paint: Callable[[], Mask] | None
+    paint: Callable[[DrawnMask], Mask] | None
     # returns the image's file, unless the image is a file of the data set
     image_bytes: Callable[[], bytes] | None = None
+    sides: tuple[Any, Any] = (None, None)  # height and width of the image in the annotation, which may be anything
 
 
 @dataclass(frozen=True)

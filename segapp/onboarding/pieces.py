@@ -24,7 +24,8 @@ from statistics import mean
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import open_regular, shown
+from segapp.datasets.files import open_regular, read_header, shown
+from segapp.datasets.orientation import Size
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.content import UNREADABLE, stored_pixels
 from segapp.onboarding.conversion import (
@@ -33,9 +34,10 @@ from segapp.onboarding.conversion import (
     Images,
     check_classes,
     drawn_pair,
+    size_said,
 )
 from segapp.onboarding.hypotheses import probe
-from segapp.onboarding.layout import Layout, Mask, evenly
+from segapp.onboarding.layout import DrawnMask, Layout, Mask, evenly
 from segapp.onboarding.tree import (
     GLUE_WORDS,
     MASK_WORDS,
@@ -62,22 +64,22 @@ Files = dict[str, dict[str, str]]
 """Image -> name of a class or an object -> mask."""
 
 
-def combine(planes: Mapping[int, Plane], shape: tuple[int, int]) -> Mask:
-    """Return the mask (H, W) of class planes (H, W), which are counted from 0 without the background.
+def combine(planes: Mapping[int, Plane], canvas: DrawnMask) -> Mask:
+    """Return the mask (H, W) of class planes of the size `drawn_px`, which are counted from 0 without the background.
 
     Class c is c + 1, 0 is the background, and smaller areas are on top of larger ones. ValueError is raised if a plane
     has another shape.
     """
     for plane in planes.values():
-        if plane.shape != shape:
+        if plane.shape != canvas.drawn_px:
+            height, width = canvas.drawn_px
             raise ValueError(
-                f"a mask of {plane.shape[1]} x {plane.shape[0]} pixels for an image of {shape[1]} x {shape[0]}: "
-                f"magick mogrify -filter point -resize {shape[1]}x{shape[0]} 'masks/*' gives masks that size"
+                f"a mask of {plane.shape[1]} x {plane.shape[0]} pixels next to one of {width} x {height}: "
+                f"magick mogrify -filter point -resize {width}x{height} 'masks/*' gives masks that size"
             )
-    mask = np.zeros(shape, np.uint8)
     for number in sorted(planes, key=lambda number: (-int(planes[number].sum()), number)):
-        mask[planes[number]] = number + 1
-    return mask
+        canvas.paste(planes[number], 0, 0, number + 1)
+    return canvas.mask
 
 
 def overlap_share(images: Iterable[Sequence[Plane]]) -> float:
@@ -97,15 +99,15 @@ def reading_of_classes(
     base: Layout,
     names: Sequence[str],
     share: float,
-    images: Images,
     origins: Mapping[str, tuple[str, str]],
-    planes_of: Callable[[str, tuple[int, int]], Mapping[int, Plane]],
+    planes_of: Callable[[str, Size], Mapping[int, Plane]],
+    sides: Mapping[str, Size],
 ) -> Layout:
     """Return the conversion to classes that exclude each other, named without the background, see `combine`.
 
     `share` is the share of the labeled pixels with several classes; ConfigError is raised if they overlap. The origin
     of an image is its file and entry for messages, and a file whose path may contain its split. `planes_of` gets its
-    path, its height and its width.
+    path and the size of its planes, which `sides` has if they may have another size than the image.
     """
     said = f"{share:.1%} of the labeled pixels belong to several classes"
     if share > _MOST_SHARED:
@@ -113,12 +115,12 @@ def reading_of_classes(
             f"{base.title}: {said}: list a mask for each class with data.multilabel: files (segapp docs multilabel)"
         )
 
-    def paint(image: str) -> Mask:
-        size = images.size_of(image)
-        return combine(planes_of(image, size), size)
+    def paint(image: str, canvas: DrawnMask) -> Mask:
+        return combine(planes_of(image, canvas.drawn_px), canvas)
 
     pairs = [
-        drawn_pair(image, origin, partial(paint, image), near) for image, (origin, near) in sorted(origins.items())
+        drawn_pair(image, origin, partial(paint, image), near, sides.get(image, (None, None)))
+        for image, (origin, near) in sorted(origins.items())
     ]
     return replace(base, classes=("background", *names), pairs=pairs, evidence=(*base.evidence, said))
 
@@ -284,7 +286,8 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], num_images
         return {names.index(name): _plane(tree.root / path) for name, path in by_image[image].items()}
 
     origins = {image: (f"masks of {shown(image)}", "") for image in by_image}
-    return reading_of_classes(base, [classes[name] for name in names], share, Images(tree), origins, planes)
+    sides = {image: read_header(tree.root / next(iter(own.values()))).size_px for image, own in by_image.items()}
+    return reading_of_classes(base, [classes[name] for name in names], share, origins, planes, sides)
 
 
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
@@ -295,8 +298,8 @@ _RAGGED = 1.2  # borders are this much longer in the wrong order
 _MIN_FOUND = 0.3
 _ORDERS = {"F": "columns", "C": "rows"}
 
-_Rows = Sequence[tuple[str, str, str]]
-"""Image, class and runs of each row of a table of run lengths."""
+_Rows = Sequence[tuple[str, str, str, Size | None]]
+"""Image, class, runs and size of the image in each row of a table of run lengths."""
 
 
 def find_rle(tree: Tree) -> list[Layout]:
@@ -308,11 +311,13 @@ def find_rle(tree: Tree) -> list[Layout]:
     missing = set()
     table_of: dict[str, str] = {}
     for table, own in tables.items():
-        for said, name, runs in own:
+        for said, name, runs, size in own:
             if (image := images.find(said, table)) is None:
                 missing.add(said)
                 continue
             by_image[image].append((name, runs))
+            if size is not None:
+                images.said_px[image] = size
             table_of.setdefault(image, table)
     if not any(runs for rows in by_image.values() for _, runs in rows):
         return []
@@ -350,7 +355,8 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     for row in [*looked, *cells]:
         if len(row) == len(head):
             name, text = row[classes[0]] if classes else "", row[runs].strip()
-            rows.append((row[column], name.strip(), "" if text.lower() in _EMPTY else text))
+            sides = (row[names.index(side)] if side in names else None for side in ("height", "width"))
+            rows.append((row[column], name.strip(), "" if text.lower() in _EMPTY else text, size_said(*sides)))
     return rows
 
 
@@ -396,7 +402,7 @@ def _conversions(
             classes_reason="from the table" if labels[0][:1].isalpha() else "replace with their names",
             notes=tuple(notes),
         )
-        found.append(reading_of_classes(base, names, share, images, origins, partial(planes, order)))
+        found.append(reading_of_classes(base, names, share, origins, partial(planes, order), images.said_px))
     return found
 
 

@@ -471,7 +471,7 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
         "002_mask.png: the file is empty",
         "003.png: no readable image",
         "004_mask.png: the mask has 20x30 pixels, its image",
-        "EXIF rotation",
+        "the EXIF orientation of one is lost",
         "005.png: cannot be decoded (truncated PNG",
     ):
         assert text in message

@@ -164,7 +164,7 @@ def convert(root: Path, out: Path) -> None:
     with contextlib.suppress(SegappError):
         for number, layout in enumerate(find_conversions(tree, has_masks=False)[0]):
             with contextlib.suppress(SegappError):
-                write_files(layout, out / str(number))
+                write_files(layout, out / str(number), root)
 
 
 def convert_mutations(title: str, seeds: range) -> list[tuple[int, str]]:

@@ -24,6 +24,7 @@ from segapp.inference.predict import OutputPlan, PolygonPlan, find_images, parse
 from segapp.inference.predict.polygons import PolygonFormat, joined, rings_of
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 from segapp.onboarding.conversion import fill_area
+from segapp.onboarding.layout import DrawnMask
 from tests.support.drawn_folders import proposed
 
 rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
@@ -96,11 +97,11 @@ def test_areas_hold_the_pixel_centers_as_gdal_fills_them() -> None:
             transform=rasterio.transform.IDENTITY,
         )
         found = np.zeros((30, 25), np.uint8)
-        fill_area(found, rings, 1)
+        fill_area(DrawnMask(found, found.shape), rings, 1)
         is_simple = shapely.Polygon(rings[0]).is_valid  # GDAL fills crossed outlines in another way
         assert (found == wanted).all() or not is_simple or not wanted.any()
     thin = np.zeros((5, 5), np.uint8)
-    fill_area(thin, [[(1.1, 1.1), (1.3, 1.1), (1.3, 1.3)]], 7)
+    fill_area(DrawnMask(thin, thin.shape), [[(1.1, 1.1), (1.3, 1.1), (1.3, 1.3)]], 7)
     assert np.argwhere(thin).tolist() == [[1, 1]]
 
 
@@ -236,7 +237,7 @@ def test_holes_are_joined_to_the_outline() -> None:
     square = np.array([[0, 0], [9, 0], [9, 9], [0, 9]])
     holes = [np.array([[1, 1], [1, 2], [2, 2], [2, 1]]), np.array([[7, 6], [7, 8], [8, 8], [8, 6]])]
     found = np.zeros((9, 9), np.uint8)
-    fill_area(found, [joined([square, *holes]).tolist()], 1)
+    fill_area(DrawnMask(found, found.shape), [joined([square, *holes]).tolist()], 1)
     wanted = np.ones((9, 9), np.uint8)
     wanted[1, 1] = wanted[6:8, 7] = 0
     np.testing.assert_array_equal(found, wanted)

@@ -153,7 +153,7 @@ def converted(root: Path, out: Path) -> list[str]:
         try:
             found = convert(tree)
             for number, layout in enumerate([found] if hasattr(found, "pairs") else found or ()):
-                said += write_files(layout, out / f"{convert.__name__}{number}")[1]  # type: ignore[arg-type]
+                said += write_files(layout, out / f"{convert.__name__}{number}", root)[1]  # type: ignore[arg-type]
         except (ValueError, DataError) as error:
             said.append(str(error))
     return said

@@ -18,7 +18,7 @@ from segapp.errors import DataError, SegappError
 from segapp.onboarding.annotations import find_yolo
 from segapp.onboarding.conversion import decode_runs
 from segapp.onboarding.init import InitRequest, propose_config
-from segapp.onboarding.layout import Layout
+from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import survey_tree
 from tests.support.drawn_annotations import (
     HEIGHT,
@@ -137,10 +137,11 @@ def test_polygons_of_yolo_are_drawn_largest_first(tmp_path: Path) -> None:
 
 
 def painted(layout: Layout) -> np.ndarray:
-    """Returns the mask of the first pair."""
+    """Returns the mask of the first pair, of an image of 10 x 10 pixels."""
     drawing = layout.pairs[0].drawing
     assert drawing is not None
-    return np.asarray(drawing.paint())
+    assert drawing.paint is not None
+    return np.asarray(drawing.paint(DrawnMask(np.zeros((10, 10), np.uint8), (10, 10))))
 
 
 def test_labelme_shapes_become_masks_later_on_top(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.onboarding.conversion import area_of, fill_area, fill_polygon, paste
+from segapp.onboarding.conversion import area_of, fill_area, fill_polygon
+from segapp.onboarding.layout import DrawnMask
+
+
+def canvas_on(mask: np.ndarray[Any, Any]) -> DrawnMask:
+    """A mask whose image was annotated at its size."""
+    return DrawnMask(mask, mask.shape)
 
 
 def test_pasted_piece_is_cut_off_at_every_side() -> None:
@@ -23,7 +29,7 @@ def test_pasted_piece_is_cut_off_at_every_side() -> None:
         for y, x in itertools.product(range(3), range(4)):
             if piece[y, x] and 0 <= y + top < 5 and 0 <= x + left < 6:
                 wanted[y + top, x + left] = 9
-        paste(found, piece, left, top, 9)
+        canvas_on(found).paste(piece, left, top, 9)
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -31,7 +37,7 @@ def test_polygons_fill_their_outline_but_not_their_holes() -> None:
     mask = np.zeros((9, 8), np.uint8)
     mask[:] = 2
     assert mask.shape == (9, 8)
-    fill_polygon(mask, [[(1, 1), (6.4, 1), (6.4, 7.4), (1, 7.4)], [(2, 2), (5, 2), (5, 6), (2, 6)]], 5)
+    fill_polygon(canvas_on(mask), [[(1, 1), (6.4, 1), (6.4, 7.4), (1, 7.4)], [(2, 2), (5, 2), (5, 6), (2, 6)]], 5)
     wanted = np.full((9, 8), 2, np.uint8)
     wanted[1:8, 1:7] = 5
     wanted[3:6, 3:5] = 2  # the outline of the hole belongs to the polygon
@@ -40,8 +46,8 @@ def test_polygons_fill_their_outline_but_not_their_holes() -> None:
 
 def test_corners_may_have_further_numbers() -> None:
     plain, labelled = np.zeros((5, 5), np.uint8), np.zeros((5, 5), np.uint8)
-    fill_polygon(plain, [[(1, 1), (3, 1), (1, 3)]], 1)
-    fill_polygon(labelled, [[(1, 1, 7), (3, 1, 7), (1, 3, 7)]], 1)
+    fill_polygon(canvas_on(plain), [[(1, 1), (3, 1), (1, 3)]], 1)
+    fill_polygon(canvas_on(labelled), [[(1, 1, 7), (3, 1, 7), (1, 3, 7)]], 1)
     np.testing.assert_array_equal(plain, labelled)
 
 
@@ -57,9 +63,9 @@ def test_corners_may_have_further_numbers() -> None:
 def test_polygon_that_cannot_be_filled_leaves_the_mask(ring: list[tuple[float, ...]], message: str) -> None:
     mask = np.zeros((4, 4), np.uint8)
     with pytest.raises(ValueError, match=message):
-        fill_polygon(mask, [ring], 1)
+        fill_polygon(canvas_on(mask), [ring], 1)
     assert not mask.any()
-    fill_polygon(mask, [[(0, 0), (2.0**28, 0), (0, 2.0**28)]], 1)
+    fill_polygon(canvas_on(mask), [[(0, 0), (2.0**28, 0), (0, 2.0**28)]], 1)
     assert mask.all()
 
 
@@ -92,7 +98,7 @@ def test_polygons_far_outside_match_exact_arithmetic(reach: float) -> None:
         ring = rng.uniform(-reach, reach, (3 + number, 2))
         ring[0] = rng.uniform(0, 24, 2)
         mask = np.zeros((20, 24), np.uint8)
-        fill_area(mask, [ring.tolist()], 1)
+        fill_area(canvas_on(mask), [ring.tolist()], 1)
         wanted = inside(ring, 20, 24)
         if wanted.any():
             np.testing.assert_array_equal(mask, wanted)
@@ -104,7 +110,7 @@ def test_polygons_inside_the_image_are_those_of_opencv() -> None:
         rings = [np.rint(rng.uniform(0, (49, 39), (3 + number % 9, 2))) for _ in range(1 + number % 2)]
         wanted, mask = np.zeros((40, 50), np.uint8), np.zeros((40, 50), np.uint8)
         cv2.fillPoly(wanted, [ring.astype(np.int32) for ring in rings], 1)
-        fill_polygon(mask, [ring.tolist() for ring in rings], 1)
+        fill_polygon(canvas_on(mask), [ring.tolist() for ring in rings], 1)
         np.testing.assert_array_equal(mask, wanted)
 
 
@@ -112,5 +118,5 @@ def test_polygons_inside_the_image_are_those_of_opencv() -> None:
 def test_shapes_that_are_not_finite_are_refused(far: float) -> None:
     mask = np.zeros((4, 4), np.uint8)
     with pytest.raises(ValueError, match="a corner is not a number"):
-        fill_area(mask, [[(0, 0), (far, 1), (2, 2)]], 1)
+        fill_area(canvas_on(mask), [[(0, 0), (far, 1), (2, 2)]], 1)
     assert not mask.any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +101,18 @@ def samples_read(config: RunConfig) -> Iterator[tuple[str, Path, np.ndarray, np.
 def targets_read(config: RunConfig) -> dict[str, np.ndarray]:
     """Returns the target of every image by the image's stem."""
     return {image.stem: target for _, image, _, target in samples_read(config)}
+
+
+def with_orientation(upright: np.ndarray, orientation: int) -> np.ndarray:
+    """Returns the pixels as a camera stores them with an EXIF orientation, so that viewers show `upright`."""
+    stored: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+        1: lambda a: a,
+        2: np.fliplr,
+        3: lambda a: np.rot90(a, 2),
+        4: np.flipud,
+        5: lambda a: np.fliplr(np.rot90(a, -1)),
+        6: np.rot90,
+        7: lambda a: np.fliplr(np.rot90(a)),
+        8: lambda a: np.rot90(a, -1),
+    }
+    return np.ascontiguousarray(stored[orientation](upright))

@@ -33,6 +33,7 @@ from segapp.datasets.files import (
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels, StoredPixels
 from segapp.datasets.images.raster import read_bands, require_rasterio
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags, is_tiff
+from segapp.datasets.orientation import upright
 from segapp.errors import DataError
 
 # OpenCV's messages about damaged files would mix with our output; such files raise DataError.
@@ -138,17 +139,6 @@ def _decode_all_bands(data: bytes, path: Path, max_pixels: int) -> Pixels:
     elif pixels.shape[2] >= 3:
         pixels = pixels[..., [2, 1, 0, *range(3, pixels.shape[2])]]
     return upright(pixels, exif_orientation(image))
-
-
-def upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Return pixels (H, W, B) with an EXIF orientation applied (CIPA DC-008, 4.6.5.1.6)."""
-    if orientation in {5, 6, 7, 8}:
-        pixels = pixels.swapaxes(0, 1)
-    if orientation in {3, 4, 7, 8}:
-        pixels = pixels[::-1]
-    if orientation in {2, 3, 6, 7}:
-        pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
 
 
 def decode(data: bytes, flags: int) -> Pixels | None:

@@ -129,6 +129,7 @@ class ClassScheme:
     ignored_value: int | None = None  # value of ignored pixels in masks of several classes; None: there are none
     # Palettes of the masks that were read, which must agree; None: they are not compared
     palettes: Palettes | None = field(default=None, compare=False, repr=False)
+    mask_orientation: Literal["upright", "raw"] | None = None  # of masks whose sizes do not tell (see `orientation`)
 
     @property
     def num_classes(self) -> int:

@@ -1,0 +1,382 @@
+"""Sizes in annotations: objects are scaled to the image, turned with its EXIF orientation, or refused by name."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segapp.errors import DataError
+from segapp.onboarding.init import InitRequest, propose_config
+from tests.support.drawn_folders import targets_read, with_orientation
+
+SIZE = (45, 67)  # height and width of the upright images
+Box = tuple[int, int, int, int]
+BOXES: dict[str, Box] = {
+    "0007": (3, 2, 21, 11),
+    "0012": (40, 20, 66, 44),
+    "0003": (5, 24, 19, 43),
+    "0020": (33, 3, 60, 9),
+}
+"""Left, top, right and bottom of the object of each image, upright; the pixels right and bottom do not belong to it."""
+
+
+def truth(name: str) -> np.ndarray[Any, Any]:
+    mask = np.zeros(SIZE, np.uint8)
+    left, top, right, bottom = BOXES[name]
+    mask[top:bottom, left:right] = 1
+    return mask
+
+
+Seen = tuple[str, tuple[Any, Any], np.ndarray[Any, Any]]
+"""Name, height and width as the annotation says them, and the object (H, W) in the pixels that were annotated."""
+
+
+def seen(name: str, factor: int, orientation: int = 1, said: tuple[Any, Any] | None = None) -> Seen:
+    raw = with_orientation(truth(name), orientation)
+    mask = np.kron(raw, np.ones((factor, factor), np.uint8))
+    return name, said or mask.shape, mask
+
+
+def corners(mask: np.ndarray[Any, Any]) -> tuple[int, int, int, int]:
+    rows, columns = np.nonzero(mask)
+    return int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1
+
+
+def sides(mask: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
+    """From the corner of the first pixel."""
+    left, top, right, bottom = corners(mask)
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def centers(mask: np.ndarray[Any, Any], factor: int) -> list[tuple[float, float]]:
+    """From the center of the first pixel to the centers of the outermost pixels of the image."""
+    half = factor / 2 - 0.5
+    left, top, right, bottom = (
+        value + sign * half - (sign < 0) for value, sign in zip(corners(mask), (1, 1, -1, -1), strict=True)
+    )
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def factor_of(mask: np.ndarray[Any, Any]) -> int:
+    return max(mask.shape) // max(SIZE)
+
+
+def png(mask: np.ndarray[Any, Any]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(mask * 255).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def cut(mask: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], int, int]:
+    left, top, right, bottom = corners(mask)
+    return mask[top:bottom, left:right], left, top
+
+
+def runs(pixels: np.ndarray[Any, Any]) -> list[int]:
+    changes = np.flatnonzero(np.diff(np.concatenate([[0], pixels, [2]])))
+    return np.diff(changes, prepend=0).tolist()
+
+
+def coco(root: Path, entries: list[Seen], shape: Callable[[np.ndarray[Any, Any]], Any] | None = None) -> None:
+    polygon = shape or (lambda mask: [[value for corner in sides(mask) for value in corner]])
+    images = [
+        {"id": 10 + 3 * i, "file_name": f"{one[0]}.jpg", "height": one[1][0], "width": one[1][1]}
+        for i, one in enumerate(entries)
+    ]
+    shapes = [
+        {"image_id": 10 + 3 * i, "category_id": 5, "area": 9, "segmentation": polygon(one[2])}
+        for i, one in enumerate(entries)
+    ]
+    random.Random(0).shuffle(shapes)
+    content = {"images": images, "annotations": shapes, "categories": [{"id": 5, "name": "box"}]}
+    (root / "instances.json").write_text(json.dumps(content))
+
+
+def coco_runs(root: Path, entries: list[Seen]) -> None:
+    coco(root, entries, lambda mask: {"size": mask.shape, "counts": runs(mask.T.ravel())})
+
+
+def labelme(root: Path, entries: list[Seen], kind: str = "polygon") -> None:
+    for name, (height, width), mask in entries:
+        piece, left, top = cut(mask)
+        shape = {"label": "box", "shape_type": kind, "points": centers(mask, factor_of(mask))}
+        if kind == "mask":
+            shape |= {"points": [[left, top]], "mask": base64.b64encode(png(piece)).decode()}
+        content = {"imagePath": f"{name}.jpg", "imageHeight": height, "imageWidth": width, "shapes": [shape]}
+        (root / f"{name}.json").write_text(json.dumps(content))
+
+
+def labelme_masks(root: Path, entries: list[Seen]) -> None:
+    labelme(root, entries, "mask")
+
+
+def cvat(root: Path, entries: list[Seen], kind: str = "polygon") -> None:
+    lines = []
+    for name, (height, width), mask in entries:
+        piece, left, top = cut(mask)
+        shape = f'<polygon label="box" points="{";".join(f"{x},{y}" for x, y in sides(mask))}"/>'
+        if kind == "mask":
+            text, (own_height, own_width) = ",".join(map(str, runs(piece.ravel()))), piece.shape
+            shape = (
+                f'<mask label="box" rle="{text}" left="{left}" top="{top}" width="{own_width}" height="{own_height}"/>'
+            )
+        lines.append(f'<image name="{name}.jpg" width="{width}" height="{height}">{shape}</image>')
+    (root / "a.xml").write_text(f"<annotations>{''.join(lines)}</annotations>")
+
+
+def cvat_masks(root: Path, entries: list[Seen]) -> None:
+    cvat(root, entries, "mask")
+
+
+def supervisely(root: Path, entries: list[Seen], kind: str = "polygon") -> None:
+    (root / "img").mkdir()
+    (root / "ann").mkdir()
+    for name, (height, width), mask in entries:
+        (root / f"{name}.jpg").rename(root / "img" / f"{name}.jpg")
+        piece, left, top = cut(mask)
+        shape: dict[str, Any] = {"points": {"exterior": centers(mask, factor_of(mask)), "interior": []}}
+        if kind == "bitmap":
+            shape = {"bitmap": {"data": base64.b64encode(zlib.compress(png(piece))).decode(), "origin": [left, top]}}
+        content = {
+            "size": {"height": height, "width": width},
+            "objects": [{"classTitle": "box", "geometryType": kind, **shape}],
+        }
+        (root / "ann" / f"{name}.jpg.json").write_text(json.dumps(content))
+
+
+def supervisely_bitmaps(root: Path, entries: list[Seen]) -> None:
+    supervisely(root, entries, "bitmap")
+
+
+def label_studio(root: Path, entries: list[Seen]) -> None:
+    tasks = []
+    for name, (height, width), mask in entries:
+        points = [(x / mask.shape[1] * 100, y / mask.shape[0] * 100) for x, y in sides(mask)]
+        region = {"type": "polygonlabels", "original_height": height, "original_width": width, "image_rotation": 0}
+        tasks.append(
+            {
+                "data": {"image": f"{name}.jpg"},
+                "annotations": [{"result": [{**region, "value": {"points": points, "polygonlabels": ["box"]}}]}],
+            }
+        )
+    (root / "tasks.json").write_text(json.dumps(tasks))
+
+
+def table(root: Path, entries: list[Seen]) -> None:
+    rows = ["ImageId,EncodedPixels,Width,Height"]
+    for name, (height, width), mask in entries:
+        changes = np.flatnonzero(np.diff(np.concatenate([[0], mask.T.ravel(), [0]])))
+        text = " ".join(f"{start + 1} {end - start}" for start, end in zip(changes[::2], changes[1::2], strict=True))
+        rows.append(f"{name}.jpg,{text},{width},{height}")
+    (root / "train.csv").write_text("\n".join(rows))
+
+
+FORMATS = [
+    coco,
+    coco_runs,
+    labelme,
+    labelme_masks,
+    cvat,
+    cvat_masks,
+    supervisely,
+    supervisely_bitmaps,
+    label_studio,
+    table,
+]
+
+
+def converted(
+    tmp_path: Path, write: Any, entries: list[tuple[Seen, int]], **request: Any
+) -> tuple[dict[str, Any], str]:
+    """Returns the target of each image as training reads it, and the lines of init."""
+    (root := tmp_path / "d").mkdir()
+    for (name, _, _), orientation in entries:
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        pixels = np.repeat(truth(name)[..., None] * 130 + 60, 3, axis=2)
+        Image.fromarray(with_orientation(pixels, orientation)).save(root / f"{name}.jpg", exif=exif)
+    write(root, [own for own, _ in entries])
+    result = propose_config(InitRequest(root, tmp_path / "made.yaml", group=".+", **request))
+    from segapp.config import load_config
+
+    return targets_read(load_config(result.configs[0])), "\n".join(result.lines)
+
+
+def assert_true(targets: dict[str, Any], names: Any = BOXES) -> None:
+    assert targets.keys() == set(names)
+    for name, target in targets.items():
+        np.testing.assert_array_equal(target, truth(name), err_msg=name)
+
+
+@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
+def test_objects_are_scaled_and_turned_as_the_sizes_say(write: Any, tmp_path: Path) -> None:
+    """Three factors; a photo annotated as stored, one annotated upright, and two without an orientation."""
+    entries = [(seen("0012", 3), 1), (seen("0007", 2, 6), 6), (seen("0020", 1), 8), (seen("0003", 2), 1)]
+    targets, said = converted(tmp_path, write, entries)
+    assert_true(targets)
+    place = "img/" if "supervisely" in write.__name__ else ""
+    assert f"3 of 4 images were annotated at another size, such as {place}0" in said
+    before = "1 of 4 photos have the size of their mask or annotation only before their EXIF orientation is applied"
+    assert f"{before}, such as {place}0007.jpg" in said
+    assert "taken to be drawn" not in said  # every size tells
+
+
+@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
+def test_another_ratio_is_refused_with_both_sizes(write: Any, tmp_path: Path) -> None:
+    entries = [(seen(name, 1), 1) for name in BOXES]
+    entries[2] = (seen("0003", 1, said=(48, 67)), 1)
+    if write is coco_runs:
+        pytest.skip("its run lengths have a size of their own")
+    targets, said = converted(tmp_path, write, entries)
+    assert_true(targets, BOXES.keys() - {"0003"})
+    assert "0003.jpg has 67 x 45 pixels, but was annotated at 67 x 48, another ratio of sides" in said
+
+
+def test_sizes_may_be_text_fractions_or_missing(tmp_path: Path) -> None:
+    """Without a size an object is drawn as it is, which is said if others are scaled."""
+    entries = [
+        (seen("0012", 2, said=("90", " 134.0")), 1), (seen("0007", 1, said=(0, 0)), 1),
+        (seen("0020", 1, said=(None, 67)), 1), (seen("0003", 3, said=(135.2, 200.9)), 1),
+    ]  # fmt: skip
+    targets, said = converted(tmp_path, coco, entries)
+    assert_true(targets)
+    assert "2 of 4 images were annotated at another size, such as 0012.jpg (134 x 90, now 67 x 45 pixels)" in said
+    assert "2 of 4 images have no size in their annotation, such as 0007.jpg" in said
+
+
+def test_all_objects_outside_their_image_are_said(tmp_path: Path) -> None:
+    entries = [(seen(name, 3 if name < "0012" else 1, said=("", "")), 1) for name in BOXES]
+    targets, said = converted(tmp_path, coco, entries)
+    assert "1 of 4 images have objects that leave them, such as 0003.jpg (up to 2.9 times its side)" in said
+    np.testing.assert_array_equal(targets["0020"], truth("0020"))
+    assert "no size" not in said  # nothing else was scaled
+
+
+@pytest.mark.parametrize(("choice", "drawn"), [(None, 1), ("upright", 1), ("raw", 3)])
+def test_half_turn_is_assumed_and_an_option_changes_it(choice: str | None, drawn: int, tmp_path: Path) -> None:
+    entries = [(seen(name, 1, drawn if number < 3 else 1), 3 if number < 3 else 1) for number, name in enumerate(BOXES)]
+    targets, said = converted(tmp_path, coco, entries, mask_orientation=choice)
+    assert_true(targets)
+    assumed = "3 of 4 photos have an EXIF orientation; masks are taken to be drawn on the upright photo"
+    assert (assumed in said) == (choice is None)
+    assert ("compare 0007.jpg with its mask" in said and "add --mask-orientation raw" in said) == (choice is None)
+    assert 'mask_orientation: "upright"' in (tmp_path / "made.yaml").read_text()  # of the masks that were drawn
+
+
+def test_smaller_annotations_are_scaled_up_along_their_lines(tmp_path: Path) -> None:
+    """At a third of the size, the corners lie between pixels."""
+
+    def write(root: Path, entries: list[Seen]) -> None:
+        coco(root, [(name, (15, 22), mask) for name, _, mask in entries],
+             lambda mask: [[value for x, y in sides(mask) for value in (x / 67 * 22, y / 3)]])  # fmt: skip
+
+    targets, said = converted(tmp_path, write, [(seen(name, 1), 1) for name in BOXES])
+    assert_true(targets)
+    assert "4 of 4 images were annotated at another size, such as 0007.jpg (22 x 15, now 67 x 45 pixels)" in said
+
+
+def test_runs_of_another_size_than_their_entry_are_refused(tmp_path: Path) -> None:
+    entries = [(seen(name, 1), 1) for name in BOXES]
+    entries[1] = (("0012", SIZE, seen("0012", 2)[2]), 1)
+    targets, said = converted(tmp_path, coco_runs, entries)
+    assert_true(targets, BOXES.keys() - {"0012"})
+    assert "object 0: run lengths of 134 x 90 pixels for an image of 67 x 45" in said
+
+
+# --- ids, names and counts that contradict each other
+
+
+def changed(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads((root / "instances.json").read_text())
+    change(content)
+    (root / "instances.json").write_text(json.dumps(content))
+
+
+def plain() -> list[tuple[Seen, int]]:
+    return [(seen(name, 1), 1) for name in BOXES]
+
+
+def test_ids_of_coco_agree_as_text_and_lost_ones_are_counted(tmp_path: Path) -> None:
+    def write(root: Path, entries: list[Seen]) -> None:
+        coco(root, entries)
+        kinds: list[Callable[[int], Any]] = [str, float, int, lambda _: 999]
+        changed(
+            root,
+            lambda content: [
+                one.update(image_id=kinds[one["image_id"] // 3 - 3](one["image_id"])) for one in content["annotations"]
+            ],
+        )  # type: ignore[func-returns-value]
+
+    targets, said = converted(tmp_path, write, plain())
+    for name in ("0007", "0012", "0003"):
+        np.testing.assert_array_equal(targets[name], truth(name))
+    assert not targets["0020"].any()
+    assert "1 of 4 annotations of instances.json belong to no image, such as image_id 999: they are not drawn" in said
+
+
+def test_images_of_coco_with_one_id_are_refused(tmp_path: Path) -> None:
+    def write(root: Path, entries: list[Seen]) -> None:
+        coco(root, entries)
+        changed(root, lambda content: content["images"][3].update(id=str(content["images"][1]["id"])))
+
+    with pytest.raises(DataError, match=r"instances\.json: 0012\.jpg and 0020\.jpg have the same id 13"):
+        converted(tmp_path, write, plain())
+
+
+def test_category_that_is_not_listed_is_named(tmp_path: Path) -> None:
+    def write(root: Path, entries: list[Seen]) -> None:
+        coco(root, entries)
+        changed(root, lambda content: content["annotations"][0].update(category_id=8))
+
+    _, said = converted(tmp_path, write, plain())
+    assert "object 0: category 8 is not in the list of categories" in said
+
+
+def test_category_with_two_names_is_refused_with_both_files(tmp_path: Path) -> None:
+    def write(root: Path, entries: list[Seen]) -> None:
+        for split, own, names in (("val", entries[:1], ["car", "box"]), ("train", entries[1:], ["box", "car"])):
+            coco(root, own)
+            changed(
+                root,
+                lambda content, names=names: content.update(
+                    categories=[{"id": 5 + i, "name": name} for i, name in enumerate(names)]
+                ),
+            )  # type: ignore[misc]
+            (root / "instances.json").rename(root / f"{split}.json")
+
+    with pytest.raises(DataError, match=r"category 5 is box in train\.json and car in val\.json"):
+        converted(tmp_path, write, plain())
+
+
+def test_labels_and_counts_of_cvat_are_compared(tmp_path: Path) -> None:
+    def write(root: Path, entries: list[Seen]) -> None:
+        cvat(root, entries)
+        head = "<meta><task><size>9</size><labels><label><name>boxes</name></label></labels></task></meta>"
+        text = (root / "a.xml").read_text()
+        (root / "a.xml").write_text(text.replace("<annotations>", f"<annotations>{head}"))
+
+    _, said = converted(tmp_path, write, plain())
+    assert "a.xml: its list of labels lacks box: rename them if they are misspelled" in said
+    assert "a.xml: 4 images of 9 are in it" in said
+
+
+def test_image_that_was_rotated_in_label_studio_is_left_out(tmp_path: Path) -> None:
+    def write(root: Path, entries: list[Seen]) -> None:
+        label_studio(root, entries)
+        tasks = json.loads((root / "tasks.json").read_text())
+        tasks[2]["annotations"][0]["result"][0]["image_rotation"] = 90
+        (root / "tasks.json").write_text(json.dumps(tasks))
+
+    targets, said = converted(tmp_path, write, plain())
+    assert_true(targets, BOXES.keys() - {"0003"})
+    assert "its image was rotated by 90 degrees: rotate it back in Label Studio" in said
