@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from segapp.datasets.layouts.pairing import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.targets import RULES, class_weights
-from segapp.datasets.walk import others_note
 from segapp.errors import DataError
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
@@ -71,8 +70,6 @@ def check_data(config: RunConfig, *, as_json: bool) -> int:
     if problem is None:
         _check_samples(config, scheme, reports[0])
     files = None if is_component(data.format) else _files(data, splits)
-    if files is not None and split_list(build_location(data), reports[0].split) is None:
-        before += _beside(*files, splits)
     groups = group_findings(reports, before)
     if as_json:
         print(json.dumps(as_dict(reports, groups, scheme, measured, files), indent=2))
@@ -179,31 +176,6 @@ def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple
     return tree, unused_files(tree, {os.path.relpath(path, root) for path in paths})
 
 
-def _beside(
-    tree: Tree, unused: Sequence[Sequence[str]], splits: Mapping[str, Sequence[ImagePair]]
-) -> Iterator[DataProblem]:
-    """Yield warnings about files in the folders of a split that belong to no pair."""
-    left = {path for paths in unused for path in paths}.union(tree.hidden)
-
-    def inside(folders: set[str], paths: Sequence[str]) -> list[str]:
-        return [path for path in paths if path in left and os.path.dirname(tree.root / path) in folders]
-
-    for split, pairs in splits.items():
-        images = {os.path.dirname(pair.image) for pair in pairs}
-        masks = {os.path.dirname(mask) for pair in pairs for mask in pair.masks}
-        others = inside(images, tree.others)
-        for paths, what in (
-            (own := inside(masks - images, tree.images), f"{len(own)} masks have no image"),
-            (others, others_note(others)),
-            (own := inside(masks | images, tree.hidden), f"{len(own)} hidden files and folders are not read"),
-        ):
-            if paths:
-                left.difference_update(paths)  # splits may share a folder
-                more = f" and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
-                named = ", ".join(shown(path) for path in paths[:_MAX_SHOWN])
-                yield DataProblem("warning", "file", split, f"{split}: {what}: {named}{more}")
-
-
 def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, list[float]]:
     """Return the class weights of every rule, from the masks of a split; empty if there are none."""
     if scheme.multilabel is not None or not any(report.frequencies.pixels):
@@ -226,7 +198,7 @@ def as_dict(
         "classes": list(scheme.names),
         "class_weights": suggested_weights(reports[0], scheme),
         "pixels": None if measured is None else asdict(measured),
-        "files": None if files is None else {"not_used": [[*map(shown, paths)] for paths in files[1]]},
+        "files": files and {"not_used": [[*map(shown, p)] for p in files[1]], "hidden": [*map(shown, files[0].hidden)]},
         "splits": {report.split: _split_as_dict(report) for report in reports},
         "findings": [
             {

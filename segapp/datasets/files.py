@@ -195,7 +195,9 @@ def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Imag
 
 def _too_large(path: Path, what: str, max_pixels: int) -> DataError:
     return DataError(
-        f"{shown(path)}: too large ({what}; at most {max_pixels} pixels are read): cut it into tiles", path=path
+        f"{shown(path)}: too large ({what}; at most {max_pixels} pixels are read): cut it into tiles, or save "
+        "it as an upright TIFF, which is read in windows",
+        path=path,
     )
 
 

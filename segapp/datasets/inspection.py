@@ -81,7 +81,6 @@ KINDS = {
     "split": "splits",
     "crop": "image sizes smaller than the crop",
     "link": "links",
-    "file": "files that are not used",
 }
 """Kinds of findings and their descriptions, in the order of the report."""
 

@@ -389,7 +389,8 @@ def test_unpaired_files_are_listed_and_the_rest_checked(root: Path, tmp_path: Pa
     assert code == 3
     found = [(f["severity"], f["kind"], f["split"]) for f in report["findings"]]
     assert found.count(("error", "pairs", "val")) == 1
-    assert found.count(("warning", "file", "train")) == 3
+    assert ["masks/train/03.png", "masks/train/99.png"] in report["files"]["not_used"]
+    assert report["files"]["hidden"] == ["images/train/._00.png", "images/train/Thumbs.db"]
     assert found.count(("error", "link", "train")) == 1
     assert (report["splits"]["train"]["pairs"], report["splits"]["val"]["pairs"]) == (7, 3)
 

@@ -33,6 +33,7 @@ from segapp.inference.predict.reading import MAX_PREDICTED_PX, InputFile, Pictur
 from segapp.inference.predict.video import VideoOutputs, VideoReader
 from segapp.inference.workspace import Workspace
 from segapp.memory.oom import is_out_of_memory
+from segapp.waiting import lines_while
 
 NUM_THREADS = 2
 """Of those that decode, and of those that encode."""
@@ -127,7 +128,7 @@ class _Job:
                     if isinstance(strips, list):
                         behind.submit(partial(self._write, picture, strips), picture.num_px)
                     else:  # larger than the workspace: written while it is predicted
-                        self._write(picture, strips)
+                        self._write_tiles(picture, strips)
                 self.count(len(pictures))
 
     def _readable(self, read: Iterable[Picture | str]) -> Iterator[Picture]:
@@ -221,6 +222,19 @@ class _Job:
             for strip in strips:
                 outputs.add(strip)
         self.written[picture.file.name] = outputs.paths
+
+    def _write_tiles(self, picture: Picture, strips: Iterable[Strip]) -> None:
+        """Write a large image while it is predicted, with a line every 30 s."""
+        num_rows, height = 0, picture.pixels.shape[0]
+
+        def counted() -> Iterator[Strip]:
+            nonlocal num_rows
+            for strip in strips:
+                yield strip
+                num_rows = strip.rows.stop
+
+        with lines_while(lambda: f"{picture.file.name}: {num_rows:,} of {height:,} rows are predicted"):
+            self._write(picture, counted())
 
     def _note_tiles(self, picture: Picture) -> None:
         height, width = picture.pixels.shape[:2]
