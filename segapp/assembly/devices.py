@@ -21,7 +21,7 @@ from segapp.chunks import Mode
 from segapp.config import RunConfig, TrainConfig
 from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError, did_you_mean
-from segapp.memory.gpus import cuda_uuids, order_by_free_memory, query_gpus
+from segapp.memory.gpus import order_by_free_memory, visible_gpus
 from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 from segapp.parallel.distributed import is_launched
 from segapp.parallel.scatter_gather import resolve_devices
@@ -117,12 +117,14 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
         ConfigError: a device does not exist on this machine.
     """
     if requested == "auto":
+        seen = visible_gpus()
+        note = f"; {seen.message}" if seen.cure else ""
         if not CUDA.is_available():
             others = [gpu.kind for gpu in GPUS if gpu.is_available()]
             hint = f"; parallel.devices={others[0]} trains on its GPU, untested" if others else ""
-            return [torch.device("cpu")], f"no CUDA device is visible: training on the CPU{hint}"
-        indices, reason = order_by_free_memory(cuda_uuids(), query_gpus())
-        return [torch.device(CUDA.kind, index) for index in indices], reason
+            return [torch.device("cpu")], f"no CUDA device is visible: training on the CPU{hint}{note}"
+        indices, reason = order_by_free_memory([CUDA.facts(each).uuid for each in CUDA.devices()], seen.listed)
+        return [torch.device(CUDA.kind, index) for index in indices], reason + note
     named = [requested] if isinstance(requested, str) else list(requested)
     try:
         devices = list(resolve_devices(named))
@@ -133,7 +135,8 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
     except (ValueError, TypeError, RuntimeError) as error:
         kinds = [word.partition(":")[0] for word in named if isinstance(word, str)]
         hints = [did_you_mean(kind, _DEVICES) for kind in kinds if kind not in _DEVICES]
-        hint = next((f" ({hint})" for hint in hints if hint), "")
+        note = visible_gpus().problem if "visible" in str(error) else ""
+        hint = next((f" ({hint})" for hint in [*hints, note] if hint), "")
         raise ConfigError(f"parallel.devices: {error}{hint}", key="parallel.devices").see("no-gpu") from None
 
 

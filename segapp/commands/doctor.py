@@ -7,21 +7,18 @@ typer starts. torch and what needs it are tried in a child process: a wrongly in
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from segapp.memory.gpus import run_program, visible_gpus
 from segapp.run.words import announce_on_terminal, plural, printable, size
 
 GIB = 2**30
@@ -153,17 +150,19 @@ def _cuda() -> Iterator[Diagnosis]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found, fix = "no GPU: training runs on the CPU", ""
-    if torch.version.cuda is None and torch.version.hip is None:
-        found, fix = "this torch is built without CUDA", _install("torch", "torchvision", again=True)
-    elif os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        found, fix = "CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES"
-    elif caught:
-        found = " ".join(str(caught[0].message).split())[:300]
-        fix = "install a newer NVIDIA driver, or a torch built for this driver's CUDA"
     if not count:
-        has_driver = shutil.which("nvidia-smi") is not None
-        yield Diagnosis("cuda", "missing", found, False, "training on GPUs", fix if has_driver else "")
+        seen = visible_gpus()
+        found, fix = "no GPU: training runs on the CPU", seen.cure
+        if torch.version.cuda is None and torch.version.hip is None:
+            found = "this torch is built without CUDA"
+            fix = _install("torch", "torchvision", again=True) if seen.listed else ""
+        elif seen.cure and not seen.gpus:
+            found = seen.problem
+        elif caught:
+            found = " ".join(str(caught[0].message).split())[:300]
+            newer = "install a newer NVIDIA driver, or a torch built for this driver's CUDA"
+            fix = newer if "too old" in found else seen.cure or "see nvidia-smi -q and dmesg; restart the machine"
+        yield Diagnosis("cuda", "missing", found, False, "training on GPUs", fix)
     yield from map(_device, range(count))
     for device in (each for gpu in GPUS if gpu is not CUDA for each in gpu.devices()):
         yield Diagnosis(str(device), "ok", f"use it with parallel.devices: [{device.type}]")
@@ -210,7 +209,7 @@ def _failed(name: str, found: str) -> Diagnosis:
 
 def check_imports(timeout_s: float = 90.0) -> list[Diagnosis]:
     """Return the findings of a child with this process's module path; the first without an answer crashed or hung."""
-    status, output = _run([sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path)], timeout_s)
+    status, output = run_program([sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path)], timeout_s)
     lines = output.splitlines()
     answers = [json.loads(line.removeprefix(_MARK)) for line in lines if line.startswith(_MARK)]
     findings = [Diagnosis(*values) for rows in answers for values in rows]
@@ -220,33 +219,18 @@ def check_imports(timeout_s: float = 90.0) -> list[Diagnosis]:
     return findings
 
 
-def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
-    """Return the exit status of a program and what it printed; None if it is stopped after `timeout_s`."""
-    with tempfile.TemporaryFile() as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = None
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a process in a driver call may not end
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(1.0)
-        out.seek(0)
-        return status, f"\n{out.read().decode(errors='replace')}"
-
-
 def check_nvidia_smi(timeout_s: float = 10.0) -> Diagnosis:
-    """Return the number of GPUs and the driver that nvidia-smi lists, or why it lists none."""
+    """Return the number of GPUs and the driver that nvidia-smi lists, how many CUDA shows, and what is wrong."""
+    seen = visible_gpus(timeout_s=timeout_s)
+    problem = seen.problem.removeprefix("nvidia-smi: ")
     needed_for = "free memory for parallel.devices: auto and in the TUI"
-    if shutil.which("nvidia-smi") is None:
-        return Diagnosis("nvidia-smi", "missing", "not on PATH", False, needed_for)
-    status, output = _run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], timeout_s)
-    lines = output.split()
-    if status == 0 and lines:
-        return Diagnosis("nvidia-smi", "ok", f"lists {plural(len(lines), 'GPU')}, driver {lines[0]}")
-    found = f"no answer within {timeout_s:g} s" if status is None else output.strip()[:300] or f"exit status {status}"
-    fix = "see nvidia-smi -q; restart the machine to reset the driver"
-    return Diagnosis("nvidia-smi", "missing", found, False, needed_for, fix)
+    if not seen.listed:
+        return Diagnosis("nvidia-smi", "missing", problem, False, needed_for, seen.cure)
+    shown = f", of which a process sees {len(seen.gpus)}" if len(seen.gpus) < len(seen.listed) else ""
+    found = f"lists {plural(len(seen.listed), 'GPU')}, driver {seen.listed[0].driver}{shown}"
+    if not problem:
+        return Diagnosis("nvidia-smi", "ok", found)
+    return Diagnosis("nvidia-smi", "warning", f"{found}; {problem}", False, needed_for, seen.cure)
 
 
 def check_disks() -> Iterator[Diagnosis]:

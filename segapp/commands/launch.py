@@ -27,6 +27,7 @@ from segapp.errors import (
     SegappError,
     StorageError,
 )
+from segapp.memory.gpus import visible_gpus
 from segapp.parallel.agent import Policy, run_job
 from segapp.parallel.launch import launch_local
 from segapp.run.checkpoints import CheckpointFolder
@@ -116,7 +117,9 @@ def _num_local_ranks(request: LaunchRequest) -> int:
     try:
         return int(torchrun.determine_local_world_size(request.nproc_per_node))
     except ValueError as error:
-        raise ConfigError(f"--nproc-per-node {request.nproc_per_node}: {error}: use a number or gpu") from None
+        found = visible_gpus().problem if request.nproc_per_node == "gpu" else ""
+        problem = "; ".join(filter(None, (str(error), found)))
+        raise ConfigError(f"--nproc-per-node {request.nproc_per_node}: {problem}: use a number or gpu") from None
 
 
 def shared_secret(request: LaunchRequest) -> bytes:

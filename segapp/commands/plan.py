@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 
-from segapp.config import RunConfig, load_runnable, named_config
+from segapp.config import load_runnable, named_config
 from segapp.errors import ConfigError
 from segapp.memory.plan import GpuSpec
 from segapp.memory.report import plan_as_json, plan_lines
@@ -34,29 +35,28 @@ def print_plan(
     config = load_runnable(named_config(config_name, overrides, "name a config"), overrides)
     specs = _gpu_specs(gpus)
     if gpus == "here" and config.train.precision == "auto":
-        config = _for_these_gpus(config)
+        from segapp.accelerator import CUDA
+        from segapp.assembly.devices import with_precision
+
+        config = with_precision(config, CUDA.devices())
     announce_on_terminal("planning the memory")
     plan = plan_memory(config, specs, fit=fit or None)
     print(json.dumps(plan_as_json(plan), indent=2) if as_json else "\n".join(plan_lines(plan)))
 
 
-def _for_these_gpus(config: RunConfig) -> RunConfig:
-    """Return the config with the precision that `auto` becomes on this machine's GPUs, which torch knows."""
-    from segapp.accelerator import CUDA
-    from segapp.assembly.devices import with_precision
-
-    return with_precision(config, CUDA.devices())
-
-
 def _gpu_specs(gpus: str | None) -> tuple[GpuSpec, ...]:
     if gpus is not None and gpus != "here":
         return parse_gpus(gpus)
-    from segapp.memory.gpus import query_gpus
+    from segapp.memory.gpus import visible_gpus
 
-    known = [(gpu.total_mib - (gpu.used_mib or 0.0), gpu.total_mib) for gpu in query_gpus() if gpu.total_mib]
+    seen = visible_gpus()
+    known = [(gpu.total_mib - (gpu.used_mib or 0.0), gpu.total_mib) for gpu in seen.gpus if gpu.total_mib]
     found = [GpuSpec(mib, f"GPU {i}") for i, (_, mib) in enumerate(sorted(known, reverse=True))]  # as devices: auto
     if not found:
-        raise ConfigError("--gpus here: nvidia-smi shows no GPU on this machine: name them, e.g. --gpus 3x24220MiB")
+        problem = seen.message or "nvidia-smi does not report the memory of the GPUs"
+        raise ConfigError(f"--gpus here: {problem}; or name the GPUs, such as --gpus 3x24220MiB").see("no-gpu")
+    if seen.message:
+        print(f"--gpus here: {seen.message}", file=sys.stderr)
     return tuple(found)
 
 

@@ -28,6 +28,7 @@ from segapp.config import RunConfig, changed_keys, dump_config, find_config, loa
 from segapp.config.load import parse_overrides
 from segapp.config.trust import name_trackers
 from segapp.errors import ConfigError, RunError, SegappError, storage_errors
+from segapp.memory.gpus import visible_gpus
 from segapp.run.events import Val
 from segapp.run.files import check_tree, make_durable_directory, write_atomic
 from segapp.run.folder import RunFolder, is_run, is_sweep
@@ -356,11 +357,13 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
     """
     if jobs == 1:
         return [{}]
-    import torch
+    gpus = visible_gpus().words
+    if not gpus:  # without nvidia-smi
+        import torch
 
-    count = torch.cuda.device_count()  # makes no CUDA context
-    named = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
-    gpus = named[:count] or [str(number) for number in range(count)]
+        count = torch.cuda.device_count()  # makes no CUDA context
+        named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        gpus = named.split(",")[:count]
     share = len(gpus) // jobs
     # Without a limit, each training would use one thread per core.
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))

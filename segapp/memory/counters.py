@@ -416,6 +416,6 @@ def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemo
     if status is not None:
         fields["used_mib"], fields["utilization"] = status.used_mib, status.utilization
         fields["temperature"] = status.temperature
-        fields["total_mib"] = status.total_mib or device.get("total_mib")
+        fields["total_mib"] = device.get("total_mib") or status.total_mib
         fields["name"] = device.get("name") or status.name
     return DeviceMemory.model_validate(fields)

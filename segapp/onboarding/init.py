@@ -27,7 +27,7 @@ from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.orientation import Turns
 from segapp.datasets.walk import composed, has_cure, left_out
 from segapp.errors import ConfigError, DataError, SegappError, accepted_words, storage_errors
-from segapp.memory.gpus import count_visible_gpus
+from segapp.memory.gpus import visible_gpus
 from segapp.onboarding.annotations import (
     find_coco,
     find_cvat,
@@ -488,9 +488,10 @@ _CPU_MODEL = "  name: lraspp_mobilenet_v3_large  # no GPU here: the fastest mode
 def _lines(facts: Facts) -> Iterator[str]:
     """Yield the sections of a config, each without its last line break."""
     content, num_train = facts.content, len(facts.division.train)
-    num_gpus = count_visible_gpus()
+    seen = visible_gpus()
+    num_gpus = len(seen.gpus)
     (height, width), crop_reason = _crop(content)
-    batch, batch_reason = _batch(num_gpus, num_train)
+    batch, batch_reason = _batch(num_gpus, num_train, f" ({seen.message})" if seen.cure else "")
     steps = max(1, num_train // batch)
     wanted = 20_000 if num_gpus else 2_000
     epochs = min(300, max(10, round(wanted / steps)))
@@ -536,12 +537,15 @@ def _crop(content: MaskContent) -> tuple[tuple[int, int], str]:
     return (sides[0], sides[1]), f"a multiple of 32 that 90 % of the images reach, at most {cap}"
 
 
-def _batch(num_gpus: int, num_train: int) -> tuple[int, str]:
+def _batch(num_gpus: int, num_train: int, note: str) -> tuple[int, str]:
     per_device = 8 if num_gpus else 4
     batch = min(per_device * max(1, num_gpus), max(1, num_train))
     if num_gpus:
-        return batch, f"{per_device} for each of {num_gpus} GPUs; the largest that fits: segapp plan --config FILE"
-    return batch, "small, because there is no GPU"
+        return (
+            batch,
+            f"{per_device} for each of {num_gpus} GPUs{note}; the largest that fits: segapp plan --config FILE",
+        )
+    return batch, f"small, because there is no GPU{note}"
 
 
 def _data_lines(facts: Facts) -> Iterator[str]:

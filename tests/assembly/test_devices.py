@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from segapp.accelerator import CUDA, GpuFacts
 from segapp.assembly import devices as module
 from segapp.assembly.devices import choose_devices, plan_devices
 from segapp.config import RunConfig, validate_config
 from segapp.config.modes import FEATURES, Feature
 from segapp.errors import ConfigError
+from segapp.memory.gpus import visible_gpus
 from segapp.planning.plan import choose_mode
+from tests.support.fake_smi import FOUR, smi_of
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +155,44 @@ def test_device_of_an_unknown_kind_is_refused_by_its_key(device: str) -> None:
         ) as caught:
             choose_devices(value)
         assert caught.value.exit_code == 2
+
+
+FACTS = {"1a4e": 49140, "1b77": 12288, "2c05": 12037, "9d31": 24576}
+
+
+def torch_sees(uuids: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(device: torch.device) -> GpuFacts:
+        return GpuFacts("card", uuids[device.index], FACTS[uuids[device.index]] << 20)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(uuids))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(CUDA, "facts", facts)
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids", "indices", "note"),
+    [
+        ("GPU-2,GPU-9,GPU-1a", ["2c05", "9d31", "1a4e"], [2, 1, 0], ""),
+        ("3,7", ["9d31"], [0], "; CUDA_VISIBLE_DEVICES='3,7' ends for CUDA at '7', which names no GPU: name "),
+        ("NoDevFiles", [], [], "; CUDA_VISIBLE_DEVICES='NoDevFiles' hides every GPU: unset it"),
+    ],
+)
+def test_auto_orders_what_torch_sees_and_says_what_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, uuids: list[str], indices: list[int], note: str
+) -> None:
+    smi_of(tmp_path, FOUR, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    torch_sees(uuids, monkeypatch)
+    devices, reason = choose_devices("auto")
+    assert devices == ([torch.device("cuda", index) for index in indices] or [torch.device("cpu")])
+    assert note in reason
+    assert ("CUDA_VISIBLE_DEVICES" in reason) == bool(note)
+    assert {gpu.uuid for gpu in visible_gpus().gpus} == set(uuids)
+
+
+def test_hidden_gpu_of_a_config_is_refused_with_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi_of(tmp_path, FOUR, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    torch_sees([], monkeypatch)
+    with pytest.raises(ConfigError, match=r"no CUDA device is visible here.*CUDA_VISIBLE_DEVICES='NoDevFiles' hides"):
+        choose_devices([1])

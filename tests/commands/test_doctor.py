@@ -31,6 +31,7 @@ from segapp.commands.doctor import (
     try_imports,
 )
 from tests.support import ROOT
+from tests.support.fake_smi import FOUR, fake_smi, smi_of
 
 GIB = 2**30
 Usage = namedtuple("Usage", "total used free")
@@ -164,24 +165,61 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_driver_that_is_too_old_is_named(no_gpu: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_is_too_old_is_named(no_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    smi_of(tmp_path, FOUR, no_gpu)
     no_gpu.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn("The driver is\ntoo old", stacklevel=1)))
     finding = found(module._cuda(), "cuda")
     assert finding.found == "The driver is too old"
     assert "newer NVIDIA driver" in finding.fix
 
 
-def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu: pytest.MonkeyPatch) -> None:
-    finding = found(module._cuda(), "cuda")
-    assert (finding.found, finding.fix) == ("no GPU: training runs on the CPU", "")
-    for hidden in ("-1", "", " "):
+def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    no_gpu.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn("The driver is too old", stacklevel=1)))
+    smi_of(tmp_path, FOUR, no_gpu)
+    for hidden in ("-1", "", " ", "NoDevFiles", "GPU-gone", "0,0"):
         no_gpu.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert found(module._cuda(), "cuda").fix == "unset CUDA_VISIBLE_DEVICES"
+        finding = found(module._cuda(), "cuda")
+        assert finding.found.startswith(f"CUDA_VISIBLE_DEVICES={hidden!r} ")
+        assert finding.fix.startswith("name each GPU once" if hidden == "0,0" else "unset it, ")
+        assert "driver" not in finding.fix
     no_gpu.setattr(torch.version, "cuda", None)
     no_gpu.setattr(torch.version, "hip", None)
     assert found(module._cuda(), "cuda").fix.endswith("--reinstall torch torchvision")
-    no_gpu.setattr(shutil, "which", lambda _: None)
+    no_gpu.setenv("PATH", "")
     assert found(module._cuda(), "cuda").fix == ""
+
+
+def test_machine_without_gpus_has_nothing_to_do(no_gpu: pytest.MonkeyPatch) -> None:
+    no_gpu.setenv("PATH", "")
+    finding = found(module._cuda(), "cuda")
+    assert (finding.found, finding.fix) == ("no GPU: training runs on the CPU", "")
+
+
+@pytest.mark.parametrize(
+    ("message", "script", "said", "cure"),
+    [
+        (
+            "CUDA unknown error",
+            "echo 'Driver/library version mismatch'; exit 18",
+            "version mismatch",
+            "reload the driver",
+        ),
+        ("CUDA unknown error", "sleep 30", "no answer within", "grep Xid"),
+        ("Error 802: system not yet initialized", "", "Error 802", "nvidia-smi -q"),
+    ],
+)
+def test_driver_that_fails_is_no_driver_that_is_old(
+    no_gpu: pytest.MonkeyPatch, tmp_path: Path, message: str, script: str, said: str, cure: str
+) -> None:
+    no_gpu.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn(message, stacklevel=1)))
+    if script:
+        fake_smi(tmp_path, script, no_gpu)
+    else:
+        smi_of(tmp_path, FOUR, no_gpu)
+    finding = found(module._cuda(), "cuda")
+    assert said in finding.found
+    assert cure in finding.fix
+    assert "newer NVIDIA driver" not in finding.fix
 
 
 def test_each_gpu_is_tried(no_gpu: pytest.MonkeyPatch) -> None:
@@ -300,39 +338,41 @@ def test_the_json_of_this_machine_has_the_schema(tmp_path: Path) -> None:
     assert {states[name] for name in ("python", "segapp", "torch", "torchvision", "trainer")} == {"ok"}
 
 
-@pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a script in the place of nvidia-smi."""
+def test_nvidia_smi_lists_four_gpus_of_which_two_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
-
-    def make(script: str) -> None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-
-    return make
-
-
-def test_nvidia_smi_lists_two_gpus(nvidia_smi: Callable[[str], None]) -> None:
-    assert check_nvidia_smi().found == "not on PATH"
-    nvidia_smi("echo 580.95; echo 580.95")
-    assert check_nvidia_smi() == Diagnosis("nvidia-smi", "ok", "lists 2 GPUs, driver 580.95")
+    assert (check_nvidia_smi().state, check_nvidia_smi().found) == ("missing", "not on PATH")
+    monkeypatch.setenv("PATH", path)
+    smi_of(tmp_path, FOUR, monkeypatch, "580.95")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert check_nvidia_smi() == Diagnosis("nvidia-smi", "ok", "lists 4 GPUs, driver 580.95")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-9,GPU-2")
+    assert check_nvidia_smi().found == "lists 4 GPUs, driver 580.95, of which a process sees 2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-9,3")
+    finding = check_nvidia_smi()
+    assert (finding.state, "of which a process sees 1; CUDA_VISIBLE_DEVICES='GPU-9,3' ends" in finding.found) == (
+        "warning",
+        True,
+    )
+    assert "all by uuid" in finding.fix
 
 
 @pytest.mark.parametrize(
-    ("script", "error"),
+    ("script", "error", "fix"),
     [
-        ("echo 'No devices were found'; exit 6", "No devices were found"),
-        ("echo 'driver/library version mismatch' >&2; exit 18", "driver/library version mismatch"),
-        ("exit 9", "exit status 9"),
-        ("/bin/sleep 1000 & wait", "no answer within 1 s"),
+        ("echo 'No devices were found'; exit 6", "No devices were found", "lspci"),
+        ("echo 'driver/library version mismatch' >&2; exit 18", "driver/library version mismatch", "reload the driver"),
+        ("exit 9", "exit status 9", "nvidia-smi -q"),
+        ("/bin/sleep 1000 & wait", "no answer within 1 s", "grep Xid"),
     ],
 )
-def test_a_failing_nvidia_smi_is_reported(nvidia_smi: Callable[[str], None], script: str, error: str) -> None:
-    nvidia_smi(script)
+def test_a_failing_nvidia_smi_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: str, fix: str
+) -> None:
+    fake_smi(tmp_path, script, monkeypatch)
     finding = check_nvidia_smi(1.0)
     assert (finding.state, finding.found) == ("missing", error)
-    assert "nvidia-smi -q" in finding.fix
+    assert fix in finding.fix
 
 
 def test_doctor_imports_the_standard_library_only() -> None:

@@ -10,10 +10,10 @@ import yaml
 
 from segapp.commands.plan import _gpu_specs, print_plan
 from segapp.errors import ConfigError
-from segapp.memory.gpus import GpuStatus
 from segapp.memory.plan import GpuSpec
 from segapp.memory.split_check import ALLOCATOR_VARIABLES
 from segapp.planning.plan import _precision, plan_memory
+from tests.support.fake_smi import FOUR, SLICED, Card, fake_smi, smi_of
 from tests.support.runs import merged, segapp
 
 
@@ -44,13 +44,59 @@ def test_unplannable_config_is_one_clear_line(folder, arguments, named):
         assert part in done.stderr
 
 
-def test_gpus_of_this_machine_are_ordered_by_free_memory(monkeypatch):
-    def gpu(used_mib, total_mib):
-        return GpuStatus("", "", used_mib, total_mib, None, None)
+def test_gpus_of_this_machine_are_ordered_by_free_memory(monkeypatch, tmp_path):
+    sizes = {
+        "a": ("24000", "20000"),
+        "b": ("[N/A]", "[N/A]"),
+        "c": ("11000", "0"),
+        "d": ("24564", "1000"),
+        "e": ("9", "0"),
+    }
+    smi_of(tmp_path, tuple(Card(f"GPU-{each}", "A", *mib) for each, mib in sizes.items()), monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert _gpu_specs("here") == (GpuSpec(24564.0, "GPU 0"), GpuSpec(11000.0, "GPU 1"), GpuSpec(24000.0, "GPU 2"))
 
-    found = [gpu(20e3, 24e3), gpu(None, None), gpu(0.0, 11e3), gpu(1e3, 24e3)]
-    monkeypatch.setattr("segapp.memory.gpus.query_gpus", lambda: found)
-    assert _gpu_specs("here") == (GpuSpec(24e3, "GPU 0"), GpuSpec(11e3, "GPU 1"), GpuSpec(24e3, "GPU 2"))
+
+@pytest.mark.parametrize(
+    ("cards", "visible", "sizes", "said"),
+    [
+        (FOUR, "2", [12037], "CUDA may count the fastest GPU first"),
+        (FOUR, "GPU-9d,GPU-1b", [24576, 12288], ""),
+        (FOUR, "GPU-9d,7", [24576], "ends for CUDA at '7'"),
+        (SLICED, "MIG-77ab,MIG-91", [9728], ""),
+    ],
+)
+def test_plan_is_for_the_gpus_that_cuda_shows(monkeypatch, capsys, tmp_path, cards, visible, sizes, said):
+    smi_of(tmp_path, cards, monkeypatch)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.total_mib for gpu in _gpu_specs("here")] == sizes
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"--gpus here: CUDA_VISIBLE_DEVICES='{visible}'" if said else "")
+    assert said in printed.err
+    assert bool(printed.err) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("script", "visible", "words"),
+    [
+        ("", "NoDevFiles", ["CUDA_VISIBLE_DEVICES='NoDevFiles' hides every GPU", "unset it"]),
+        ("", "1,1", ["CUDA_VISIBLE_DEVICES='1,1' names a GPU twice"]),
+        ("echo 'Driver/library version mismatch'; exit 18", "0", ["version mismatch", "reload the driver"]),
+        ("sleep 30", "0", ["no answer within 5 s"]),
+    ],
+)
+def test_plan_without_visible_gpus_says_why(monkeypatch, tmp_path, script, visible, words):
+    if script:
+        fake_smi(tmp_path, script, monkeypatch)
+    else:
+        smi_of(tmp_path, FOUR, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=r"^--gpus here: ") as caught:
+        _gpu_specs("here")
+    for word in [*words, "or name the GPUs, such as --gpus 3x24220MiB"]:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +117,11 @@ def test_plan_says_what_auto_becomes(tiny, precision, fp32_part, words):
     ("gpus", "capability", "expected"),
     [("here", (7, 5), "amp-fp16"), ("here", (8, 0), "amp-bf16"), ("1GiB", (7, 5), "auto")],
 )
-def test_gpus_of_this_machine_decide_the_precision(folder, monkeypatch, gpus, capability, expected):
+def test_gpus_of_this_machine_decide_the_precision(folder, tmp_path, monkeypatch, gpus, capability, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, (9, 0))[device.index])
-    monkeypatch.setattr("segapp.memory.gpus.query_gpus", lambda: [GpuStatus("", "", 0.0, 24e3, None, None)] * 2)
+    smi_of(tmp_path, FOUR, monkeypatch)
     planned = []
 
     def plan_memory(config, *_, **__):

@@ -33,6 +33,7 @@ from segapp.run.events import RunEnd, Val
 from segapp.run.folder import RunFolder, runs_of
 from segapp.run.state import run_state
 from tests.support.drawn_folders import draw
+from tests.support.fake_smi import FOUR, SLICED, Card, smi_of
 from tests.support.live_runs import seen, small, wait_for
 from tests.support.programs import Program, start
 from tests.support.recorded_runs import RecordedRun
@@ -187,7 +188,34 @@ def test_missing_config_and_foreign_folder_are_refused(place: Path) -> None:
         plan_sweep(["seed=0,1"], ["tiny.yaml"])
 
 
+@pytest.mark.parametrize(
+    ("cards", "visible", "each_job"),
+    [
+        (FOUR, None, ["GPU-1a4e,GPU-1b77", "GPU-2c05,GPU-9d31"]),
+        (FOUR, "3,0,2", ["3", "0"]),
+        (FOUR, "2,7,0", ["2", "2"]),
+        (FOUR, "1,1", ["", ""]),
+        (FOUR, "NoDevFiles", ["", ""]),
+        (SLICED, "MIG-77aa,MIG-80", ["MIG-77aa", "MIG-80"]),
+        (SLICED[:2], None, ["MIG-77aa01", "MIG-77ab02"]),
+    ],
+)
+def test_each_job_gets_gpus_that_cuda_shows(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cards: tuple[Card, ...],
+    visible: str | None,
+    each_job: list[str],
+) -> None:
+    smi_of(tmp_path, cards, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in job_environments(2)] == each_job
+
+
 def test_jobs_share_the_gpus_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without nvidia-smi, as on ROCm, torch counts the GPUs."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

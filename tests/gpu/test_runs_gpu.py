@@ -69,3 +69,31 @@ def test_training_without_nvidia_smi_finishes(tmp_path: Path) -> None:
     done = train_demo(tmp_path, "train.epochs=1", PATH=str(programs))
     assert done.returncode == 0, done.stderr
     assert events(tmp_path / "run", "run_end")[-1]["status"] == "finished"
+
+
+SHOWN = """
+import torch
+from segapp.accelerator import CUDA
+from segapp.memory.gpus import visible_gpus
+seen = visible_gpus()
+print(sorted(gpu.uuid for gpu in seen.gpus), sorted(CUDA.facts(device).uuid for device in CUDA.devices()), sep="|")
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi, which is not on PATH")
+@pytest.mark.parametrize(
+    "visible", [None, "0", " 0", "+0", "0x", "0,99", "99", "", "-1", "NoDevFiles", "0,0", "uuid", "part"]
+)
+def test_visible_gpus_are_those_of_torch(visible: str | None) -> None:
+    """On a real driver, in a process of its own for each value of CUDA_VISIBLE_DEVICES."""
+    from segapp.memory.gpus import visible_gpus
+
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    if visible is not None:
+        listed = visible_gpus(environment).listed
+        names = {"uuid": listed[0].names[0], "part": listed[0].names[0][:14]} if listed else {}
+        environment["CUDA_VISIBLE_DEVICES"] = names.get(visible, visible)
+    done = subprocess.run([sys.executable, "-c", SHOWN], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    by_function, by_torch = done.stdout.strip().split("|")
+    assert by_function == by_torch

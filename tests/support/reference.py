@@ -367,6 +367,8 @@ ENVIRONMENT = {
     "NO_COLOR": "Set to any value: the TUI uses no color.",
     "TERM": "`dumb` or empty: no TUI; `train` prints lines.",
     "CUDA_VISIBLE_DEVICES": "The GPUs that segapp may use; numbers in `parallel.devices` count within it.",
+    "CUDA_DEVICE_ORDER": "`PCI_BUS_ID`: CUDA counts GPUs as nvidia-smi does. Default: the fastest GPU may be first.",
+    "NVIDIA_VISIBLE_DEVICES": "The GPUs of a container; `doctor` reports it if there are none.",
     "CC": "C compiler for Triton; `doctor` reports it.",
     "RANK": "With `WORLD_SIZE`: set by torchrun; `train` is then one rank and shows no TUI.",
     "WORLD_SIZE": "Set by torchrun: the number of ranks.",

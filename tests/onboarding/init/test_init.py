@@ -18,6 +18,7 @@ from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import OpenQuestionError
 from tests.support import drawn_folders
 from tests.support.drawn_folders import BINARY, listing
+from tests.support.fake_smi import FOUR, smi_of
 from tests.support.runs import segapp
 
 
@@ -113,6 +114,30 @@ def test_real_camvid_is_recognised(camvid: Path, tmp_path: Path) -> None:
     assert config.data.format == "camvid"
     assert config.data.crop_px == (352, 480)
     assert config.loss.class_weights == "enet"
+
+
+@pytest.mark.parametrize(
+    ("visible", "batch_size", "reason"),
+    [
+        ("GPU-2,GPU-9", 6, "8 for each of 2 GPUs; the largest that fits"),
+        ("GPU-2,7", 6, "8 for each of 1 GPUs (CUDA_VISIBLE_DEVICES='GPU-2,7' ends for CUDA at '7'"),
+        (
+            "NoDevFiles",
+            4,
+            "small, because there is no GPU (CUDA_VISIBLE_DEVICES='NoDevFiles' hides every GPU: unset it",
+        ),
+    ],
+)
+def test_batch_is_for_the_gpus_that_cuda_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, batch_size: int, reason: str
+) -> None:
+    smi_of(tmp_path, FOUR, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    both(tmp_path / "d", "images", "masks", np.array([0, 1, 2, 255], np.uint8))  # six to train with
+    assert proposed(tmp_path / "d", tmp_path).train.batch_size == batch_size
+    lines = (tmp_path / "made.yaml").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("  batch_size: ")]
+    assert line.startswith(f"  batch_size: {batch_size}  # {reason}")
 
 
 def test_folder_without_data_set_is_one_clear_error(tmp_path: Path) -> None:
