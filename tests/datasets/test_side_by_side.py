@@ -15,6 +15,7 @@ import pytest
 from segapp.datasets import files
 from segapp.datasets.files import ImagePair, check_pairs, shared_images
 from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.layouts.pairing import RootGuard
 from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import DataError
 
@@ -111,3 +112,26 @@ def test_results_keep_their_order_and_an_error_ends_the_work() -> None:
         list(results)
     assert max(seen) < 320
     assert list(side_by_side(halve, [], READERS)) == []
+
+
+def test_listed_files_are_not_asked_for_links_one_by_one(
+    pairs: list[ImagePair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = pairs[0].image.parent
+    outside = root.parent / "outside.png"
+    (root / "link.png").symlink_to(outside)
+    (root / "within.png").symlink_to(pairs[5].image)
+    asked: list[str] = []
+    lstat = os.lstat
+    monkeypatch.setattr(os, "lstat", lambda path, **options: (asked.append(str(path)), lstat(path, **options))[1])
+    guard = RootGuard(root)
+    assert all(guard.holds(path) for pair in pairs for path in pair.files)
+    assert [path for path in asked if path.endswith(".png")] == [str(pairs[41].image)]  # which is missing
+    assert [guard.holds(root / name) for name in ("link.png", "within.png", "new.png", "..")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    outside.mkdir()
+    assert not guard.holds(root / "link.png" / "a.png")

@@ -36,7 +36,7 @@ class RootGuard:
     def __init__(self, root: Path, key: str = "data.root", *, is_open: bool = False) -> None:
         self.root, self.key, self._is_open = root, key, is_open
         self._real_root = os.path.realpath(root)
-        self._real_parents: dict[str, str] = {}
+        self._listed: dict[str, tuple[str, frozenset[str]]] = {}
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
         """Return True if a path is the root or inside it."""
@@ -107,13 +107,21 @@ class RootGuard:
         return clean[len(clean_root) :].lstrip(os.sep) if is_below(clean, clean_root) else clean[1:]
 
     def _resolved(self, path: str) -> str:
-        """Return the path with links resolved; each parent folder is resolved once."""
+        """Return the path with links resolved; each parent folder is resolved and listed once."""
         parent, name = os.path.split(path)
-        if name in ("", ".", "..") or os.path.islink(path):
-            return os.path.realpath(path)
-        if parent not in self._real_parents:
-            self._real_parents[parent] = os.path.realpath(parent)
-        return os.path.join(self._real_parents[parent], name)
+        if parent not in self._listed:
+            self._listed[parent] = os.path.realpath(parent), _without_links(parent)
+        real_parent, plain_names = self._listed[parent]
+        return os.path.join(real_parent, name) if name in plain_names else os.path.realpath(path)
+
+
+def _without_links(folder: str) -> frozenset[str]:
+    """Return the names in a folder that are no links; none if it cannot be listed."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            return frozenset(entry.name for entry in entries if not entry.is_symlink())
+    except OSError:
+        return frozenset()
 
 
 _MAX_NAMED = 5
