@@ -224,7 +224,10 @@ def numerics(*, deterministic: bool, tf32: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = not deterministic
         if deterministic:
             torch.backends.cudnn.deterministic = True
-            torch.use_deterministic_algorithms(True)
+            is_on = torch.are_deterministic_algorithms_enabled()
+            warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+            stack.callback(torch.use_deterministic_algorithms, is_on, warn_only=warn_only)
+            torch.use_deterministic_algorithms(True)  # its first call imports torch._inductor, for seconds
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if torch.cuda.is_available():  # the same switches change products on CPUs
             stack.callback(set_tf32, *_tf32())
@@ -258,15 +261,10 @@ def _tf32() -> tuple[bool, bool]:
 def _algorithms_restored() -> Iterator[None]:
     cudnn, deterministic = torch.backends.cudnn, torch.utils.deterministic
     kept = cudnn.benchmark, cudnn.deterministic, deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    is_on, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
     try:
         yield
     finally:
         cudnn.benchmark, cudnn.deterministic, deterministic.fill_uninitialized_memory = kept  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
 
 
 @contextlib.contextmanager

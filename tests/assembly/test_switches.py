@@ -64,6 +64,18 @@ def test_switches_are_set_and_undone(deterministic: bool, tf32: bool, monkeypatc
     assert inside["environment"][CUBLAS_VARIABLE] == (":4096:8" if deterministic else None)
 
 
+def test_training_that_needs_no_determinism_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call, even one that changes nothing, imports torch._inductor, and the process ends seconds later."""
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda is_on, **_: calls.append(is_on))
+    with numerics(**PLAIN):
+        pass
+    assert calls == []
+    with numerics(deterministic=True, tf32=True):
+        assert calls == [True]
+    assert calls == [True, False]
+
+
 def test_products_on_the_cpu_stay_exact() -> None:
     with numerics(**PLAIN):
         assert torch.get_float32_matmul_precision() == "highest"
