@@ -22,6 +22,7 @@ from segapp.run.state import run_state
 from segapp.run.words import printable
 from segapp.session.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
+from segapp.waiting import lines_while
 
 DETACH_AFTER_S = 120.0
 """Maximum time that `--detach` waits for the start of the training."""
@@ -154,7 +155,8 @@ def spawn_trainer(
 
 def wait_for_start(trainer: TrainerProcess) -> int:
     """Wait for a trainer to start, leave it running, print how to view it, and return the exit code."""
-    has_started = trainer.wait_until_started(DETACH_AFTER_S)
+    with lines_while(lambda: "waiting for the training to start"):
+        has_started = trainer.wait_until_started(DETACH_AFTER_S)
     if trainer.exit_code is not None:
         return trainer.print_end()
     name = printable(trainer.folder.argument)

@@ -223,7 +223,14 @@ def end_with_peers(
 
 def end_process(exit_code: int, before: Callable[[], object] = lambda: None, report_s: float = _LAST_REPORT_S) -> None:
     """End this process and its children, from any thread, after at most `report_s` for `before`."""
-    report = threading.Thread(target=before, name="last-report", daemon=True)
+
+    def guarded() -> None:
+        try:
+            before()
+        except Exception:
+            logging.getLogger("segapp").exception("last report")
+
+    report = threading.Thread(target=guarded, name="last-report", daemon=True)
     report.start()
     report.join(report_s)
     signal_children(signal.SIGKILL)

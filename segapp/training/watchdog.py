@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
+from segapp.parallel.launch import end_process
 from segapp.run.events import Alert, RunEnd
 from segapp.run.files import append_to_run, machine_id
 from segapp.run.lock import child_pids
@@ -35,7 +36,6 @@ _LOADER_S = 15.0
 """Time in which the loader can end its workers after its own timeout."""
 
 _REPORT_S = 60.0
-_EMIT_S = 5.0
 _OTHERS_S = 3.0
 _WAIT_FOR_MAIN_S = 15.0
 logger = logging.getLogger("segapp")
@@ -70,13 +70,12 @@ class Watchdog:
         has_stepped: Callable[[], bool] = lambda: False,
         is_writing: Callable[[], bool] = lambda: False,
         rank_pids: Sequence[tuple[str, int]] = (),
-        end: Callable[[int], None] = os._exit,
     ) -> None:
         folder, self._rank, self._rank_pids = context.folder, context.ranks.rank, rank_pids
         header = f"{rank_words(self._rank)}\n" if len(rank_pids) > 1 else ""
         self._stacks = StackLog(folder.stacks_of(self._rank), header)
         self._where = f"{self._stacks.path}{f' and {folder.logs}' if len(rank_pids) > 1 else ''}"
-        self._event_log, self._device_memory, self._end = context.event_log, context.device_memory, end
+        self._event_log, self._device_memory = context.event_log, context.device_memory
         self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
         self._step, self._has_stepped = step, has_stepped
         self._is_writing = is_writing
@@ -124,13 +123,11 @@ class Watchdog:
         """Report the hang and end the process."""
         if self._rank != 0:
             time.sleep(_WAIT_FOR_MAIN_S)  # the main rank, which hangs too, reports it; then the launcher ends all ranks
-            self._exit(DistributedError.exit_code)
-            return
+            end_process(DistributedError.exit_code)
         error = self._reason(place, silent_s)
-        _within(_EMIT_S, lambda: self._emit(str(error), error.exit_code))
         with contextlib.suppress(OSError):
             os.write(2, f"error: {error}; --resume continues from the newest checkpoint\n".encode())
-        self._exit(error.exit_code)
+        end_process(error.exit_code, lambda: self._emit(str(error), error.exit_code))
 
     def _write_stacks(self, place: str, silent_s: float) -> None:
         """Write the stacks of this process, its workers, and the ranks on this machine, and the place of the hang."""
@@ -164,31 +161,11 @@ class Watchdog:
         self._event_log.emit(RunEnd(status="failed", reason=message, exit_code=code, step=self._step()))
         self._event_log.close()
 
-    def _exit(self, code: int) -> None:
-        for pid in child_pids():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        self._end(code)
-
 
 def rank_words(rank: int) -> str:
     """Return the rank, its process and machine, and the round of the job, for the first line of its logs."""
     around = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"rank {rank}, round {around}, process {os.getpid()} on {socket.gethostname()} ({machine_id()})"
-
-
-def _within(timeout_s: float, act: Callable[[], object]) -> None:
-    """Run `act` in a thread that is abandoned after the timeout, because the hanging thread may hold a lock."""
-
-    def guarded() -> None:
-        try:
-            act()
-        except Exception:
-            logger.exception("watchdog")
-
-    thread = threading.Thread(target=guarded, name="watchdog-act", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
 
 
 class StackLog:
