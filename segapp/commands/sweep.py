@@ -29,13 +29,12 @@ from segapp.config.load import parse_overrides
 from segapp.config.trust import name_trackers
 from segapp.errors import ConfigError, RunError, SegappError, storage_errors
 from segapp.memory.gpus import visible_gpus
-from segapp.run.events import Val
 from segapp.run.files import check_tree, make_durable_directory, write_atomic
 from segapp.run.folder import RunFolder, is_run, is_sweep
 from segapp.run.lock import check_locks
 from segapp.run.state import run_state
 from segapp.run.words import aligned, first_line, printable
-from segapp.scores import count_scored, with_count
+from segapp.scores import with_count
 from segapp.session.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
 from segapp.view.runs import summarize
@@ -423,11 +422,11 @@ def setting_lines(runs: Sequence[SweepRun]) -> list[str]:
     """Return a table with the best mIoU of each setting, the best first: mean ± deviation over seeds and folds."""
     keys = [key for key in runs[0].settings if len({json.dumps(run.settings[key]) for run in runs}) > 1]
     keys = [key for key in keys if key not in REPETITIONS]
-    groups: dict[tuple[str, ...], list[Val]] = {}
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for run in runs:
         setting = tuple(_shown(run.settings[key]) for key in keys)
-        best = summarize(run.folder.path).view.best if run.state == "finished" else None
-        groups.setdefault(setting, []).extend([] if best is None else [best])
+        facts = summarize(run.folder.path).shown if run.state == "finished" else {"best_epoch": None}
+        groups.setdefault(setting, []).extend([] if facts["best_epoch"] is None else [facts])
     found = list(groups.items())
     found.sort(key=lambda each: -statistics.fmean(_mious(each[1])) if each[1] else 1.0)
     num_runs = len(runs) // len(groups)
@@ -435,17 +434,17 @@ def setting_lines(runs: Sequence[SweepRun]) -> list[str]:
     return aligned([(*(keys or ["setting"]), "RUNS", "BEST MIOU"), *rows])
 
 
-def _mious(group: Sequence[Val]) -> list[float]:
-    return [val.miou or 0.0 for val in group]
+def _mious(group: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [facts["best_miou"] or 0.0 for facts in group]
 
 
-def _mean_text(group: Sequence[Val]) -> str:
+def _mean_text(group: Sequence[Mapping[str, Any]]) -> str:
     """Return the mean ± the sample deviation of the best mIoU of several runs, with the number of classes."""
     if not group:
         return "-"
     mious = _mious(group)
     deviation = f" ± {statistics.stdev(mious):.4f}" if len(mious) > 1 else ""
-    return with_count(f"{statistics.fmean(mious):.4f}{deviation}", count_scored(group[0].iou), len(group[0].iou))
+    return with_count(f"{statistics.fmean(mious):.4f}{deviation}", group[0]["best_num_scored"], group[0]["num_classes"])
 
 
 def _shown(value: Any) -> str:

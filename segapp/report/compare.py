@@ -20,11 +20,19 @@ from segapp.report.charts import Frame
 from segapp.report.differences import MIN_IMAGES
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
-from segapp.report.run_report import RunRow, differing_settings, read_run_report, run_row
+from segapp.report.run_report import (
+    RunRow,
+    differing_settings,
+    read_config,
+    read_run_report,
+    run_row,
+    without_events,
+)
 from segapp.run import words
-from segapp.run.folder import runs_of
+from segapp.run.folder import RunFolder, find_run, runs_of
 from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
+from segapp.view.runs import summarize
 
 MAX_CLASSES = 20
 """Number of classes in the terminal: the classes with the largest differences."""
@@ -59,16 +67,16 @@ def compare_runs(
     runs = [name for run in runs for name in runs_of(run)]
     if len(runs) < 2:
         raise ConfigError(f"compare needs at least two runs, and got {len(runs)}: segapp compare RUN RUN")
-    reports = [read_run_report(run) for run in runs]
-    rows = [run_row(report) for report in reports]
-    differences = differing_settings([report.config for report in reports])
+    folders = [find_run(run) for run in runs]
+    rows = [_row_of(folder) for folder in folders]
+    differences = differing_settings([read_config(folder) for folder in folders])
     differences.pop("name", None)
     same, why_not = None, None if has_images else "left out because of --no-images"
     if has_images:
         from segapp.report.images import compare_on_images
 
         try:
-            same = compare_on_images(reports, split, num_images, has_pictures=out is not None)
+            same = compare_on_images(folders, split, num_images, has_pictures=out is not None)
         except SegappError as error:
             why_not = str(error)
             print(f"note: no comparison on the same images: {printable(why_not)}", file=sys.stderr)
@@ -78,6 +86,7 @@ def compare_runs(
     shown = [name for name in classes if any(each.get(name) is not None for each in iou)]
     note = note_of_means(rows, common)
     if out is not None:
+        reports = [read_run_report(folder.path) for folder in folders]
         values = {
             "rows": rows,
             "figures": key_figures([asdict(row) for row in rows]),
@@ -108,6 +117,13 @@ def compare_runs(
         "same_images": same,
         "why_not": why_not,
     }
+
+
+def _row_of(folder: RunFolder) -> RunRow:
+    summary = summarize(folder.path)
+    if summary.more["first_start_s"] is None:
+        raise without_events(folder)
+    return run_row(summary)
 
 
 def _widest(same: Mapping[str, Any] | None) -> float:

@@ -25,7 +25,7 @@ from segapp.inference.predict import colorize, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, SegmentationScores, counts_for
 from segapp.report.differences import ImageCounts, fold_counts, iou_of, mean_of_known
-from segapp.report.run_report import RunReport
+from segapp.run.folder import RunFolder
 from segapp.scores import count_scored, of_classes
 from segapp.training.console import progress_bar
 
@@ -193,7 +193,7 @@ def data_url(pixels: NDArray[Any], suffix: str) -> str:
 
 
 def compare_on_images(
-    reports: Sequence[RunReport], split: str | None, num_images: int, *, has_pictures: bool
+    folders: Sequence[RunFolder], split: str | None, num_images: int, *, has_pictures: bool
 ) -> dict[str, Any]:
     """Return plain values about runs on the images whose masks they all know: the keys of `segapp compare --json`.
 
@@ -204,16 +204,16 @@ def compare_on_images(
     """
     networks: list[Network] = []
     counts = []
-    for report in reports:
-        trained = load_trained(str(report.folder.path))
+    for folder in folders:
+        trained = load_trained(str(folder.path))
         own_split = split or split_names(trained.config.data)[1]
         dataset = build_dataset(
             trained.config.data, trained.scheme, own_split, is_training=False, seed=trained.config.seed
         )
         networks.append((trained, dataset))
-        with progress_bar(len(dataset), f"evaluating {report.name}") as progress:
+        with progress_bar(len(dataset), f"evaluating {folder.name}") as progress:
             counts.append(count_split(trained, dataset, own_split, progress))
-    scores = fold_counts([report.name for report in reports], counts, num_images)
+    scores = fold_counts([folder.name for folder in folders], counts, num_images)
     if has_pictures:
         for image in scores["images"]:
             _add_pictures(image, networks, counts, scores["names"])
@@ -244,9 +244,9 @@ def _add_pictures(
     }
 
 
-def evaluate_run(report: RunReport, split: str | None, num_worst: int) -> SplitEvaluation:
+def evaluate_run(folder: RunFolder, split: str | None, num_worst: int) -> SplitEvaluation:
     """Evaluate a run on a data split, by default its own validation split."""
-    trained = load_trained(str(report.folder.path))
+    trained = load_trained(str(folder.path))
     split = split or split_names(trained.config.data)[1]
     dataset = build_dataset(trained.config.data, trained.scheme, split, is_training=False, seed=trained.config.seed)
     with progress_bar(len(dataset), "evaluating") as progress:

@@ -69,7 +69,7 @@ def write_report(
         from segapp.report.images import evaluate_run
 
         try:
-            evaluation = evaluate_run(report, split, num_worst)
+            evaluation = evaluate_run(report.folder, split, num_worst)
         except SegappError as error:
             why_not = str(error)
             print(f"note: no images and no confusion matrix: {printable(why_not)}", file=sys.stderr)

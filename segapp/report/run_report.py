@@ -1,5 +1,6 @@
 """A run for reports: the folded view of its events, its config, and its key figures, a row of `segapp compare`."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +11,9 @@ from segapp.errors import ConfigError, RunError, without_secrets
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
-from segapp.scores import SCORES, count_scored
 from segapp.training.trackers import flat_settings
 from segapp.view.history import LossHistory
-from segapp.view.plot import class_iou
+from segapp.view.runs import RunSummary
 from segapp.view.source import fold_file, series_of
 from segapp.view.view import View
 
@@ -68,13 +68,24 @@ def read_run_report(run: str | Path, view: View | None = None) -> RunReport:
     report = RunReport(folder, run_state(folder.path), view or View())
     fold_file(report.view, folder.events)
     if report.view.start is None:
-        raise RunError(f"{folder.path} has no events yet: train it first")
-    try:
+        raise without_events(folder)
+    with contextlib.suppress(OSError):  # the config is optional in a report
         report.config_text = without_secrets(read_of_run(folder.config_yaml).decode(errors="backslashreplace"))
-        report.config = load_config(folder.config_yaml)
-    except (OSError, ConfigError):
-        pass  # the config is optional in a report
+        report.config = read_config(folder)
     return report
+
+
+def without_events(folder: RunFolder) -> RunError:
+    """Return the error about a run that has no `run_start` yet."""
+    return RunError(f"{folder.path} has no events yet: train it first")
+
+
+def read_config(folder: RunFolder) -> RunConfig | None:
+    """Return the config at the start of a run; None if the file cannot be read."""
+    try:
+        return load_config(folder.config_yaml)
+    except ConfigError:
+        return None
 
 
 def differing_settings(configs: Sequence[RunConfig | None]) -> dict[str, list[Any]]:
@@ -113,28 +124,26 @@ class RunRow:
     last_num_scored: int | None = None
 
 
-def run_row(report: RunReport) -> RunRow:
-    """Return the key figures of a run."""
-    view, best, last = report.view, report.view.best, report.view.vals.last
-    assert view.start is not None
-    peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
+def run_row(summary: RunSummary) -> RunRow:
+    """Return the key figures of a run that has events."""
+    shown, more = summary.shown, summary.more
     return RunRow(
-        name=report.name,
-        state=report.state,
-        best_miou=best.miou if best else None,
-        num_scored=count_scored(best.iou) if best else None,
-        best_epoch=best.epoch if best else None,
-        scores={name: best.score(name) for name in SCORES} if best else {},
-        last_loss=view.loss.mean,
-        last_val_loss=last.loss if last else None,
-        last_miou=last.miou if last else None,
-        last_num_scored=count_scored(last.iou) if last else None,
-        num_evaluations=len(view.vals),
-        epochs=view.epoch or 0,
-        steps=view.step.step if view.step else 0,
-        images_per_s=view.step.images_per_s if view.step else None,
-        duration_s=report.duration_s,
-        num_params=view.start.num_params,
-        peak_mib=max(peaks, default=None),
-        iou={name: class_iou(best, i) for i, name in enumerate(view.start.classes)},
+        name=summary.folder.name,
+        state=summary.state,
+        best_miou=shown["best_miou"],
+        num_scored=shown["best_num_scored"],
+        best_epoch=shown["best_epoch"],
+        scores=more["best_scores"],
+        last_loss=shown["loss"],
+        last_val_loss=shown["val_loss"],
+        last_miou=shown["miou"],
+        last_num_scored=shown["num_scored"],
+        num_evaluations=more["num_evaluations"],
+        epochs=shown["epoch"] or 0,
+        steps=more["steps"],
+        images_per_s=shown["images_per_s"],
+        duration_s=more["last_s"] - more["first_start_s"],
+        num_params=shown["num_params"],
+        peak_mib=more["peak_mib"],
+        iou=more["best_iou"],
     )

@@ -221,10 +221,13 @@ def make_durable_directory(path: Path) -> None:
         fsync_directory(directory.parent)
 
 
-def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str = "file") -> None:
+def write_atomic(
+    path: Path, data: bytes | str, *, mode: int = 0o644, point: str = "file", is_derived: bool = False
+) -> None:
     """Replace a small file atomically: readers see the old or the new content, even after a power cut.
 
-    `point` is the prefix of the failpoints `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
+    A derived file is not synced: its readers must detect damage by a power cut. `point` is the prefix of the
+    failpoints `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
 
     Raises:
         OSError: The file could not be written; the old one is unchanged, the temporary one removed.
@@ -237,7 +240,8 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str
             failpoint(point + ".before_write")
             write_all(fd, payload)
             failpoint(point + ".before_fsync")
-            os.fsync(fd)
+            if not is_derived:
+                os.fsync(fd)
         finally:
             os.close(fd)
         failpoint(point + ".before_rename")
@@ -246,7 +250,8 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str
         remove_quietly(temporary)
         raise
     failpoint(point + ".after_rename")
-    fsync_directory(path.parent)
+    if not is_derived:
+        fsync_directory(path.parent)
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644, point: str = "file") -> None:

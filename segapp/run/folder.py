@@ -8,7 +8,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,8 @@ class RunFolder:
         """Output of a detached trainer, and tracebacks; with several ranks, the tracebacks of rank 0."""
         self.logs = self.path / "logs"
         """`rank-0001.log`: tracebacks of rank 1; `rank-0001-stacks.log`: its stacks after a hang; and so on."""
+        self.summary = self.path / "summary.json"
+        """What the events say, kept by `segapp ls` and other viewers; without it, they read the events again."""
         self.lock = self.path / "lock"
         """File that the trainer keeps locked while it runs; it names that process."""
         self._file_lock = FileLock(self.lock)
@@ -305,14 +307,14 @@ def job_of(environ: Mapping[str, str]) -> str | None:
     return None if job in (None, "", "none") else f"torchelastic {job}"
 
 
-def is_run(path: Path) -> bool:
+def is_run(path: Path | str) -> bool:
     """Return True if a folder contains a run."""
-    return os.path.lexists(path / "run.json")
+    return os.path.lexists(os.path.join(path, "run.json"))
 
 
-def is_sweep(path: Path) -> bool:
+def is_sweep(path: Path | str) -> bool:
     """Return True if a folder contains a sweep, with the folders of its runs."""
-    return (path / "sweep.json").is_file()
+    return os.path.isfile(os.path.join(path, "sweep.json"))
 
 
 def runs_of(what: str | Path, root: Path | str = "runs") -> list[str]:
@@ -365,14 +367,21 @@ def run_of_file(path: Path) -> RunFolder | None:
 
 def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list[RunFolder]:
     """Return all runs in a folder, the last started or resumed first, optionally with the runs of its sweeps."""
+    paths = [Path(path) for path in run_paths(root, with_sweeps=with_sweeps)]
+    return [RunFolder(path) for path in sorted(paths, key=lambda path: (-last_start_s(path), path.name))]
+
+
+def run_paths(root: Path | str, *, with_sweeps: bool = True, known: Container[str] = ()) -> list[str]:
+    """Return the paths of all runs in a folder, optionally with those of its sweeps; `known` ones are not looked at."""
     try:
-        inside = list(Path(root).iterdir())
-        paths = [path for path in inside if is_run(path)]
+        inside = [str(Path(root) / name) for name in os.listdir(root)]
+        paths = [path for path in inside if path in known or is_run(path)]
         if with_sweeps:
-            paths += [run for path in inside if is_sweep(path) for run in path.iterdir() if is_run(run)]
+            sweeps = [path for path in inside if path not in known and is_sweep(path)]
+            paths += [run for sweep in sweeps for run in run_paths(sweep, with_sweeps=False, known=known)]
     except OSError:
         return []
-    return [RunFolder(path) for path in sorted(paths, key=lambda path: (-last_start_s(path), path.name))]
+    return paths
 
 
 def last_start_s(path: Path) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -13,14 +13,14 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
-from segapp.run.events import Val
 from segapp.run.folder import RunFolder
 from segapp.run.words import age, number, plural, printable
+from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, SearchLine, drawable
 from segapp.view.runs import FollowedRun, RunList
-from segapp.view.wording import clip, fit_cells, miou
+from segapp.view.wording import clip, fit_cells
 
 _SCORE = 13
 """Cells of a score with its classes: 0.557 (17/19)."""
@@ -40,6 +40,9 @@ class RunsScreen(Screen[RunFolder | None]):
         super().__init__()
         self.runs = runs
         self._shown: list[FollowedRun] = []
+        self._columns = 0, 0
+        self._drawn: dict[int, object] = {}
+        """What each row was made of."""
 
     def compose(self) -> ComposeResult:
         yield LiteralText(id="runs-title", classes="lines")
@@ -49,6 +52,7 @@ class RunsScreen(Screen[RunFolder | None]):
         yield LiteralText(id="runs-keys", classes="lines")
 
     def on_mount(self) -> None:
+        self.watch(self.query_one("#run-lines"), "scroll_y", self._show_rows, init=False)
         self._tick()
         self.set_interval(0.5, self._tick)
 
@@ -61,24 +65,13 @@ class RunsScreen(Screen[RunFolder | None]):
         self._show()
 
     def _show(self) -> None:
+        """Show the title and the visible rows; others are made when they are scrolled into view."""
         wanted = self.query_one(SearchLine).text
-        shown = [run for run in self.runs.runs if wanted.casefold() in run.folder.name.casefold()]
-        listed = self.query_one("#run-lines", OptionList)
-        width = max(20, self.size.width - 3)
-        columns = name_widths(self.runs.runs)
-        rows = [drawable(self, run_row(run, width, columns)) for run in shown]
-        if [run.folder.path for run in shown] != [run.folder.path for run in self._shown]:
-            selected = self._selected
-            listed.clear_options()
-            listed.add_options(rows)
-            if rows:
-                listed.highlighted = next((i for i, run in enumerate(shown) if run is selected), 0)
-        else:
-            for i, row in enumerate(rows):
-                if listed.get_option_at_index(i).prompt != row:
-                    listed.replace_option_prompt_at_index(i, row)
-        self._shown = shown
-        live = sum(run.summary.state in ("live", "busy") for run in self.runs.runs)
+        shown = [run for run in self.runs.runs if wanted.casefold() in run.name.casefold()]
+        if shown != self._shown:
+            self._list(shown)
+        self._show_rows()
+        live = sum(run.is_followed and run.is_read and run.summary.state in ("live", "busy") for run in self.runs.runs)
         sweeps = len({run.sweep for run in self.runs.runs} - {""})
         of_sweeps = f", {plural(sweeps, 'sweep')}" if sweeps else ""
         where = printable(_shown_path(self.runs.root))
@@ -86,9 +79,31 @@ class RunsScreen(Screen[RunFolder | None]):
         found = f"  /{wanted}: {len(shown)}" if wanted else ""
         title = Content.assemble(("segapp  ", "$text-muted"), (count, "bold"), (found, "$text-muted"))
         self.query_one("#runs-title", LiteralText).show(title)
-        self.query_one("#runs-header", LiteralText).show(run_header(width, columns))
+        self.query_one("#runs-header", LiteralText).show(run_header(self._row_cells, self._columns))
         items = (("enter", "Open"), ("esc", "Back"), ("/", "Find"), ("q", "Leave"))  # fmt: skip
         self.query_one("#runs-keys", LiteralText).show(keys.bar(items, self.size.width))
+
+    @property
+    def _row_cells(self) -> int:
+        return max(20, self.size.width - 3)
+
+    def _list(self, shown: list[FollowedRun]) -> None:
+        """List other runs, still as empty rows."""
+        listed, selected = self.query_one("#run-lines", OptionList), self._selected
+        self._shown, self._columns, self._drawn = shown, name_widths(self.runs.runs), {}
+        listed.clear_options()
+        listed.add_options([" "] * len(shown))
+        if shown:
+            listed.highlighted = next((i for i, run in enumerate(shown) if run is selected), 0)
+
+    def _show_rows(self) -> None:
+        listed = self.query_one("#run-lines", OptionList)
+        top = listed.scroll_offset.y
+        for i, run in enumerate(self._shown[top : top + self.size.height], start=top):
+            made_of = run.summary, run.is_read, age(run.age_s), self._row_cells
+            if self._drawn.get(i) != made_of:
+                self._drawn[i] = made_of
+                listed.replace_option_prompt_at_index(i, drawable(self, run_row(run, self._row_cells, self._columns)))
 
     @property
     def _selected(self) -> FollowedRun | None:
@@ -137,25 +152,25 @@ def _shown_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _score(val: Val | None) -> str:
-    return ("-" if val is None else miou(val)).rjust(_SCORE)
+def _score(facts: Mapping[str, Any], prefix: str = "") -> str:
+    score = with_count(number(facts[f"{prefix}miou"]), facts[f"{prefix}num_scored"], facts["num_classes"])
+    return score.rjust(_SCORE)
 
 
 def run_row(run: FollowedRun, width: int, columns: tuple[int, int]) -> Content:
     """Return one line of the list; columns that do not fit are left out."""
-    summary = run.summary
-    is_live = summary.state in ("live", "busy")
-    speed = number(run.view.step.images_per_s) if is_live and run.view.step else "-"
-    name = fit_cells(printable(run.folder.path.name), columns[0])
+    name, facts = fit_cells(printable(run.folder.path.name), columns[0]), run.summary.shown
+    state = run.summary.state if run.is_read else "reading"
+    speed = number(facts["images_per_s"]) if state in ("live", "busy") else "-"
     parts = [
         LinePart(0, f"  {name}", "bold"),
         LinePart(1, fit_cells(printable(run.sweep), columns[1]), "$text-muted"),
-        LinePart(0, summary.state.ljust(9), STATE_STYLES[summary.state]),
-        LinePart(1, clip(summary.progress, 9).rjust(9)),
-        LinePart(2, _score(run.view.vals.last)),
-        LinePart(2, _score(run.view.best)),
+        LinePart(0, state.ljust(9), STATE_STYLES[state]),
+        LinePart(1, clip(run.summary.progress, 9).rjust(9)),
+        LinePart(2, _score(facts)),
+        LinePart(2, _score(facts, "best_")),
         LinePart(5, speed.rjust(7)),
         LinePart(6, run.devices.ljust(7)),
-        LinePart(3, age(summary.facts.event_age_s).rjust(12), "$text-muted"),
+        LinePart(3, age(run.age_s).rjust(12), "$text-muted"),
     ]
     return fit_parts(parts, width)

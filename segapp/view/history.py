@@ -37,15 +37,16 @@ class LossHistory:
     computed over every step before points are merged; non-finite losses are skipped.
 
     Args:
-        capacity: Maximum number of points, even; beyond it, pairs of neighbors are merged, with their extremes.
+        capacity: Maximum number of points, even; beyond it, pairs of neighbors are merged, with their extremes. 0:
+            nothing is kept.
     """
 
     def __init__(self, capacity: int = 2**17) -> None:
         self.size = 0
         self.num_steps = 0
         """Number of `step` events, including merged ones."""
-        self._capacity = capacity
-        self._columns = _lazy_zeros(6 + len(SMOOTHINGS), capacity)
+        self.capacity = capacity
+        self._columns = _lazy_zeros(6 + len(SMOOTHINGS), capacity or 1)
 
     @property
     def usual_smoothing(self) -> float:
@@ -83,8 +84,8 @@ class LossHistory:
 
     def extend(self, step: Sequence[int], t: Sequence[float], loss: Sequence[float]) -> None:
         """Add steps."""
-        for start in range(0, len(step), self._capacity // 2):
-            part = slice(start, start + self._capacity // 2)
+        for start in range(0, len(step), self.capacity // 2):
+            part = slice(start, start + self.capacity // 2)
             self._extend(np.array(step[part], float), np.array(t[part], float), np.array(loss[part], float))
 
     def drop_after(self, step: int) -> None:
@@ -97,7 +98,7 @@ class LossHistory:
 
     def _extend(self, step: Floats, t: Floats, loss: Floats) -> None:
         count = len(step)
-        while self.size + count > self._capacity:
+        while self.size + count > self.capacity:
             self._merge()
         is_finite = np.isfinite(loss)
         loss = np.where(is_finite, loss, np.nan)

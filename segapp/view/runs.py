@@ -1,38 +1,54 @@
-"""The runs of a folder: the summary of each for `segapp status` and `ls`, and the list that the TUI follows."""
+"""The runs of a folder: the summary of each for `status`, `ls` and `compare`, and the list that the TUI follows.
 
+What the events of a run say is kept in `summary.json`, so the events of a run at rest are read once. The file is
+derived: it is used only if it was made by this user, from the same event file, and is undamaged; otherwise the events
+are read.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from segapp.errors import StorageError
 from segapp.run.events import RunEnd
-from segapp.run.folder import RunFolder, RunInfo, run_folders
-from segapp.run.lock import ProcessId
-from segapp.run.state import State, StateFacts, derive_state, read_facts
+from segapp.run.files import read_of_run, write_atomic
+from segapp.run.folder import RunFolder, last_start_s, run_folders, run_paths
+from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, was_acquired_after
 from segapp.scores import SCORES, count_scored
 from segapp.view.history import LossHistory
+from segapp.view.plot import class_iou
 from segapp.view.source import LiveSource, fold_file
 from segapp.view.view import View
 
-_NUM_POINTS = 2**10
-"""Maximum number of loss points in a view whose curve is not drawn."""
-
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
+
+_VERSION = 1
+"""Increase it if `facts_of` or the fold changes, so that summaries of an earlier version are not used."""
+
+_SETTLED_S = 2.0
+"""Events that are younger are not kept: a file system may give two writes within this time the same timestamp."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run of `segapp ls`, of `segapp status`, or of the list of the TUI."""
+    """One run of `segapp ls`, of `segapp status`, of `segapp compare`, or of the list of the TUI."""
 
     folder: RunFolder
-    view: View
+    shown: dict[str, Any]
+    """What the events say, as in `segapp status --json`."""
+    more: dict[str, Any]
+    """The facts of the events that only the state and comparisons need."""
     facts: StateFacts
-    info: RunInfo | None = None
-    process: ProcessId | None = None
-    """The process that holds the folder, else the one that created it."""
 
     @property
     def state(self) -> State:
@@ -42,81 +58,80 @@ class RunSummary:
     @property
     def progress(self) -> str:
         """The epoch of all epochs: `3/20`, or `3/?` for a run with a fixed number of steps; `-` before the first."""
-        epochs = self.view.start.epochs if self.view.start else None
-        return "-" if self.view.epoch is None else f"{self.view.epoch}/{epochs or '?'}"
+        epoch = self.shown["epoch"]
+        return "-" if epoch is None else f"{epoch}/{self.shown['epochs'] or '?'}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of `segapp status --json` and `segapp ls --json`; None if unknown."""
-        info, view, start, last, best = self.info, self.view, self.view.start, self.view.vals.last, self.view.best
-        is_over = view.end is not None and self.facts.end_status is not None
+        info = self.folder.read_info()
+        process = self.folder.read_holder() or (info.process if info else None)
+        is_over = self.facts.end_status is not None
         return {
             "name": self.folder.name,
             "path": str(self.folder.path),
             "state": self.state,
             "id": info.id if info else None,
-            **_fields(self.process, "host", "pid"),
+            **_fields(process, "host", "pid"),
             "began_s": info.created_s if info else None,
             "age_s": self.facts.event_age_s,
-            "phase": view.phase,
-            "epoch": view.epoch,
-            **_fields(start, "epochs"),
-            "step": view.step.step if view.step else start.resumed_from_step if start else None,
-            **_fields(start, "steps", "steps_per_epoch", "batch_size", "num_params"),
-            "num_classes": (len(start.classes) or None) if start else None,
-            "loss": view.loss.mean,  # None if no loss of `loss_epoch` was finite
-            "loss_epoch": view.loss.epoch,
-            "lr": view.lr,
-            **_fields(view.step, "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s"),
-            "gpu0_bsz": view.gpu0.value,
-            "split": list(view.split) if view.split is not None else None,
-            "val_epoch": last.epoch if last else None,
-            "val_loss": last.loss if last else None,  # None if it was not finite
-            **_fields(last, "miou"),
-            "num_scored": count_scored(last.iou) if last else None,  # the classes of which `miou` is the mean
-            **_fields(last, "pixel_accuracy"),
-            "scores": {name: last.score(name) for name in SCORES} if last else {},
-            "best_miou": best.miou if best else None,  # of the evaluations whose loss is finite
-            "best_num_scored": count_scored(best.iou) if best else None,
-            "best_epoch": best.epoch if best else None,
-            "checkpoint": view.checkpoint.model_dump(include={"path", "epoch", "step"}) if view.checkpoint else None,
-            "devices": [
-                {**device.model_dump(), "machine": machine}
-                for device, machine in zip_longest(view.devices, view.machines[: len(view.devices)])
-            ],
-            "pending": {command_id: answer.command for command_id, answer in view.pending.items()},
-            "last_oom": view.oom.model_dump(include=_OOM_FIELDS) if view.oom else None,
-            "num_alerts": view.num_alerts,
-            "last_alert": view.last_alerts[-1].message if view.last_alerts else None,
-            **_fields(view.end if is_over else None, "reason", "exit_code"),
+            **self.shown,
+            "reason": self.more["reason"] if is_over else None,
+            "exit_code": self.more["exit_code"] if is_over else None,
         }
 
 
-def small_view() -> View:
-    """Return a view that is folded only for a summary, with a short loss curve."""
-    return View(history=LossHistory(_NUM_POINTS))
-
-
-def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
-    """Return the summary of a run, from its events; of a run that is refused, only the reason."""
-    folder, view = RunFolder(path), small_view()
-    try:
-        folder.check()
-    except StorageError as error:
-        view.end = RunEnd(status="failed", reason=str(error))
-        return RunSummary(folder, view, StateFacts(end_status="failed"))
-    fold_file(view, folder.events)
-    return summary_of(view, folder, read_facts(path, now_s))
-
-
-def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:
-    """Return the summary of every run in a folder, and of the runs of its sweeps, last started or resumed first."""
-    return [summarize(run.path, now_s) for run in run_folders(root, with_sweeps=True)]
-
-
-def summary_of(view: View, folder: RunFolder, facts: StateFacts) -> RunSummary:
-    """Return the summary of a run from its folded events, its folder, and the facts of its state."""
-    info = folder.read_info()
-    return RunSummary(folder, view, facts, info, folder.read_holder() or (info.process if info else None))
+def facts_of(view: View) -> dict[str, dict[str, Any]]:
+    """Return what a summary needs of a view, as JSON: the fields `shown` and `more` of `RunSummary`."""
+    start, step, last, best, end = view.start, view.step, view.vals.last, view.best, view.end
+    peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
+    classes = start.classes if start else []
+    shown = {
+        "phase": view.phase,
+        "epoch": view.epoch,
+        **_fields(start, "epochs"),
+        "step": step.step if step else start.resumed_from_step if start else None,
+        **_fields(start, "steps", "steps_per_epoch", "batch_size", "num_params"),
+        "num_classes": len(classes) or None,
+        "loss": view.loss.mean,  # None if no loss of `loss_epoch` was finite
+        "loss_epoch": view.loss.epoch,
+        "lr": view.lr,
+        **_fields(step, "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s"),
+        "gpu0_bsz": view.gpu0.value,
+        "split": list(view.split) if view.split is not None else None,
+        "val_epoch": last.epoch if last else None,
+        "val_loss": last.loss if last else None,  # None if it was not finite
+        **_fields(last, "miou"),
+        "num_scored": count_scored(last.iou) if last else None,  # the classes of which `miou` is the mean
+        **_fields(last, "pixel_accuracy"),
+        "scores": {name: last.score(name) for name in SCORES} if last else {},
+        "best_miou": best.miou if best else None,  # of the evaluations whose loss is finite
+        "best_num_scored": count_scored(best.iou) if best else None,
+        "best_epoch": best.epoch if best else None,
+        "checkpoint": view.checkpoint.model_dump(include={"path", "epoch", "step"}) if view.checkpoint else None,
+        "devices": [
+            {**device.model_dump(), "machine": machine}
+            for device, machine in zip_longest(view.devices, view.machines[: len(view.devices)])
+        ],
+        "pending": {command_id: answer.command for command_id, answer in view.pending.items()},
+        "last_oom": view.oom.model_dump(include=_OOM_FIELDS) if view.oom else None,
+        "num_alerts": view.num_alerts,
+        "last_alert": view.last_alerts[-1].message if view.last_alerts else None,
+    }
+    more = {
+        **_fields(end, "reason", "exit_code"),
+        "end_status": end.status if end else None,
+        "end_s": end.t if end else None,
+        "last_s": view.last_s,
+        "last_step_s": view.step_times_s[-1] if view.step_times_s else None,
+        "step_interval_s": view.step_interval_s,
+        "first_start_s": view.first_start_s,
+        "steps": step.step if step else 0,
+        "num_evaluations": len(view.vals),
+        "best_scores": {name: best.score(name) for name in SCORES} if best else {},
+        "best_iou": {name: class_iou(best, i) for i, name in enumerate(classes)},
+        "peak_mib": max(peaks, default=None),
+    }
+    return {"shown": shown, "more": more}
 
 
 def _fields(source: object | None, *names: str) -> dict[str, Any]:
@@ -124,36 +139,161 @@ def _fields(source: object | None, *names: str) -> dict[str, Any]:
     return {name: None if source is None else getattr(source, name) for name in names}
 
 
-class FollowedRun(LiveSource):
-    """One run of the list, with a short loss curve and its summary."""
+def small_view() -> View:
+    """Return a view that is folded only for a summary, without a loss curve."""
+    return View(history=LossHistory(0))
+
+
+def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
+    """Return the summary of a run, from its events; of a run that is refused, only the reason."""
+    folder = RunFolder(path)
+    try:
+        folder.check()
+    except StorageError as error:
+        view = View(end=RunEnd(status="failed", reason=str(error)))
+        return RunSummary(folder, **facts_of(view), facts=StateFacts(end_status="failed"))
+    found = read_kept(folder)
+    if found is None:
+        view, before = small_view(), identity_of(folder.events)
+        fold_file(view, folder.events)
+        found = facts_of(view)
+        keep(folder, found, before)
+    return summary_of(folder, found, time.time() if now_s is None else now_s)
+
+
+def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:
+    """Return the summary of every run in a folder, and of the runs of its sweeps, last started or resumed first."""
+    return [summarize(run.path, now_s) for run in run_folders(root, with_sweeps=True)]
+
+
+def summary_of(folder: RunFolder, found: dict[str, dict[str, Any]], now_s: float) -> RunSummary:
+    """Return the summary of a run from `facts_of` its events, its folder, and the present time."""
+    more = found["more"]
+    last_s, step_s = more["last_s"], more["last_step_s"]
+    is_again = more["end_status"] is not None and was_acquired_after(folder, more["end_s"])
+    facts = StateFacts(
+        end_status=None if is_again else more["end_status"],
+        is_trainer_alive=is_trainer_alive(folder),
+        event_age_s=None if last_s is None else max(0.0, now_s - last_s),
+        step_age_s=None if step_s is None else max(0.0, now_s - step_s),
+        step_interval_s=more["step_interval_s"],
+    )
+    return RunSummary(folder, **found, facts=facts)
+
+
+def identity_of(path: Path | str) -> list[int] | None:
+    """Return numbers that differ if a file was changed or replaced; None if there is no file."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return [_VERSION, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+
+
+def read_kept(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the kept `facts_of` a run; None if there are none that this user made from the present events."""
+    with contextlib.suppress(OSError, ValueError):
+        digest, _, text = read_of_run(folder.summary).partition(b"\n")
+        if hashlib.sha256(text).hexdigest().encode() == digest and folder.summary.stat().st_uid == os.geteuid():
+            kept: dict[str, Any] = from_json(text)
+            return kept["found"] if kept["identity"] == identity_of(folder.events) else None
+    return None
+
+
+def keep(folder: RunFolder, found: dict[str, Any], identity: list[int] | None) -> None:
+    """Keep `facts_of` the events of this identity, if they are at rest and this user owns the folder and may write."""
+    with contextlib.suppress(OSError, ValueError):
+        place = os.stat(folder.path)
+        if place.st_uid != os.geteuid() or not place.st_mode & stat.S_IWUSR or identity is None:
+            return
+        is_at_rest = time.time() - max(identity[-2:]) / 1e9 > _SETTLED_S
+        if is_at_rest and identity == identity_of(folder.events):
+            text = json.dumps({"identity": identity, "found": found}, allow_nan=False).encode()
+            digest = hashlib.sha256(text).hexdigest().encode()
+            write_atomic(folder.summary, digest + b"\n" + text, is_derived=True)
+
+
+_NOTHING = facts_of(View())
+_OPEN = ("live", "busy", "stale")
+"""States that change without a change of a file."""
+
+
+class _SkimmedSource(LiveSource):
+    """The events of a run of the list, without a loss curve."""
 
     full_bytes = 0
-    summary: RunSummary
 
     def new_view(self) -> View:
         """Return a view that is only used for a summary."""
         return small_view()
 
-    def facts(self) -> StateFacts:
-        """Return the facts of the state, without the interval between steps, most of which are skimmed."""
-        return replace(super().facts(), step_interval_s=0.0)
 
-    def poll(self, budget_s: float = 0.0) -> bool:
-        """Read new events, like `LiveSource.poll`, and update the summary."""
-        is_behind = super().poll(budget_s)
-        self.summary = summary_of(self.view, self.folder, self.facts())
-        return is_behind
+class FollowedRun:
+    """One run of the list: its summary, and its events as long as they are read or the run may train."""
+
+    began_s = 0.0
+    """Last start or resume, Unix seconds."""
+    is_read = False
+    """False until the events have been read; before, the summary is empty."""
+    is_behind = True
+    """True if the summary is older than the files."""
+
+    def __init__(self, path: str, clock: Callable[[], float]) -> None:
+        self.folder = RunFolder(path)
+        self.name = self.folder.name
+        self.summary = RunSummary(self.folder, **_NOTHING, facts=StateFacts())
+        self._clock = clock
+        self._files = str(self.folder.events), str(self.folder.lock)
+        self._seen: tuple[object, ...] = ()
+        self._source: LiveSource | None = None
+        self._identity: list[int] | None = None
 
     @property
     def sweep(self) -> str:
         """Name of the sweep that the run belongs to; empty for a run without a sweep."""
-        return self.folder.name.rpartition("/")[0]
+        return self.name.rpartition("/")[0]
+
+    @property
+    def is_followed(self) -> bool:
+        """True if `poll` is due."""
+        return self.is_behind or self._source is not None
+
+    @property
+    def age_s(self) -> float | None:
+        """Time since the last event; None if it is unknown."""
+        last_s: float | None = self.summary.more["last_s"]
+        if self._source is not None or last_s is None:
+            return self.summary.facts.event_age_s
+        return max(0.0, self._clock() - last_s)
 
     @property
     def devices(self) -> str:
         """The devices as text: `4 GPU`, `1 CPU`."""
-        names = [device.device or "" for device in self.view.devices]
+        names = [device["device"] or "" for device in self.summary.shown["devices"]]
         return f"{len(names)} {'CPU' if names[0].startswith('cpu') else 'GPU'}" if names else "-"
+
+    def look(self) -> None:
+        """Find out if the files have changed, without reading them."""
+        seen = tuple(map(identity_of, self._files))
+        if seen != self._seen:
+            self._seen, self.is_behind, self.began_s = seen, True, last_start_s(self.folder.path)
+        elif self.summary.state in _OPEN:
+            self.is_behind = True  # it may have ended without a trace
+
+    def poll(self, budget_s: float = 0.0) -> None:
+        """Read new events for a limited time; update the summary when they have been read."""
+        if self._source is None and (kept := read_kept(self.folder)) is not None:
+            self.summary, self.is_read, self.is_behind = summary_of(self.folder, kept, self._clock()), True, False
+            return
+        if self._source is None:
+            self._source, self._identity = _SkimmedSource(self.folder, self._clock), identity_of(self.folder.events)
+        self.is_behind = self._source.poll(budget_s)
+        if not self.is_behind:
+            found = facts_of(self._source.view)
+            self.summary, self.is_read = RunSummary(self.folder, **found, facts=self._source.facts()), True
+            if self.summary.state not in _OPEN:
+                keep(self.folder, found, self._identity)
+                self._source = None
 
 
 class RunList:
@@ -164,14 +304,27 @@ class RunList:
         self.runs: list[FollowedRun] = []
         """The runs, last started or resumed first."""
         self._clock = clock
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Find new runs and changed files; a long list is looked at less often, in half a percent of the time."""
+        began = time.monotonic()
+        known = {str(run.folder.path): run for run in self.runs}
+        runs = [known.get(path) or FollowedRun(path, self._clock) for path in run_paths(self.root, known=known)]
+        for run in runs:
+            run.look()
+        self.runs = sorted(runs, key=lambda run: (-run.began_s, run.folder.path.name))
+        now = time.monotonic()
+        self._next_look = now + max(1.0, 200 * (now - began))
 
     def poll(self, budget_s: float = 0.05) -> bool:
-        """Find new runs and read on, for a limited time; return True if more is waiting."""
-        known = {run.folder.path: run for run in self.runs}
-        self.runs = [
-            known.get(folder.path) or FollowedRun(folder, self._clock)
-            for folder in run_folders(self.root, with_sweeps=True)
-        ]
+        """Look at the files if it is time, and read on, for a limited time; return True if more is waiting."""
         deadline = time.monotonic() + budget_s
-        is_behind = [run.poll(deadline - time.monotonic()) for run in self.runs]
-        return any(is_behind)
+        if time.monotonic() >= self._next_look:
+            self.look()
+        for run in self.runs:
+            if run.is_followed:
+                run.poll(deadline - time.monotonic())
+                if time.monotonic() >= deadline:
+                    break
+        return any(run.is_behind for run in self.runs)

@@ -232,6 +232,7 @@ class EventFold:
             view.num_events += 1
             if kind == "step":
                 if self._note_step(item):
+                    view.step_times_s.append(as_float(item["t"]))
                     self._steps.append(item["step"])
                     self._times_s.append(as_float(item["t"]))
                     self._losses.append(as_float(item.get("loss")))
@@ -258,6 +259,7 @@ class EventFold:
         self._losses += run.loss
         self.view.loss.add(run.epoch, run.step, run.loss)
         self.view.num_events += len(run.step)
+        self.view.step_times_s.extend(run.t[-21:])
         if run.split_text != self._split_text:
             self._split_text = run.split_text
             self._note_last_of(run)
@@ -272,9 +274,9 @@ class EventFold:
             view.last_s = last_s
 
     def _extend_history(self) -> None:
-        if self._steps:
+        if self._steps and self.view.history.capacity:
             self.view.history.extend(self._steps, self._times_s, self._losses)
-            self._steps, self._times_s, self._losses = [], [], []
+        self._steps, self._times_s, self._losses = [], [], []
 
     def _note_step(self, raw: dict[str, Any]) -> bool:
         """Fold a step, except for its loss; return False if it is invalid."""
@@ -285,7 +287,6 @@ class EventFold:
         self._raw_step = raw
         view.last_s = view.last_step_s = t
         view.phase = "train"
-        view.step_times_s.append(t)
         self._set_paused(False, t)
         view.evaluating, view.away_s = None, 0.0
         split = raw.get("split")

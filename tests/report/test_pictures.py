@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.report.compare import compare_runs, print_comparison
 from segapp.report.images import WRONG_RGB, pictures_of
-from segapp.report.run_report import read_run_report, run_row
+from segapp.report.run_report import run_row
 from segapp.run.events import DeviceMemory, Memory, Step, Val
+from segapp.view.runs import summarize
 from tests.support.recorded_runs import RecordedRun
 
 ROAD, SKY = (200, 40, 40), (20, 60, 220)
@@ -69,7 +70,7 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
         val = Val(epoch=epoch, step=epoch, loss=0.1 * epoch, miou=miou, iou=[miou, None], mean_dice=miou + 0.1)
         run.write(val, 20.0)
     run.end()
-    row = run_row(read_run_report(str(run.folder.path)))
+    row = run_row(summarize(run.folder.path))
     expected = {
         "name": "run", "state": "finished", "best_miou": 0.75, "num_scored": 1, "num_evaluations": 3,
         "best_epoch": 2, "last_loss": 2.0,
@@ -95,7 +96,7 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
 def test_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", classes=["a", "b"])
     run.end("failed")
-    row = run_row(read_run_report(str(run.folder.path)))
+    row = run_row(summarize(run.folder.path))
     assert (row.epochs, row.steps, row.iou) == (0, 0, {"a": None, "b": None})
     unknown = (row.best_miou, row.best_epoch, row.last_loss, row.last_val_loss, row.images_per_s, row.peak_mib)
     assert unknown == (None,) * 6

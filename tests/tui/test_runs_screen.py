@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from segapp.run.events import EventWriter, RunStart
 from segapp.run.folder import RunFolder
 from segapp.run.state import run_state
 from segapp.run.words import announce, last_announced
+from segapp.tui import runs_screen
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
 from segapp.tui.runs_screen import name_widths, run_header, run_row
@@ -50,46 +50,48 @@ def runs(tmp_path: Path) -> Any:
     found[2].folder.release()
 
 
-def mious(run: FollowedRun) -> list[float]:
-    return [value for value in run.view.vals.values("miou").tolist() if not math.isnan(value)]
+def num_evaluations(run: FollowedRun) -> int:
+    found = run.summary.more["num_evaluations"]
+    assert isinstance(found, int)
+    return found
+
+
+def read_on(followed: RunList) -> None:
+    followed.look()
+    while followed.poll():
+        pass
 
 
 def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
     followed = RunList(runs[0].folder.path.parent)
-    while followed.poll():
-        pass
+    read_on(followed)
     assert [run.folder.name for run in followed.runs] == ["gamma", "beta", "alpha"]
     for run in followed.runs:
         assert run.summary.state == run_state(run.folder.path)
-    assert [len(mious(run)) for run in followed.runs] == [5, 1, 3]
+    assert [num_evaluations(run) for run in followed.runs] == [5, 1, 3]
     runs[2].epoch()
     recorded(runs[0].folder.path.parent, "delta", 2, "stopped")
-    while followed.poll():
-        pass
-    assert {run.folder.name: len(mious(run)) for run in followed.runs} == {
-        "gamma": 6,
-        "beta": 1,
-        "alpha": 3,
-        "delta": 2,
-    }
+    read_on(followed)
+    found = {run.folder.name: num_evaluations(run) for run in followed.runs}
+    assert found == {"gamma": 6, "beta": 1, "alpha": 3, "delta": 2}
     events = runs[0].folder.events
     lines = events.read_bytes().splitlines(keepends=True)
     events.write_bytes(b"".join(lines[: len(lines) // 2]))  # replaced by a shorter one
     for _ in range(2):
-        while followed.poll():
-            pass
+        read_on(followed)
         alpha = next(run for run in followed.runs if run.folder.name == "alpha")
         expected = [json.loads(line)["miou"] for line in lines[: len(lines) // 2] if json.loads(line)["type"] == "val"]
-        assert mious(alpha) == expected != []
+        assert (num_evaluations(alpha), alpha.summary.shown["miou"]) == (len(expected), expected[-1])
         assert alpha.summary.progress.endswith("/8")
 
 
 def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
     run = recorded(tmp_path / "runs", "alpha", 3, "failed")
     followed = RunList(tmp_path / "runs", clock=lambda: run.clock.now_s)
-    assert not followed.poll(budget_s=60.0)
+    read_on(followed)
     (alpha,) = followed.runs
-    assert (alpha.summary.state, len(mious(alpha)), alpha.devices) == ("failed", 3, "4 GPU")
+    first_miou = alpha.summary.shown["best_miou"]
+    assert (alpha.summary.state, num_evaluations(alpha), alpha.devices) == ("failed", 3, "4 GPU")
     run.writer = EventWriter(run.folder.events)
     first = json.loads(run.folder.events.read_text().splitlines()[0])
     start = {key: value for key, value in first.items() if key not in ("v", "seq", "t", "type")}
@@ -98,17 +100,15 @@ def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
     run.folder.acquire()
     run.epoch()
     run.train(1)
-    before = mious(alpha)[0]
-    followed.runs[0]._trainer = None
-    assert not followed.poll(budget_s=60.0)
+    read_on(followed)
     run.folder.release()
-    assert (mious(alpha)[0], len(mious(alpha)), alpha.summary.state) == (before, 2, "live")
+    assert (num_evaluations(alpha), alpha.summary.state, alpha.summary.shown["step"]) == (2, "live", 21)
+    assert alpha.summary.shown["best_miou"] != first_miou
 
 
 def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> None:
     followed = RunList(runs[0].folder.path.parent)
-    while followed.poll():
-        pass
+    read_on(followed)
     columns = name_widths(followed.runs)
     titles = run_header(120, columns).plain
     for run in followed.runs:
@@ -146,6 +146,48 @@ def test_list_comes_first_if_wanted(runs: list[RecordedRun]) -> None:
         assert "3 runs in" in screen_text(app)
 
     run_screen(LiveSource(runs[2].folder), act, starts_with_list=True)
+
+
+@pytest.mark.parametrize("num_runs", [40, 80])
+def test_only_visible_rows_of_a_long_list_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_runs: int
+) -> None:
+    for i in range(num_runs):
+        run = recorded(tmp_path / "runs", f"run-{i:02}", 1, ("finished", "failed")[i % 2])
+        os.utime(run.folder.run_json, (i, i))
+    made, row = list[str](), runs_screen.run_row
+
+    def counted(run: FollowedRun, *sizes: Any) -> Any:
+        if run.is_read:
+            made.append(run.name)
+        return row(run, *sizes)
+
+    monkeypatch.setattr(runs_screen, "run_row", counted)
+    newest, oldest = f"run-{num_runs - 1}", "run-00"
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        listed = app.screen
+        assert isinstance(listed, runs_screen.RunsScreen)
+        while listed.runs.poll(budget_s=60.0):
+            pass
+        listed._tick()
+        await pilot.pause()
+        text = screen_text(app)
+        assert newest in text
+        assert oldest not in text
+        assert set(made) == {f"run-{num_runs - 1 - i:02}" for i in range(36)}, "as many as the screen has lines"
+        made.clear()
+        for _ in range(5):
+            listed._show()
+        assert made == []
+        await pilot.press("end")
+        await pilot.pause()
+        row_of_oldest = next(line for line in screen_text(app).splitlines() if oldest in line)
+        assert row_of_oldest.split()[1:3] == ["finished", "1/8"]
+        assert "run-01" in made
+        assert len(made) <= 36
+
+    run_screen(LiveSource(run.folder), act, starts_with_list=True)
 
 
 # --- the start of a training -----------------------------------------------------------------------------------------

@@ -1,0 +1,294 @@
+"""Kept summaries: always what the events say, made anew when in doubt, and never in the way of a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from segapp.report import compare_runs
+from segapp.run.events import EventReader, EventWriter
+from segapp.run.folder import RunFolder
+from segapp.view import runs as view_runs
+from segapp.view.runs import RunList, facts_of, list_runs, read_kept, summarize
+from segapp.view.source import fold_file
+from segapp.view.view import View
+from tests.support.recorded_runs import RecordedRun
+
+
+@pytest.fixture(autouse=True)
+def _events_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_runs, "_SETTLED_S", -60.0)
+
+
+@pytest.fixture
+def lines_read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The lines of events that any reader has read."""
+    found, read = list[bytes](), EventReader._lines
+
+    def counted(self: EventReader, max_bytes: int | None) -> Iterator[bytes]:
+        for line in read(self, max_bytes):
+            found.append(line)
+            yield line
+
+    monkeypatch.setattr(EventReader, "_lines", counted)
+    return found
+
+
+def eventful(path: Path, epochs: int = 3, steps_per_epoch: int = 4) -> RecordedRun:
+    """Return a run with commands, alerts, evaluations, and a resume that repeats steps."""
+    run = RecordedRun(path, steps_per_epoch=steps_per_epoch, epochs=epochs + 3, num_devices=2, classes=["a", "b", "c"])
+    for epoch in range(epochs):
+        run.epoch()
+        run.beat(("eval", "paused", "save")[epoch % 3])
+    run.change_gpu0(3)
+    run.alert("classes", "b has no pixel")
+    run.write_start(resumed_from_step=run.step - 2)
+    run.step -= 2
+    run.train(3)
+    run.change_gpu0(2, apply=False, command_id="0000000000aa")
+    run.epoch()
+    run.end("stopped", "by hand")
+    return run
+
+
+def said(path: Path) -> dict[str, Any]:
+    """What the events of a run say, read again."""
+    view = View()
+    fold_file(view, path / "events.jsonl")
+    found: dict[str, Any] = json.loads(json.dumps(facts_of(view)))
+    return found
+
+
+def shown(path: Path) -> dict[str, Any]:
+    """What the summary of a run says."""
+    summary = summarize(path)
+    return {"shown": summary.shown, "more": summary.more}
+
+
+def test_every_prefix_of_the_events_has_its_summary(tmp_path: Path) -> None:
+    """The file grows line by line, by half lines in between; each summary is made, kept, and used once."""
+    whole = eventful(tmp_path / "whole").folder.events.read_bytes().splitlines(keepends=True)
+    run = RunFolder.create(path=tmp_path / "run")
+    run.write_info()
+    states = set()
+    with run.events.open("ab", buffering=0) as file:
+        for line in whole:
+            for part in (line[: len(line) // 2], line[len(line) // 2 :]):
+                file.write(part)
+                before, expected = read_kept(run), said(run.path)
+                assert before is None, "it was made from a shorter file"
+                assert shown(run.path) == expected
+                assert read_kept(run) == expected == shown(run.path)
+            states.add(expected["more"]["end_status"])
+    assert len(whole) > 30
+    assert states == {None, "stopped"}
+
+
+@pytest.mark.parametrize("has_time", [False, True])
+@pytest.mark.parametrize("is_same_file", [False, True])
+def test_other_events_of_the_same_size_are_read(tmp_path: Path, is_same_file: bool, has_time: bool) -> None:
+    run = eventful(tmp_path / "run").folder
+    before, facts = shown(run.path), run.events.stat()
+    other = run.events.read_bytes().replace(
+        b'"status":"stopped","reason":"by hand"', b'"status":"failed","reason":"by hand."'
+    )
+    assert len(other) == facts.st_size
+    place = run.events if is_same_file else run.path / "new"
+    place.write_bytes(other)
+    if has_time:
+        os.utime(place, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    if not is_same_file:
+        os.replace(place, run.events)
+    assert (before["more"]["end_status"], shown(run.path)["more"]["end_status"]) == ("stopped", "failed")
+    assert shown(run.path) == said(run.path)
+
+
+def test_rewound_events_are_read_again(tmp_path: Path) -> None:
+    run = eventful(tmp_path / "run").folder
+    before = shown(run.path)
+    with EventWriter(run.events) as writer:
+        assert writer.rewind(5, epoch=2, batch=1) > 0
+    assert shown(run.path) == said(run.path) != before
+
+
+def flipped(text: bytes) -> bytes:
+    """Return the text with another loss, which is still JSON."""
+    at = text.index(b'"loss": ') + len(b'"loss": ')
+    return text[:at] + (b"7" if text[at : at + 1] != b"7" else b"8") + text[at + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda text: b"",
+    "torn": lambda text: text[:-1],
+    "half": lambda text: text[: len(text) // 2],
+    "digit": flipped,
+    "zeros": lambda text: bytes(len(text)),
+    "list": lambda text: b"[]",
+    "byte": lambda text: b"\xff" + text,
+    "version": lambda text: text.replace(b'"identity": [1,', b'"identity": [0,'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_summary_is_made_again(tmp_path: Path, damage: Any) -> None:
+    run = eventful(tmp_path / "run").folder
+    first = shown(run.path)
+    whole = run.summary.read_bytes()
+    run.summary.write_bytes(damage(whole))
+    assert run.summary.read_bytes() != whole
+    assert read_kept(run) is None
+    assert shown(run.path) == first == read_kept(run)
+
+
+def test_summary_of_another_run_or_of_a_copy_is_not_used(tmp_path: Path) -> None:
+    one, two = eventful(tmp_path / "one").folder, eventful(tmp_path / "two", epochs=2).folder
+    first, second = shown(one.path), shown(two.path)
+    shutil.copy2(one.summary, two.summary)
+    assert shown(two.path) == second != first
+    copy = RunFolder(shutil.copytree(one.path, tmp_path / "copy"))
+    assert copy.summary.exists()
+    assert read_kept(copy) is None
+    assert shown(copy.path) == first
+
+
+@pytest.mark.parametrize("why", ["no permission", "read-only disk", "other user", "interrupted"])
+def test_nothing_is_kept_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    run = eventful(tmp_path / "run").folder
+    tried = list[str]()
+
+    def refuse(*_: Any) -> int:
+        tried.append(why)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    if why == "no permission":
+        run.path.chmod(0o555)
+    elif why == "other user":
+        monkeypatch.setattr(os, "geteuid", lambda: run.path.stat().st_uid + 1)
+    elif why == "read-only disk":
+        monkeypatch.setattr("segapp.run.files.open_new", refuse)
+    else:
+        monkeypatch.setattr("segapp.run.files.os.rename", refuse)
+    before = {path.name for path in run.path.iterdir()}
+    assert shown(run.path) == shown(run.path) == said(run.path)
+    assert {path.name for path in run.path.iterdir()} == before
+    assert len(tried) == (2 if why in ("read-only disk", "interrupted") else 0)
+    run.path.chmod(0o755)
+
+
+def test_summary_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = eventful(tmp_path / "run").folder
+    summarize(run.path)
+    assert read_kept(run) is not None
+    monkeypatch.setattr(os, "geteuid", lambda: run.path.stat().st_uid + 1)
+    assert read_kept(run) is None
+
+
+def test_fresh_events_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writes in a row may have the same time and size."""
+    monkeypatch.setattr(view_runs, "_SETTLED_S", 2.0)
+    run = eventful(tmp_path / "run").folder
+    summarize(run.path)
+    assert not run.summary.exists()
+    with mock.patch("segapp.view.runs.time.time", return_value=run.events.stat().st_ctime + 2.5):
+        summarize(run.path)
+    assert run.summary.exists()
+
+
+@pytest.mark.parametrize("size", [1, 10])
+def test_list_of_finished_runs_reads_no_events_again(tmp_path: Path, lines_read: list[bytes], size: int) -> None:
+    """Neither with ten times the runs nor with ten times the steps."""
+    for i in range(2 * size):
+        eventful(tmp_path / f"run-{i}", steps_per_epoch=3 * size)
+    first = [summary.as_json() | {"age_s": None} for summary in list_runs(tmp_path)]
+    num_lines = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("*/events.jsonl"))
+    assert len(lines_read) == num_lines, "each line is read once"
+    lines_read.clear()
+    assert [summary.as_json() | {"age_s": None} for summary in list_runs(tmp_path)] == first
+    assert lines_read == []
+
+
+@pytest.mark.parametrize("num_runs", [2, 20])
+def test_comparison_reads_each_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_read: list[bytes], num_runs: int
+) -> None:
+    names = [str(eventful(tmp_path / "runs" / f"run-{i}").folder.path) for i in range(num_runs)]
+    monkeypatch.chdir(tmp_path)
+    listed = list[object]()
+    monkeypatch.setattr("segapp.run.folder.run_folders", lambda *_, **__: listed.append(1) or [])
+    first = compare_runs(names, has_images=False)
+    num_lines = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("runs/*/events.jsonl"))
+    assert (len(lines_read), listed) == (num_lines, [])
+    lines_read.clear()
+    assert compare_runs(names, has_images=False) == first
+    assert lines_read == []
+    assert [row["num_evaluations"] for row in first["runs"]] == [3] * num_runs
+
+
+@pytest.mark.parametrize("num_runs", [2, 20])
+def test_idle_list_asks_for_two_files_per_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_read: list[bytes], num_runs: int
+) -> None:
+    for i in range(num_runs):
+        eventful(tmp_path / f"run-{i}")
+    followed = RunList(tmp_path)
+    followed.look()
+    while followed.poll(budget_s=60.0):
+        pass
+    assert {run.summary.state for run in followed.runs} == {"stopped"}
+    lines_read.clear()
+    opened, looked, stat = list[object](), list[object](), os.stat
+    monkeypatch.setattr(os, "stat", lambda path, *args, **kw: looked.append(path) or stat(path, *args, **kw))
+    monkeypatch.setattr(os, "open", lambda *args, **__: opened.append(args))
+    for _ in range(5):
+        followed.poll()
+    assert looked == [], "between two looks nothing is asked"
+    followed.look()
+    assert not followed.poll()
+    monkeypatch.undo()
+    assert len(looked) == 2 * num_runs
+    assert (opened, lines_read) == ([], [])
+
+
+def test_list_follows_a_run_that_goes_on(tmp_path: Path) -> None:
+    runs = [eventful(tmp_path / f"run-{i}") for i in range(3)]
+    followed = RunList(tmp_path)
+    followed.look()
+    while followed.poll(budget_s=60.0):
+        pass
+    again = runs[1]
+    with again.folder:
+        followed.look()
+        followed.poll(budget_s=60.0)
+        states = {run.name: run.summary.state for run in followed.runs}
+        assert states == {"run-0": "stopped", "run-1": "busy", "run-2": "stopped"} or states["run-1"] == "stale"
+        assert followed.runs[0].name == "run-1", "the last resumed one is the first"
+        again.writer = EventWriter(again.folder.events)
+        again.shift_to_now()
+        again.write_start(resumed_from_step=again.step)
+        again.train(1)
+        followed.look()
+        followed.poll(budget_s=60.0)
+        run = next(run for run in followed.runs if run.name == "run-1")
+        assert (run.summary.state, run.summary.shown["step"]) == ("live", again.step)
+    followed.look()
+    followed.poll(budget_s=60.0)
+    assert run.summary.state in ("crashed", "live")
+
+
+def test_long_list_is_looked_at_less_often(tmp_path: Path) -> None:
+    eventful(tmp_path / "run")
+    followed = RunList(tmp_path)
+    clock = iter([0.0, 0.01, 100.0, 100.5])
+    with mock.patch("segapp.view.runs.time.monotonic", clock.__next__):
+        followed.look()
+        assert followed._next_look == pytest.approx(0.01 + 2.0)
+        followed.look()
+        assert followed._next_look == pytest.approx(100.5 + 100.0)
