@@ -79,12 +79,8 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     except Exception as error:  # as above
         raise damaged(path, error) from error
     if scheme.palettes is not None and (problem := scheme.palettes.add(path, palette_of(image, ids))):
-        raise DataError(
-            f"{shown(path)}: the palettes disagree: {problem}: set data.rgb_masks to true, and data.palette, to read "
-            "colors, or to false to read ids",
-            key="data.rgb_masks",
-            path=path,
-        )
+        move = "set data.rgb_masks to true, and data.palette, to read colors, or to false to read ids"
+        raise DataError(f"{problem}: {move}", key="data.rgb_masks", path=path)
     return train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme)
 
 

@@ -36,6 +36,7 @@ class ClassFile:
     names: tuple[str, ...]
     ids: Mapping[int, str] = field(default_factory=dict)
     colors: Mapping[Color, str] = field(default_factory=dict)
+    num_images: int | None = None  # training images, as nnU-Net counts them
 
 
 def is_void(name: str) -> bool:
@@ -170,7 +171,7 @@ def read_json(text: str, source: str) -> ClassFile | None:
     else:
         ids = {int(value): str(name) for name, value in labels.items() if not isinstance(value, list | dict | str)}
     ids = dict(sorted(ids.items()))
-    return ClassFile(source, tuple(ids.values()), ids)
+    return ClassFile(source, tuple(ids.values()), ids, num_images=content.get("numTraining"))
 
 
 def _of_entries(source: str, entries: Sequence[Any], key: str, ids: Sequence[int]) -> ClassFile:

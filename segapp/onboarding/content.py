@@ -98,8 +98,8 @@ def read_contents(pairs: Sequence[ImagePair], *, as_rgb: bool = False) -> MaskCo
 def _refuse_mixture(content: MaskContent) -> None:
     """Raise DataError if masks without colors hold values that are not grays of the masks with colors."""
     colors = {*content.colors, *content.palettes.index_of}
-    plain = {mask: own - {0, 255} for mask, own in content.values_of.items() if mask not in content.colored}
-    ids = [mask for mask, own in plain.items() if any((value,) * 3 not in colors for value in own)]
+    plain = [(mask, own) for mask, own in content.values_of.items() if mask not in content.colored]
+    ids = [mask for mask, own in plain if any((value,) * 3 not in colors for value in own)]
     if ids and any(len({*color}) > 1 for color in colors):
         raise DataError(
             f"{len(ids)} masks hold ids, such as {shown(ids[0])}, and {len(content.colored)} hold colors, such as "

@@ -361,21 +361,24 @@ def read_classes(
         OpenQuestionError: there are several plausible interpretations.
     """
     _refuse_lossy(content, masks)
-    if choices.masks is None and content.disagreement:
-        raise _palette_question(f"the palettes disagree: {content.disagreement}")
-    if choices.masks is None:
-        _refuse_scales(content)
+    _ask_about_palettes(content.disagreement, choices)
+    _refuse_scales(content, choices)
     if (two := binary_classes(content, files, masks)) is not None:
         return two
     stored, strays, notes = _sorted_out(content, files, choices)
     _check_several(content, stored)
-    if fits := [fit for file in files if (fit := _fit(file, content, stored)) is not None]:
-        best = min(fits, key=lambda fit: content.share(fit.unnamed))
-        for value, (color, mask) in content.palettes.color_of.items() if choices.masks is None else ():
-            if best.file.colors.get(color, said := best.named.get(value)) != said:
-                why = f"{shown(best.file.source)} names {value} {said}, and its color in {shown(mask)} "
-                raise _palette_question(why + best.file.colors[color])
-        return _from_file(best, content, strays, choices, notes)
+    fits = [fit for file in files if (fit := _fit(file, content, stored)) is not None]
+    fits.sort(key=lambda fit: content.share(fit.unnamed))
+    notes += [
+        f"{shown(file.source)} says numTraining {file.num_images}, and {content.num_all} images have masks"
+        for file in files
+        if file.num_images not in (None, content.num_all)
+    ]
+    if fits:
+        _ask_about_palettes(_clash(fits[0], content), choices)
+        for other in fits[1:]:
+            notes += _name_clash(fits[0], other, stored)
+        return _from_file(fits[0], content, strays, choices, notes)
     if (known := recognise(stored, masks[0])) is not None:
         ignored: Sequence[Any] = known.ignored_colors if content.colors else known.ignored_ids
         named: Mapping[Any, str] = known.palette if content.colors else known.values
@@ -401,19 +404,41 @@ def read_classes(
     return _classes(named, reason, strays, why, [*notes, *unfit[:1]])
 
 
-def _palette_question(why: str) -> DataError:
-    answers = {"colors": "each color is a class", "ids": "each value is a class, whatever its color"}
-    return open_question(why, "--masks", answers)
+def _ask_about_palettes(why: str, choices: MaskChoices) -> None:
+    """Ask if ids or colors are the classes, for a reason."""
+    if why and choices.masks is None:
+        answers = {"colors": "each color is a class", "ids": "each value is a class, whatever its color"}
+        raise open_question(why, "--masks", answers)
 
 
-def _refuse_scales(content: MaskContent) -> None:
+def _clash(fit: _Fit, content: MaskContent) -> str:
+    """Return a sentence on a value whose color in the palettes a file gives to another class; "" if there is none."""
+    for value, (color, mask) in content.palettes.color_of.items():
+        if fit.file.colors.get(color, said := fit.named.get(value)) != said:
+            source = shown(fit.file.source)
+            return f"{source} names {value} {said}, and its color in {shown(mask)} {fit.file.colors[color]}"
+    return ""
+
+
+def _name_clash(used: _Fit, other: _Fit, stored: Sequence[Any]) -> list[str]:
+    """Return a note on a value or color that two files name differently, if there is one."""
+    for one in stored:
+        names = [fit.named.get(one, "").strip("_ ").casefold() for fit in (used, other)]
+        if all(names) and names[0] != names[1]:
+            also = f"{shown(other.file.source)} names {listed([one])} {shown(other.named[one])}"
+            return [f"{also}, but {shown(used.file.source)} is used: {shown(used.named[one])}; remove the wrong file"]
+    return []
+
+
+def _refuse_scales(content: MaskContent, choices: MaskChoices) -> None:
     """Raise DataError if some masks hold the ids of the others multiplied: 0 and 255 next to 0 and 1, or 16 bits."""
     known = {mask: {one for one in own if isinstance(one, int) and one} for mask, own in content.values_of.items()}
-    for factor in (257, 255, 65_535):
+    for factor in (257, 255, 65_535) if choices.masks != "ids" else ():
         scaled = {mask: own for mask, own in known.items() if own and not any(value % factor for value in own)}
         rest = {mask: own for mask, own in known.items() if own and mask not in scaled}
         high, low = set[int]().union(*scaled.values()), set[int]().union(*rest.values())
-        if high and {value // factor for value in high} <= low - high and (factor == 257 or low == {1}):
+        is_same = not low & high and {value // factor for value in high} <= low
+        if high and is_same and (factor == 257 or low == {1}):
             raise DataError(
                 f"{len(scaled)} masks hold {listed(sorted(high))}, such as {shown(min(scaled))}, and {len(rest)} hold "
                 f"{listed(sorted(low))}, such as {shown(min(rest))}, as if saved with another scale: divide the former "

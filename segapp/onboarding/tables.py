@@ -199,9 +199,15 @@ def with_listed_splits(tables: Sequence[Table], layout: Layout) -> Layout:
         return layout
     names = _NamedPairs(layout.pairs)
     by_folder: dict[str, dict[str, _Said]] = defaultdict(dict)
+    notes = []
     for table in tables:
-        if said := _said_by(table, names):
+        said, missing = _said_by(table, names)
+        if said:
             by_folder[table.folder][table.path] = said
+        if missing and 2 * len(missing) < len(table.rows) and split_said(PurePosixPath(table.path).name):
+            some = f"{len(missing)} of its {len(table.rows)} lines name no image with a mask, such as {missing[0]}"
+            notes.append(f"{table.path}: {some}: {'the others are' if said else 'the list is not'} used")
+    layout = replace(layout, notes=(*layout.notes, *notes[:3]))
     found = (_divided(layout, lists) for lists in by_folder.values())
     return next((divided for divided in found if divided is not None), layout)
 
@@ -210,16 +216,17 @@ _Said = Sequence[tuple[str | None, Pair]]
 """The pairs that a table names, each with its split."""
 
 
-def _said_by(table: Table, names: _NamedPairs) -> _Said:
-    """Return the contents of a table about the pairs; empty if most of its rows name none of them."""
+def _said_by(table: Table, names: _NamedPairs) -> tuple[_Said, list[str]]:
+    """Return the contents of a table about the pairs, empty if most rows name none of them, and the other rows."""
     columns = [
         [names.find(cell) if cell else () for cell in table.column(number)] for number in range(table.num_columns)
     ]
     columns.append([names.find(" ".join(row)) for row in table.rows])  # names with spaces
     best = max(columns, key=lambda column: sum(map(bool, column)), default=[])
-    if sum(map(bool, best)) < max(1, _MIN_FOUND * len(table.rows)):
-        return ()
-    return [(split, pair) for split, own in zip(_row_splits(table), best, strict=True) for pair in own]
+    missing = [" ".join(row) for row, pairs in zip(table.rows, best, strict=True) if not pairs]
+    if len(table.rows) - len(missing) < max(1, _MIN_FOUND * len(table.rows)):
+        return (), missing
+    return [(split, pair) for split, own in zip(_row_splits(table), best, strict=True) for pair in own], missing
 
 
 def _divided(layout: Layout, lists: Mapping[str, _Said]) -> Layout | None:

@@ -346,4 +346,4 @@ def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFreq
     if isinstance(dataset.pairs[0], OwnPair):
         return compute_class_frequencies(dataset)
     masks = [path for pair in dataset.pairs for path in pair.masks]
-    return cached_frequencies(masks, repr(dataclasses.astuple(scheme)), lambda: compute_class_frequencies(dataset))
+    return cached_frequencies(masks, repr(scheme), lambda: compute_class_frequencies(dataset))

@@ -58,7 +58,7 @@ def test_readers_refuse_a_palette_of_another_order(tmp_path: Path) -> None:
     train, val = (build_pairs(data(tmp_path), split) for split in ("train", "val"))
     read_targets(train, "train", scheme, total_px=1, is_training=True)
     other = pickle.loads(pickle.dumps(scheme))  # in another process
-    with pytest.raises(DataError, match=r"color \[0, 0, 255\] is 2 in .*train/\w.png and 1 in .*val/m.png") as raised:
+    with pytest.raises(DataError, match=r"\[0, 0, 255\] is 2 in .*train/\w.png and 1 in .*val/m.png") as raised:
         read_targets(val, "val", scheme, total_px=1, is_training=False)
     assert "data.rgb_masks" in str(raised.value)
     with pytest.raises(DataError, match=r"is 2 in .*train/.* and 1 in"):
@@ -82,7 +82,7 @@ def test_the_config_decides_what_counts(rgb: bool, expected: list[int], tmp_path
 def test_a_palette_of_the_config_in_another_order_is_refused(tmp_path: Path) -> None:
     folder(tmp_path, {"train/a": AGREE, "train/b": AGREE})
     mask = tmp_path / "masks" / "train" / "b.png"
-    with pytest.raises(DataError, match=r"color \[255, 0, 0\] is 2 in data.palette and 1 in .*b.png"):
+    with pytest.raises(DataError, match=r"\[255, 0, 0\] is 2 in data.palette and 1 in .*b.png"):
         read_mask(mask, build_scheme(data(tmp_path, palette=[BLACK, BLUE, RED])))
     # the id in the file counts, not the class, and colors that no mask has are for pictures only
     mapped = build_scheme(data(tmp_path, palette=[RED, BLACK, BLUE], label_map={1: 0, 0: 1, 2: 2}))
@@ -100,6 +100,7 @@ GRAYS = [(k, k, k) for k in (0, 90, 255)]
         (COLORS, RED),  # entries that no pixel uses
         (COLORS, (7, 8, 9)),
         ([BLACK, BLACK, BLACK], BLACK),
+        ([BLACK, RED, BLACK], BLACK),  # the entry of the sky was forgotten
         (GRAYS, BLACK),
         ([(k, k, k) for k in range(3)], (50, 50, 50)),
     ],
@@ -118,9 +119,9 @@ def test_what_says_nothing_is_accepted(second: list[Any], rest: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("second", "order", "words"),
     [
-        ([BLACK, GREEN, BLUE], AGREE, r"1 has color \[255, 0, 0\] in .*a.png and \[0, 200, 0\] in .*b.png"),
-        (COLORS, [2, 1, 0], r"color \[0, 0, 0\] is 0 in .*a.png and 2 in .*b.png|color \[0, 0, 255\] is 2 .* and 0"),
-        (COLORS, [1, 2, 0], r"color \[255, 0, 0\] is 1 in .*a.png and 0 in .*b.png"),
+        ([BLACK, GREEN, BLUE], AGREE, r"1 is \[255, 0, 0\] in .*a.png and \[0, 200, 0\] in .*b.png"),
+        (COLORS, [2, 1, 0], r"\[0, 0, 0\] is 0 in .*a.png and 2 in .*b.png|\[0, 0, 255\] is 2 .* and 0"),
+        (COLORS, [1, 2, 0], r"\[255, 0, 0\] is 1 in .*a.png and 0 in .*b.png"),
     ],
 )
 def test_each_way_to_disagree_is_said(second: list[Any], order: list[int], words: str, tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_an_unused_class_between_two_palettes_is_noticed(tmp_path: Path) -> None
     save(tmp_path / "short.png", (picture(0) > 0).astype(np.uint8), [0, 1], [BLACK, BLUE], (1, 1, 1))
     scheme = build_scheme(data(tmp_path))
     read_mask(tmp_path / "full.png", scheme)
-    with pytest.raises(DataError, match=r"color \[0, 0, 255\] is 2 in .*full.png and 1 in .*short.png"):
+    with pytest.raises(DataError, match=r"\[0, 0, 255\] is 2 in .*full.png and 1 in .*short.png"):
         read_mask(tmp_path / "short.png", scheme)
 
 

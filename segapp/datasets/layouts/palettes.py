@@ -40,8 +40,9 @@ class Palettes:
         for index, color in palette.items():
             at, earlier = self.index_of.setdefault(color, (index, source))
             if at != index:
-                return f"color {[*color]} is {at} in {shown(earlier)} and {index} in {shown(source)}"
+                return f"the palettes disagree: {[*color]} is {at} in {shown(earlier)} and {index} in {shown(source)}"
             known, earlier = self.color_of.setdefault(index, (color, source))
             if known != color:
-                return f"{index} has color {[*known]} in {shown(earlier)} and {[*color]} in {shown(source)}"
+                two = f"{[*known]} in {shown(earlier)} and {[*color]} in {shown(source)}"
+                return f"the palettes disagree: {index} is {two}"
         return ""

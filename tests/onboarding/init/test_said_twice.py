@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from segapp.assembly.pairs import build_pairs
 from segapp.errors import DataError
 from segapp.onboarding.layout import OpenQuestionError
 from tests.onboarding.init.test_masks import trained_masks
@@ -151,20 +152,37 @@ def test_masks_of_two_scales_are_refused(few: Any, most: Any, words: str, tmp_pa
     assert proposed(root, tmp_path / "made.yaml", group=".+", masks="ids")[0].data.classes
 
 
-def test_ignored_borders_are_no_other_scale(tmp_path: Path) -> None:
-    """255 next to 1 in some masks is ignored, as in VOC, although other masks have only one of both."""
+@pytest.mark.parametrize(
+    ("high", "names"), [(255, ["background", "object"]), (257, ["class_0", "class_1", "class_257"])]
+)
+def test_values_next_to_each_other_are_no_two_scales(high: int, names: list[str], tmp_path: Path) -> None:
+    """Some masks hold 1 and 255, which is ignored as in VOC, or 1 and 257, although others have only one of both."""
 
     def save(number: int, mask: np.ndarray, path: Path) -> None:
-        values = ([0, 1, 1], [0, 1, 255], [0, 255, 255])[number % 3]
-        Image.fromarray(np.array(values, np.uint8)[mask]).save(path)
+        values = ([0, 1, 1], [0, 1, high], [0, high, high])[number % 3]
+        Image.fromarray(np.array(values, np.uint8 if high == 255 else np.uint16)[mask]).save(path)
 
     config, masks = read_as(folder(tmp_path / "d", save), tmp_path / "made.yaml")
-    assert config.data.classes == ["background", "object"]
-    assert {number: {*np.unique(masks[number]).tolist()} for number in (0, 4, 8)} == {
-        0: {0, 1},
-        4: {0, 1, 255},
-        8: {0, 255},
-    }
+    assert config.data.classes == names
+    last = 255 if high == 255 else 2
+    found = {number: {*np.unique(masks[number]).tolist()} for number in (0, 4, 8)}
+    assert found == {0: {0, 1}, 4: {0, 1, last}, 8: {0, last}}
+
+
+@pytest.mark.parametrize("has_white", [True, False])
+def test_black_and_white_next_to_colors(has_white: bool, tmp_path: Path) -> None:
+    colors = np.array([BLACK, (255, 255, 255) if has_white else BLUE, RED], np.uint8)
+    root = folder(
+        tmp_path / "d",
+        lambda n, m, path: Image.fromarray(colors[m] if n % 4 else (m == 1) * np.uint8(255)).save(path),
+    )
+    if not has_white:
+        with pytest.raises(DataError, match=r"^3 masks hold ids"):
+            proposed(root, tmp_path / "made.yaml", group=".+")
+        return
+    config, masks = read_as(root, tmp_path / "made.yaml")
+    assert config.data.palette == [BLACK, RED, (255, 255, 255)]
+    np.testing.assert_array_equal(masks[8], (classes_of(8) == 1) * np.uint8(2))
 
 
 def test_masks_of_several_frames_are_refused(tmp_path: Path) -> None:
@@ -175,3 +193,36 @@ def test_masks_of_several_frames_are_refused(tmp_path: Path) -> None:
         image.save(path.with_suffix(".tif"), save_all=True, append_images=[image, image])
     with pytest.raises(DataError, match=r"masks/00.tif \(the mask has several frames"):
         proposed(root, tmp_path / "made.yaml", group=".+")
+
+
+@pytest.mark.parametrize(("num_known", "words"), [(9, "the others are used"), (6, "the list is not used")])
+def test_lines_of_a_list_without_an_image_are_said(num_known: int, words: str, tmp_path: Path) -> None:
+    root = folder(tmp_path / "d", gray)
+    known = ["03", "00", "07", "10", "01", "05", "02", "08", "09"][:num_known]
+    (root / "train.txt").write_text("\n".join([*known, *[f"x{number}" for number in range(10 - num_known)]]) + "\n")
+    (root / "val.txt").write_text("04\n06\n")
+    config, result, _ = proposed(root, tmp_path / "made.yaml")
+    missing = 10 - num_known
+    assert f"note: train.txt: {missing} of its 10 lines name no image with a mask, such as x0: {words}" in result.lines
+    trained = {pair.image.stem for pair in build_pairs(config.data, "train")}
+    assert (trained == {*known}) == (num_known == 9)
+    (root / "train.txt").write_text("\n".join(known) + "\n")
+    _, result, _ = proposed(root, tmp_path / "made.yaml", force=True)
+    assert not any("lines name no image" in line for line in result.lines)
+
+
+def test_class_files_that_disagree_are_said(tmp_path: Path) -> None:
+    root = folder(tmp_path / "d", gray)
+    (root / "dataset.json").write_text('{"labels": {"ground": 0, "sky": 1, "car": 2}, "numTraining": 17}')
+    (root / "classes.txt").write_text("Ground\ncar\nsky\n")
+    config, result, _ = proposed(root, tmp_path / "made.yaml", group=".+")
+    assert config.data.classes == ["ground", "sky", "car"]
+    notes = [line for line in result.lines if line.startswith("note: ")]
+    assert notes == [
+        "note: dataset.json says numTraining 17, and 11 images have masks",
+        "note: classes.txt names value 1 car, but dataset.json is used: sky; remove the wrong file",
+    ]
+    (root / "dataset.json").write_text('{"labels": {"ground": 0, "sky": 1, "car": 2}, "numTraining": 11}')
+    (root / "classes.txt").write_text("Ground\nsky\nCar\n")
+    _, result, _ = proposed(root, tmp_path / "made.yaml", group=".+", force=True)
+    assert not [line for line in result.lines if line.startswith("note: ")]
