@@ -57,10 +57,11 @@ def upright(pixels: Pixels, orientation: int) -> Pixels:
 def has_same_ratio(one: Size, other: Size) -> bool:
     """Return True if one size is the other one, scaled and rounded to pixels.
 
-    >>> [has_same_ratio((67, 100), other) for other in [(134, 200), (1000, 1500), (100, 100)]]
-    [True, True, False]
+    >>> [has_same_ratio((67, 100), other) for other in [(134, 200), (1000, 1500), (100, 100), (1, 1)]]
+    [True, True, False, False]
     """
-    return abs(one[0] * other[1] - one[1] * other[0]) < max(sum(one), sum(other))
+    difference = abs(one[0] * other[1] - one[1] * other[0])
+    return difference < min(max(sum(one), sum(other)), 0.05 * one[0] * other[1])
 
 
 def fit_of(image: Header, drawn_px: Size | None, *, may_scale: bool = False) -> Fit:
@@ -79,21 +80,24 @@ def fit_of_mask(image: Header, mask: Header) -> Fit:
     return "upright" if mask.size_px == image.size_px else "neither"
 
 
-_SAID: dict[Fit, str] = {
-    "raw": "{} have the size of their mask or annotation only before their EXIF orientation is applied, such as {}: "
-    "these are read so, and turned upright",
-    "either": "{} have an EXIF orientation; masks are taken to be drawn on the upright photo, because sizes do not "
-    "tell: compare {} with its mask, and if one is turned or mirrored, {}",
+_SAID = {
+    "scaled": "{} images were annotated at another size, such as {}: their objects are scaled",
+    "unsized": "{} images have no size in their annotation, such as {}: they are drawn as they are, unlike others",
+    "beyond": "{} images have objects that leave them, such as {}: they are cut off; were they drawn at another size?",
+    "raw": "{} photos have the size of their mask or annotation only before their EXIF orientation is applied, such as "
+    "{}: these are read so, and turned upright",
+    "either": "{} photos have an EXIF orientation; masks are taken to be drawn on the upright photo, because sizes do "
+    "not tell: compare {} with its mask, and if one is turned or mirrored, {}",
 }
 
 
 @dataclass
 class Turns:
-    """The turns of the drawings of a data set, counted for the messages about them."""
+    """The turns and the sizes of the drawings of a data set, counted for the messages about them."""
 
     choice: str | None = None  # `data.mask_orientation`, for drawings that fit the raw and the upright image
     num_images: int = 0
-    names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # of the photos by fit
+    names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # of the images by a key of _SAID
 
     def turn(self, image: Header, fit: Fit, name: str) -> int:
         """Return the EXIF orientation that makes a drawing upright, and count its image."""
@@ -104,6 +108,7 @@ class Turns:
 
     def lines(self, option: str) -> Iterator[tuple[str, str]]:
         """Yield sentences on sizes that tell and on the assumption, each after its first image; `option` changes it."""
-        for fit, said in _SAID.items():
-            if (names := self.names[fit]) and (fit == "raw" or self.choice is None):
-                yield names[0], said.format(f"{len(names)} of {self.num_images} photos", names[0], option)
+        is_said = {"either": self.choice is None, "unsized": bool(self.names["scaled"] or self.names["raw"])}
+        for kind, said in _SAID.items():
+            if (names := self.names[kind]) and is_said.get(kind, True):
+                yield names[0], said.format(f"{len(names)} of {self.num_images}", names[0], option)

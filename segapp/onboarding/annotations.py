@@ -24,6 +24,7 @@ from segapp.onboarding.class_files import find_class_files, is_background
 from segapp.onboarding.conversion import (
     Annotations,
     area_of,
+    by,
     check_classes,
     decode_runs,
     fill_area,
@@ -69,12 +70,12 @@ def find_coco(tree: Tree) -> Layout | None:
     if own_background is not None:
         found.values[own_background] = 0
     for path, content in files.items():
-        by_image: dict[str, list[Any]] = defaultdict(list)
+        by_image: dict[str, list[Any]] = defaultdict(list)  # an id may be text in one place and a number in another
         for annotation in content["annotations"]:
-            by_image[_id(annotation.get("image_id"))].append(annotation)
+            by_image[str(annotation.get("image_id")).removesuffix(".0")].append(annotation)
         known: dict[str, str] = {}
         for entry in content["images"]:
-            name, number = str(entry.get("file_name", "")), _id(entry.get("id"))
+            name, number = str(entry.get("file_name", "")), str(entry.get("id")).removesuffix(".0")
             if number in known:
                 raise DataError(
                     f"{shown(path)}: {known[number]} and {shown(name)} have the same id {number}: export it anew"
@@ -88,11 +89,6 @@ def find_coco(tree: Tree) -> Layout | None:
     return found.layout(names, f"the categories of {shown(first)}", [*files])
 
 
-def _id(number: Any) -> str:
-    """Return the id of an image, which may be text in one place and a number in another."""
-    return str(number).removesuffix(".0")
-
-
 def _draw_coco(canvas: DrawnMask, annotation: Mapping[str, Any], values: Values) -> None:
     number, segmentation = int(annotation["category_id"]), annotation["segmentation"]
     if number not in values:
@@ -104,8 +100,7 @@ def _draw_coco(canvas: DrawnMask, annotation: Mapping[str, Any], values: Values)
         return
     height, width = (int(side) for side in segmentation["size"])
     if (height, width) != canvas.drawn_px:
-        drawn = f"{canvas.drawn_px[1]} x {canvas.drawn_px[0]}"
-        raise ValueError(f"run lengths of {width} x {height} pixels for an image of {drawn}")
+        raise ValueError(f"run lengths of {width} x {height} pixels for an image of {by(canvas.drawn_px)}")
     counts = segmentation["counts"]
     pixels = decode_runs(counts, height, width, order="F") if isinstance(counts, list) else _decompressed(segmentation)
     canvas.paste(pixels, 0, 0, value)

@@ -291,7 +291,8 @@ def write_files(
         raise DataError(f"no entry of {layout.title} can be converted: {named}: correct the annotations")
     if (more := len(problems) - _MAX_NAMED) > 0:
         problems[_MAX_NAMED:] = [f"and {more} more"]
-    return replace(layout, pairs=pairs, notes=(*layout.notes, *_size_notes(turns))), problems
+    said = (line for _, line in turns.lines("add --mask-orientation raw"))
+    return replace(layout, pairs=pairs, notes=(*layout.notes, *said)), problems
 
 
 def _painted(pair: Pair, paint: Callable[[DrawnMask], Mask], root: Path, turns: Turns) -> Mask:
@@ -303,17 +304,17 @@ def _painted(pair: Pair, paint: Callable[[DrawnMask], Mask], root: Path, turns: 
     fit = fit_of(image, drawn_px, may_scale=True)
     if fit == "neither" and drawn_px is not None:
         raise DataError(
-            f"{name} has {_by(image.size_px)} pixels, but was annotated at {_by(drawn_px)}, another ratio of sides: "
+            f"{name} has {by(image.size_px)} pixels, but was annotated at {by(drawn_px)}, another ratio of sides: "
             "take the image that was annotated"
         )
     turn = turns.turn(image, fit, name)
     shape = image.size_px if turn == 1 else image.raw_px
     canvas = DrawnMask(np.zeros(shape, np.uint8), drawn_px or shape)
     if max(math.prod(shape), canvas.num_px) > MAX_PIXELS:  # of a TIFF that is read in windows
-        raise ValueError(f"a size of {_by(max(shape, canvas.drawn_px))} pixels")
+        raise ValueError(f"a size of {by(max(shape, canvas.drawn_px))} pixels")
     mask = upright(paint(canvas), turn)
     if canvas.drawn_px != shape:
-        turns.names["scaled"].append(f"{name} ({_by(canvas.drawn_px)}, now {_by(shape)} pixels)")
+        turns.names["scaled"].append(f"{name} ({by(canvas.drawn_px)}, now {by(shape)} pixels)")
     if drawn_px is None:
         turns.names["unsized"].append(name)
     if canvas.reach > _MAX_REACH:
@@ -321,21 +322,9 @@ def _painted(pair: Pair, paint: Callable[[DrawnMask], Mask], root: Path, turns: 
     return mask
 
 
-def _by(size_px: Size) -> str:
+def by(size_px: Size) -> str:
+    """Return a height and a width as text."""
     return f"{size_px[1]} x {size_px[0]}"
-
-
-def _size_notes(turns: Turns) -> Iterator[str]:
-    """Yield sentences about the sizes in annotations."""
-    is_changed = turns.names["scaled"] or turns.names["raw"]
-    for kind, what, result in (
-        ("scaled", "were annotated at another size", "their objects are scaled"),
-        ("unsized", "have no size in their annotation", "unlike others, their objects are neither scaled nor turned"),
-        ("beyond", "have objects that leave them", "they are cut off; were they drawn at another size?"),
-    ):
-        if (names := turns.names[kind]) and (kind != "unsized" or is_changed):
-            yield f"{len(names)} of {turns.num_images} images {what}, such as {names[0]}: {result}"
-    yield from (line for _, line in turns.lines("add --mask-orientation raw"))
 
 
 def problem_of(error: Exception) -> str:

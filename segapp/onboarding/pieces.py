@@ -32,6 +32,7 @@ from segapp.onboarding.conversion import (
     UNUSABLE,
     Find,
     Images,
+    by,
     check_classes,
     drawn_pair,
     size_said,
@@ -72,10 +73,9 @@ def combine(planes: Mapping[int, Plane], canvas: DrawnMask) -> Mask:
     """
     for plane in planes.values():
         if plane.shape != canvas.drawn_px:
-            height, width = canvas.drawn_px
             raise ValueError(
-                f"a mask of {plane.shape[1]} x {plane.shape[0]} pixels next to one of {width} x {height}: "
-                f"magick mogrify -filter point -resize {width}x{height} 'masks/*' gives masks that size"
+                f"a mask of {by((plane.shape[0], plane.shape[1]))} pixels next to one of {by(canvas.drawn_px)}: "
+                "magick mogrify -filter point -resize WxH 'masks/*' gives masks of one size"
             )
     for number in sorted(planes, key=lambda number: (-int(planes[number].sum()), number)):
         canvas.paste(planes[number], 0, 0, number + 1)

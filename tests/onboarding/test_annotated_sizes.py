@@ -380,3 +380,15 @@ def test_image_that_was_rotated_in_label_studio_is_left_out(tmp_path: Path) -> N
     targets, said = converted(tmp_path, write, plain())
     assert_true(targets, BOXES.keys() - {"0003"})
     assert "its image was rotated by 90 degrees: rotate it back in Label Studio" in said
+
+
+def test_names_of_yolo_that_are_too_few_are_said(tmp_path: Path) -> None:
+    def write(root: Path, entries: list[Seen]) -> None:
+        for number, (name, (height, width), mask) in enumerate(entries):
+            corners = " ".join(f"{(x + 0.5) / width} {(y + 0.5) / height}" for x, y in centers(mask, 1))
+            (root / f"{name}.txt").write_text(f"{(0, 4, 0, 2)[number]} {corners}")
+        (root / "data.yaml").write_text("names: [box, car, tree]")
+
+    targets, said = converted(tmp_path, write, plain())
+    assert "class_4 (replace with their names; data.yaml names only 3)" in said
+    assert [int(targets[name].max()) for name in BOXES] == [1, 5, 1, 3]

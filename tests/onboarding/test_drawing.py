@@ -120,3 +120,12 @@ def test_shapes_that_are_not_finite_are_refused(far: float) -> None:
     with pytest.raises(ValueError, match="a corner is not a number"):
         fill_area(canvas_on(mask), [[(0, 0), (far, 1), (2, 2)]], 1)
     assert not mask.any()
+
+
+def test_pieces_of_another_size_are_read_at_centers_of_pixels() -> None:
+    """Of 10 x 9 pixels, the centers of 4 x 3 pixels are the rows 1, 3, 6, 8 and the columns 1, 4, 7."""
+    mask = np.full((4, 3), 2, np.uint8)
+    piece = np.ones((6, 7), bool)
+    piece[3, 4] = False  # row 6 and column 7
+    DrawnMask(mask, (10, 9)).paste(piece, 3, 3, 5)
+    np.testing.assert_array_equal(mask, [[2, 2, 2], [2, 5, 5], [2, 5, 2], [2, 5, 5]])
