@@ -179,11 +179,8 @@ def _shown(
     if cards and len(shown) < len(words):
         problem = f"{variable} ends for CUDA at {words[len(shown)]!r}, which names no GPU"
         return shown, known, problem, "name GPUs of nvidia-smi -L, all by number or all by uuid, without spaces"
-    if (
-        not kind
-        and len({gpu.name for gpu in listed}) > 1
-        and not environ.get("CUDA_DEVICE_ORDER", "").startswith("PCI")
-    ):
+    order = environ.get("CUDA_DEVICE_ORDER", "")
+    if not kind and not order.startswith("PCI") and len({gpu.name for gpu in listed}) > 1:
         problem = f"{variable}: CUDA may count the fastest GPU first; plan, init and doctor count like nvidia-smi"
         return shown, known, problem, "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
     return shown, known, "", ""
@@ -224,11 +221,7 @@ class GpuPoller:
     """
 
     def __init__(
-        self,
-        timeout_s: float = 5.0,
-        retry_s: float = 30.0,
-        *,
-        own_used_mib: Callable[[], Mapping[str, float]] = dict,
+        self, timeout_s: float = 5.0, retry_s: float = 30.0, *, own_used_mib: Callable[[], Mapping[str, float]] = dict
     ) -> None:
         self.timeout_s, self.retry_s = timeout_s, retry_s
         self._statuses = _LatestAnswer("nvidia-smi", ask_gputil)

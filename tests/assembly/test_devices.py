@@ -170,24 +170,34 @@ def torch_sees(uuids: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "uuids", "indices", "note"),
+    ("visible", "uuids", "indices", "free_mib", "note"),
     [
-        ("GPU-2,GPU-9,GPU-1a", ["2c05", "9d31", "1a4e"], [2, 1, 0], ""),
-        ("3,7", ["9d31"], [0], "; CUDA_VISIBLE_DEVICES='3,7' ends for CUDA at '7', which names no GPU: name "),
-        ("NoDevFiles", [], [], "; CUDA_VISIBLE_DEVICES='NoDevFiles' hides every GPU: unset it"),
+        ("GPU-2,GPU-9,GPU-1a", ["2c05", "9d31", "1a4e"], [2, 1, 0], [48840, 23876, 10537], ""),
+        ("3,7", ["9d31"], [0], [23876], "; CUDA_VISIBLE_DEVICES='3,7' ends for CUDA at '7', which names no GPU: name "),
+        ("NoDevFiles", [], [], [], "; CUDA_VISIBLE_DEVICES='NoDevFiles' hides every GPU: unset it"),
+        ("2", ["9d31"], [0], [23876], "CUDA may count the fastest GPU first"),  # torch sees another than nvidia-smi's 2
     ],
 )
 def test_auto_orders_what_torch_sees_and_says_what_is_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, uuids: list[str], indices: list[int], note: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    uuids: list[str],
+    indices: list[int],
+    free_mib: list[int],
+    note: str,
 ) -> None:
     smi_of(tmp_path, FOUR, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     torch_sees(uuids, monkeypatch)
     devices, reason = choose_devices("auto")
     assert devices == ([torch.device("cuda", index) for index in indices] or [torch.device("cpu")])
+    places = zip(indices, free_mib, strict=True)
+    assert ", ".join(f"cuda:{index} {mib} MiB free" for index, mib in places) in reason
     assert note in reason
     assert ("CUDA_VISIBLE_DEVICES" in reason) == bool(note)
-    assert {gpu.uuid for gpu in visible_gpus().gpus} == set(uuids)
+    assert ({gpu.uuid for gpu in visible_gpus().gpus} == set(uuids)) == (visible != "2")
 
 
 def test_hidden_gpu_of_a_config_is_refused_with_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

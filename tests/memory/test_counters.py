@@ -191,6 +191,14 @@ def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.Monk
     assert events(run.path, "heartbeat")[0]["phase"] == "train"
 
 
+def test_total_memory_is_the_total_of_the_slice_that_torch_uses() -> None:
+    """An older CUDA gives a MIG slice the uuid of its GPU; of another rank's GPU, only nvidia-smi knows the size."""
+    whole = {"aaaa": GpuStatus("aaaa", "A100", 300.0, 81920.0, None, 51.0)}
+    found = sampler_module.merged({"device": "cuda:0", "uuid": "aaaa", "total_mib": 9728.0}, whole)
+    assert (found.total_mib, found.used_mib, found.temperature) == (9728.0, 300.0, 51.0)
+    assert sampler_module.merged({"device": "cuda:0", "uuid": "aaaa", "total_mib": None}, whole).total_mib == 81920.0
+
+
 @pytest.mark.parametrize(
     ("busy", "phases", "is_said"),
     [(0.5, ["forward"], True), (0.9, ["forward"], False), (0.5, ["data", "forward"], False), (0.5, ["eval"], False)],
