@@ -9,7 +9,9 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import contextlib
 import errno
+import io
 import json
+import locale
 import os
 import signal
 import threading
@@ -19,7 +21,7 @@ from typing import NoReturn, cast
 
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError
-from segapp.run.words import announce_torch, printable
+from segapp.run.words import ESCAPED, announce_torch, printable
 from segapp.waiting import lines_while, watch_signals
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
@@ -30,6 +32,7 @@ _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
 def main(arguments: list[str] | None = None) -> None:
     """Run segapp with the process's arguments (or those given) and exit."""
+    _use_utf8_for_files()
     _open_closed_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
@@ -37,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         watch_signals()
     from segapp.cli import app, with_resume_value  # takes a while: an interrupt must be handled by then
 
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = [_with_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     if "_SEGAPP_COMPLETE" in os.environ:
         with contextlib.suppress(Exception):  # a traceback would appear in the user's prompt
             app(prog_name="segapp")
@@ -94,8 +97,22 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _use_utf8_for_files() -> None:
+    """Start this process again with UTF-8 names of files, as in configs, if its locale has another encoding."""
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ.setdefault("PYTHONIOENCODING", locale.getencoding())
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _with_home(word: str) -> str:
+    """Return a word of the command line with its `~` expanded, also in `--out=~/maps`, which shells leave as it is."""
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{os.path.expanduser(value)}"
+
+
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`>&-`) on /dev/null, so that no opened file takes their number."""
+    """Open closed standard streams (`>&-`) on /dev/null, so that no file takes their number; escape what they lack."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
@@ -103,6 +120,8 @@ def _open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
+        if fd and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors=ESCAPED)
 
 
 @contextlib.contextmanager

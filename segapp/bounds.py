@@ -1,10 +1,11 @@
-"""The memory that the content of a file may ask for, from the sizes of the file and of its image.
+"""The memory that the content of a file may ask for, from the sizes of the file and of its image; texts in UTF-8.
 
 A few bytes can describe gigabytes: run lengths, a compressed bitmap, a class id, a list that is repeated. The readers
 of such content call `check_memory` or `check_values` before they allocate, so a file takes memory in proportion to its
 size.
 """
 
+import codecs
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -54,3 +55,16 @@ def check_values(content: Any, most: int, most_chars: int | None = None) -> None
             return
         level = [*chain.from_iterable([*one, *one.values()] if isinstance(one, Mapping) else one for one in parts)]
     raise ValueError("its values are repeated or nested too often: write every value once")
+
+
+def decoded(data: bytes) -> str:
+    """Return the text of a file in UTF-8, with or without a byte order mark; ValueError names the line of a problem."""
+    try:
+        text, at, wrong = data.decode("utf-8-sig"), data.find(0), "has a NUL byte"
+    except UnicodeDecodeError as error:
+        text, at, wrong = "", error.start, f"is not in UTF-8 (byte 0x{data[error.start]:02x})"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        at, wrong = 0, "is in UTF-16"
+    if at >= 0:
+        raise ValueError(f"line {len((data[:at] + b'.').splitlines())} {wrong}: save the file as UTF-8")
+    return text

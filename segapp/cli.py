@@ -44,7 +44,7 @@ ConfigOption = Annotated[
     option("--config", "Config file, or the name of a shipped config."),
 ]
 WeightsConfig = Annotated[str | None, option("--config", "Config of the model, if the file holds weights only.")]
-RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the run.")]
+RunOption = Annotated[Path | None, option("--run", "Folder of the run.", "DIR")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SplitOption = Annotated[str | None, option("--split", "Data split. Default: the run's validation split.", "NAME")]
 SlideFlag = Annotated[bool, typer.Option("--slide", help="Use a sliding window instead of the whole image.")]
@@ -97,8 +97,7 @@ def train(
     config: ConfigOption = None,
     run: RunOption = None,
     resume: Annotated[
-        str | None,
-        option("--resume", "Continue from the last checkpoint, or from this one.", "[auto|RUN|FILE]"),
+        str | None, option("--resume", "Continue from the last checkpoint, or from this one.", "[auto|RUN|FILE]")
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Train in the foreground and print lines.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Train in the background, without the TUI.")] = False,
@@ -242,13 +241,9 @@ def sweep(
     config: Annotated[
         list[str] | None, option("--config", "Config file, name, or glob. Repeat the option for folds.")
     ] = None,
-    jobs: Annotated[
-        int, typer.Option("--jobs", metavar="N", min=1, help="Train N runs at a time, which share the GPUs.")
-    ] = 1,
+    jobs: Annotated[int, option("--jobs", "Train N runs at a time, which share the GPUs.", "N", min=1)] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs without training.")] = False,
-    only: Annotated[
-        int | None, typer.Option("--only", metavar="I", help="Train only run I of the list, in this process.")
-    ] = None,
+    only: Annotated[int | None, option("--only", "Train only run I of the list, in this process.", "I")] = None,
     json_out: Annotated[bool, typer.Option("--json", help="Print the list as JSON (requires --dry-run).")] = False,
 ) -> None:
     """Train every combination of settings, and print the mean of each setting over seeds and folds.
@@ -282,7 +277,10 @@ def attach(
         typer.Argument(metavar="[RUN]", help="A run. Default: the newest live run, or else the newest run."),
     ] = None,
     readonly: Annotated[bool, typer.Option("--readonly", help="Show the run without sending commands.")] = False,
-    ascii_only: Annotated[bool, typer.Option("--ascii", help="Use ASCII characters only.")] = False,
+    ascii_only: Annotated[
+        bool | None,
+        typer.Option("--ascii/--no-ascii", help="Use ASCII characters only. Default: unless the locale has UTF-8."),
+    ] = None,
 ) -> None:
     """Show a run in the TUI, while it trains or afterwards. Leaving the TUI does not stop the run."""
     from segapp.commands.runs import run_to_attach
@@ -361,10 +359,10 @@ def predict(
     out: Annotated[Path, option("--out", "Folder of the results.", "DIR")],
     save: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--save",
-            metavar="KIND",
-            help="labels, color, overlay, confidence, probabilities, separated by commas. [default: the first three]",
+            "labels, color, overlay, confidence, probabilities, separated by commas. [default: the first three]",
+            "KIND",
         ),
     ] = None,
     label_ids: Annotated[
@@ -372,32 +370,19 @@ def predict(
     ] = False,
     polygons: Annotated[
         str | None,
-        typer.Option(
-            "--polygons",
-            metavar="FORMAT",
-            help="Write polygons: geojson, gpkg or coco; without --save, nothing else is written.",
+        option(
+            "--polygons", "Write polygons: geojson, gpkg or coco; without --save, nothing else is written.", "FORMAT"
         ),
     ] = None,
     min_area_px: Annotated[
-        int,
-        typer.Option(
-            "--min-area", min=0, metavar="PX", help="Leave out polygons and holes below this area in square pixels."
-        ),
+        int, option("--min-area", "Leave out polygons and holes below this area in square pixels.", "PX", min=0)
     ] = 0,
     simplify_px: Annotated[
-        float,
-        typer.Option(
-            "--simplify",
-            min=0,
-            metavar="PX",
-            help="Simplify outlines with a tolerance of PX pixels; 0: exact outlines.",
-        ),
+        float, option("--simplify", "Simplify outlines with a tolerance of PX pixels; 0: exact outlines.", "PX", min=0)
     ] = 0.0,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
-    batch: Annotated[
-        str, typer.Option("--batch", metavar="N|auto", help="Images per batch. auto: as many as fit into memory.")
-    ] = "auto",
+    batch: Annotated[str, option("--batch", "Images per batch. auto: as many as fit into memory.", "N|auto")] = "auto",
     config: WeightsConfig = None,
 ) -> None:
     """Predict images and videos, and write the results to DIR/labels (class ids), DIR/color, DIR/overlay and so on.
@@ -494,8 +479,7 @@ def init(
         ),
     ] = None,
     group: Annotated[
-        str | None,
-        option("--group", "Images with the same match stay in one data split. Default: by scene.", "REGEX"),
+        str | None, option("--group", "Images with the same match stay in one data split. Default: by scene.", "REGEX")
     ] = None,
     folds: Annotated[
         int | None, option("--folds", "Write one config per fold for cross-validation.", "NUMBER", min=2)
@@ -590,8 +574,7 @@ def suspects(
         Path | None, option("--out", "Folder of the files; by default the folder of the run.", "DIR")
     ] = None,
     min_area: Annotated[
-        int | None,
-        typer.Option("--min-area", metavar="PX", min=1, help="Smallest region; by default 0.05 % of the image."),
+        int | None, option("--min-area", "Smallest region; by default 0.05 % of the image.", "PX", min=1)
     ] = None,
 ) -> None:
     """Find masks that are probably wrong, with runs that were not trained on them.
@@ -621,8 +604,7 @@ def status(
     run: RunArgument,
     json_out: JsonFlag = False,
     requeue_code: Annotated[
-        int | None,
-        typer.Option("--requeue-code", metavar="CODE", help="Exit code of the training, at the end of a job script."),
+        int | None, option("--requeue-code", "Exit code of the training, at the end of a job script.", "CODE")
     ] = None,
 ) -> None:
     """Show the state and progress of a run.

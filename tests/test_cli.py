@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 import yaml
 
+from segapp.__main__ import _with_home
 from segapp.cli import with_resume_value
+from segapp.config import load_config
+from segapp.run.words import ESCAPED
+from tests.support.drawn_folders import IDS, draw
 from tests.support.runs import events, segapp
 
 
@@ -293,3 +297,53 @@ def test_usage_errors_escape_what_hides_text(tmp_path: Path, words: tuple[str, .
     assert done.stderr.startswith("Usage: ")
     assert not set(done.stderr) & set("\u202e\u2066\x1b\x9b\u200b\U000e0041")
     assert words == ("ctl",) or "\\u20" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({"PYTHONIOENCODING": "latin-1"}, "Straße \\u2603"),
+        ({"PYTHONIOENCODING": "cp1252"}, "Straße \\u2603"),
+        ({"PYTHONIOENCODING": "ascii"}, "Stra\\xdfe \\u2603"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0"}, "Stra\\xdfe \\u2603"),  # file names in ASCII, too
+    ],
+)
+def test_stream_of_another_encoding_gets_escapes(environ: dict[str, str], shown: str, tmp_path: Path) -> None:
+    folder = tmp_path / "Straße ☃"
+    draw(folder, ["ä ☃ 1", "ä ☃ 22", "ä ☃ 333"], "images/{}.png", "masks/{}.png", IDS)
+    (folder / "classes.txt").write_text("Himmel\nStraße ☃\nGrün\n", encoding="utf-8")
+    commands = (["init", folder.name, "--out", "é.yaml"], ["check", "--config", "é.yaml"], ["status", folder.name])
+    done = [
+        subprocess.run(
+            [sys.executable, "-m", "segapp", *words],
+            cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, timeout=100,
+        )
+        for words in commands
+    ]  # fmt: skip
+    encoding = environ.get("PYTHONIOENCODING", "ascii")
+    out, checked, error = (each.stdout.decode(encoding) + each.stderr.decode(encoding) for each in done)
+    assert [each.returncode for each in done] == [0, 0, 2], out + checked + error
+    assert f"classes: Himmel, {shown}, " in out
+    assert f"\n{shown} " in checked
+    assert f"error: {shown}: no such run" in error
+    assert "written: " in out
+    assert (tmp_path / "é.yaml").is_file()
+    config = load_config(tmp_path / "é.yaml")
+    assert config.data.classes == ["Himmel", "Straße ☃", "Grün"]  # the file is UTF-8 in every locale
+
+
+def test_signs_without_an_encoding_become_similar_ones() -> None:
+    assert "a → b · 3 ± 1 … é\udce9".encode("ascii", ESCAPED) == b"a > b . 3 ~ 1 ~ \\xe9\\udce9"
+    assert "→é".encode("latin-1", ESCAPED) == b">\xe9"
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("~/a", "/home/eve/a"), ("--out=~/a=b", "/home/eve/a=b"), ("data.root=~/a", "data.root=~/a"), ("a~/b", "a~/b"),
+        ("--out", "--out"), ("x=~", "x=~"), ("--out=./~", "./~"),
+    ],
+)  # fmt: skip
+def test_home_is_expanded_on_the_command_line(word: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/eve")
+    assert _with_home(word) == ("--out=" if word.startswith("--out=") else "") + wanted

@@ -121,16 +121,63 @@ def test_problem_names_its_key_and_the_nearest(override: str, message: str) -> N
     assert message in str(caught.value)
 
 
-def test_file_that_is_no_text_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_bytes(b"name: \xff")
-    with pytest.raises(ConfigError, match=r"config .*c\.yaml cannot be read: 'utf-8' codec can't decode"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("seed: 1\r\nname: a\r\ndata: {root: Straße}\r\n".encode("latin-1"), "line 3 is not in UTF-8 (byte 0xdf)"),
+        ("seed: 1\rname: Straße\r".encode("cp1252"), "line 2 is not in UTF-8 (byte 0xdf)"),
+        ("name: a\nseed: 1\n".encode("utf-16"), "line 1 is in UTF-16"),
+        ("道: 路\n".encode("utf-16-be"), "line 1 is not in UTF-8"),
+        (b"seed: 1\nname: a\0b\n", "line 2 has a NUL byte"),
+    ],
+)
+def test_config_in_another_encoding_is_refused_with_its_line(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "c.yaml")
+    assert str(caught.value).startswith(f"config {tmp_path / 'c.yaml'} cannot be read: {message}")
+    assert str(caught.value).endswith(": save the file as UTF-8")
+
+
+def test_config_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes("\ufeffname: first\r\ndata: {format: voc, root: Straße}\r\n".encode())
+    config = load_config(tmp_path / "c.yaml")
+    assert (config.name, config.data.root) == ("first", "Straße")
+
+
+def test_character_that_yaml_refuses_is_named_with_its_line(tmp_path: Path) -> None:
+    assert "c.yaml:3: not valid YAML: unacceptable character #x0001" in refusal(tmp_path, "seed: 1\n\nname: \x01\n")
+    assert "c.yaml:4: not valid YAML: " in refusal(tmp_path, "seed: 1\ndata:\n  root: a\n\tformat: voc\n")
+
+
+def test_home_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/eve")
+    monkeypatch.setenv("DATA", "/data")
+    data = {key: f"~/{key}/$DATA" for key in ("root", "image_dir", "mask_dir", "list_dir", "mask_root")}
+    model = {"weights": "~/w.pt", "weights_backbone": "~/b.pt"}
+    raw = {"name": "a", "data": {"format": "voc", **data}, "model": model, "distill": {"teacher": "~/t"}}
+    config = config_of(raw, ["data.root=~/other", "data.val_split=~"])
+    assert config.data.root == "/home/eve/other"
+    assert config.data.val_split is None  # the null of YAML
+    for key in ("image_dir", "mask_dir", "list_dir", "mask_root"):
+        assert getattr(config.data, key) == f"/home/eve/{key}/$DATA"
+    assert (config.model.weights, config.model.weights_backbone) == ("/home/eve/w.pt", "/home/eve/b.pt")
+    assert config.distill is not None
+    assert config.distill.teacher == "/home/eve/t"
+
+
+def test_no_error_shows_a_regular_expression(tmp_path: Path) -> None:
+    for name in ("a/b", "_a", "ä", "a" * 101):
+        message = refusal(tmp_path, f"name: {name}\ndata: {{format: 'x y', root: a}}\nloss: {{name: 'a b'}}\n")
+        assert "name = " in message
+        assert "letters, digits, dots, hyphens and underscores are accepted, at most 100" in message
+        assert not set("^$[]{}\\") & set(message.replace(str(tmp_path), ""))
 
 
 def test_what_is_accepted_is_listed_only_where_there_is_a_choice(tmp_path: Path) -> None:
     message = refusal(tmp_path, "name: 3\ndata: {format: voc}\ntrain: {epochs: 1.5}\nparallel: {gpu0_bsz: x}\n")
     assert [line.partition(": ")[2] for line in message.splitlines()[1:]] == [
-        "name = 3: text is expected",
+        "name = 3: text is expected: write it in quotes",
         "data.root is missing: Folder of the data set, relative to the current folder.",
         "train.epochs = 1.5: a whole number is expected",
         "parallel.gpu0_bsz = 'x': accepted: a whole number >= 0 | auto | null",
@@ -151,7 +198,7 @@ def test_what_is_accepted_is_listed_only_where_there_is_a_choice(tmp_path: Path)
         ("name: x\n<<: {seed: 3}\n", "c.yaml:2: not valid YAML: merge keys"),
         ("name: x\n--- \nname: y\n", "another document"),
         ("name: x\n\tdata: 3\n", "c.yaml:2: not valid YAML"),
-        ("name: \0x\n", "not valid YAML"),
+        ("name: \0x\n", "line 1 has a NUL byte"),
         ("? [a, b]\n: c\n", "c.yaml:1: not valid YAML"),
         ("name: ../../etc\ndata: {format: voc, root: d}\n", "name = '../../etc'"),
         ("name: x\ndata: {format: folder, root: d}\n", "data.classes: is missing"),

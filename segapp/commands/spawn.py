@@ -148,7 +148,7 @@ def spawn_trainer(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", **(environ or {})},
         )
     return TrainerProcess(folder, process, log_start, events)
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from segapp.bounds import check_values
+from segapp.bounds import check_values, decoded
 from segapp.config.options import BUILT_INS, BuiltIn
 from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
@@ -140,8 +140,8 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         if path.stat().st_size > MAX_CHARS:
             raise ConfigError(f"config {path} is larger than {MAX_CHARS} bytes: is it a config?", path=path)
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = decoded(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"config {path} cannot be read: {error}", path=path) from None
     raw, lines = parse_yaml(text, str(path), path=path)
     if raw is None:

@@ -59,7 +59,9 @@ _ACCEPTED = {
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number is expected"),
     **dict.fromkeys(("float_parsing", "float_type"), "a number is expected"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "true or false is expected"),
-    "string_type": "text is expected",
+    "string_type": "text is expected: write it in quotes",
+    "string_pattern_mismatch": "letters, digits, dots, hyphens and underscores are accepted, at most 100, and first a "
+    "letter or a digit",
     **dict.fromkeys(("list_type", "tuple_type"), "a list is expected"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping of keys is expected"),
 }

@@ -32,6 +32,7 @@ from segapp.config.values import (
     OnResume,
     OpenFraction,
     PartName,
+    PathText,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
@@ -61,7 +62,7 @@ class DataConfig(Section):
     custom component: a class with `__len__` and `image_and_mask(index)`. segapp init writes it."""
     options: dict[str, Any] = {}
     """Keyword arguments of a custom data set. Change it if data.format is a custom component with arguments."""
-    root: Annotated[str, OnResume]
+    root: Annotated[PathText, OnResume]
     """Folder of the data set, relative to the current folder."""
     train_split: str | None = None
     """Data split for training; null: train. Change it if your split has another name."""
@@ -135,19 +136,19 @@ class DataConfig(Section):
     """Image on which masks were drawn if it has an EXIF orientation and the sizes do not tell: upright, as viewers show
     it, or raw, as its pixels are stored; null: upright is assumed, and said. Change it to raw if masks and photos are
     turned or mirrored against each other."""
-    image_dir: str | None = None
+    image_dir: PathText | None = None
     """Folder of the images below root (format: folder); null: images. Change it to the name of your folder."""
-    mask_dir: str | None = None
+    mask_dir: PathText | None = None
     """Folder of the masks below root (format: folder); null: masks. Change it to the name of your folder."""
     image_suffix: str | None = None
     """End of the image file names, which is replaced by mask_suffix to find the mask; null: any image extension. Change
     it if image and mask names differ."""
     mask_suffix: str | None = None
     """End of the mask file names; null: .png. Change it if image and mask names differ, e.g. to _mask.png."""
-    list_dir: Annotated[str | None, OnResume] = None
+    list_dir: Annotated[PathText | None, OnResume] = None
     """Folder of the files that list the data splits (format: list), relative to the current folder; null: root. Change
     it if the lists are not in root."""
-    mask_root: Annotated[str | None, OnResume] = None
+    mask_root: Annotated[PathText | None, OnResume] = None
     """Folder to which mask paths in a list are relative (format: list), relative to the current folder; null: root.
     Change it if masks are not below root."""
     allow_outside_root: Annotated[bool, OnResume] = False
@@ -182,10 +183,10 @@ class ModelConfig(Section):
     encoder: str | None = None
     """Encoder of an smp model, e.g. resnet34, or tu- and a timm model; for eomt a timm vision transformer. Change it to
     trade accuracy for speed and memory."""
-    weights: Annotated[str | None, OnResume] = None
+    weights: Annotated[PathText | None, OnResume] = None
     """Initial weights of the whole model: name of a torchvision weights enum, a file, or a run; null: random. Change it
     to fine-tune a trained model."""
-    weights_backbone: Annotated[str | None, OnResume] = None
+    weights_backbone: Annotated[PathText | None, OnResume] = None
     """Initial weights of the backbone: IMAGENET1K_V1 or DEFAULT (torchvision), imagenet (smp, eomt; DEFAULT for a timm
     model), or a file; null: random. Change it from null unless you have tens of thousands of images."""
     partial_weights: Annotated[bool, OnResume] = False
@@ -470,7 +471,7 @@ class LogConfig(Section):
 class DistillConfig(Section):
     """`distill:` knowledge distillation from a trained model, in the modes single, dp and ddp."""
 
-    teacher: Annotated[Text, OnResume]
+    teacher: Annotated[PathText, Field(min_length=1), OnResume]
     """Teacher with the same classes: name or folder of a run (its best checkpoint is used), or a checkpoint file."""
     pixel_wise: NonNegativeFloat = 10.0
     """Weight of the KL divergence between the class probabilities of each pixel; 0: off. Change it to balance the

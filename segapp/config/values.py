@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from segapp.custom.names import COMPONENT_PATTERN, is_component
 
@@ -50,6 +51,8 @@ OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(no_bool)]
 """A number between 0 and 1, both excluded."""
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(no_bool)]
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Path of a file or folder, with its `~` expanded. Environment variables are not: a resumed run has others."""
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 PartName = Annotated[str, Field(pattern=COMPONENT_PATTERN)]
 """Name of a custom component: package.module:factory, or file.py:factory."""

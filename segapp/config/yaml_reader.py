@@ -115,7 +115,8 @@ def parse_yaml(
         _walk(node, (), lines)
         return loader.construct_document(node), lines
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{what}:{mark.line + 1}" if mark else what
+        mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+        number = mark.line + 1 if mark else None if position is None else text.count("\n", 0, position) + 1
+        place = what if number is None else f"{what}:{number}"
         problem = getattr(error, "problem", None) or (str(error).splitlines() or ["nested too deeply"])[0]
         raise ConfigError(f"{place}: not valid YAML: {problem}", key=key, path=path) from None

@@ -28,7 +28,7 @@ from segapp.errors import DataError
 
 Ids = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32]
 
-ID_MODES = {"L", "P", "1", "I", "I;16", "I;16L", "I;16B", "I;16N"}
+ID_MODES = {"L", "P", "1", "I", "I;16", "I;16L", "I;16B", "I;16N", "F"}
 _MAX_NAMED = 8
 
 
@@ -52,8 +52,8 @@ class UnknownIds:
 def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     """Return a mask as train ids, shape (H, W), of `scheme.dtype`; ignored pixels are `scheme.ignore_index`.
 
-    Accepts gray masks (1 to 16 bits, the value is the id), palette masks (the index is the id), and with `scheme.rgb`
-    any image whose colors are in the palette.
+    Accepts gray masks (1 to 16 bits, the value is the id; in floats, NaN is ignored), palette masks (the index is the
+    id), and with `scheme.rgb` any image whose colors are in the palette.
 
     Raises:
         DataError: The file cannot be read or is damaged, its format changes ids, or it holds ids or colors that the
@@ -113,13 +113,12 @@ def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
     check_complete(data, image, path)
     try:
         frames = ImageSequence.Iterator(open_bytes(data, path))
-        planes = np.dstack([np.asarray(ImageOps.exif_transpose(frame)) for frame in frames]).astype(np.int64)
+        planes = np.dstack([np.asarray(ImageOps.exif_transpose(frame)) for frame in frames])
     except Exception as error:  # as above
         raise damaged(path, error) from error
-    ignored = np.zeros(planes.shape[:2], bool)
-    if scheme.ignored_value is not None:
-        ignored = (planes == scheme.ignored_value).any(2)
-        planes = np.where(ignored[..., None], 0, planes)
+    planes, is_nan = whole_ids(planes, path)
+    ignored = (is_nan | (planes == scheme.ignored_value)).any(2)  # == None is false everywhere
+    planes = np.where(ignored[..., None], 0, planes).astype(np.int64)
     read = _sets_of_bits if scheme.multilabel == "bits" else _sets_of_channels
     return np.where(ignored, scheme.ignore_index, read(planes, path, scheme)).astype(np.int32)
 
@@ -173,12 +172,22 @@ def _check_holds_ids(image: Image.Image, path: Path) -> None:
     """Check that the image's mode stores ids."""
     if image.mode in ID_MODES:
         return
-    what = "numbers with fractions" if image.mode == "F" else f"{image.mode} colors, not class ids"
     raise DataError(
-        f"{shown(path)}: the mask holds {what}: set data.rgb_masks and data.palette if its colors are the classes, "
-        "or export gray or palette PNGs",
+        f"{shown(path)}: the mask holds {image.mode} colors, not class ids: set data.rgb_masks and data.palette if its "
+        "colors are the classes, or export gray or palette PNGs",
         path=path,
     )
+
+
+def whole_ids(values: NDArray[Any], path: Path) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return a mask's values as integers, and where they are NaN, which marks ignored pixels; DataError for others."""
+    is_nan = np.isnan(values)
+    wrong = values[~is_nan & ~(np.isfinite(values) & (np.trunc(values) == values))]
+    if wrong.size:
+        raise DataError(
+            f"{shown(path)}: the mask holds {wrong[0]:g}, and class ids are whole numbers: save ids, or NaN", path=path
+        )
+    return np.where(is_nan, 0, values).astype(np.int64) if values.dtype.kind == "f" else values, is_nan
 
 
 def unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]:
@@ -193,24 +202,24 @@ def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
     if ids.ndim == 3:
         return _ids_of_colors(ids, path, scheme)
     table = _table(path, scheme)
-    ignored = None
+    ignored: NDArray[np.bool_] | None = None
     if ids.dtype == np.uint8:
         table = table[:256]
     else:
-        if scheme.ignore_index < 0 and (ids == scheme.ignore_index).any():
-            ignored = ids == scheme.ignore_index
-            ids = np.where(ignored, 0, ids)
-        outside = (ids < 0) | (ids > 65_535)
+        ids, ignored = whole_ids(ids, path)
+        if scheme.ignore_index < 0:
+            ignored = ignored | (ids == scheme.ignore_index)
+        outside = ~ignored & ((ids < 0) | (ids > 65_535))
         if outside.any():
             raise unknown_ids_error(path, scheme, count_values(ids[outside]))
-        ids = ids.astype(np.uint16)
+        ids = np.where(ignored, 0, ids).astype(np.uint16)
     unused = scheme.unused_id
     usable = np.where(table == UNKNOWN_ID, unused, table).astype(scheme.dtype)
     mapped = np.asarray(cv2.LUT(ids, usable) if ids.dtype == np.uint8 else usable[ids])
-    if (mapped == unused).any():
-        raise unknown_ids_error(path, scheme, count_values(ids))
     if ignored is not None:
         mapped[ignored] = scheme.ignore_index
+    if (mapped == unused).any():
+        raise unknown_ids_error(path, scheme, count_values(ids if ignored is None else ids[~ignored]))
     return mapped
 
 

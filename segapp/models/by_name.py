@@ -177,7 +177,7 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
     if short in named:
         return named[short]()
     if looks_like_path(weights):
-        return Path(weights).expanduser()
+        return Path(weights)
     if not named:
         raise CheckpointError(
             f"{key}: no file {weights!r}, and there are no named {what}; give the path of a file",

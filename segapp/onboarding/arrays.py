@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from segapp.bounds import check_memory
 from segapp.datasets.files import shown
 from segapp.datasets.images.raster import encode_bands
+from segapp.datasets.masks import whole_ids
+from segapp.onboarding.content import NAN_ID
 from segapp.onboarding.conversion import MARK, encode_png
 from segapp.onboarding.layout import Drawing, DrawnMask, Layout, Mask, Pair
 from segapp.onboarding.tree import IMAGE_WORDS, MASK_WORDS, Tree, split_said, tokens
@@ -188,12 +190,9 @@ def _image_bytes(file: Path, side: _Side, number: int | None) -> bytes:
 
 
 def _mask_of(file: Path, number: int | None, _: DrawnMask) -> Mask:
-    """Return a mask (H, W); raise ValueError if its values are no 8-bit ids."""
-    values = _pixels_of(file, number)[..., 0]
-    low, high = values.min(initial=0), values.max(initial=0)
+    """Return a mask (H, W) of 8-bit ids; raise ValueError for other values, and DataError for fractions."""
+    ids, is_nan = whole_ids(_pixels_of(file, number)[..., 0], file)
+    low, high = ids.min(initial=0), ids.max(initial=0)
     if not (low >= 0 and high <= 255):
         raise ValueError(f"values from {low} to {high}, which are not ids of 0 to 255")
-    ids = values.astype(np.uint8)
-    if not (ids == values).all():
-        raise ValueError("numbers with fractions, which are not ids")
-    return ids
+    return np.where(is_nan, NAN_ID, ids).astype(np.uint8)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from segapp.bounds import decoded
 from segapp.config.yaml_reader import parse_yaml
 from segapp.datasets.files import shown
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
@@ -64,8 +65,13 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
         reader = next((read for pattern, read in _READERS if re.fullmatch(pattern, name, re.IGNORECASE)), None)
         if reader is None or path.count("/") > _MAX_DEPTH:
             continue
+        data = tree.read(path, _MAX_FILE_BYTES)
         try:
-            read = reader(tree.read(path, _MAX_FILE_BYTES).decode("utf-8-sig"), path)
+            text = decoded(data) if len(data) < _MAX_FILE_BYTES else ""
+        except ValueError as error:  # the names would be lost without a word
+            raise DataError(f"{shown(path)}: {error}, or remove it", path=path) from None
+        try:
+            read = reader(text, path)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, csv.Error, ConfigError, RecursionError):
             continue  # another kind of file with such a name
         if read is not None and read.names:

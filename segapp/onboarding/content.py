@@ -15,7 +15,7 @@ from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.layouts.palettes import Palettes, palette_of
 from segapp.datasets.layouts.schemes import Color
-from segapp.datasets.masks import check_one_frame, color_codes, unscaled
+from segapp.datasets.masks import check_one_frame, color_codes, unscaled, whole_ids
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError
 from segapp.onboarding.layout import evenly
@@ -25,6 +25,9 @@ MAX_MASK_PX = 400_000_000  # pixels of the masks that are read: all masks of a s
 MAX_COLORS = 256
 """Maximum number of colors that are counted in a mask, the most frequent; a mask with more is a photograph or lossy."""
 UNREADABLE = (DataError, OSError, ValueError, SyntaxError)  # errors of `stored_pixels` for an unreadable mask
+
+NAN_ID = 255
+"""The value that stands for NaN, which marks ignored pixels in masks of floats."""
 
 Value = int | Color
 """A value in masks of ids, or a color in RGB masks."""
@@ -160,9 +163,8 @@ def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.in
     check_one_frame(image, path)
     if as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr", "LA", "PA"):
         return np.asarray(image.convert("RGB")), image
-    if image.mode == "F":
-        raise ValueError("numbers with fractions")
-    pixels = unscaled(np.asarray(image), image, data)
+    pixels, is_nan = whole_ids(unscaled(np.asarray(image), image, data), path)
+    pixels = np.where(is_nan, NAN_ID, pixels) if is_nan.any() else pixels
     return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), image
 
 

@@ -5,6 +5,7 @@ Tables are CSV, TSV, and lists with one name or pair per line.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import os
 from collections import Counter, defaultdict
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
+from segapp.datasets.files import shown
 from segapp.datasets.walk import IMAGE_SUFFIXES, composed
 from segapp.errors import DataError
 from segapp.onboarding.conversion import Find, Images
@@ -73,6 +75,8 @@ def read_tables(tree: Tree) -> list[Table]:
 def read_table(tree: Tree, path: str) -> Table | None:
     """Return a table with its text in NFC; None if the file cannot be read or has no rows."""
     data = tree.read(path, _MAX_TABLE_BYTES + 1)
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{shown(path)} is in UTF-16: save the file as UTF-8, or remove it", path=path)
     if not data or len(data) > _MAX_TABLE_BYTES or b"\0" in data[:4096]:
         return None
     text = composed(os.fsdecode(data.removeprefix(b"\xef\xbb\xbf")))

@@ -337,7 +337,8 @@ def _shown(text: str) -> str:
 
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
-    message = str(problem["msg"]).removeprefix("Value error, ")
+    is_id = problem["type"] == "string_pattern_mismatch"  # of the only pattern, without its regular expression
+    message = "12 hexadecimal digits are expected" if is_id else str(problem["msg"]).removeprefix("Value error, ")
     place = ".".join(str(part) for part in problem["loc"])
     return message if problem["type"] == "value_error" else f"{printable(place)}: {message}"
 

@@ -5,6 +5,7 @@ Messages before a command's work begins: in a training's log, which the TUI read
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
 import re
@@ -36,6 +37,21 @@ def encodable(text: str) -> str:
     'caf\\xe9.png'
     """
     return re.sub("[\ud800-\udfff]", lambda match: _escaped(match[0]), text)
+
+
+ASCII_FOR = str.maketrans("·→←…×±°—●○━╸─▲▼◆★┊│└█", ".><~x~C-*o=-.+-VB:|+#")
+"""Unicode code of a sign -> a similar sign in ASCII."""
+
+ESCAPED = "segapp.escaped"
+"""Name of the standard streams' error handler: what their encoding lacks becomes a similar sign, or an escape."""
+
+
+def _in_ascii(error: Any) -> tuple[str, int]:
+    text: str = error.object[error.start : error.end].translate(ASCII_FOR)
+    return text.encode("ascii", "backslashreplace").decode(), error.end
+
+
+codecs.register_error(ESCAPED, _in_ascii)
 
 
 def _escaped(character: str) -> str:
@@ -189,23 +205,20 @@ class _LastingStream:
 
     def write(self, text: str) -> int:
         """Write a text and return its length."""
-        try:
-            self._stream.write(text)
-        except BrokenPipeError:
-            self._discard()
+        self._outlasting(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flush the stream."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._discard()
+        self._outlasting(self._stream.flush)
 
-    def _discard(self) -> None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
+    def _outlasting(self, call: Any, *arguments: str) -> None:
+        try:
+            call(*arguments)
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
 
 def outlast_readers() -> None:

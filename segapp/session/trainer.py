@@ -41,6 +41,7 @@ from segapp.training.context import RunContext, TrainerSettings, TrainingFacts, 
 from segapp.training.inbox import Inbox, applied_after
 from segapp.training.progress import Timetable
 from segapp.training.recovery import OomPolicy, fallbacks_after
+from segapp.training.reporting import cache_notes
 from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts
 from segapp.training.step.engine import StepEngine
 from segapp.training.trainer import Trainer
@@ -122,6 +123,7 @@ def build_trainer(
             device_type=engine.device.type,
         )
         notes = start_notes(scheme, (train_set.targets, val_set.targets))
+        notes += [*cache_notes("training", train_set.cache), *cache_notes("validation", val_set.cache)]
         notes += _base_notes(config, engine.model.base, is_new=checkpoint is None)
         facts = dataclasses.replace(facts, alerts=alerts, notes=notes)
     return Trainer(

@@ -176,7 +176,7 @@ class DataWatch:
         self._has_advised = False
 
     def at_start(self) -> list[str]:
-        """Return the locations of the caches and their future sizes, and why a cache cannot be used."""
+        """Return what is wrong with the data, and why a cache cannot be used."""
         notes = [note for dataset in self._datasets.values() for note in dataset.notes]
         num_train, batch_size = len(self._train_loader.dataset), self._train_loader.batch_size
         if num_train < batch_size:
@@ -184,7 +184,7 @@ class DataWatch:
                 f"train.batch_size = {batch_size} is more than the {num_train} training images: each step takes "
                 f"{num_train}: lower train.batch_size, or lower optim.lr to suit the smaller batch"
             )
-        return notes + [note for cache in self._caches for note in cache.at_start()]
+        return notes + [note for cache in self._caches for note in cache.poll()]
 
     def after_interval(self, wait_s: float, elapsed_s: float) -> list[str]:
         """Return new messages after some steps, which took `elapsed_s` seconds and waited `wait_s` of them for data."""
@@ -208,25 +208,27 @@ class DataWatch:
         return [advice] if advice is not None else []
 
 
+def cache_notes(name: str, cache: PixelCache | None) -> list[str]:
+    """Return the location and the future size of a cache on a disk that is not complete; else nothing."""
+    if cache is None or cache.files.kind == "ram":
+        return []
+    state, free = cache.state(), cache.files.free_bytes()
+    if state.stopped is not None or state.num_stored == state.num_images:
+        return []
+    return [
+        f"data.cache = disk: {state.num_stored} of {state.num_images} {name} images are in {cache.files.place} "
+        f"({size(state.stored_bytes)}); the others are stored when they are first read, {size(state.missing_bytes)}"
+        + ("" if free is None else f" of {size(free)} that are free")
+    ]
+
+
 class CacheWatch:
-    """Watches a cache: its location if it is on a disk, and problems in any case."""
+    """Watches a cache for problems."""
 
     def __init__(self, name: str, cache: PixelCache) -> None:
         self._name, self._cache = name, cache
         self._num_damaged = 0
         self._is_stopped = False
-
-    def at_start(self) -> list[str]:
-        """Return the location and the future size of a cache that is not full, or why it stores no more."""
-        state, files = self._cache.state(), self._cache.files
-        if state.stopped is not None or state.num_stored == state.num_images or files.kind == "ram":
-            return [*self._stopped(state)]
-        free = files.free_bytes()
-        return [
-            f"data.cache = disk: {state.num_stored} of {state.num_images} {self._name} images are in {files.place} "
-            f"({size(state.stored_bytes)}); the others are stored when they are first read, {size(state.missing_bytes)}"
-            + ("" if free is None else f" of {size(free)} that are free")
-        ]
 
     def poll(self) -> Iterator[str]:
         """Yield new messages since the last call."""

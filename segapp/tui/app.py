@@ -67,11 +67,10 @@ class MonitorApp(App[None]):
         ascii_only: bool = False,
         has_trainer_ended: Callable[[], bool] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(ansi_color="NO_COLOR" in os.environ or None)  # then Textual sends no color at all
         self.readonly, self.starts_with_list = readonly, starts_with_list
         self.is_ascii = ascii_only
-        has_color = not ascii_only and "NO_COLOR" not in os.environ
-        self.columns = layout.Columns(has_color=has_color)
+        self.columns = layout.Columns(has_color=not ascii_only and not self.no_color)
         self.chart = self.columns.chart
         self.failure: Exception | None = None
         """The error that ended the TUI; None if the user left."""
@@ -105,6 +104,7 @@ class MonitorApp(App[None]):
         yield LiteralText(id="notice")
 
     def on_mount(self) -> None:
+        self.app_resume_signal.subscribe(self, lambda _: self.action_redraw())
         self.set_class(self.is_ascii, "-ascii")
         self.chart.focus()
         if not self.is_headless:
@@ -353,6 +353,13 @@ class MonitorApp(App[None]):
     def action_detach(self) -> None:
         self.exit()
 
+    def action_suspend_process(self) -> None:
+        """Stop the process group, as the terminal would, until `fg`; without a shell, nothing could continue it."""
+        if os.getpgrp() == os.getsid(0):
+            self.say("ctrl+z needs a shell to return to: press q to leave")
+        else:
+            os.killpg(os.getpgrp(), signal.SIGTSTP)
+
     def action_help_quit(self) -> None:
         """On ctrl+c, ask how to stop, like `S`; if the view cannot stop the run, say how to leave."""
         if self.readonly or self.status().is_over:
@@ -393,7 +400,7 @@ def run_ui(
     run: Path | str | RunFolder,
     *,
     readonly: bool = False,
-    ascii_only: bool = False,
+    ascii_only: bool | None = None,
     starts_with_list: bool = False,
     has_trainer_ended: Callable[[], bool] | None = None,
 ) -> int:
@@ -402,7 +409,7 @@ def run_ui(
     Args:
         run: Name of the run, path to its folder, or the folder of a run that may not have begun yet.
         readonly: Hide and disable all keys that send commands.
-        ascii_only: Draw without Unicode; always used if the locale does not support it.
+        ascii_only: Draw without Unicode; None: if the locale does not support it.
         starts_with_list: Show the list of the runs first.
         has_trainer_ended: For a trainer that is starting: called until it trains; if it returns True, the TUI closes.
 
@@ -419,7 +426,7 @@ def run_ui(
         LiveSource(folder),
         readonly=readonly,
         starts_with_list=starts_with_list,
-        ascii_only=ascii_only or is_ascii_only(),
+        ascii_only=is_ascii_only() if ascii_only is None else ascii_only,
         has_trainer_ended=has_trainer_ended,
     )
     _lower_priority()

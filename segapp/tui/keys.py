@@ -67,6 +67,7 @@ KEYS = (
     Key("help", "question_mark,h", "Help", "show this page"),
     Key("escape", "escape", "", "close, clear, or dismiss an alert"),
     Key("redraw", "r", "", "redraw the screen"),
+    Key("suspend_process", "ctrl+z", "", "return to the shell until fg; the training continues"),
 )  # fmt: skip
 
 

@@ -6,9 +6,11 @@ import select
 import sys
 import threading
 import time
-from typing import TextIO
 
 from segapp.errors import ConfigError
+
+_STREAMS = {"stdin": 0, "stderr": 2}
+"""The streams that the TUI uses, and their file descriptors."""
 
 
 def check_terminal() -> None:
@@ -16,8 +18,8 @@ def check_terminal() -> None:
 
     Textual does not check this: with /dev/null as its input, it keeps a core busy.
     """
-    for name, stream in (("stdin", sys.__stdin__), ("stderr", sys.__stderr__)):
-        if not _is_terminal(stream):
+    for name, fd in _STREAMS.items():
+        if not os.isatty(fd):
             raise ConfigError(f"{name} is not a terminal: `segapp status RUN` prints the status of the run")
     term = os.environ.get("TERM", "")
     if term in ("", "dumb", "unknown"):
@@ -29,10 +31,8 @@ def check_terminal() -> None:
 def is_hung_up() -> bool:
     """Return True if the terminal was closed, or its connection lost."""
     poll = select.poll()
-    for stream in (sys.__stdin__, sys.__stderr__):
-        if _is_open(stream):
-            assert stream is not None
-            poll.register(stream.fileno(), 0)
+    for fd in _STREAMS.values():
+        poll.register(fd, 0)
     return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
 
 
@@ -53,16 +53,11 @@ def end_with_terminal(within_s: float) -> None:
 
 
 def is_ascii_only() -> bool:
-    """Return True if the locale's encoding has no Unicode."""
-    return "utf" not in locale.getpreferredencoding(False).lower()
+    """Return True if the locale or stderr has another encoding than UTF-8.
 
-
-def _is_open(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and stream.fileno() >= 0
-    except (OSError, ValueError):
-        return False
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    return _is_open(stream) and stream is not None and stream.isatty()
+    Python replaces the locale C by C.UTF-8 in LC_CTYPE; then LANG still names it.
+    """
+    lc_all, lc_ctype, lang = (os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))
+    encodings = (locale.getencoding(), getattr(sys.__stderr__, "encoding", "utf-8"))
+    is_c = not lc_all and lc_ctype == "C.UTF-8" and lang in ("C", "POSIX")
+    return is_c or any("utf" not in encoding.lower() for encoding in encodings)

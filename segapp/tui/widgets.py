@@ -6,10 +6,10 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from segapp.run.words import printable
+from segapp.run.words import ASCII_FOR, printable
 
 _ASCII_FOR: dict[int, int | str] = {
-    **str.maketrans("·→←…×±°—●○━╸─▲▼◆★┊│└█", ".><~x~C-*o=-.+-VB:|+#"),
+    **ASCII_FOR,
     **{0x2800 + dots: " '.:"[bool(dots & 0x1B) + 2 * bool(dots & 0xE4)] for dots in range(256)},
 }
 """A braille pattern becomes the halves of its cell that have dots."""

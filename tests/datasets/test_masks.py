@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -424,7 +425,6 @@ def test_ids_beyond_sixteen_bits_are_refused(tmp_path: Path) -> None:
         ("RGBA", ".png", "RGBA colors, not class ids"),
         ("LA", ".png", "LA colors, not class ids"),
         ("L", ".jpg", "the mask is a JPEG, and lossy compression changes class ids"),
-        ("F", ".tif", "numbers with fractions"),
     ],
 )
 def test_formats_that_hold_no_ids_are_refused(
@@ -432,6 +432,41 @@ def test_formats_that_hold_no_ids_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         read_mask(save(draw_mask(0, 9, 9), tmp_path / f"a{suffix}", mode), scheme)
+
+
+def float_mask(path: Path, *values: float) -> Path:
+    """Write a float TIFF of 3 x 5 pixels whose first pixels have the values, and the others 2."""
+    pixels = np.full((3, 5), 2, np.float32)
+    pixels.flat[: len(values)] = values
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.mark.parametrize("ignore_index", [255, -100, 3])
+def test_nan_in_a_float_mask_is_ignored(ignore_index: int, tmp_path: Path) -> None:
+    path = float_mask(tmp_path / "a.tif", np.nan, 1, np.nan, 1, 2)
+    # 0 is no value of the masks: NaN must not become it on the way
+    scheme = class_scheme("folder", classes=names(2), label_map={1: 0, 2: 1}, ignore_index=ignore_index)
+    np.testing.assert_array_equal(read_mask(path, scheme)[0], [ignore_index, 0, ignore_index, 0, 1])
+
+
+def test_nan_ignores_a_pixel_in_sets_of_classes(tmp_path: Path) -> None:
+    path = float_mask(tmp_path / "a.tif", np.nan, 0, 3)
+    bits = class_scheme("folder", classes=names(2), multilabel="bits")
+    np.testing.assert_array_equal(read_mask(path, bits)[0], [bits.ignore_index, 0, 3, 2, 2])
+    one = class_scheme("folder", classes=names(1), multilabel="channels")
+    np.testing.assert_array_equal(read_mask(path, one)[0], [one.ignore_index, 0, 1, 1, 1])
+
+
+@pytest.mark.parametrize("multilabel", [None, "bits"])
+@pytest.mark.parametrize(("value", "shown"), [(1.5, "1.5"), (np.inf, "inf"), (-np.inf, "-inf"), (1e-3, "0.001")])
+def test_float_that_is_no_id_is_refused_by_name_and_value(
+    value: float, shown: str, multilabel: Literal["bits"] | None, tmp_path: Path
+) -> None:
+    path = float_mask(tmp_path / "a.tif", 0, np.nan, 1, value)
+    scheme = class_scheme("folder", classes=names(3), multilabel=multilabel)
+    with pytest.raises(DataError, match=rf"a\.tif: the mask holds {shown}, and class ids are whole numbers"):
+        read_mask(path, scheme)
 
 
 def test_masks_of_several_frames_are_refused(scheme: ClassScheme, tmp_path: Path) -> None:

@@ -136,7 +136,19 @@ def test_ids_beyond_8_bits_and_cut_files_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:4000])
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     lines = "\n".join(result.lines)
-    assert "values from 0.0 to 300.0, which are not ids of 0 to 255" in lines
-    assert "numbers with fractions, which are not ids" in lines
+    assert "values from 0 to 300, which are not ids of 0 to 255" in lines
+    assert f"masks/{NAMES[7]}.npy: the mask holds 0.5, and class ids are whole numbers" in lines
     assert f"note: images/{NAMES[4]}.npy: mmap length is greater than file size" in lines
     assert len(names["train"] + names["val"]) == 7
+
+
+def test_nan_in_an_array_of_masks_is_ignored(tmp_path: Path) -> None:
+    images, masks = drawn()
+    stored = masks.astype(np.float32)
+    stored[1::2, 3, 5:9] = np.nan  # in half of the masks
+    wanted = np.where(np.isnan(stored), 255, masks)
+    save(tmp_path / "d" / "images.npy", images)
+    save(tmp_path / "d" / "masks.npy", stored)
+    config, _ = made(tmp_path / "d", tmp_path)
+    assert config.data.classes == ["class_0", "class_1", "class_2"]
+    assert_read(config, images, wanted)

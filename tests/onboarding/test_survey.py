@@ -61,6 +61,14 @@ def test_lists_of_segmentation_come_before_all_others(tmp_path: Path) -> None:
     assert {name: split_said(name) for name in names} == {"train": "train", "trainval": "train", "val": "val"}
 
 
+def test_table_in_utf_16_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "b.csv").write_bytes("image,mask\na.png,b.png\n".encode("utf-16"))
+    (tmp_path / "a.csv").write_bytes(b"image,mask\na\xe9.png,b.png\n")  # names are bytes
+    assert [table.path for table in read_tables(Tree(tmp_path, (), ("a.csv",), leads_outside=False))] == ["a.csv"]
+    with pytest.raises(DataError, match=r"b\.csv is in UTF-16: save the file as UTF-8, or remove it"):
+        read_tables(Tree(tmp_path, (), ("a.csv", "b.csv"), leads_outside=False))
+
+
 @pytest.mark.parametrize(
     ("others", "is_binary"),
     [

@@ -364,7 +364,9 @@ ENVIRONMENT = {
     "XDG_CACHE_HOME": "Decoded images and class weights are cached in `$XDG_CACHE_HOME/segapp`. Default: `~/.cache`.",
     "XDG_STATE_HOME": "Trusted custom components, named trackers and seen alerts are noted in "
     "`$XDG_STATE_HOME/segapp`. Default: `~/.local/state`.",
-    "NO_COLOR": "Set to any value: the TUI uses no color.",
+    "LC_ALL": "If it, LC_CTYPE or LANG names a locale without UTF-8, the TUI draws in ASCII (`--no-ascii`).",
+    "LC_CTYPE": "See LC_ALL.",
+    "NO_COLOR": "Set to any value: the TUI uses only the colors of the terminal.",
     "TERM": "`dumb` or empty: no TUI; `train` prints lines.",
     "CUDA_VISIBLE_DEVICES": "The GPUs that segapp may use; numbers in `parallel.devices` count within it.",
     "CUDA_DEVICE_ORDER": "`PCI_BUS_ID`: CUDA counts GPUs as nvidia-smi does. Default: the fastest GPU may be first.",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import locale
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -78,6 +81,77 @@ def test_q_exits_with_attach_hint_and_restores_the_terminal(run: RecordedRun, tm
     assert b"\x1b[?1049l" in shown.output
 
 
+def test_ctrl_z_returns_to_the_shell_until_fg(run: RecordedRun, tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    shell = Terminal(run, tmp_path, code="import os\nos.execvp('bash', ['bash', '--norc', '-i'])")
+    os.write(shell.fd, f"{sys.executable} {tmp_path}/show.py {run.folder.path}\n".encode())
+    titles = (b"LIVE", b"Loss", b"Classes", b"Events", b"Leave")  # most of them never change
+    for title in titles:
+        shell.read_until(title)
+    shell.output = b""
+    os.write(shell.fd, b"\x1a")
+    shell.read_until(b"Stopped")
+    assert b"\x1b[?1049l" in shell.output  # the screen of the shell
+    os.write(shell.fd, b"stty -a\n")
+    shell.read_until(b" icanon")
+    shell.read_until(b" echo ")
+    assert b"-icanon" not in shell.output
+    shell.output = b""
+    os.write(shell.fd, b"fg\n")
+    shell.read_until(b"\x1b[?1049h")
+    for title in titles:
+        shell.read_until(title)
+    os.write(shell.fd, b"q")
+    shell.read_until(b"segapp attach")
+    os.write(shell.fd, b"exit\n")
+    shell.wait()
+
+
+def test_ctrl_z_without_a_shell_does_not_stop_the_screen(run: RecordedRun, tmp_path: Path) -> None:
+    shown = Terminal(run, tmp_path)
+    shown.read_until(b"LIVE")
+    os.write(shown.fd, b"\x1a")
+    shown.read_until(b"needs a shell")
+    os.write(shown.fd, b"q")
+    assert shown.wait() == 0
+
+
+def test_no_color_leaves_the_colors_of_the_terminal(run: RecordedRun, tmp_path: Path) -> None:
+    shown = Terminal(run, tmp_path, code=f"import os\nos.environ['NO_COLOR'] = '1'\n{SHOW}")
+    shown.read_until(b"LIVE")
+    shown.read_until(b"Leave")
+    os.write(shown.fd, b"q")
+    shown.read_until(b"segapp attach")
+    codes = {code for found in re.findall(rb"\x1b\[([\d;]*)m", shown.output) for code in found.split(b";")}
+    assert codes <= {b"", b"0", b"1", b"2", b"7", b"39", b"49"}  # weight, reverse, and the terminal's own colors
+    assert b"49" in codes
+
+
+@pytest.mark.parametrize(
+    ("names", "encoding", "is_ascii"),
+    [
+        ({"LANG": "de_DE.UTF-8"}, "UTF-8", False),
+        ({"LC_ALL": "C"}, "ANSI_X3.4-1968", True),
+        ({"LANG": "de_DE.ISO-8859-1"}, "ISO-8859-1", True),
+        ({"LANG": "C", "LC_CTYPE": "C.UTF-8"}, "UTF-8", True),  # Python has set LC_CTYPE
+        ({"LANG": "POSIX", "LC_CTYPE": "C.UTF-8"}, "UTF-8", True),
+        ({"LC_CTYPE": "C.UTF-8"}, "UTF-8", False),  # no locale at all, as in a container
+        ({"LANG": "C", "LC_CTYPE": "de_DE.UTF-8"}, "UTF-8", False),
+        ({"LANG": "C", "LC_CTYPE": "C.UTF-8", "LC_ALL": "C.UTF-8"}, "UTF-8", False),
+    ],
+)
+def test_ascii_follows_the_locale(
+    names: dict[str, str], encoding: str, is_ascii: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LC_ALL", "LC_CTYPE", "LANG"):
+        monkeypatch.setenv(name, names.get(name, ""))
+    monkeypatch.setattr(locale, "getencoding", lambda: encoding)
+    monkeypatch.setattr(sys, "__stderr__", io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    assert terminal.is_ascii_only() == is_ascii
+    monkeypatch.setattr(sys, "__stderr__", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    assert terminal.is_ascii_only()
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ignores_hangup", [False, True])
 def test_closed_terminal_ends_the_screen(run: RecordedRun, tmp_path: Path, ignores_hangup: bool) -> None:
@@ -124,7 +198,7 @@ def test_attach_without_terminal_is_refused(run: RecordedRun) -> None:
 @pytest.mark.parametrize("term", ["dumb", "", "unknown"])
 def test_dumb_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(terminal, "_is_terminal", lambda stream: True)
+    monkeypatch.setattr(os, "isatty", lambda fd: True)
     with pytest.raises(ConfigError, match="does not support the TUI"):
         terminal.check_terminal()
 

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from segapp.datasets.layouts.schemes import PUBLISHED
+from segapp.errors import DataError
 from segapp.onboarding.class_files import PALETTES, recognise
 from tests.support.drawn_folders import IDS, SIZE, draw, draw_image, draw_mask, proposed
 
@@ -125,3 +126,28 @@ def test_a_grey_photograph_is_no_mask(tmp_path: Path) -> None:
         )
     config, _, _ = proposed(root, tmp_path / "made.yaml")
     assert config.data.classes == ["class_0", "class_1", "class_2"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("classes.txt", "ground\r\nStraße\r\ncar\r\n".encode("cp1252"), "line 2 is not in UTF-8 (byte 0xdf)"),
+        ("labels.csv", "id,name\n0,ground\n1,road\n2,café\n".encode("latin-1"), "line 4 is not in UTF-8 (byte 0xe9)"),
+        ("obj.names", "ground\nroad\ncar\n".encode("utf-16-le"), "line 1 has a NUL byte"),
+        ("id2label.json", '{"0": "ground", "1": "road", "2": "car"}'.encode("utf-16"), "line 1 is in UTF-16"),
+    ],
+)
+def test_class_file_in_another_encoding_is_refused(file: str, content: bytes, problem: str, tmp_path: Path) -> None:
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", IDS)
+    (tmp_path / "d" / file).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert str(caught.value) == f"{file}: {problem}: save the file as UTF-8, or remove it"
+    assert not (tmp_path / "made.yaml").exists()
+
+
+def test_class_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", IDS)
+    (tmp_path / "d" / "classes.txt").write_bytes("\ufeffground\r\nStraße\r\ncar\r\n".encode())
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["ground", "Straße", "car"]

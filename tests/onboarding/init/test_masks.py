@@ -292,6 +292,16 @@ def test_ignored_value_that_a_file_names_is_said_once(tmp_path: Path) -> None:
     assert len([line for line in result.lines if "255" in line]) == 1
 
 
+def test_nan_in_float_masks_is_ignored(tmp_path: Path) -> None:
+    wanted = striped([0, 1, 255], [12, 10])
+    stored = np.where(wanted == 255, np.nan, wanted).astype(np.float32)
+    drawn(tmp_path / "d", lambda number: stored, target="masks/{}.tif")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "object"]
+    for read in trained_masks(config).values():
+        np.testing.assert_array_equal(read, wanted)
+
+
 def test_value_below_0_is_refused(tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([0, 1, -1], [12, 16], np.int32), target="masks/{}.tif")
     with pytest.raises(DataError, match=r"negative value -1: save ignored pixels as 255, such as np\.where\(mask < 0"):

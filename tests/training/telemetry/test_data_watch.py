@@ -15,7 +15,7 @@ from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import TrainLoader
-from segapp.training.reporting import DataWatch
+from segapp.training.reporting import DataWatch, cache_notes
 from tests.support.drawn_data import draw_image, draw_mask
 
 SCHEME = class_scheme("folder", classes=list("abcde"))
@@ -47,14 +47,16 @@ def watch_of(dataset: SegmentationDataset, pairs: list[ImagePair]) -> DataWatch:
 
 def test_cache_on_disk_is_announced(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:
     watch = watch_of(cached, pairs)
-    note, start = watch.at_start()
-    assert note == "a note"
+    assert watch.at_start() == ["a note"]  # the place of a cache is no alert
+    (start,) = cache_notes("training", cached.cache)
     assert start.startswith("data.cache = disk: 0 of 8 training images are in ")
     assert "cache/train-" in start
     assert "(0.0 MiB); the others are stored when they are first read, 0.1 MiB of " in start
     for index in range(8):
         cached.read(index)
         assert watch.after_interval(0, 1) == []
+    assert cache_notes("training", cached.cache) == []  # complete
+    assert cache_notes("validation", None) == []
 
 
 def test_full_disk_is_told_once(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:
