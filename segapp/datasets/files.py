@@ -140,12 +140,8 @@ def open_regular(path: Path, max_bytes: int | None = MAX_FILE_BYTES) -> BinaryIO
         raise DataError(f"{shown(path)}: not a regular file: replace it with an image file", path=path)
     if status.st_size == 0:
         raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again", path=path)
-    if max_bytes is not None and status.st_size > max_bytes:
-        raise DataError(
-            f"{shown(path)}: too large ({status.st_size} bytes, at most {max_bytes} are read): "
-            "cut it into tiles, or save it compressed",
-            path=path,
-        )
+    if max_bytes is not None:
+        _check_bytes(path, status.st_size, max_bytes)
     file = open(path, "rb")  # noqa: SIM115  # the caller closes it
     if status.st_size < 1024 and file.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
         file.close()
@@ -155,6 +151,15 @@ def open_regular(path: Path, max_bytes: int | None = MAX_FILE_BYTES) -> BinaryIO
             path=path,
         )
     return file
+
+
+def _check_bytes(path: Path, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise DataError(
+            f"{shown(path)}: too large ({num_bytes} bytes, at most {max_bytes} are read): "
+            "cut it into tiles, or save it compressed",
+            path=path,
+        )
 
 
 def _os_reason(path: Path, error: OSError) -> str:
@@ -263,28 +268,35 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
 
     A TIFF that can be read in windows may be larger, in proportion to its file: a sparse one may say any size.
     """
-    tags = tiff_tags(path)
-    if tags is not None:
-        height_px, width_px = tags.upright_px
-        num_px, num_bytes = height_px * width_px, path.stat().st_size
-        if tags.can_be_read_in_windows:
-            max_pixels = max(max_pixels, MAX_WINDOWED_PX, _MAX_PX_PER_BYTE * num_bytes)
-        if num_px > max_pixels:
-            raise _too_large(path, f"{width_px}x{height_px} pixels in {num_bytes} bytes", max_pixels)
-        try:
-            check_memory(4 * num_px * tags.bands, f"{tags.bands} bands", file_bytes=num_bytes, num_px=num_px)
-        except ValueError as error:
-            raise damaged(path, error) from error
-        return Header("TIFF", "", height_px, width_px, tags.orientation, tags.stored)
-    try:
-        with open_regular(path) as file:
+
+    def read() -> Header:
+        with open_regular(path, max_bytes=None) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            tags = _tags_of(file)
+            if tags is not None:
+                return _header_of_tiff(path, tags, num_bytes, max_pixels)
+            _check_bytes(path, num_bytes, MAX_FILE_BYTES)
             image = open_image(file, path, max_pixels)
             header = Header(str(image.format), image.mode, *_upright_size(image), _stored_in_png(file))
             if not _has_end_marker(file, header.format):
                 raise damaged(path, f"truncated {header.format}: its end is missing")
             return header
-    except OSError as error:
-        raise DataError(f"{shown(path)}: {_os_reason(path, error)}", path=path) from error
+
+    return _retried(read, path)
+
+
+def _header_of_tiff(path: Path, tags: TiffTags, num_bytes: int, max_pixels: int) -> Header:
+    height_px, width_px = tags.upright_px
+    num_px = height_px * width_px
+    if tags.can_be_read_in_windows:
+        max_pixels = max(max_pixels, MAX_WINDOWED_PX, _MAX_PX_PER_BYTE * num_bytes)
+    if num_px > max_pixels:
+        raise _too_large(path, f"{width_px}x{height_px} pixels in {num_bytes} bytes", max_pixels)
+    try:
+        check_memory(4 * num_px * tags.bands, f"{tags.bands} bands", file_bytes=num_bytes, num_px=num_px)
+    except ValueError as error:
+        raise damaged(path, error) from error
+    return Header("TIFF", "", height_px, width_px, tags.orientation, tags.stored)
 
 
 def tiff_tags(path: Path) -> TiffTags | None:
@@ -292,12 +304,19 @@ def tiff_tags(path: Path) -> TiffTags | None:
 
     def read() -> TiffTags | None:
         with open_regular(path, max_bytes=None) as file:
-            return read_tiff_tags(file) if is_tiff(file.read(4)) else None
+            return _tags_of(file)
 
+    return _retried(read, path)
+
+
+def _tags_of(file: BinaryIO) -> TiffTags | None:
+    """Return the tags of an open file, which is read from its start afterwards; None as for `tiff_tags`."""
     try:
-        return _retried(read, path)
+        return read_tiff_tags(file) if is_tiff(file.read(4)) else None
     except ValueError:
         return None
+    finally:
+        file.seek(0)
 
 
 _PNG_BANDS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}

@@ -5,6 +5,7 @@ Objects of COCO and YOLO are drawn by area, larger ones first, the others in the
 """
 
 import base64
+import os
 import re
 import zlib
 from collections import defaultdict
@@ -126,9 +127,10 @@ def find_yolo(tree: Tree) -> Layout | None:
 
     They lie next to the images, or in labels/ if the images are in images/. Images without a file are left out.
     """
-    by_place = {str(PurePosixPath(path).with_suffix("")): path for path in tree.images}
+    texts = tree.others_named(".txt")
+    by_place = {os.path.splitext(path)[0]: path for path in tree.images if texts}
     labels = {}
-    for path in tree.others_named(".txt"):
+    for path in texts:
         place = str(PurePosixPath(path).with_suffix(""))
         head, below_labels, tail = place.rpartition("labels/")  # the last such folder is images/ for the images
         for image_place in (place, f"{head}images/{tail}" if below_labels else place):

@@ -10,6 +10,7 @@ are rounded and the outline is included, as cv2.fillPoly does. An outline and it
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -73,14 +74,26 @@ class Images:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._paths = {composed(path): path for path in tree.images}
-        self._by_name: dict[str, list[str]] = defaultdict(list)
-        self._by_stem: dict[str, list[str]] = defaultdict(list)
         self.said_px: dict[str, Size] = {}  # height and width of an image in a table of annotations
-        for path in tree.images:
-            name = PurePosixPath(composed(path))
-            self._by_name[name.name.casefold()].append(path)
-            self._by_stem[name.stem.casefold()].append(path)
+
+    @functools.cached_property
+    def _paths(self) -> dict[str, str]:
+        return {composed(path): path for path in self._tree.images}
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, list[str]]:
+        return self._by(lambda path: path.rpartition("/")[2])
+
+    @functools.cached_property
+    def _by_stem(self) -> dict[str, list[str]]:
+        return self._by(lambda path: PurePosixPath(path).stem)
+
+    def _by(self, word: Callable[[str], str]) -> dict[str, list[str]]:
+        """Return the images by a word of their path; only made for a format with a name to look for."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for path in self._tree.images:
+            found[word(composed(path)).casefold()].append(path)
+        return found
 
     def find(self, said: str, near: str = "") -> str | None:
         """Return the image for a path, a name or a URL; None if there is none, or if several fit equally well.

@@ -18,7 +18,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
@@ -92,7 +92,7 @@ def _by_words(images: Sequence[str], words: frozenset[str]) -> Iterator[Grouping
     """Yield the groups by words that every path has with a number, a letter or a name: patient01, patientB, sub-x."""
     for word in sorted(words):
         pattern = rf"(?<![^\W\d_])((?i:{word})(?:[_\-. ]?\d+|[_\-. ][^_\-. /]+|[A-Z](?![a-z])))"
-        found = [re.search(pattern, image) for image in images]
+        found = takewhile(bool, (re.search(pattern, image) for image in images))
         groups = tuple(match[1] for match in found if match is not None)
         if len(groups) == len(images) and 2 <= len(set(groups)) < len(images):
             yield Grouping(groups, f"{_LONG.get(word, word)} in the name", pattern)

@@ -190,7 +190,8 @@ def _facts(
             label_map = {value: IGNORED if own is None else own for value, own in (known.label_map or {}).items()}
             classes = Classes(known.names, f"the {len(known.names)} of {format}", label_map)
     if classes is None:
-        masks = [f"{root.resolve().name}/{pair.mask}" for pair in division.train]
+        folder = root.resolve().name
+        masks = [f"{folder}/{pair.mask}" for pair in division.train]
         classes = read_classes(content, nearest_first(find_class_files(tree), masks[0]), masks, choices)
         classes = replace(classes, notes=(*chosen.notes, *classes.notes))
     if chosen.writes == "masks" and any(turns.names.values()):

@@ -288,7 +288,7 @@ class _NamedPairs:
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._by_name: dict[str, tuple[Pair, ...]] = {}
         self._loose: dict[str, tuple[Pair, ...]] = {}
-        self._scenes: dict[str, tuple[Pair, ...]] = {}
+        self._scenes: dict[str, list[Pair]] = defaultdict(list)
         paths = [PurePosixPath(composed(pair.image)) for pair in pairs]
         stems = [path.stem for path in paths]
         prefix, ending = common_affixes(stems)
@@ -303,9 +303,9 @@ class _NamedPairs:
                 for own in {key, without_zeros(key)} - {""}:
                     self._loose[own] = () if own in self._loose else (pair,)
             for key in {"/".join(pair.scene), *pair.scene[-1:]} - {""}:
-                self._scenes[key] = (*self._scenes.get(key, ()), pair)
+                self._scenes[key].append(pair)
 
-    def find(self, line: str) -> tuple[Pair, ...]:
+    def find(self, line: str) -> Sequence[Pair]:
         """Return the pairs; none if there are none, or if a name fits several images."""
         line = line.strip().replace("\\", "/").removeprefix("./").lstrip("/")
         name = PurePosixPath(line).name

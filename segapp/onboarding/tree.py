@@ -156,12 +156,12 @@ class SurveyedImage:
     @cached_property
     def stem(self) -> str:
         """The name without its extension, in NFC."""
-        return composed(PurePosixPath(self.path).stem)
+        return composed(os.path.splitext(self.path.rpartition("/")[2])[0])
 
     @cached_property
     def suffix(self) -> str:
         """The extension with its dot, in lower case."""
-        return PurePosixPath(self.path).suffix.lower()
+        return os.path.splitext(self.path)[1].lower()
 
 
 def parse_file(path: str) -> SurveyedImage:

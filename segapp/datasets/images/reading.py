@@ -115,8 +115,9 @@ def _check_alpha(data: bytes, path: Path, tags: TiffTags) -> None:
 
 def pixels_of(path: Path) -> StoredPixels:
     """Return the kind of an image's pixels; a band that is marked as alpha is checked by its values."""
-    stored = read_header(path).stored or StoredPixels(3, "uint8", is_picture=True)
-    tags = tiff_tags(path)
+    header = read_header(path)
+    stored = header.stored or StoredPixels(3, "uint8", is_picture=True)
+    tags = tiff_tags(path) if header.format == "TIFF" else None
     if tags is None or not stored.is_picture or not tags.has_alpha or tags.bands not in {2, 4}:
         return stored
     try:
