@@ -295,12 +295,13 @@ def _reported(
         end("failed", reason)
         event_log.close()
 
-    def start_code() -> int:
-        return EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
+    def note_stop() -> str:
+        stage.code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
+        return "a checkpoint was saved" if stage.is_saved else "nothing was there to save yet"
 
     def end_start(_code: int) -> None:
         if stage.trainer is None and not stage.code:
-            stage.code, reason = start_code(), f"{signals.signal_name}: nothing was there to save yet"
+            reason = f"{signals.signal_name}: {note_stop()}"
             end_process(stage.code, lambda: end("stopped", reason, "signal"), report_s=0.5)
 
     signals.where = lambda: memory.activity
@@ -312,9 +313,7 @@ def _reported(
             if stage.reason is not None:
                 end("finished", stage.reason)
         except StopRequest as stop:
-            outcome = "a checkpoint was saved" if stage.is_saved else "nothing was there to save yet"
-            stage.code = start_code()
-            end("stopped", f"{stop}: {outcome}", stop.by)
+            end("stopped", f"{stop}: {note_stop()}", stop.by)
         except Exception as error:
             known = as_segapp_error(error, component_names(request.config), num_devices=len(devices.devices))
             logger.exception("training failed")

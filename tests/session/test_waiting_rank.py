@@ -1,7 +1,8 @@
-"""A rank that waits for others says so at once, and ends by a signal."""
+"""A rank that waits for others says so at once; it ends by a signal, as a start does that is stuck in C."""
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import time
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from segapp.config import dump_config
+from tests.support import ROOT
 from tests.support.live_runs import small, wait_for
 from tests.support.programs import start
+from tests.support.runs import events
 
 SRUN = {
     "SLURM_JOB_ID": "7",
@@ -53,3 +56,43 @@ def test_rank_that_waits_says_so_and_ends_by_a_signal(
     assert time.monotonic() - began_s < 6  # 0.8 s on an idle machine; 600 s before
     assert "Traceback" not in program.stderr
     assert not (tmp_path / "run").exists()
+
+
+STUCK = """
+import ctypes, os
+from pathlib import Path
+from tests.support.own_parts import Net
+
+def net(num_classes):
+    if "STUCK" in os.environ:
+        mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+        lock(mutex)
+        Path("stuck").touch()
+        lock(mutex)  # a call of C that a signal does not end
+    return Net(num_classes)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_start_that_is_stuck_in_c_ends_with_an_event(
+    number: signal.Signals, code: int, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """A new run has nothing to save; a run that is resumed has its checkpoint."""
+    config = small(tiny, 2).model_dump(mode="json") | {"model": {"library": "python", "name": "stuck:net"}}
+    (tmp_path / "own.yaml").write_text(json.dumps(config))
+    (tmp_path / "stuck.py").write_text(STUCK)
+    words = ["train", "--plain", "--trust-parts", "--config", "own.yaml", "--run", "run"]
+    paths = f"{tmp_path}:{ROOT}"
+    if code == 75:
+        done = start(*words, "train.epochs=1", cwd=tmp_path, logs=tmp_path, PYTHONPATH=paths).finish()
+        assert done.returncode == 0, done.stderr
+        words += ["--resume"]
+    program = start(*words, cwd=tmp_path, logs=tmp_path, PYTHONPATH=paths, STUCK="1")
+    wait_for(lambda: (tmp_path / "stuck").exists(), 60)
+    time.sleep(0.3)
+    program.send(number)
+    assert program.wait(30) == code, program.stderr
+    end = events(tmp_path / "run", "run_end")[-1]
+    assert (end["status"], end["exit_code"], end["stopped_by"]) == ("stopped", code, "signal")
+    saved = "a checkpoint was saved" if code == 75 else "nothing was there to save yet"
+    assert end["reason"] == f"{number.name}: {saved}"
