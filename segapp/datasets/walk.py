@@ -54,8 +54,9 @@ def walk(
     """Yield a folder and the folders below it, each before those that it contains.
 
     Links to folders come last, so that a folder has its own path; one to a folder that was listed, or contains the
-    start, is not followed. Hidden folders, runs, and the folders in `skip` (resolved) are left out. With `hidden`,
-    hidden folders and files are like others. `depth` limits the levels of folders; 1 is the start.
+    start, is not followed. Hidden folders and the folders in `skip` (resolved) are left out, and so is a run, of which
+    only `run.json` is named. With `hidden`, hidden folders and files are like others. `depth` limits the levels of
+    folders; 1 is the start.
 
     Raises:
         DataError: A folder cannot be listed.
@@ -80,6 +81,7 @@ def walk(
                 path=path,
             ) from error
         if real != first and any(entry.name == "run.json" for entry in entries):
+            yield Folder(path, place, real, [], ["run.json"], frozenset())
             continue
         found = Folder(path, place, real, [], [], frozenset(entry.name for entry in entries if entry.is_symlink()))
         below = []

@@ -195,11 +195,14 @@ class Annotations:
                 f"there are no objects in its {len(self.pairs)} images; annotate some and export them again"
             )
         void = {label for label in self.labels if is_void(label)}
-        names = sorted(self.labels - void, key=lambda name: (not is_background(name), name))
+        names = sorted(
+            {composed(label) for label in self.labels - void}, key=lambda name: (not is_background(name), name)
+        )
         if not names or not is_background(names[0]):
             names = ["background", *names]
         classes = check_classes(names, next(iter(self._files)))
-        self.values = {label: number for number, label in enumerate(classes)} | dict.fromkeys(void, IGNORED)
+        self.values = {label: classes.index(composed(label)) for label in self.labels - void}
+        self.values |= dict.fromkeys(void, IGNORED)
         return self.layout(classes, "the labels, by name", [*self._files], entries)
 
     def layout(

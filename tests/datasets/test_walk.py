@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from segapp.datasets.files import ImagePair, check_pairs, read_header
-from segapp.datasets.layouts.formats import DataLocation, find_pairs
+from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.walk import on_disk, walk
-from segapp.errors import DataError
+from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.tree import survey_tree
 from tests.support.drawn_folders import draw_image, draw_mask
@@ -42,6 +42,7 @@ def test_walk_lists_each_file_once_and_leaves_hidden_ones(tmp_path: Path) -> Non
     touch(tmp_path, "d/z/x.png", "d/z/._x.png", "d/z/Thumbs.db", "d/b.PNG", "d/c/notes.txt", "d/.cache/y.png")
     touch(tmp_path, "d/c/__MACOSX/x.png", "d/out/labels/b.png", "d/runs/one/run.json", "d/runs/one/samples/s.png")
     (tmp_path / "d/again").symlink_to("z")  # listed before z, and its files are those of z
+    (tmp_path / "d/c/latest").symlink_to("../z")
     (tmp_path / "d/c/up").symlink_to("../..")
     (tmp_path / "d/ring").symlink_to("ring")
     (tmp_path / "d/lost.png").symlink_to("nowhere")
@@ -49,7 +50,7 @@ def test_walk_lists_each_file_once_and_leaves_hidden_ones(tmp_path: Path) -> Non
     files = [folder.below + name for folder in found for name in folder.files]
     assert files == ["b.PNG", "lost.png", "ring", "c/notes.txt", "z/x.png"]
     hidden = [folder.below + name for folder in found for name in folder.hidden]
-    assert hidden == [".cache/", "c/__MACOSX/", "z/._x.png", "z/Thumbs.db"]
+    assert hidden == [".cache/", "c/__MACOSX/", "runs/one/run.json", "z/._x.png", "z/Thumbs.db"]
     assert [name for folder in found for name in folder.links] != []
     assert all(os.path.realpath(folder.path) == folder.real for folder in found)
 
@@ -111,13 +112,14 @@ def listed(root: Path, split: str) -> set[tuple[str, ...]]:
 
 def test_init_pairs_all_names_of_a_mac_and_writes_their_bytes(tmp_path: Path) -> None:
     root = tmp_path / "d"
-    pairs = {(nfc(f"images/Köln/{name}.png"), nfd(f"masks/Köln/{name}.png")) for name in NAMES}
+    places = [("Köln", NAMES[:7]), ("Zürich", NAMES[3:])]
+    pairs = {(nfc(f"images/{city}/{n}.png"), nfd(f"masks/{city}/{n}.png")) for city, names in places for n in names}
     for image, mask in pairs:
         draw_image(root / image)
         draw_mask(root / mask)
     result = propose_config(InitRequest(root, root.with_suffix(".yaml")))
     assert listed(root, "train") | listed(root, "val") == pairs
-    assert f"{len(NAMES)} of {len(NAMES)} images have a mask" in result.lines[0]
+    assert "15 of 15 images have a mask" in result.lines[0]
 
 
 def test_init_keeps_the_splits_of_lists_in_the_other_form(tmp_path: Path) -> None:
@@ -134,17 +136,33 @@ def test_init_keeps_the_splits_of_lists_in_the_other_form(tmp_path: Path) -> Non
 
 def test_init_finds_images_of_annotations_in_the_other_form(tmp_path: Path) -> None:
     root = tmp_path / "d"
-    for name in NAMES:
-        draw_image(root / nfd(f"{name}.png"), (30, 40))
+    forms = [(nfc, nfd), (nfd, nfc), (nfd, nfd)]
+    for number, name in enumerate(NAMES):
+        draw_image(root / forms[number % 3][0](f"{name}.png"), (30, 40))
     size = {"width": 40, "height": 30}
-    images = [{"id": i, "file_name": nfc(f"{name}.png"), **size} for i, name in enumerate(NAMES)]
+    images = [{"id": i, "file_name": forms[i % 3][1](f"{name}.png"), **size} for i, name in enumerate(NAMES)]
     box = {"category_id": 3, "segmentation": [[2, 2, 20, 2, 20, 11, 2, 11]], "iscrowd": 0, "area": 162}
     objects = [{"id": i, "image_id": i, "bbox": [2, 2, 18, 9], **box} for i in range(len(NAMES))]
     content = {"images": images, "categories": [{"id": 3, "name": "box"}], "annotations": objects}
     (root / "annotations.json").write_text(json.dumps(content))
     propose_config(InitRequest(root, root.with_suffix(".yaml")))
     found = {image for split in ("train", "val") for image, _ in listed(root, split)}
-    assert found == {nfd(f"{name}.png") for name in NAMES}
+    assert found == {forms[number % 3][0](f"{name}.png") for number, name in enumerate(NAMES)}
+
+
+def test_labels_that_look_alike_are_one_class(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for number, label in enumerate([nfc("Bäume"), nfd("Bäume"), "Ast", nfd("Bäume"), nfc("Bäume"), "Ast"]):
+        draw_image(root / f"{number}.png", (30, 40))
+        box = {"label": label, "shape_type": "polygon", "points": [[2, 2], [20, 2], [20, 11 + number], [2, 11]]}
+        content = {"shapes": [box], "imagePath": f"{number}.png", "imageHeight": 30, "imageWidth": 40}
+        (root / f"{number}.json").write_text(json.dumps(content))
+    result = propose_config(InitRequest(root, root.with_suffix(".yaml")))
+    assert any(line.startswith(f"classes: background, Ast, {nfc('Bäume')} (") for line in result.lines)
+    masks = [np.array(Image.open(root.with_name("d-masks") / f"{number}.png")) for number in range(6)]
+    assert [int(mask.max()) for mask in masks] == [2, 2, 1, 2, 2, 1]
+    with pytest.raises(ConfigError, match="is listed twice"):
+        class_scheme("list", classes=[nfc("Bäume"), "Ast", nfd("Bäume")])
 
 
 def test_pointer_of_git_lfs_is_named_with_its_cure(tmp_path: Path) -> None:

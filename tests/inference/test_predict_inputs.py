@@ -35,6 +35,10 @@ def test_hidden_files_and_other_kinds_are_named_not_read(tmp_path: Path) -> None
         DataError, match=r"h holds no image or video \(1 files of other kinds \(\.heic\) not read: conv"
     ):
         find_images([tmp_path / "h"])
+    touch(tmp_path, "g/runs/one/run.json", "g/runs/one/samples/x.png", "g/x.png")
+    assert find_images([tmp_path / "g"]).notes == [
+        f"1 hidden files and folders not read, such as {tmp_path}/g/runs/one/run.json"
+    ]
 
 
 def test_hidden_files_are_read_if_a_glob_names_them(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.layouts.palettes import Palettes
+from segapp.datasets.walk import composed
 from segapp.errors import ConfigError
 
 Color = tuple[int, int, int]
@@ -211,7 +212,7 @@ def check_names(format: str, names: tuple[str, ...]) -> None:
         raise ConfigError(
             f"format {format} needs classes: list the class names in the order of their ids", key="data.classes"
         )
-    twice = [name for name, count in Counter(names).items() if count > 1]
+    twice = [name for name, count in Counter(map(composed, names)).items() if count > 1]
     if twice:
         raise ConfigError(
             f"classes: {twice[0]!r} is listed twice: give every class a different name",

@@ -13,7 +13,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -25,7 +25,7 @@ from segapp.datasets.images.raster import Georeference, read_georeference
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.images.windows import image_windows
-from segapp.datasets.walk import IMAGE_SUFFIXES, Folder, composed, is_below, left_out, on_disk, others_note, walk
+from segapp.datasets.walk import IMAGE_SUFFIXES, Folder, composed, is_below, left_out, on_disk, walk
 from segapp.errors import ConfigError, DataError
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv")
@@ -88,9 +88,9 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> Inputs:
                 found.setdefault(real, InputFile(Path(path), os.path.splitext(folder.below + name)[0]))
                 is_empty = False
         if is_empty:
-            what = "holds no image or video" if given.is_dir() else "matches no image or video: check the pattern"
-            note = others_note(others) or "nothing else is there"
-            raise DataError(f"{shown(given)} {what} ({note}; supported suffixes: {' '.join(_SUFFIXES)})", path=given)
+            what = "holds no" if given.is_dir() else "is a pattern that matches no"
+            note = "; ".join([*left_out(others, hidden), f"supported suffixes: {' '.join(_SUFFIXES)}"])
+            raise DataError(f"{shown(given)} {what} image or video ({note}): check the path", path=given)
     return Inputs(_distinct([*found.values()]), left_out(others, hidden))
 
 
@@ -133,25 +133,20 @@ def _distinct(images: list[InputFile]) -> list[InputFile]:
     If images of several folders have one name, all names begin at the folder that these have in common. In one folder,
     equal names (a.jpg, a.png) get their suffix, then a number (equal in NFC only).
     """
-    folders: dict[str, set[Path]] = {}
-    for image in images:
-        folders.setdefault(composed(image.name), set()).add(image.path.parent)
-    if any(len(own) > 1 for own in folders.values()):
+    names = [image.name for image in images]
+    if len({*names}) < len({(image.name, image.path.parent) for image in images}):
         paths = [os.path.abspath(image.path) for image in images]
         common = os.path.commonpath([os.path.dirname(path) for path in paths])
         names = [os.path.splitext(os.path.relpath(path, common))[0] for path in paths]
-        images = [replace(image, name=name) for image, name in zip(images, names, strict=True)]
-    counts = Counter(composed(image.name) for image in images)
-    taken: set[str] = set()
-    result = []
-    for image in images:
-        name = image.name if counts[composed(image.name)] == 1 else image.name + image.path.suffix
-        base, number = name, 2
-        while composed(name) in taken:
-            name, number = f"{base}-{number}", number + 1
-        taken.add(composed(name))
-        result.append(replace(image, name=name))
-    return result
+    counts = Counter(map(composed, names))
+    result: dict[str, InputFile] = {}
+    for image, name in zip(images, names, strict=True):
+        base = free = name if counts[composed(name)] == 1 else name + image.path.suffix
+        numbers = itertools.count(2)
+        while composed(free) in result:
+            free = f"{base}-{next(numbers)}"
+        result[composed(free)] = InputFile(image.path, free)
+    return [*result.values()]
 
 
 MAX_PREDICTED_PX = 2**30
