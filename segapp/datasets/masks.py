@@ -78,7 +78,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         ids = np.array(image.convert("RGB") if scheme.rgb else image, np.uint8 if image.mode == "1" else None)
     except Exception as error:  # as above
         raise damaged(path, error) from error
-    if scheme.palettes is not None and (problem := scheme.palettes.add(path, palette_of(image, ids))):
+    if scheme.palettes is not None and (problem := scheme.palettes.add(path, palette_of(image))):
         move = "set data.rgb_masks to true, and data.palette, to read colors, or to false to read ids"
         raise DataError(f"{problem}: {move}", key="data.rgb_masks", path=path)
     return train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme)

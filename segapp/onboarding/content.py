@@ -146,7 +146,7 @@ def count_pixels(
     except UNREADABLE as error:
         return str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__
     if pixels.ndim == 2:
-        return _histogram(pixels), {}, str(image.format), palette_of(image, pixels)
+        return _histogram(pixels), {}, str(image.format), palette_of(image)
     histogram = _histogram(color_codes(pixels))
     most = sorted(histogram, key=lambda code: -histogram[code])[: MAX_COLORS + 1]
     colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}

@@ -143,6 +143,14 @@ def test_an_unused_class_between_two_palettes_is_noticed(tmp_path: Path) -> None
         read_mask(tmp_path / "short.png", scheme)
 
 
+def test_an_unused_entry_with_the_color_of_another_is_accepted(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", picture(0), AGREE, COLORS)
+    save(tmp_path / "b.png", np.where(picture(1) == 1, 0, picture(1)), AGREE, [BLACK, BLUE, BLUE])
+    scheme = build_scheme(data(tmp_path))
+    read_mask(tmp_path / "a.png", scheme)
+    assert {*np.unique(read_mask(tmp_path / "b.png", scheme)).tolist()} == {0, 2}
+
+
 def test_black_and_white_palettes_that_are_reversed_disagree(tmp_path: Path) -> None:
     white = (255, 255, 255)
     save(tmp_path / "a.png", picture(0) // 2, [0, 1], [BLACK, white])

@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from segapp.datasets.files import shown
@@ -15,15 +12,15 @@ Color = tuple[int, int, int]
 BLACK_AND_WHITE = {0: (0, 0, 0), 1: (255, 255, 255)}
 
 
-def palette_of(image: Image.Image, ids: NDArray[Any]) -> dict[int, Color]:
-    """Return the colors of the ids in a mask, (H, W); none without a palette, or if it says nothing about the classes.
+def palette_of(image: Image.Image) -> dict[int, Color]:
+    """Return the colors of the ids in a mask; none without a palette, or if it says nothing about the classes.
 
     A ramp of grays says nothing, and neither does an id with the color of a lower one: programs write both by default.
     """
     flat = (image.getpalette("RGB") if image.mode == "P" else None) or []
     colors = [*zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
-    used = [index for index in np.flatnonzero(np.bincount(ids.ravel())).tolist() if index < len(colors)] if flat else []
-    found = {index: colors[index] for index in used if colors.index(colors[index]) == index}
+    counts = enumerate(zip(colors, image.histogram() if flat else (), strict=False))
+    found = {index: color for index, (color, count) in counts if count and colors.index(color) == index}
     grays = [color for color in found.values() if len({*color}) == 1]
     return found if grays != sorted(grays) or len(grays) < len(found) or found == BLACK_AND_WHITE else {}
 
