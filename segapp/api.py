@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -399,17 +400,20 @@ def history(run: str | Path) -> History:
 
 def _read_history(path: Path) -> History:
     """Return the evaluations of a run from its events."""
-    from segapp.run.events import EventReader, Val, parse_event
+    from segapp.run.events import EventReader, StepRun, Val, parse_event
     from segapp.run.folder import RunFolder
 
     loss, classes, rows = EpochLoss(), list[str](), list[Evaluated]()
-    for raw in EventReader(RunFolder(path).events).read_raw():
-        loss.add_event(raw)
-        if raw["type"] == "run_start":
-            classes, resumed = raw.get("classes") or [], raw.get("resumed_from_step")
+    for item in chain.from_iterable(EventReader(RunFolder(path).events).skim()):
+        if isinstance(item, StepRun):
+            loss.add(item.epoch, item.step, item.loss)
+            continue
+        loss.add_event(item)
+        if item["type"] == "run_start":
+            classes, resumed = item.get("classes") or [], item.get("resumed_from_step")
             rows = rows if resumed is None else [row for row in rows if row.step <= resumed]
-        elif raw["type"] == "val":
-            val = cast(Val, parse_event(raw))
+        elif item["type"] == "val":
+            val = cast(Val, parse_event(item))
             rows.append(
                 Evaluated(
                     epoch=val.epoch,

@@ -148,17 +148,29 @@ class EpochLoss:
         """The epoch of the mean; None before the first step."""
         self._steps: list[int] = []
         self._losses: list[float] = []
+        """The last losses, `_NUM_SINGLE` to twice as many; earlier ones are summed, because an epoch may be long."""
+        self._sums: list[float] = []
+        """Two floats: the sum of the others, and its rounding error."""
+        self._num_summed = 0
+        self._summed_to = 0
+        """Step of the last summed loss."""
 
     def add(self, epoch: Any, steps: Sequence[int], losses: Iterable[Any]) -> None:
         """Add consecutive `step` events of an epoch; None or nan for a loss that was not finite."""
         if type(epoch) is not int:
             return
         if epoch != self.epoch:
+            self.__init__()  # type: ignore[misc]
             self.epoch = epoch
-            self._steps.clear()
-            self._losses.clear()
         self._steps += steps
         self._losses += map(as_float, losses)
+        if len(self._steps) >= 2 * _NUM_SINGLE:
+            losses = [*self._sums, *filter(math.isfinite, self._losses[:-_NUM_SINGLE])]
+            self._num_summed += len(losses) - len(self._sums)
+            self._summed_to = self._steps[-_NUM_SINGLE - 1]
+            total = math.fsum(losses)
+            self._sums = [total, math.fsum([*losses, -total])]
+            del self._steps[:-_NUM_SINGLE], self._losses[:-_NUM_SINGLE]
 
     def add_event(self, raw: dict[str, Any]) -> None:
         """Process an event: a `step`, or a `run_start` after which steps are repeated; others change nothing."""
@@ -168,15 +180,19 @@ class EpochLoss:
             self.drop_after(raw["resumed_from_step"])
 
     def drop_after(self, step: int) -> None:
-        """Drop the steps after a step, which a resumed training repeats."""
+        """Drop the steps after a step, which a resumed training repeats; all of them if some of these are summed."""
         while self._steps and self._steps[-1] > step:
             self._steps.pop()
             self._losses.pop()
-        if not self._steps:
-            self.epoch = None
+        if not self._steps and (not self._num_summed or self._summed_to > step):
+            self.__init__()  # type: ignore[misc]
 
     @property
     def mean(self) -> float | None:
         """The mean; None without a finite loss."""
-        known = [loss for loss in self._losses if math.isfinite(loss)]
-        return math.fsum(known) / len(known) if known else None
+        known = [*self._sums, *filter(math.isfinite, self._losses)]
+        count = self._num_summed + len(known) - len(self._sums)
+        return math.fsum(known) / count if count else None
+
+
+_NUM_SINGLE = 4096

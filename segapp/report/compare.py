@@ -6,7 +6,6 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from segapp.report.differences import MIN_IMAGES
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
 from segapp.report.run_report import (
-    RunRow,
     differing_settings,
     read_config,
     read_run_report,
-    run_row,
     without_events,
 )
 from segapp.run import words
@@ -81,7 +78,7 @@ def compare_runs(
             why_not = str(error)
             print(f"note: no comparison on the same images: {printable(why_not)}", file=sys.stderr)
     common = common_classes(rows)
-    iou = [row.iou for row in rows] if same is None else [run["iou"] for run in same["runs"]]
+    iou = [row["iou"] for row in rows] if same is None else [run["iou"] for run in same["runs"]]
     classes = list(dict.fromkeys(name for each in iou for name in each))
     shown = [name for name in classes if any(each.get(name) is not None for each in iou)]
     note = note_of_means(rows, common)
@@ -89,7 +86,7 @@ def compare_runs(
         reports = [read_run_report(folder.path) for folder in folders]
         values = {
             "rows": rows,
-            "figures": key_figures([asdict(row) for row in rows]),
+            "figures": key_figures(rows),
             "differences": differences,
             "same": same,
             "why_not": why_not,
@@ -109,7 +106,7 @@ def compare_runs(
     for image in same["images"] if same else ():
         image.pop("shown", None)
     return {
-        "runs": [asdict(row) for row in rows],
+        "runs": rows,
         "differences": differences,
         "common_classes": list(common),
         "common_miou": [_mean_over(row, common) for row in rows],
@@ -119,11 +116,12 @@ def compare_runs(
     }
 
 
-def _row_of(folder: RunFolder) -> RunRow:
+def _row_of(folder: RunFolder) -> dict[str, Any]:
+    """Return name, state and key figures of a run."""
     summary = summarize(folder.path)
-    if summary.more["first_start_s"] is None:
+    if summary.figures["num_params"] is None:
         raise without_events(folder)
-    return run_row(summary)
+    return {"name": folder.name, "state": summary.state, **summary.figures}
 
 
 def _widest(same: Mapping[str, Any] | None) -> float:
@@ -143,33 +141,33 @@ def verdicts(same: Mapping[str, Any] | None) -> list[str]:
     return [verdict(same, run) for run in same["runs"][1:]] if same else []
 
 
-def common_classes(rows: Sequence[RunRow]) -> tuple[str, ...]:
+def common_classes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the classes that have an IoU in the best evaluation of every evaluated run."""
-    evaluated = [row for row in rows if row.num_scored]
-    first = evaluated[0].iou if evaluated else {}
-    return tuple(name for name in first if all(row.iou.get(name) is not None for row in evaluated))
+    evaluated = [row for row in rows if row["num_scored"]]
+    first = evaluated[0]["iou"] if evaluated else {}
+    return tuple(name for name in first if all(row["iou"].get(name) is not None for row in evaluated))
 
 
-def note_of_means(rows: Sequence[RunRow], common: Sequence[str]) -> str | None:
+def note_of_means(rows: Sequence[Mapping[str, Any]], common: Sequence[str]) -> str | None:
     """Return a sentence if the mIoU of the runs are means over different classes; None if they can be compared."""
-    scored = [{name for name, iou in row.iou.items() if iou is not None} for row in rows if row.num_scored]
+    scored = [{name for name, iou in row["iou"].items() if iou is not None} for row in rows if row["num_scored"]]
     if all(names == set(common) for names in scored):
         return None
-    numbers = ", ".join(f"{row.name} {row.num_scored}" for row in rows if row.num_scored)
+    numbers = ", ".join(f"{row['name']} {row['num_scored']}" for row in rows if row["num_scored"])
     if not common:
         return f"The mIoU are means over different classes ({numbers}), and no class is common to all."
-    means = ", ".join(f"{row.name} {_percent(_mean_over(row, common))}" for row in rows if row.num_scored)
+    means = ", ".join(f"{row['name']} {_percent(_mean_over(row, common))}" for row in rows if row["num_scored"])
     which = "the class" if len(common) == 1 else f"the {len(common)} classes"
     return f"The mIoU are means over different classes ({numbers}). Over {which} that all have: {means}."
 
 
-def _mean_over(row: RunRow, classes: Sequence[str]) -> float | None:
-    values = [iou for name in classes if (iou := row.iou.get(name)) is not None]
+def _mean_over(row: Mapping[str, Any], classes: Sequence[str]) -> float | None:
+    values = [iou for name in classes if (iou := row["iou"].get(name)) is not None]
     return sum(values) / len(values) if values else None
 
 
 def key_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the figures of runs, which are fields of `RunRow`, as lines of text: title -> text of each run."""
+    """Return the state and `RunSummary.figures` of runs as lines of text: title -> text of each run."""
     return {
         "state": [row["state"] for row in runs],
         "best mIoU": [with_count(_percent(row["best_miou"]), row["num_scored"], len(row["iou"])) for row in runs],

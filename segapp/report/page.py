@@ -62,7 +62,7 @@ def write_report(
         RunError: the run has no events yet.
         StorageError: the file cannot be written.
     """
-    report = read_run_report(run)
+    report = read_run_report(run, ("lr", "images_per_s"))
     out = out or report.folder.path / "report.html"
     evaluation, why_not = None, "left out because of --no-images"
     if has_pictures:
@@ -89,10 +89,10 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "last": view.vals.last,
         "loss": loss_chart([report]),
         "miou": _miou_chart(report),
-        "lr": _small_chart("learning rate", report.series("lr"), "learning rate"),
-        "rate": _small_chart("images/s", report.series("images_per_s"), "images per second"),
+        "lr": _small_chart("learning rate", report.series["lr"], "learning rate"),
+        "rate": _small_chart("images/s", report.series["images_per_s"], "images per second"),
         "terms": [
-            (name, _small_chart(name, report.series(f"terms.{name}"), name.replace("_", " "), bottom=None))
+            (name, _small_chart(name, report.series[f"terms.{name}"], name.replace("_", " "), bottom=None))
             for name in report.terms
         ],
         "classes": class_rows(report, evaluation),

@@ -32,7 +32,7 @@ from segapp.view.view import View
 
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
-_VERSION = 1
+_VERSION = 2
 """Increase it if `facts_of` or the fold changes, so that summaries of an earlier version are not used."""
 
 _SETTLED_S = 2.0
@@ -46,8 +46,10 @@ class RunSummary:
     folder: RunFolder
     shown: dict[str, Any]
     """What the events say, as in `segapp status --json`."""
-    more: dict[str, Any]
-    """The facts of the events that only the state and comparisons need."""
+    figures: dict[str, Any]
+    """Key figures of the run in a comparison."""
+    times: dict[str, Any]
+    """The end of the run, and the times that its state depends on."""
     facts: StateFacts
 
     @property
@@ -75,13 +77,13 @@ class RunSummary:
             "began_s": info.created_s if info else None,
             "age_s": self.facts.event_age_s,
             **self.shown,
-            "reason": self.more["reason"] if is_over else None,
-            "exit_code": self.more["exit_code"] if is_over else None,
+            "reason": self.times["reason"] if is_over else None,
+            "exit_code": self.times["exit_code"] if is_over else None,
         }
 
 
 def facts_of(view: View) -> dict[str, dict[str, Any]]:
-    """Return what a summary needs of a view, as JSON: the fields `shown` and `more` of `RunSummary`."""
+    """Return what a summary needs of a view, as JSON: the fields `shown`, `figures` and `times` of `RunSummary`."""
     start, step, last, best, end = view.start, view.step, view.vals.last, view.best, view.end
     peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
     classes = start.classes if start else []
@@ -117,21 +119,33 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
         "num_alerts": view.num_alerts,
         "last_alert": view.last_alerts[-1].message if view.last_alerts else None,
     }
-    more = {
+    figures = {
+        "best_miou": shown["best_miou"],
+        "num_scored": shown["best_num_scored"],  # the classes that have an IoU in `iou`
+        "best_epoch": shown["best_epoch"],
+        "scores": {name: best.score(name) for name in SCORES} if best else {},
+        "last_loss": shown["loss"],
+        "last_val_loss": shown["val_loss"],
+        "num_evaluations": len(view.vals),
+        "epochs": view.epoch or 0,
+        "steps": step.step if step else 0,
+        "images_per_s": shown["images_per_s"],
+        "duration_s": None if view.first_start_s is None or view.last_s is None else view.last_s - view.first_start_s,
+        "num_params": shown["num_params"],
+        "peak_mib": max(peaks, default=None),  # of the device with the highest peak
+        "iou": {name: class_iou(best, i) for i, name in enumerate(classes)},
+        "last_miou": shown["miou"],
+        "last_num_scored": shown["num_scored"],
+    }
+    times = {
         **_fields(end, "reason", "exit_code"),
         "end_status": end.status if end else None,
         "end_s": end.t if end else None,
         "last_s": view.last_s,
         "last_step_s": view.step_times_s[-1] if view.step_times_s else None,
         "step_interval_s": view.step_interval_s,
-        "first_start_s": view.first_start_s,
-        "steps": step.step if step else 0,
-        "num_evaluations": len(view.vals),
-        "best_scores": {name: best.score(name) for name in SCORES} if best else {},
-        "best_iou": {name: class_iou(best, i) for i, name in enumerate(classes)},
-        "peak_mib": max(peaks, default=None),
     }
-    return {"shown": shown, "more": more}
+    return {"shown": shown, "figures": figures, "times": times}
 
 
 def _fields(source: object | None, *names: str) -> dict[str, Any]:
@@ -168,15 +182,15 @@ def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[Run
 
 def summary_of(folder: RunFolder, found: dict[str, dict[str, Any]], now_s: float) -> RunSummary:
     """Return the summary of a run from `facts_of` its events, its folder, and the present time."""
-    more = found["more"]
-    last_s, step_s = more["last_s"], more["last_step_s"]
-    is_again = more["end_status"] is not None and was_acquired_after(folder, more["end_s"])
+    times = found["times"]
+    last_s, step_s = times["last_s"], times["last_step_s"]
+    is_again = times["end_status"] is not None and was_acquired_after(folder, times["end_s"])
     facts = StateFacts(
-        end_status=None if is_again else more["end_status"],
+        end_status=None if is_again else times["end_status"],
         is_trainer_alive=is_trainer_alive(folder),
         event_age_s=None if last_s is None else max(0.0, now_s - last_s),
         step_age_s=None if step_s is None else max(0.0, now_s - step_s),
-        step_interval_s=more["step_interval_s"],
+        step_interval_s=times["step_interval_s"],
     )
     return RunSummary(folder, **found, facts=facts)
 
@@ -261,7 +275,7 @@ class FollowedRun:
     @property
     def age_s(self) -> float | None:
         """Time since the last event; None if it is unknown."""
-        last_s: float | None = self.summary.more["last_s"]
+        last_s: float | None = self.summary.times["last_s"]
         if self._source is not None or last_s is None:
             return self.summary.facts.event_age_s
         return max(0.0, self._clock() - last_s)

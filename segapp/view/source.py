@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from segapp.run.events import EventReader, StepRun, step_column
+from segapp.run.events import EventReader, StepColumn, StepRun
 from segapp.run.files import open_of_run
 from segapp.run.folder import RunFolder
 from segapp.run.lock import ProcessId
@@ -21,34 +21,43 @@ _SLICE_BYTES = 4 * 2**20
 _MAX_PICTURES = 1500
 
 
-class SeriesReader:
-    """Follows one number of the `step` events: a field, or `terms.NAME`."""
+class StepSeries:
+    """One number of the `step` events, a field or `terms.NAME`, as a curve."""
 
-    def __init__(self, path: Path, field: str) -> None:
-        self.history = LossHistory()
-        self._reader, self._pattern = EventReader(path), step_column(field)
-        self._generation = self._reader.generation
+    def __init__(self, field: str) -> None:
+        self.history, self.column = LossHistory(), StepColumn(field)
 
-    def poll(self) -> bool:
-        """Read at most four megabytes; return True if more is waiting."""
-        rows = self._reader.read_column(self._pattern, _SLICE_BYTES)
-        if self._reader.generation != self._generation:
-            self._generation, self.history = self._reader.generation, LossHistory()
+    def take(self) -> None:
+        """Move the values of the column to the curve."""
+        rows, self.column.rows = self.column.rows, []
         starts = [0, *(i for i in range(1, len(rows)) if rows[i][1] <= rows[i - 1][1])]
         for start, end in pairwise([*starts, len(rows)] if rows else []):
             t, step, value = zip(*rows[start:end], strict=True)
             if self.history.size and step[0] <= self.history.step[-1]:  # repeated by a resumed training
                 self.history.drop_after(step[0] - 1)
             self.history.extend(step, t, value)
+
+
+class SeriesReader:
+    """Follows one number of the `step` events: a field, or `terms.NAME`."""
+
+    def __init__(self, path: Path, field: str) -> None:
+        self._series, self._field = StepSeries(field), field
+        self._reader = EventReader(path)
+        self._generation = self._reader.generation
+
+    @property
+    def history(self) -> LossHistory:
+        """The values so far."""
+        return self._series.history
+
+    def poll(self) -> bool:
+        """Read at most four megabytes; return True if more is waiting."""
+        self._reader.read_column(self._series.column, _SLICE_BYTES)
+        if self._reader.generation != self._generation:
+            self._generation, self._series.history = self._reader.generation, LossHistory()
+        self._series.take()
         return self._reader.num_bytes_left > _SLICE_BYTES
-
-
-def series_of(path: Path, field: str) -> LossHistory:
-    """Return all values of one number of the `step` events; the arguments are the same as for `SeriesReader`."""
-    reader = SeriesReader(path, field)
-    while reader.poll():
-        pass
-    return reader.history
 
 
 _BLOCK_BYTES = 2**15
@@ -217,15 +226,13 @@ class LiveSource:
         return self._trainer
 
 
-def fold_file(view: View, path: Path) -> None:
-    """Fold all events of a file; of consecutive steps, only the losses and the last step."""
+def fold_file(view: View, path: Path, series: Sequence[StepSeries] = ()) -> None:
+    """Fold all events of a file; of consecutive steps, only the losses, the last step, and the series."""
     reader, fold = EventReader(path), EventFold(view)
-    left = reader.num_bytes_left
-    while left:
-        fold.add(reader.read_skimmed(LiveSource.full_bytes))
-        before, left = left, reader.num_bytes_left
-        if left >= before:  # an incomplete last line
-            break
+    for items in reader.skim([each.column for each in series]):
+        fold.add(items)
+        for each in series:
+            each.take()
     reader.close()
 
 

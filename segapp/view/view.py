@@ -220,15 +220,21 @@ class EventFold:
         """Fold the next items of an `EventReader`."""
         view = self.view
         run: events.StepRun | None = None
+        beats: list[dict[str, Any]] = []  # after the run; a later step makes them void
         for item in items:
             if isinstance(item, events.StepRun):
+                if run is not None and item.t[-1] < max(run.t[-1], view.last_step_s or run.t[-1]):  # clock set back
+                    self._note_last_of(run, beats)
+                beats.clear()
                 self._add_run(item)
                 run = item
                 continue
             kind = item["type"]
-            if run is not None and kind not in ("step", "memory"):
-                self._note_last_of(run)
-                run = None
+            if run is not None and kind == "heartbeat":
+                beats.append(item)
+            elif run is not None and kind != "memory":
+                self._note_last_of(run, beats)
+                run, beats = None, []
             view.num_events += 1
             if kind == "step":
                 if self._note_step(item):
@@ -240,13 +246,14 @@ class EventFold:
             elif kind == "memory":
                 self._note_memory(item)
             elif kind == "heartbeat":
-                self._note_heartbeat(item)
+                if run is None:
+                    self._note_heartbeat(item)
             else:
                 self._extend_history()
                 self._fold_rare(item)
             view.last_s = as_float(item["t"])
         if run is not None:
-            self._note_last_of(run)
+            self._note_last_of(run, beats)
         self._extend_history()
         self._parse_step()
         memory, self._raw_memory = self._parsed(self._raw_memory), None
@@ -265,13 +272,15 @@ class EventFold:
             self._note_last_of(run)
         self.view.last_s = run.t[-1]
 
-    def _note_last_of(self, run: events.StepRun) -> None:
-        """Fold the last step of consecutive ones; it represents all of them."""
+    def _note_last_of(self, run: events.StepRun, beats: Sequence[dict[str, Any]] = ()) -> None:
+        """Fold the last step of consecutive ones, which represents all of them, and the heartbeats after it."""
         view, last = self.view, run.last
         if last is not None and (view.last_step_s is None or as_float(last["t"]) >= view.last_step_s):
             last_s = view.last_s
             self._note_step(last)
             view.last_s = last_s
+        for beat in beats:
+            self._note_heartbeat(beat)
 
     def _extend_history(self) -> None:
         if self._steps and self.view.history.capacity:

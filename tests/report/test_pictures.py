@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.report.compare import compare_runs, print_comparison
 from segapp.report.images import WRONG_RGB, pictures_of
-from segapp.report.run_report import run_row
 from segapp.run.events import DeviceMemory, Memory, Step, Val
 from segapp.view.runs import summarize
 from tests.support.recorded_runs import RecordedRun
@@ -70,17 +69,20 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
         val = Val(epoch=epoch, step=epoch, loss=0.1 * epoch, miou=miou, iou=[miou, None], mean_dice=miou + 0.1)
         run.write(val, 20.0)
     run.end()
-    row = run_row(summarize(run.folder.path))
+    summary = summarize(run.folder.path)
+    assert (summary.folder.name, summary.state) == ("run", "finished")
     expected = {
-        "name": "run", "state": "finished", "best_miou": 0.75, "num_scored": 1, "num_evaluations": 3,
+        "best_miou": 0.75, "num_scored": 1, "num_evaluations": 3,
         "best_epoch": 2, "last_loss": 2.0,
         "last_val_loss": pytest.approx(0.3), "epochs": 3, "steps": 3, "images_per_s": 12.5,
         "duration_s": pytest.approx(90.1), "num_params": 11_200_000, "peak_mib": 6144.0, "iou": {"a": 0.75, "b": None},
         "last_miou": 0.5, "last_num_scored": 1,
     }  # fmt: skip
-    assert {**vars(row), "scores": {}} == expected | {"scores": {}}
-    assert (row.scores["mean_dice"], row.scores["loss"], row.scores["mean_recall"]) == (0.85, 0.2, None)
-    print_comparison({"runs": [vars(row)], "differences": {"optim.lr": [0.1]}})
+    assert {**summary.figures, "scores": {}} == expected | {"scores": {}}
+    scores = summary.figures["scores"]
+    assert (scores["mean_dice"], scores["loss"], scores["mean_recall"]) == (0.85, 0.2, None)
+    row = {"name": "run", "state": summary.state, **summary.figures}
+    print_comparison({"runs": [row], "differences": {"optim.lr": [0.1]}})
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
     assert {
         "state finished",
@@ -96,10 +98,10 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
 def test_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", classes=["a", "b"])
     run.end("failed")
-    row = run_row(summarize(run.folder.path))
-    assert (row.epochs, row.steps, row.iou) == (0, 0, {"a": None, "b": None})
-    unknown = (row.best_miou, row.best_epoch, row.last_loss, row.last_val_loss, row.images_per_s, row.peak_mib)
-    assert unknown == (None,) * 6
+    row = summarize(run.folder.path).figures
+    assert (row["epochs"], row["steps"], row["iou"]) == (0, 0, {"a": None, "b": None})
+    unknown = ("best_miou", "best_epoch", "last_loss", "last_val_loss", "images_per_s", "peak_mib")
+    assert {row[name] for name in unknown} == {None}
 
 
 def test_best_value_of_each_class_is_bold(tmp_path: Path) -> None:

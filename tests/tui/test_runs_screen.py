@@ -51,7 +51,7 @@ def runs(tmp_path: Path) -> Any:
 
 
 def num_evaluations(run: FollowedRun) -> int:
-    found = run.summary.more["num_evaluations"]
+    found = run.summary.figures["num_evaluations"]
     assert isinstance(found, int)
     return found
 

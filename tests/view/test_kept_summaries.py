@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,11 @@ from unittest import mock
 
 import pytest
 
-from segapp.report import compare_runs
-from segapp.run.events import EventReader, EventWriter
+from segapp.api import history
+from segapp.report import compare_runs, write_report
+from segapp.run.events import EventReader, EventWriter, Step, reader
 from segapp.run.folder import RunFolder
+from segapp.scores import EpochLoss
 from segapp.view import runs as view_runs
 from segapp.view.runs import RunList, facts_of, list_runs, read_kept, summarize
 from segapp.view.source import fold_file
@@ -70,7 +74,7 @@ def said(path: Path) -> dict[str, Any]:
 def shown(path: Path) -> dict[str, Any]:
     """What the summary of a run says."""
     summary = summarize(path)
-    return {"shown": summary.shown, "more": summary.more}
+    return {"shown": summary.shown, "figures": summary.figures, "times": summary.times}
 
 
 def test_every_prefix_of_the_events_has_its_summary(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_every_prefix_of_the_events_has_its_summary(tmp_path: Path) -> None:
                 assert before is None, "it was made from a shorter file"
                 assert shown(run.path) == expected
                 assert read_kept(run) == expected == shown(run.path)
-            states.add(expected["more"]["end_status"])
+            states.add(expected["times"]["end_status"])
     assert len(whole) > 30
     assert states == {None, "stopped"}
 
@@ -107,7 +111,7 @@ def test_other_events_of_the_same_size_are_read(tmp_path: Path, is_same_file: bo
         os.utime(place, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     if not is_same_file:
         os.replace(place, run.events)
-    assert (before["more"]["end_status"], shown(run.path)["more"]["end_status"]) == ("stopped", "failed")
+    assert (before["times"]["end_status"], shown(run.path)["times"]["end_status"]) == ("stopped", "failed")
     assert shown(run.path) == said(run.path)
 
 
@@ -133,7 +137,7 @@ DAMAGES = {
     "zeros": lambda text: bytes(len(text)),
     "list": lambda text: b"[]",
     "byte": lambda text: b"\xff" + text,
-    "version": lambda text: text.replace(b'"identity": [1,', b'"identity": [0,'),
+    "version": lambda text: text.replace(b'"identity": [2,', b'"identity": [1,'),
 }
 
 
@@ -292,3 +296,69 @@ def test_long_list_is_looked_at_less_often(tmp_path: Path) -> None:
         assert followed._next_look == pytest.approx(0.01 + 2.0)
         followed.look()
         assert followed._next_look == pytest.approx(100.5 + 100.0)
+
+
+# --- long histories --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epochs", [2, 20])
+def test_report_reads_the_events_once(tmp_path: Path, lines_read: list[bytes], epochs: int) -> None:
+    """Except for the last 256 KiB, which tell the state and the terms of the loss."""
+    run = eventful(tmp_path / "run", epochs, steps_per_epoch=100)
+    run.writer = EventWriter(run.folder.events)
+    terms = {f"t{i}": float(i) for i in range(5)}
+    for step in range(run.step + 1, run.step + 4):
+        run.write(Step(epoch=epochs + 2, step=step, loss=1.0, lr=0.1, images_per_s=5.0, terms=terms))
+    lines = run.folder.events.read_bytes().splitlines(keepends=True)
+    num_last = len(run.folder.events.read_bytes()[-(2**18) :].splitlines())
+    write_report(str(run.folder.path), tmp_path / "report.html", has_pictures=False)
+    assert len(lines) <= len(lines_read) <= len(lines) + 2 * num_last
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">{name}<" in page for name in ("t1", "t4"))
+
+
+@pytest.mark.parametrize("epochs", [3, 30])
+def test_history_holds_a_part_of_the_events_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int
+) -> None:
+    run = eventful(tmp_path / "run", epochs, steps_per_epoch=50)
+    monkeypatch.setattr(reader, "_PART_BYTES", 2**13)
+    sizes, read = list[int](), EventReader.read_skimmed
+
+    def counted(self: EventReader, *args: Any) -> Any:
+        items = read(self, *args)
+        sizes.append(sum(len(item.step) if isinstance(item, reader.StepRun) else 1 for item in items))
+        return items
+
+    monkeypatch.setattr(EventReader, "read_skimmed", counted)
+    found = history(run.folder.path)
+    assert len(sizes) > 2 * epochs
+    assert max(sizes) < 60
+    assert [row.epoch for row in found] == [*range(1, epochs), epochs + 1], "a resume dropped one"
+    losses = dict[int, list[float]]()
+    for raw in EventReader(run.folder.events).read_raw():
+        if raw["type"] == "step":
+            losses.setdefault(raw["epoch"], []).append(raw["loss"])
+    assert found[1].train_loss == math.fsum(losses[2]) / 50
+
+
+@pytest.mark.parametrize("num_steps", [10_000, 100_000])
+def test_mean_of_a_long_epoch_is_exact_and_small(num_steps: int) -> None:
+    rng = random.Random(0)
+    losses = [rng.choice([rng.random() * 10 ** rng.randrange(-8, 8), math.nan]) for _ in range(num_steps)]
+    losses[7] = 1e16
+    loss, place = EpochLoss(), 0
+    while place < num_steps:
+        part = losses[place : place + rng.choice([1, 7, 500])]
+        loss.add(3, list(range(place + 1, place + 1 + len(part))), part)
+        place += len(part)
+    known = [value for value in losses if math.isfinite(value)]
+    assert loss.mean == math.fsum(known) / len(known)
+    assert len(loss._losses) < 2 * 4096 + 500
+    loss.drop_after(num_steps - 1000)
+    known = [value for value in losses[:-1000] if math.isfinite(value)]
+    assert loss.mean == math.fsum(known) / len(known)
+    loss.drop_after(5)
+    assert (loss.mean, loss.epoch) == (None, None), "the sums have later steps"
+    loss.add(3, [6], [2.0])
+    assert loss.mean == 2.0

@@ -16,12 +16,12 @@ that then drops later steps is correct in both.
 
 from segapp.run.events.reader import (
     EventReader as EventReader,
+    StepColumn as StepColumn,
     StepRun as StepRun,
     is_known as is_known,
     parse_event as parse_event,
     parse_line as parse_line,
     read_answers as read_answers,
-    step_column as step_column,
 )
 from segapp.run.events.types import (
     EVENT_TYPES as EVENT_TYPES,

@@ -78,6 +78,9 @@ _STEP_LINE = re.compile(  # the first fields are in the order in which `EventWri
 )
 
 
+_PART_BYTES = 2**21
+
+
 @dataclass
 class StepRun:
     """Consecutive `step` events of one epoch, reduced to their curve."""
@@ -101,14 +104,27 @@ class StepRun:
         return self.last_line[start : self.last_line.find(b"]", start)] if start >= 0 else b""
 
 
-def step_column(name: str) -> re.Pattern[bytes]:
-    """Return the pattern of a field of a `step` line, or of a term of the loss, `terms.NAME`."""
-    is_term = name.startswith("terms.")
-    key = re.escape(json.dumps(name.removeprefix("terms.")).encode())
-    where = rb'.*?"terms":\{[^}]*?' if is_term else rb".*?"
-    return re.compile(
-        rb'.*"t":(%b),"type":"step","epoch":\d+,"step":(\d{1,15}),%b%b:(null|%b)' % (_NUMBER, where, key, _NUMBER)
-    )
+class StepColumn:
+    """A number of the `step` events, a field or `terms.NAME`: (time, step, value) of each; nan for null."""
+
+    def __init__(self, name: str) -> None:
+        is_term = name.startswith("terms.")
+        key = re.escape(json.dumps(name.removeprefix("terms.")).encode())
+        value = rb"%b%b:(null|%b)" % (rb'"terms":\{[^}]*?' if is_term else b"", key, _NUMBER)
+        self.rows: list[tuple[float, int, float]] = []
+        self._value = re.compile(value)
+        self._line = re.compile(rb'.*"t":(%b),"type":"step","epoch":\d+,"step":(\d{1,15}),.*?%b' % (_NUMBER, value))
+
+    def take(self, line: bytes, found: re.Match[bytes] | None = None) -> None:
+        """Add the value of a line, if there is one; `found` is its match of `_STEP_LINE`."""
+        if found is None:
+            if match := self._line.match(line):
+                self._add(*match.groups())
+        elif match := self._value.search(line, found.end(3)):
+            self._add(found[1], found[3], match[1])
+
+    def _add(self, t: bytes, step: bytes, value: bytes) -> None:
+        self.rows.append((float(t), int(step), math.nan if value == b"null" else float(value)))
 
 
 class EventReader:
@@ -151,8 +167,13 @@ class EventReader:
         """
         return [raw for line in self._lines(max_bytes) if (raw := self._parse(line)) is not None]
 
-    def read_skimmed(self, max_bytes: int | None = None) -> list[dict[str, Any] | StepRun]:
-        """Like `read_raw`, but with consecutive `step` events reduced to their curve: for long histories."""
+    def read_skimmed(
+        self, max_bytes: int | None = None, columns: Iterable[StepColumn] = ()
+    ) -> list[dict[str, Any] | StepRun]:
+        """Like `read_raw`, but with consecutive `step` events reduced to their curve: for long histories.
+
+        Other numbers of the steps are added to `columns`.
+        """
         items: list[dict[str, Any] | StepRun] = []
         run: StepRun | None = None
         for line in self._lines(max_bytes):
@@ -161,7 +182,11 @@ class EventReader:
                 if (raw := self._parse(line)) is not None:
                     items.append(raw)
                     run = None
+                for column in columns if raw is None or raw["type"] == "step" else ():
+                    column.take(line)
                 continue
+            for column in columns:
+                column.take(line, found)
             epoch = int(found[2])
             if run is None or run.epoch != epoch:
                 run = StepRun(epoch)
@@ -172,10 +197,19 @@ class EventReader:
             run.last_line = line
         return items
 
-    def read_column(self, pattern: re.Pattern[bytes], max_bytes: int | None = None) -> list[tuple[float, int, float]]:
-        """Return time, step and value of a `step_column` in the new `step` events; nan for null."""
-        found = [match.groups() for line in self._lines(max_bytes) if (match := pattern.match(line))]
-        return [(float(t), int(step), math.nan if value == b"null" else float(value)) for t, step, value in found]
+    def read_column(self, column: StepColumn, max_bytes: int | None = None) -> None:
+        """Add the values of the new `step` events to a column, without parsing the lines."""
+        for line in self._lines(max_bytes):
+            column.take(line)
+
+    def skim(self, columns: Iterable[StepColumn] = ()) -> Iterator[list[dict[str, Any] | StepRun]]:
+        """Yield the present events like `read_skimmed`, in parts, so that memory does not grow with the file."""
+        left = self.num_bytes_left
+        while left:
+            yield self.read_skimmed(_PART_BYTES, columns)
+            before, left = left, self.num_bytes_left
+            if left >= before:  # an incomplete last line
+                return
 
     @property
     def num_bytes_left(self) -> int:
