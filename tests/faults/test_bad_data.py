@@ -245,7 +245,7 @@ def test_bad_image_and_mask_sizes_are_named(root: Path, record_property: Callabl
     assert peak < 2048
 
 
-@case("D08", how="images with EXIF orientation 1 to 8, masks upright", passes="fits; else the size is named")
+@case("D08", how="EXIF orientation 1 to 8, masks upright", passes="fits; what no size tells is said; else it is named")
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied_or_size_named(root: Path, orientation: int) -> None:
     upright = Image.open(root / "images" / "train" / "00.png")
@@ -255,7 +255,9 @@ def test_exif_orientation_is_applied_or_size_named(root: Path, orientation: int)
     exif[0x0112] = orientation
     (root / "images" / "train" / "00.png").unlink()
     stored.save(root / "images" / "train" / "00.jpg", exif=exif, quality=95)
-    assert check(root) == (0, [])
+    code, findings = check(root)
+    assert (code, [f["kind"] for f in findings]) == (0, ["orientation"] * (orientation in (2, 3, 4)))
+    assert all(f["message"].startswith("1 of 6 photos") and f["image"].endswith("00.jpg") for f in findings)
     bare = Image.open(root / "images" / "train" / "00.jpg")
     bare.save(root / "images" / "train" / "00.jpg", exif=b"", quality=95)
     code, findings = check(root)
