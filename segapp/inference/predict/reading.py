@@ -115,7 +115,7 @@ def _places(given: Path, skip: Sequence[str]) -> Iterator[tuple[Folder, list[str
 
 
 def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return True if the parts of a path match those of a glob.
+    """Return True if the parts of a path match the parts of a glob.
 
     >>> _fits(["a", "b", "x.png"], ["**", "*.png"]), _fits(["a", "x.png"], ["*.png"])
     (True, False)
