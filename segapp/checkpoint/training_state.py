@@ -60,8 +60,6 @@ class LoadedCheckpoint:
     """Newer checkpoints that were skipped, with reasons, and other warnings; printed and emitted as alerts."""
     file: Path
     """The file that was read: `path`, or another intact file of the same checkpoint."""
-    is_verified: bool = True
-    """True if the sha256 of the file is in a manifest."""
 
     @property
     def step(self) -> int:
@@ -357,7 +355,7 @@ def _load_file(path: Path, read: Reader) -> LoadedCheckpoint:
             f"{path} cannot be read: {reason_of(error)}: name a checkpoint file or a run", path=path
         ) from error
     warning = f"{path} is in no manifest: only the checksums inside the file were compared"
-    return LoadedCheckpoint(state, path, sha256, () if is_verified else (warning,), path, is_verified)
+    return LoadedCheckpoint(state, path, sha256, () if is_verified else (warning,), path)
 
 
 def _read_entry(store: CheckpointFolder, entry: CheckpointEntry, read: Reader) -> tuple[dict[str, Any], Path]:

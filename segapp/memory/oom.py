@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -82,14 +83,12 @@ def _is_a_gpu_full() -> bool:
     Under a limit of ours the allocator refuses while the driver has plenty; cuDNN hides that in an error of its own.
     """
     used = [(gpu, device) for gpu in GPUS if gpu.is_initialized() for device in gpu.devices()]
-    try:
-        return any(_is_short(*gpu.free_and_total_bytes(device)) or gpu.has_refused(device) for gpu, device in used)
-    except Exception:  # a device that does not answer has another problem
-        return False
-
-
-def _is_short(free_bytes: int, total_bytes: int) -> bool:
-    return free_bytes < _SHORT_FRAC * total_bytes
+    with contextlib.suppress(Exception):  # a device that does not answer has another problem
+        for gpu, device in used:
+            free_bytes, total_bytes = gpu.free_and_total_bytes(device)
+            if free_bytes < _SHORT_FRAC * total_bytes or gpu.has_refused(device):
+                return True
+    return False
 
 
 def oom_failpoint(point: str) -> None:

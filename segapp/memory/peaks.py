@@ -37,7 +37,6 @@ class SimulationJob:
     mode: Mode
     split: tuple[int, ...]
     """Samples per simulated device; a rank of ddp is one device."""
-    num_ranks: int = 1
     accumulate: int = 1
     eval_px: tuple[int, int] | None = None
     """Height and width of the evaluated images; None: no evaluation."""

@@ -204,11 +204,11 @@ def _triton_buffers(
     if implementation != "triton":
         return ()
     dtype = compute_dtype(logits)
-    buffers = buffers_of(tuple(logits.shape), target.shape[-1], dtype, with_gradient)
+    num_programs, num_partials = buffers_of(tuple(logits.shape), target.shape[-1], dtype, with_gradient)
     return (
-        logits.new_empty(buffers.num_partials, dtype=dtype),
-        logits.new_empty((2, buffers.num_programs), dtype=dtype),
-        logits.new_empty(buffers.num_programs, dtype=torch.int32),
+        logits.new_empty(num_partials, dtype=dtype),
+        logits.new_empty((2, num_programs), dtype=dtype),
+        logits.new_empty(num_programs, dtype=torch.int32),
     )
 
 

@@ -287,8 +287,7 @@ def plan_memory(
         overhead = OverheadEstimate(context_mib(mode, len(gpus)), tensor_frac(environ))
     with SimulationPool(small) as pool:
         facts = pool.facts(mode)
-        num_ranks = len(gpus) if mode == "ddp" else 1
-        job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts.eval_px, blas_mib=BLAS_MIB)
+        job = SimulationJob(mode, (), config.train.accumulate, eval_px=facts.eval_px, blas_mib=BLAS_MIB)
         results = pool.simulate([replace(job, split=split) for split in splits_to_simulate(mode, len(gpus))])
         model = fit_model(mode, results)
         planner = Planner(model, tuple(gpus), overhead, facts.smallest_chunk, facts.needs_samples)

@@ -246,7 +246,6 @@ class Simulator:
             job.mode,
             tuple(torch.device(device) for device in devices),
             shares=job.split if job.mode == "dp" else None,
-            num_ranks=job.num_ranks,
             recompute=job.recompute,
         )
         source = assembler.prepare(copy.deepcopy(self._plain), layout)

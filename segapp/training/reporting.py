@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from segapp.config import RecomputeChoice
 from segapp.datasets.cache import CacheState, PixelCache
@@ -256,11 +256,6 @@ class CacheWatch:
             f"{state.num_images - state.num_stored} of {state.num_images} {self._name} images, "
             f"{size(state.missing_bytes)} ({state.stopped}): they are decoded each time they are read; {move}",
         )
-
-
-if TYPE_CHECKING:
-    from segapp.datasets.dataset import SegmentationDataset
-    from segapp.datasets.loader import TrainLoader
 
 
 @dataclass(eq=False)

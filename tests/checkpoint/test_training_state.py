@@ -128,7 +128,7 @@ def test_training_state_is_read_back_bit_for_bit(tmp_path):
     save_checkpoint(tmp_path, state, facts(7, 2, position=3, metric=0.5, config_hash="abc"))
     loaded = load_checkpoint(tmp_path)
     assert (loaded.step, loaded.epoch, loaded.position) == (7, 2, 3)
-    assert (loaded.is_verified, loaded.messages) == (True, ())
+    assert loaded.messages == ()
     about = loaded.state.pop("checkpoint")
     assert (about["metric"], about["config_hash"]) == (0.5, "abc")
     assert repr(loaded.state) == repr(expected)
@@ -637,10 +637,10 @@ def test_file_without_manifest_loads_with_warning(tmp_path):
     save(tmp_path / "run" / "checkpoints", 10)
     shutil.copy(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "copy.pt")
     loaded = load_checkpoint(tmp_path / "copy.pt")
-    assert (loaded.step, loaded.is_verified) == (10, False)
+    assert loaded.step == 10
     assert "no manifest" in loaded.messages[0]
-    assert load_checkpoint(tmp_path / "run").is_verified
-    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt").is_verified
+    assert not load_checkpoint(tmp_path / "run").messages
+    assert not load_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt").messages
     damage(tmp_path / "copy.pt", "flip")
     with pytest.raises(CheckpointError, match="damaged"):
         load_checkpoint(tmp_path / "copy.pt")

@@ -212,7 +212,7 @@ def as_published(*, buckets: bool, logits: bool, workspaces: bool):
 
 def peak(figure: Figure | EomtFigure) -> PhasePeak:
     """The highest of the phases' peaks in one of four ranks."""
-    (phases,) = build_simulator(figure.config()).run(SimulationJob("ddp", (figure.batch,), num_ranks=4)).devices
+    (phases,) = build_simulator(figure.config()).run(SimulationJob("ddp", (figure.batch,))).devices
     return max(phases.values(), key=lambda each: each.mib)
 
 

@@ -36,7 +36,7 @@ SINGLE = SimulationJob("single", (4,))
 
 EVALUATED = SimulationJob("single", (4,), eval_px=(512, 1024))
 LOSS_NAMES = ("ohem", "bce", "dice", "tversky", "focal", "lovasz")
-DDP = SimulationJob("ddp", (4,), num_ranks=3)
+DDP = SimulationJob("ddp", (4,))
 HALF_AND_AVERAGE = {"precision": "fp16", "ema": 0.99}
 
 TRAININGS = {

@@ -43,8 +43,7 @@ def case_of(network: dict[str, Any], mode: str, precision: str, crop: int = 64) 
         "optim": {"name": "sgd", "momentum": 0.9, "clip_grad_norm": 1.0},
         "loss": {"name": "mask_classification" if network["library"] == "segapp" else "ce"},
     }
-    num_ranks = 2 if mode == "ddp" else 1
-    return {"config": config, "mode": mode, "split": SPLITS[mode], "num_ranks": num_ranks, "eval_px": [crop, 2 * crop]}
+    return {"config": config, "mode": mode, "split": SPLITS[mode], "eval_px": [crop, 2 * crop]}
 
 
 def errors_of(cases: list[dict[str, Any]], tmp_path: Path) -> list[str | None]:

@@ -111,7 +111,7 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> T
                 raise ValueError(out_of_range_message(torch.unique(bad).tolist(), num_classes, ignore_index))
         return None
     bad, ids = _is_bad(target, num_classes, ignore_index), target.long()
-    bounds = torch.stack([torch.where(bad, ids, _NO_ID).amin(), torch.where(bad, ids, -_NO_ID).amax()])
+    bounds = torch.stack([torch.where(bad, ids, NO_ID).amin(), torch.where(bad, ids, -NO_ID).amax()])
     if has_values(target):
         raise_reported()
         return report_range(bounds, num_classes, ignore_index)
@@ -151,7 +151,7 @@ def _is_bad(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     return valid_pixels(target, ignore_index) & ~class_ids(target, num_classes, ignore_index)[1]
 
 
-_NO_ID = 1 << 62
+NO_ID = 1 << 62
 """Larger than every id; the minimum if there are no bad ids."""
 
 

@@ -91,22 +91,10 @@ def block_shape(shape: tuple[int, ...], W: int, dtype: torch.dtype) -> BlockShap
     return BlockShape(-(-C // LANES), LANES, SPLIT, num_threads // (SPLIT * LANES), CELLS)
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Numbers of elements of the launch's temporary tensors.
+def buffers_of(shape: tuple[int, ...], W: int, dtype: torch.dtype, with_gradient: bool) -> tuple[int, int]:
+    """Return the number of programs of the loss kernel, and the number of elements of the partial gradients.
 
-    Attributes:
-        num_programs: programs of the loss kernel; each stores a loss and a weight sum in the compute dtype, and its
-            number of bad ids as int32.
-        num_partials: elements of the partial gradients, in the compute dtype.
-    """
-
-    num_programs: int
-    num_partials: int
-
-
-def buffers_of(shape: tuple[int, ...], W: int, dtype: torch.dtype, with_gradient: bool) -> Buffers:
-    """Return the sizes of the temporary tensors.
+    Each program stores a loss and a weight sum in the compute dtype, and its number of bad ids as int32.
 
     The programs of neighboring cells both store a partial gradient of the source pixels between them, so the partial
     gradients are (1 + 1 / CELLS) (1 + 1 / SOURCES) times as large as the logits in the compute dtype. For 19 classes
@@ -122,7 +110,7 @@ def buffers_of(shape: tuple[int, ...], W: int, dtype: torch.dtype, with_gradient
     N, C, h, w = shape
     block = block_shape(shape, W, dtype)
     num_programs = N * -(-h // block.CELLS) * -(-w // block.SOURCES)
-    return Buffers(num_programs, num_programs * (block.CELLS + 1) * C * (block.SOURCES + 1) if with_gradient else 1)
+    return num_programs, num_programs * (block.CELLS + 1) * C * (block.SOURCES + 1) if with_gradient else 1
 
 
 _NEEDS = (
@@ -162,11 +150,6 @@ def _innermost_module(error: BaseException) -> str:
     """Return the name of the Python module that raised an error, or called the operator that did."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error of a device: a smaller batch helps, another implementation does not."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 _IS_INSTALLED = importlib.util.find_spec("triton") is not None

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,38 +17,25 @@ from torch import Tensor
 
 from segapp.accelerator import accelerator_of, wide_sum
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
-from segapp.losses.fused.checks import is_capturing, poison_of, raise_reported, report_range
+from segapp.losses.fused.checks import NO_ID, is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
 from segapp.losses.fused.kernels import KernelError, block_shape, buffers_of
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.triton_kernels import bad_ids_kernel, gather_kernel, loss_kernel
 
-NO_ID = 1 << 62
-"""Larger than every class id."""
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """Tables of the interpolation on the device: see `Axis`."""
-
-    row_starts: Tensor
-    row_fraction: Tensor
-    column_starts: Tensor
-    column_fraction: Tensor
-
 
 @functools.lru_cache(maxsize=64)
 def _tables(
     low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
-) -> _Tables:
+) -> list[Tensor]:
+    """Return starts and fractions of the rows, and then of the columns, on the device: see `Axis`."""
+    tables = []
     with torch.inference_mode(False):
-        rows, columns = Axis(low[0], high[0], align_corners), Axis(low[1], high[1], align_corners)
-        return _Tables(
-            row_starts=torch.tensor(rows.starts, dtype=torch.int32, device="cpu").to(device),
-            row_fraction=rows.fraction.to(device, dtype),
-            column_starts=torch.tensor(columns.starts, dtype=torch.int32, device="cpu").to(device),
-            column_fraction=columns.fraction.to(device, dtype),
-        )
+        for size_in, size_out in zip(low, high, strict=True):
+            axis = Axis(size_in, size_out, align_corners)
+            tables.append(torch.tensor(axis.starts, dtype=torch.int32, device="cpu").to(device))
+            tables.append(axis.fraction.to(device, dtype))
+    return tables
 
 
 _launch_lock = threading.Lock()
@@ -86,10 +72,10 @@ def cross_entropy_by_triton(
     if not is_capturing(target):
         raise_reported()
     C, dtype, device = logits.shape[1], compute_dtype(logits), logits.device
-    buffers = buffers_of(tuple(logits.shape), target.shape[2], dtype, with_gradient)
-    partial = torch.empty(buffers.num_partials, dtype=dtype, device=device)
-    loss, count = torch.empty(2, buffers.num_programs, dtype=dtype, device=device)
-    bad = torch.empty(buffers.num_programs, dtype=torch.int32, device=device)
+    num_programs, num_partials = buffers_of(tuple(logits.shape), target.shape[2], dtype, with_gradient)
+    partial = torch.empty(num_partials, dtype=dtype, device=device)
+    loss, count = torch.empty(2, num_programs, dtype=dtype, device=device)
+    bad = torch.empty(num_programs, dtype=torch.int32, device=device)
     gradient = torch.empty(logits.shape, dtype=dtype, device=device) if with_gradient else None
     if weight is not None:
         weight = weight.to(device, dtype).contiguous()
@@ -141,10 +127,7 @@ def _launch(
         loss,
         count,
         bad,
-        tables.row_starts,
-        tables.row_fraction,
-        tables.column_starts,
-        tables.column_fraction,
+        *tables,
         h,
         w,
         num_groups,

@@ -66,7 +66,6 @@ class StepLayout:
         devices: devices of this process; the first one holds the weights.
         gpu0_bsz: samples of a full batch on the first device or rank, in dp and ddp; None: an even split.
         shares: samples of a full batch on each device or rank, in dp and ddp; None: `gpu0_bsz` sets the split.
-        num_ranks: ranks that share a step, in ddp.
         recompute: blocks that are recomputed in the backward pass, one set per device in dp, else one; None: the blocks
             that the config names, none with `auto`.
     """
@@ -75,7 +74,6 @@ class StepLayout:
     devices: tuple[torch.device, ...]
     gpu0_bsz: int | None = None
     shares: tuple[int, ...] | None = None
-    num_ranks: int = 1
     recompute: tuple[tuple[str, ...], ...] | None = None
 
     @property

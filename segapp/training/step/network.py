@@ -88,16 +88,13 @@ class ReplicatedNetwork(TrainedNetwork):
         model: the bare model.
         module: a `DataParallelModel` around the network.
         device: the first device.
-        smallest_chunk: see `TrainedNetwork`.
     """
 
     module: DataParallelModel
 
-    def __init__(
-        self, model: SegmentationModel, module: DataParallelModel, device: torch.device, *, smallest_chunk: int = 1
-    ) -> None:
+    def __init__(self, model: SegmentationModel, module: DataParallelModel, device: torch.device) -> None:
         super().__init__(model, module, device)
-        self.divider, self.smallest_chunk = module, smallest_chunk
+        self.divider = module
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -130,8 +127,6 @@ class RankNetwork(TrainedNetwork):
         ranks: all ranks.
         split: the samples of each rank.
         has_masters: gradients move to fp32 weights after every micro-batch, so each of them is added over ranks.
-        smallest_chunk: see `TrainedNetwork`.
-        needs_samples: see `TrainedNetwork`.
     """
 
     divider: RankSplit
@@ -145,12 +140,9 @@ class RankNetwork(TrainedNetwork):
         split: RankSplit,
         *,
         has_masters: bool = False,
-        smallest_chunk: int = 1,
-        needs_samples: str | None = None,
     ) -> None:
         super().__init__(model, wrap(), device, ranks)
         self._wrap, self.divider, self._has_masters = wrap, split, has_masters
-        self.smallest_chunk, self.needs_samples = smallest_chunk, needs_samples
 
     def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
         """Return True if pieces of this rank's size are possible on every rank with samples."""

@@ -13,7 +13,7 @@ from segapp.losses.fused import checks, kernels
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
 from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import _cached_grid, products_are_exact
-from segapp.losses.fused.kernels import Buffers, block_shape, buffers_of
+from segapp.losses.fused.kernels import block_shape, buffers_of
 from segapp.losses.fused.reference import cross_entropy_sums
 from tests.support.gpu.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
 from tests.support.loss_cases import class_weight, criteria, draw, relative_error
@@ -205,10 +205,10 @@ def test_blocks_hold_every_class_and_source_pixel(N, h, w, W, num_classes, dtype
     assert threads == 32 * block.num_warps <= 128
     assert threads & (threads - 1) == 0 < block.SOURCES
     num_rows, num_blocks = -(-h // block.CELLS), -(-w // block.SOURCES)
-    buffers = buffers_of(shape, W, dtype, True)
-    assert buffers.num_programs == N * num_rows * num_blocks
-    assert buffers.num_partials == buffers.num_programs * (block.CELLS + 1) * num_classes * (block.SOURCES + 1)
-    assert buffers_of(shape, W, dtype, False).num_partials == 1
+    num_programs, num_partials = buffers_of(shape, W, dtype, True)
+    assert num_programs == N * num_rows * num_blocks
+    assert num_partials == num_programs * (block.CELLS + 1) * num_classes * (block.SOURCES + 1)
+    assert buffers_of(shape, W, dtype, False) == (num_programs, 1)
 
 
 def test_few_cells_are_shared_and_many_are_taken_together():
@@ -226,4 +226,4 @@ def test_few_cells_are_shared_and_many_are_taken_together():
 
 def test_partial_results_grow_evenly_with_the_batch():
     one, five = (buffers_of((N, 19, 96, 96), 768, torch.float32, True) for N in (1, 5))
-    assert five == Buffers(5 * one.num_programs, 5 * one.num_partials)
+    assert five == tuple(5 * number for number in one)

@@ -79,7 +79,7 @@ def error_of(simulator: Simulator, case: dict[str, Any]) -> str | None:
     """Return the error of a step and an evaluation of a case; None if both run."""
     split = tuple(case["split"])
     devices = [f"simgpu:{i}" for i in range(len(split))]
-    job = SimulationJob(case["mode"], split, num_ranks=case.get("num_ranks", 1))
+    job = SimulationJob(case["mode"], split)
     ledger = simulated_ledger()
     try:
         with simulator.prepared(job, devices, ledger) as (engine, backend), CudaRules():

@@ -66,11 +66,11 @@ def cost_of(size: tuple[int, int, int, int, int, int], capability: int) -> Cost:
     blocks = [widths[first : first + block.SOURCES] for first in range(0, w, block.SOURCES)]
     steps = sum(-(-max(each) // block.SPLIT) for each in blocks) / len(blocks)
     in_row, in_program = _instructions(card.usages[0].cubin, (H / h, steps, block.CELLS))
-    buffers = buffers_of((N, C, h, w), W, torch.float32, True)
-    threads = 32 * block.num_warps * buffers.num_programs
+    num_programs, num_partials = buffers_of((N, C, h, w), W, torch.float32, True)
+    threads = 32 * block.num_warps * num_programs
     values = N * C * H * W
     num_logits = N * C * h * w
-    traffic = 2 * num_logits + N * H * W + 2 * 4 * buffers.num_partials + (4 + 4 + 2) * num_logits
+    traffic = 2 * num_logits + N * H * W + 2 * 4 * num_partials + (4 + 4 + 2) * num_logits
     row = in_row * (H / h) * steps * block.CELLS * threads / values
     return Cost(row, in_program * threads / values, traffic / 1e6)
 

@@ -339,8 +339,8 @@ def test_pieces_of_every_rank_hold_enough_samples(
     """A rank without samples is not counted."""
     model: Any = types.SimpleNamespace(min_train_batch=1)
     split = RankSplit(3, shares=shares, full_batch=12)
-    needs: dict[str, Any] = {"smallest_chunk": smallest_chunk, "needs_samples": needs_samples}
-    network = RankNetwork(model, nn.Identity, CPU, Ranks(), split, **needs)
+    network = RankNetwork(model, nn.Identity, CPU, Ranks(), split)
+    network.smallest_chunk, network.needs_samples = smallest_chunk, needs_samples
     assert max(pieces for pieces in (1, 2, 3, 4, 6, 12) if network.can_train_on(12 // pieces, pieces)) == most
 
 
