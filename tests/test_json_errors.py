@@ -95,7 +95,7 @@ def test_a_wrong_word_is_json_too(words: list[str], problem: str, capsys: pytest
 def test_a_removed_command_says_what_to_do_instead(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(words_module, "REMOVED", {"segapp measure": "use perf"})
+    monkeypatch.setattr(words_module, "removed", lambda: {"segapp measure": "use perf"})
     with pytest.raises(SystemExit) as ended:
         main(["measure", "run", "--json"])
     printed = capsys.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
 from segapp.custom.names import COMPONENT_PATTERN
+from segapp.docs.pages import FOLDER
 from segapp.errors import closest_words, did_you_mean
 
 LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
@@ -55,59 +57,6 @@ _WORDS_ELSEWHERE = {
     "seed": "random_seed manual_seed random_state",
     "name": "run_name exp_name experiment experiment_name project",
 }
-REMOVED: Mapping[str, str] = {
-    "parallel.shard_optimizer": "`parallel.mode=dp parallel.gpu0_bsz=1` keeps the optimizer state on the first GPU",
-    "segapp calibrate": "fit a temperature with netcal to `segapp predict RUN PATH --save labels,confidence`",
-    "segapp completion": "`segapp --install-completion`, or `segapp --show-completion`",
-    "segapp profile": "`segapp train --config FILE --smoke` measures the time, and torch.profiler shows each operator",
-    "train.precise_bn": "`train.bn_momentum=0.1` follows the activations faster",
-    "segapp requeue-code": "`segapp status RUN --requeue-code CODE`, with the same exit codes",
-    "train.offload": "recompute activations with `train.recompute=all`, or use a smaller `train.batch_size`",
-    "loss.name=boundary": (
-        "for thin classes, use `loss.name=dice` or `loss.name=tversky`, or a loss of your own, "
-        "`loss.name=package.module:factory`"
-    ),
-    "data.mix": "write `data.cutmix` or `data.classmix`, also instead of MixUp",
-    "data.cache_dir": "name the folder in the environment, as in `XDG_CACHE_HOME=/fast segapp train`",
-    **dict.fromkeys(("loss.plus.align_corners", "loss.plus.aux_weight"), "the value of `loss` holds for all its terms"),
-    **dict.fromkeys(
-        ("loss.options.class_factor", "loss.options.bce_factor", "loss.options.dice_factor", "loss.options.no_object"),
-        "EoMT's factors hold; for others, name a loss of your own",
-    ),
-    "optim.backbone_lr_factor": "write `optim.groups=[{pattern: backbone, lr_factor: 0.1}]`",
-    "schedule.warmup_factor": "the warm-up begins at 0.001 of the learning rate",
-    **dict.fromkeys(
-        ("schedule.options.pct_start", "schedule.options.div_factor", "schedule.options.final_div_factor"),
-        "onecycle has the numbers of torch; for others, name a schedule of your own",
-    ),
-    "train.max_bad_steps": "a run ends after 10 steps in a row that are not finite",
-    "train.channels_last": "the NHWC memory format is used where it is faster",
-    "train.keep_freed_memory": "a training on the CPU reuses freed memory",
-    "train.cudnn_benchmark": "cuDNN times its algorithms unless `train.deterministic` is true",
-    "eval.slide_weighting": "windows have equal weights; if their borders show, write `eval.slide_overlap=0.5`",
-    "eval.scales": "`--tta` averages over the scales 0.75, 1 and 1.25",
-    "checkpoint.full": "keep the weights file too, or write one file with `segapp export RUN --format pt2 --out FILE`",
-    "data.cat_max_ratio": "write it in the list, `data.augment=[{ScaledCrop: {cat_max_ratio: 1.0}}, ...]`",
-    "data.foreground_classes": "all classes but the first; for rare ones, `data.sampling=class-balanced`",
-    "data.groups": "the groups of cityscapes stay; to train on groups, map values with `data.label_map`",
-    "data.allow_overlap": "to overfit on purpose, give the validation a copy of the images",
-    "data.timeout_s": "the wait for a data worker is a fifth of `train.hang_timeout_s`: raise that",
-    **dict.fromkeys(
-        ("loss.plus.label_smoothing", "loss.plus.class_weights"), "they apply to the first term: make it `loss.name`"
-    ),
-    "parallel.stages": "the layers are balanced by memory: `parallel.mode=model`",
-    "distill.pair_grid": "the grid has 8 x 8 regions",
-    **dict.fromkeys(
-        [f"model.adapters.{name}" for name in ("rank", "kind", "alpha", "dropout", "targets")],
-        "the number is the rank, and alpha equals it: `model.adapters=16`",
-    ),
-    "distill.critic": "write `distill.critic_penalty` or `distill.critic_width`",
-}
-"""What segapp accepted once -> what to do instead, the end of a sentence.
-
-A key is written as `train.offload`, one word of a key as `loss.name=boundary`, and a command as `segapp profile`.
-"""
-
 KEYS_ELSEWHERE: Mapping[str, str] = {word: key for key, words in _WORDS_ELSEWHERE.items() for word in words.split()}
 """Names of keys in other trainers, in lower case -> the key in segapp."""
 
@@ -143,6 +92,17 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ())
             yield from known_keys(section, (*prefix, name))
 
 
+@cache
+def removed() -> Mapping[str, str]:
+    """Return what segapp accepted once -> what to do instead, the end of a sentence, from the table of `changes.md`.
+
+    A key is written as `train.offload`, one word of a key as `loss.name=boundary`, and a command as `segapp profile`.
+    """
+    table = (FOLDER / "changes.md").read_text(encoding="utf-8").partition("| gone | instead |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", table, re.MULTILINE)
+    return {name: instead for names, instead in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
 def why_removed(key: str, value: object = None) -> str | None:
     """Return why a key, or a value of a key, is refused that segapp accepted once; None if it never was.
 
@@ -150,11 +110,11 @@ def why_removed(key: str, value: object = None) -> str | None:
     """
     path = ".".join(part for part in key.split(".") if not part.isdecimal())
     term = path.replace("loss.plus.", "loss.", 1)  # a further term of the loss has names and options of the first
-    if (gone := next((name for name in (path, term) if name in REMOVED), None)) is not None:
-        return f"{key} was removed: {REMOVED[gone]}"
+    if (instead := removed().get(path, removed().get(term))) is not None:
+        return f"{key} was removed: {instead}"
     if isinstance(value, Mapping):
         return next(filter(None, (why_removed(f"{key}.{inner}") for inner in value)), None)
-    instead = REMOVED.get(f"{term}={value}")
+    instead = removed().get(f"{term}={value}")
     return None if instead is None else f"{key} = {value!r} was removed: {instead}"
 
 
