@@ -14,7 +14,7 @@ import pickle
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -44,7 +44,7 @@ from segapp.parallel.recompute import is_recomputable
 from segapp.planning.trial import blank_batch, evaluate_blank, evaluation_size
 from segapp.precision import Precision
 from segapp.run.words import first_line
-from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts
+from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout, StepParts
 from segapp.training.step.engine import StepEngine
 
 MIB = 2**20
@@ -57,14 +57,11 @@ LAUNCH_S = 4e-6
 """Speeds of an RTX 3090 (2020), and the seconds that it takes per kernel launch."""
 
 
-def operator_s(flops: float, num_bytes: float, *, is_half: bool) -> float:
-    """Return the time of an operator: arithmetic or memory traffic, whichever is longer, and the launch."""
-    speed = EFFICIENCY * (HALF_FLOPS_PER_S if is_half else FLOPS_PER_S)
-    return max(flops / speed, num_bytes / BYTES_PER_S) + LAUNCH_S
-
-
 class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the estimated seconds of the operators in each phase of a ledger; views of other tensors are free."""
+    """Adds up the estimated seconds of the operators in each phase of a ledger; views of other tensors are free.
+
+    An operator takes the time of its arithmetic or of its memory traffic, whichever is longer, and of the launch.
+    """
 
     def __init__(self, ledger: StorageLedger) -> None:
         from torch.utils.flop_counter import flop_registry  # imports Triton
@@ -91,7 +88,8 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             formula = self._formulas.get(func.overloadpacket)
             flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0.0
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*written, *read))
-            seconds = operator_s(flops, num_bytes, is_half=written[0].element_size() < 4)
+            speed = EFFICIENCY * (HALF_FLOPS_PER_S if written[0].element_size() < 4 else FLOPS_PER_S)
+            seconds = max(flops / speed, num_bytes / BYTES_PER_S) + LAUNCH_S
             self.seconds[str(written[0].device)][self._ledger.phase] += seconds
         return out
 
@@ -105,13 +103,14 @@ def _is_view(func: Any, result: Tensor, read: Sequence[Tensor]) -> bool:
     return storage_key(result) in map(storage_key, read) and not operator_name(func).endswith("_")
 
 
-class SimulatedDevices:
-    """Devices whose tensors have shapes and lifetimes but no values: the planner's `DeviceBackend`."""
+class SimulatedDevices(RealDevices):
+    """The planner's devices, whose tensors have shapes and lifetimes but no values."""
 
     has_values = False
 
     def __init__(self, ledger: StorageLedger, stages: Mapping[str, str], *, gradient_as_bucket_view: bool) -> None:
-        self._ledger, self._stages, self._as_views = ledger, stages, gradient_as_bucket_view
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, tag=ledger.tag)
+        self._ledger, self._stages = ledger, stages
         self._buckets: Buckets | None = None
 
     def copy_to(self, module: nn.Module, device: torch.device) -> Any:
@@ -121,10 +120,6 @@ class SimulatedDevices:
         placed = place(plain, lambda _: str(device))
         self._ledger.tag((*placed.parameters(), *placed.buffers()), "weights")
         return placed
-
-    def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Record in the ledger what tensors are for."""
-        self._ledger.tag(tensors, kind)
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
         """Return the stages on which the parameters were placed."""
@@ -223,7 +218,10 @@ class Simulator:
                     evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
                     ledger.mark("idle")
         peaks = ledger.peaks(first_mark)
-        devices_peaks = tuple(phase_peaks(peaks.get(device, {})) for device in devices)
+        devices_peaks = tuple(
+            {phase: _phase_peak(by_kind) for phase, by_kind in peaks.get(device, {}).items() if phase in PHASES}
+            for device in devices
+        )
         return SimulationResult(devices_peaks, of_devices)
 
     def _blas_workspaces(self, job: SimulationJob, devices: Sequence[str]) -> list[Tensor]:
@@ -303,28 +301,19 @@ def _placed(source: nn.Module, stages: Mapping[str, str], ledger: StorageLedger)
         if parameter.requires_grad:
             hook: Any = parameter.register_post_accumulate_grad_hook
             hook(lambda p: ledger.tag([p.grad], "gradients"))
-    watch_modules(model, ledger, depth=2)
-    return model
-
-
-def watch_modules(model: nn.Module, ledger: StorageLedger, depth: int) -> None:
-    """Report to the ledger which module of the model is running."""
     for name, part in model.named_modules():
-        if name and name.count(".") < depth:
+        if name and name.count(".") < 2:  # the ledger needs to know that a module runs, not which one within it
             part.register_forward_pre_hook(lambda *_, name=name: ledger.enter(name))
             part.register_forward_hook(lambda *_: ledger.leave())
+    return model
 
 
 _KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "temporaries", EVAL: "evaluation"}
 """Kind of a storage without a tag, by the phase in which it was created."""
 
 
-def phase_peaks(peaks: Mapping[str, Mapping[str, int]]) -> dict[str, PhasePeak]:
-    """Return a device's peaks in MiB, from phase -> kind -> bytes of a ledger."""
-    return {phase: _phase_peak(by_kind) for phase, by_kind in peaks.items() if phase in PHASES}
-
-
 def _phase_peak(num_bytes: Mapping[str, int]) -> PhasePeak:
+    """Return a peak in MiB, from kind -> bytes of a ledger."""
     by_kind = Counter[str]()
     for kind, amount in num_bytes.items():
         by_kind[_KIND_OF_PHASE.get(kind, kind)] += amount

@@ -1,7 +1,7 @@
 """Assemble a training step from a config: model, criterion, optimizer, parallel wrapper and engine.
 
 Training, the memory planner, the smoke run and the automatic batch all build their engine here, so
-the plan describes the real training. A `DeviceBackend` has the differences between real devices and the planner's.
+the plan describes the real training. `RealDevices` has the operations that the planner's devices override.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,35 +94,14 @@ class StepParts:
     """Critic of the holistic term, on the first device; None without that term."""
 
 
-class DeviceBackend(Protocol):
-    """The operations that differ between real and simulated devices."""
-
-    has_values: bool
-    """False if tensors have no storage, so no decision can depend on the values of a module's output."""
-
-    def copy_to(self, module: nn.Module, device: torch.device) -> Any:
-        """Return a copy of the module on a device."""
-
-    def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Tag tensors with their purpose (a kind of `segapp.memory.peaks.KINDS`)."""
-
-    def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
-        """Return the device of each part of a prepared model, in mode model.
-
-        The devices of the layout are filled in order; only shape and dtype of the example input are used.
-        """
-
-    def replica_mode(self, devices: Sequence[torch.device]) -> Any:
-        """Return the `mode` of `DataParallelModel`."""
-
-    def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
-        """Return the network of one rank, whose gradients are reduced over the ranks."""
-
-
 class RealDevices:
-    """The devices of this machine."""
+    """The devices of this machine; the planner's simulated ones override the operations that differ.
+
+    `tag` is called with tensors and their purpose (a kind of `segapp.memory.peaks.KINDS`).
+    """
 
     has_values = True
+    """False if tensors have no storage, so no decision can depend on the values of a module's output."""
 
     def __init__(
         self,
@@ -137,7 +116,10 @@ class RealDevices:
         return copy.deepcopy(module).to(device)
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
-        """Return stages balanced by the memory that a training step needs."""
+        """Return the device of each part of a prepared model, in mode model, balanced by the memory of a step.
+
+        The devices of the layout are filled in order; only shape and dtype of the example input are used.
+        """
         return balance_stages(model, layout.devices, example)
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
@@ -260,7 +242,7 @@ class StepAssembler:
         self,
         parts: StepParts,
         layout: StepLayout,
-        backend: DeviceBackend | None = None,
+        backend: RealDevices | None = None,
         *,
         ranks: Ranks | None = None,
         mark: Callable[[str], None] = lambda phase: None,
@@ -358,7 +340,7 @@ class StepAssembler:
             )
 
     def _inner(
-        self, parts: StepParts, layout: StepLayout, backend: DeviceBackend, normalizer: Normalizer
+        self, parts: StepParts, layout: StepLayout, backend: RealDevices, normalizer: Normalizer
     ) -> NormalizedInput:
         """Return the network of one device, which takes stored images (N, B, H, W)."""
         config, model, device = self.config, parts.model, layout.devices[0]
@@ -372,7 +354,7 @@ class StepAssembler:
         model: SegmentationModel,
         inner: NormalizedInput,
         layout: StepLayout,
-        backend: DeviceBackend,
+        backend: RealDevices,
         ranks: Ranks,
         criterion: AdditiveCriterion,
         precision: Precision,
@@ -455,7 +437,7 @@ class StepAssembler:
         return torch.zeros(1, self.pixels.num_bands, *self.config.data.crop_px, dtype=self.pixels.torch_dtype)
 
 
-def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:
+def _tag_state(engine: StepEngine, backend: RealDevices) -> None:
     """Tag the tensors that an engine holds between two steps in addition to the weights."""
     update, own = engine.update, {id(parameter) for parameter in engine.model.parameters()}
     optimizers = [update.optimizer, *(each for p in engine.participants for each in p.optimizers())]
