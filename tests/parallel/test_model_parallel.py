@@ -58,18 +58,9 @@ def test_parts_move_to_their_stage_and_outputs_to_theirs():
     assert net(torch.randn(1, 3, 2, 2)).device.type == "meta"
 
 
-@pytest.mark.parametrize(
-    ("stages", "words"),
-    [
-        ({}, "stages is empty"),
-        ({"haed": "cpu"}, r"stage 'haed' is not a module of SmallNet: did you mean 'head'\?"),
-        ({"": "cpu"}, r"stage '' is not a module of SmallNet: did you mean 'stem'\?"),
-        ({"stem": "cuda:77"}, "cuda:77"),
-    ],
-)
-def test_bad_stages_are_refused(stages, words):
-    with pytest.raises(ValueError, match=words):
-        place_stages(SmallNet(), stages)
+def test_unknown_device_of_a_stage_is_refused():
+    with pytest.raises(ValueError, match="cuda:77"):
+        place_stages(SmallNet(), {"stem": "cuda:77"})
 
 
 @pytest.mark.usefixtures("with_meta")
