@@ -12,7 +12,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -78,7 +78,12 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
         num_train, num_val = (count_images(request.config.data, split) for split in splits)
         path = Path("runs" if request.run is None else request.run).absolute()
         home = next(parent for parent in path.parents if parent.is_dir())  # on the disk of the future run
-        with _folder_in(home) as folder:
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix=".segapp-smoke-", dir=home, ignore_cleanup_errors=True)
+        except OSError as error:
+            raise StorageError(f"{home}: {error.strerror}: free space or choose another folder", path=home) from None
+        with temporary as name:
+            folder = Path(name)
             # A mode that this process can run: `auto` would start ranks on several GPUs.
             parallel = request.config.parallel.model_copy(update={"mode": devices.mode})
             code = _train_twice(request.config.model_copy(update={"parallel": parallel}), folder)
@@ -95,18 +100,6 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
     report = {"measured": asdict(measured), "full_run": full}
     print(json.dumps(report, indent=2) if as_json else "\n".join(report_lines(request.config, measured, full)))
     return 0
-
-
-@contextlib.contextmanager
-def _folder_in(home: Path) -> Iterator[Path]:
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=".segapp-smoke-", dir=home))
-    except OSError as error:
-        raise StorageError(f"{home}: {error.strerror}: free space or choose another folder", path=home) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _train_twice(config: RunConfig, folder: Path) -> int:
