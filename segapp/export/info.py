@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from segapp.datasets.images.pixel_format import PixelFormat
-from segapp.errors import CheckpointError
 
 
 class ExportInfo(BaseModel):
@@ -72,15 +70,3 @@ class ExportInfo(BaseModel):
     def as_properties(self) -> dict[str, str]:
         """Return each field as JSON text, by name."""
         return {name: json.dumps(value) for name, value in self.model_dump(mode="json").items()}
-
-    @classmethod
-    def from_properties(cls, properties: Mapping[str, str], name: str) -> ExportInfo:
-        """Read the metadata that `as_properties` returned; refuse a file that was not written by segapp export."""
-        try:
-            known = {key: json.loads(properties[key]) for key in cls.model_fields if key in properties}
-            return cls.model_validate(known)
-        except (ValidationError, ValueError):
-            raise CheckpointError(
-                f"{name} lacks the class names and colors that segapp stores: use a file written by segapp export",
-                path=name,
-            ) from None

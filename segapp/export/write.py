@@ -256,7 +256,7 @@ def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
         torch.export.save(_trace(network, info.pixels), path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
         extra_files = {INFO_FILE: ""}
         program = torch.export.load(path, extra_files=extra_files)
-        if ExportInfo.from_properties(json.loads(extra_files[INFO_FILE]), path.name) != info:
+        if json.loads(extra_files[INFO_FILE]) != info.as_properties():
             raise RunError(
                 f"{path.name}: the metadata read back differ from the metadata written: choose another --out", path=path
             )
