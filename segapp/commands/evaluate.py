@@ -201,17 +201,14 @@ def score_lines(scored: ScoredSplit) -> list[str]:
     lines = class_table(trained.scheme.names, evaluation.scores)
     if groups:
         iou = group_iou(found.matrix, tuple(groups.values()))
-        lines.append(f"groups: mIoU {_mean_of(iou, 'groups')}")
+        over = of_classes(count_scored(iou), len(iou)).replace("classes", "groups")
+        lines.append(f"groups: mIoU {_cell(mean_of_known(iou))} over {over}")
         lines += [f"  {line}" for line in iou_table(tuple(groups), iou)]
     scores = scores_text(evaluation.values(), evaluation.scores.iou, has_loss=len(scored.networks) == 1)
-    return [*lines, f"{printable(split)}: {scores}  {evaluation.num_images} images  ({_made_by(scored)})"]
-
-
-def _made_by(scored: ScoredSplit) -> str:
-    """Return the checkpoint, or the names of the networks."""
-    if len(scored.networks) == 1:
-        return f"{printable(scored.trained.path.name)}, step {scored.trained.step}"
-    return f"mean of {len(scored.networks)}: {', '.join(map(printable, scored.networks))}"
+    made_by = f"{printable(trained.path.name)}, step {trained.step}"
+    if len(scored.networks) > 1:
+        made_by = f"mean of {len(scored.networks)}: {', '.join(map(printable, scored.networks))}"
+    return [*lines, f"{printable(split)}: {scores}  {evaluation.num_images} images  ({made_by})"]
 
 
 def class_table(classes: Sequence[str], scores: SegmentationScores) -> list[str]:
@@ -232,12 +229,6 @@ def class_table(classes: Sequence[str], scores: SegmentationScores) -> list[str]
 
 def _cell(value: float | None, missing: str = "-") -> str:
     return missing if value is None else f"{value:.4f}"
-
-
-def _mean_of(values: Sequence[float | None], what: str = "classes") -> str:
-    """Return the mean with the number of averaged values."""
-    num_scored = count_scored(values)
-    return f"{_cell(mean_of_known(values))} over {of_classes(num_scored, len(values)).replace('classes', what)}"
 
 
 def as_json(scored: ScoredSplit) -> dict[str, Any]:

@@ -11,9 +11,8 @@ Shapes: N images, m of them in a band, C classes, h x w of the logits, H x W of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -366,7 +365,8 @@ def upsample_probabilities(
         align_corners: as in `F.interpolate`, but True by default.
         is_sigmoid: return the sigmoid of each logit.
     """
-    return _join_bands(partial(probability_bands, is_sigmoid=is_sigmoid), check_views(logits), size, align_corners)
+    views = check_views(logits)
+    return _joined(probability_bands(views, size, align_corners, is_sigmoid=is_sigmoid), views, size)
 
 
 @torch.no_grad()
@@ -383,19 +383,15 @@ def upsample_logits(
         align_corners: as in `F.interpolate`, but True by default.
         is_sigmoid: the logits are for sigmoids, and have no such constant.
     """
-    return _join_bands(partial(logit_bands, is_sigmoid=is_sigmoid), check_views(logits), size, align_corners)
+    views = check_views(logits)
+    return _joined(logit_bands(views, size, align_corners, is_sigmoid=is_sigmoid), views, size)
 
 
-def _join_bands(
-    bands: Callable[[Sequence[View], tuple[int, int], bool], Iterator[tuple[slice, slice, Tensor]]],
-    views: Sequence[View],
-    size: tuple[int, int],
-    align_corners: bool,
-) -> Tensor:
+def _joined(bands: Iterator[tuple[slice, slice, Tensor]], views: Sequence[View], size: tuple[int, int]) -> Tensor:
     """Return all bands as one tensor (N, C, H, W)."""
     like = first_logits(views)
     result = torch.empty((*like.shape[:2], *size), dtype=compute_dtype(like), device=like.device)
-    for images, rows, values in bands(views, size, align_corners):
+    for images, rows, values in bands:
         result[images, :, rows] = values
     return result
 

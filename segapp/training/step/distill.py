@@ -106,10 +106,6 @@ class CriticTrainer(StepParticipant):
             self.network.shares = self._student.shares
             self.network.gpu0_bsz = self._student.gpu0_bsz
         self._guard.remember()
-        self.forget()
-
-    def forget(self) -> None:
-        """Discard the maps of the step."""
         self._seen.clear()
 
     def take(self, outputs: Any) -> None:
@@ -137,7 +133,7 @@ class CriticTrainer(StepParticipant):
             all_reduce_gradients(self.critic.parameters())
         finally:
             self.critic.requires_grad_(False)
-        self.forget()
+        self._seen.clear()
         (distance,) = self.ranks.sums((torch.stack(distances).sum(),))
         self.values = {"critic": distance, "penalty": torch.stack(penalties).sum()}
 
@@ -179,7 +175,7 @@ class CriticTrainer(StepParticipant):
         """Restore the critic's buffers, and discard its gradients and the received outputs."""
         self._guard.restore()
         self.update.optimizer.zero_grad(set_to_none=True)
-        self.forget()
+        self._seen.clear()
 
     def set_lr(self, lr: float) -> None:
         """Set the critic's learning rate, in proportion to the student's."""
