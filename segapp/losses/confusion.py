@@ -20,11 +20,11 @@ from torch import Tensor
 
 from segapp.accelerator import wide_dtype
 from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, BlockBand, BlockSweep, sweep_bands
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, CrossEntropyTerms
+from segapp.losses.fused.bands_cross_entropy import CrossEntropyTerms
 from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, class_masks
 from segapp.losses.fused.grid import grid_of
 from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
-from segapp.losses.fused.reference import compute_dtype
+from segapp.losses.fused.reference import CrossEntropySettings, compute_dtype
 
 
 @dataclass(frozen=True)

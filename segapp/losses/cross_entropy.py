@@ -16,7 +16,7 @@ from torch import Tensor
 
 from segapp.accelerator import wide_dtype
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
+from segapp.losses.fused.bands_cross_entropy import cross_entropy_on_bands
 from segapp.losses.fused.checks import (
     as_class_weight,
     check_inputs,
@@ -28,6 +28,7 @@ from segapp.losses.fused.checks import (
 from segapp.losses.fused.kernels import MAX_CLASSES, KernelError, has_kernels, load_kernels, note_failure
 from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of, upsampled_sums
 from segapp.losses.fused.reference import (
+    CrossEntropySettings,
     compute_dtype,
     cross_entropy_sums,
     soft_cross_entropy_sums,
@@ -169,14 +170,7 @@ def _reference(
     poison = None if target.is_cpu else check_target_range(target, logits.shape[1], options.ignore_index)
     try:
         with torch.autocast(logits.device.type, enabled=False):
-            loss_sum, weight_sum = cross_entropy_sums(
-                logits,
-                target,
-                align_corners=options.align_corners,
-                ignore_index=options.ignore_index,
-                weight=weight,
-                label_smoothing=options.label_smoothing,
-            )
+            loss_sum, weight_sum = cross_entropy_sums(logits, target, weight, options)
     except IndexError:
         check_target_range(target, logits.shape[1], options.ignore_index)
         raise

@@ -77,7 +77,7 @@ def run(name: str, device: str) -> int:
     """Compute the loss of a shape and its gradient in both layouts and two dtypes; return the number of passes."""
     import torch
 
-    from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
+    from segapp.losses.fused.reference import CrossEntropySettings
     from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 
     N, C, h, w, H, W = SHAPES[name]

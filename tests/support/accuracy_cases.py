@@ -6,7 +6,8 @@ import random
 import torch
 import torch.nn.functional as F
 
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
+from segapp.losses.fused.bands_cross_entropy import cross_entropy_on_bands
+from segapp.losses.fused.reference import CrossEntropySettings
 from tests.support.loss_cases import relative_error
 
 SHAPES = [  # N, C, h, w, H, W

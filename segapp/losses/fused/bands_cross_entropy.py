@@ -10,32 +10,16 @@ Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import check_target_range, valid_pixels
-from segapp.losses.fused.reference import compute_dtype
+from segapp.losses.fused.reference import CrossEntropySettings, compute_dtype
 
 UNDERFLOW = 1e-30
 """Sum of exponentials below which each pixel's own maximum is subtracted: neighboring logits differ by 70 or more."""
-
-
-@dataclass(frozen=True)
-class CrossEntropySettings:
-    """Options of the cross-entropy.
-
-    Attributes:
-        align_corners: as in `F.interpolate`.
-        ignore_index: id of the pixels that are left out.
-        label_smoothing: eps above.
-    """
-
-    align_corners: bool
-    ignore_index: int
-    label_smoothing: float
 
 
 def cross_entropy_on_bands(

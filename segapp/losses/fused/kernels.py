@@ -138,18 +138,13 @@ class KernelError(RuntimeError):
         # A compiler's error ends with its cause.
         message = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
         self.reason = f"{type(cause).__name__}: {message[:300]}"
-        self.is_own = _innermost_module(cause).startswith("segapp.")
+        frames = list(traceback.walk_tb(cause.__traceback__))
+        self.is_own = bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).startswith("segapp.")
         self.next_move = _DEFECT if self.is_own else _NEEDS
         super().__init__(
             f"the Triton kernels of the loss cannot run on {device}: {self.reason}. {self.next_move}; "
             'or give implementation="auto", which uses torch\'s operators then'
         )
-
-
-def _innermost_module(error: BaseException) -> str:
-    """Return the name of the Python module that raised an error, or called the operator that did."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
 
 
 _IS_INSTALLED = importlib.util.find_spec("triton") is not None

@@ -5,6 +5,8 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,20 +63,30 @@ def target_weight_sum(target: Tensor, ignore_index: int, weight: Tensor | None) 
     return wide_sum(weight.to(target.device, wide_dtype(target.device))[ids] * valid)
 
 
+@dataclass(frozen=True)
+class CrossEntropySettings:
+    """Options of the cross-entropy.
+
+    Attributes:
+        align_corners: as in `F.interpolate`.
+        ignore_index: id of the pixels that are left out.
+        label_smoothing: share of the target spread evenly over the classes.
+    """
+
+    align_corners: bool
+    ignore_index: int
+    label_smoothing: float
+
+
 def cross_entropy_sums(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    align_corners: bool,
-    ignore_index: int,
-    weight: Tensor | None,
-    label_smoothing: float,
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
 ) -> tuple[Tensor, Tensor]:
     """Return (loss sum, weight sum) of cross-entropy on upsampled logits; peak: three full-resolution tensors.
 
     Their quotient is `F.cross_entropy(..., reduction="mean")`. See `upsample_cross_entropy` for the arguments.
     """
-    values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
+    ignore_index = options.ignore_index
+    values = upsample(logits, (target.shape[-2], target.shape[-1]), options.align_corners)
     if target.is_cpu:  # torch raises an error for an id that is no class; on a device it would abort the process
         ids, ignored = target.long(), ignore_index
     else:
@@ -82,7 +94,7 @@ def cross_entropy_sums(
         ids, ignored = torch.where(valid, ids, -100), -100
     if weight is not None:
         weight = weight.to(values.device, values.dtype)
-    loss_sum = sum_of_cross_entropy(values, ids, weight, label_smoothing, ignored)
+    loss_sum = sum_of_cross_entropy(values, ids, weight, options.label_smoothing, ignored)
     return loss_sum, target_weight_sum(target, ignore_index, weight)
 
 

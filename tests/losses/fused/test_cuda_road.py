@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from segapp.losses import CriterionLovasz, CriterionOHEM, overlap, pixel_losses
 from segapp.losses.fused import checks, kernels
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
+from segapp.losses.fused.bands_cross_entropy import cross_entropy_on_bands
 from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import _cached_grid, products_are_exact
 from segapp.losses.fused.kernels import block_shape, buffers_of
-from segapp.losses.fused.reference import cross_entropy_sums
+from segapp.losses.fused.reference import CrossEntropySettings, cross_entropy_sums
 from tests.support.gpu.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
 from tests.support.loss_cases import class_weight, criteria, draw, relative_error
 
@@ -70,8 +70,8 @@ def test_reference_on_a_device_leaves_out_ids_of_no_class(ignore_index):
     logits, target = draw(ignored=0.2, target_dtype=torch.int64)
     valid = torch.where(target < 4, target, ignore_index)
     target[0, :2], valid[0, :2] = 77, ignore_index
-    options = {"align_corners": True, "weight": class_weight(), "label_smoothing": 0.1}
-    loss_sum, _ = cross_entropy_sums(logits, target.as_subclass(_OnDevice), ignore_index=ignore_index, **options)
+    options = CrossEntropySettings(True, ignore_index, 0.1)
+    loss_sum, _ = cross_entropy_sums(logits, target.as_subclass(_OnDevice), class_weight(), options)
     values = F.interpolate(logits, target.shape[-2:], mode="bilinear", align_corners=True)
     truth = F.cross_entropy(
         values, valid, class_weight(), ignore_index=ignore_index, label_smoothing=0.1, reduction="sum"

@@ -10,8 +10,8 @@ import torch
 
 from segapp.losses import cross_entropy
 from segapp.losses.fused import checks
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.kernels import buffers_of
+from segapp.losses.fused.reference import CrossEntropySettings
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated_devices import simulated_ledger
 from tests.support import ROOT

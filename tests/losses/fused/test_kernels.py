@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from segapp.losses import CriterionCE, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation
 from segapp.losses.fused import checks, kernels
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.kernels import KernelError
+from segapp.losses.fused.reference import CrossEntropySettings
 from segapp.parallel import DataParallelCriterion
 from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.loss_cases import draw, relative_error

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from segapp.losses import cross_entropy, upsample_cross_entropy
 from segapp.losses.fused import kernels
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import raise_reported
+from segapp.losses.fused.reference import CrossEntropySettings
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 from tests.support.gpu.interpreter import call_functions_directly
 from tests.support.loss_cases import draw, relative_error

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import triton
 
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import _reports
 from segapp.losses.fused.grid import Axis
 from segapp.losses.fused.kernels import block_shape, buffers_of
+from segapp.losses.fused.reference import CrossEntropySettings
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 from tests.support.gpu.fake_cuda_driver import pretend_card
 

@@ -18,9 +18,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import _reports
 from segapp.losses.fused.kernels import block_shape
+from segapp.losses.fused.reference import CrossEntropySettings
 from segapp.losses.fused.triton_cross_entropy import FP_FUSION, cross_entropy_by_triton
 from segapp.losses.fused.triton_kernels import loss_kernel
 from tests.support.gpu.fake_cuda_driver import Usage, pretend_card
