@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from segapp.assembly.criterion import build_criterion
+from segapp.assembly.criterion import criterion_of
 from segapp.assembly.data import build_dataset, build_load_options
 from segapp.assembly.devices import choose_devices
-from segapp.assembly.network import num_queries
 from segapp.assembly.pairs import build_groups, build_pairs, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
@@ -158,15 +157,7 @@ def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset:
 
 def _build_criterion(trained: TrainedModel) -> AdditiveCriterion:
     """Return the criterion of a training, with its class weights."""
-    scheme, config = trained.scheme, trained.config
-    criterion = build_criterion(
-        config.loss,
-        scheme.num_classes,
-        scheme.ignore_index,
-        lambda _: [1.0] * len(scheme.names),
-        num_queries(config.model),
-        multilabel=scheme.multilabel is not None,
-    )
+    criterion = criterion_of(trained.config, trained.scheme, lambda _: [1.0] * trained.scheme.num_classes)
     if trained.criterion is not None:
         criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
     return criterion

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import accelerator_of
-from segapp.assembly.criterion import build_criterion
+from segapp.assembly.criterion import criterion_of
 from segapp.assembly.devices import uses_channels_last
-from segapp.assembly.network import build_network, build_normalizer, check_sizes, num_queries, put_adapters
+from segapp.assembly.network import build_network, build_normalizer, check_sizes, put_adapters
 from segapp.assembly.optimizer import build_optimizer, build_parameter_groups
 from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import TrainedState
@@ -181,8 +181,12 @@ class StepAssembler:
         """
         if self.config.train.deterministic:
             replace_adaptive_pooling(model)  # its backward pass adds in random order on CUDA
-            if layout.devices[0].type == "cuda":
-                self._check_deterministic()
+            if layout.devices[0].type == "cuda" and self.config.distill is not None and self.config.distill.pair_wise:
+                raise ConfigError(
+                    "train.deterministic = true, but distill.pair_wise pools with adaptive_max_pool2d, which has no "
+                    "deterministic form on CUDA: use distill.pair_wise=0, or train.deterministic=false",
+                    key="train.deterministic",
+                )
         if self._is_synced(layout):
             convert_sync_batchnorm(model)
         mask_by_sample(model)
@@ -204,15 +208,7 @@ class StepAssembler:
 
     def build_criterion(self, class_weights: Callable[[str], list[float]]) -> Any:
         """Build the criterion of the task; `class_weights` returns the weights (C) of a named rule."""
-        scheme, queries = self.scheme, num_queries(self.config.model)
-        return build_criterion(
-            self.config.loss,
-            scheme.num_classes,
-            scheme.ignore_index,
-            class_weights,
-            queries,
-            multilabel=scheme.multilabel is not None,
-        )
+        return criterion_of(self.config, self.scheme, class_weights)
 
     def build_critic(self, layout: StepLayout, device: torch.device) -> Critic | None:
         """Build the critic of holistic distillation on a device; None if the config has none."""
@@ -329,15 +325,6 @@ class StepAssembler:
         if isinstance(network.model, EomtModel) and network.model.masking is not None:
             found.append(UpdateCount(network.model.masking))
         return found
-
-    def _check_deterministic(self) -> None:
-        """Raise ConfigError for a term of distillation that has no deterministic form on CUDA."""
-        if self.config.distill is not None and self.config.distill.pair_wise:
-            raise ConfigError(
-                "train.deterministic = true, but distill.pair_wise pools with adaptive_max_pool2d, which has no "
-                "deterministic form on CUDA: use distill.pair_wise=0, or train.deterministic=false",
-                key="train.deterministic",
-            )
 
     def _inner(
         self, parts: StepParts, layout: StepLayout, backend: RealDevices, normalizer: Normalizer
