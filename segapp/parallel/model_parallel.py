@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from segapp.compat.torch import apply_to_own_tensors, buffer_slots, parameter_slots, storage_key
 from segapp.parallel.replicas import check_replicable
 from segapp.parallel.scatter_gather import DeviceLike, map_tensors, resolve_devices, to_device
+
+T = TypeVar("T")
 
 
 def place_stages(
@@ -44,7 +46,7 @@ def place_stages(
     parts = dict(module.named_modules())
     devices = dict(zip(stages, resolve_devices(stages.values()), strict=True))
     default = next(iter(devices.values())) if rest is None else resolve_devices([rest])[0]
-    homes = {name: _home_of(name, devices, default) for name in parts}
+    homes = {name: home_of(name, devices, default) for name in parts}
     _check_shared(parts, homes)
     for name, part in parts.items():
         device = homes[name]
@@ -57,7 +59,7 @@ def place_stages(
         module.register_forward_hook(lambda _module, _args, output: to_device(output, target))
 
 
-def _home_of(name: str, stages: Mapping[str, torch.device], default: torch.device) -> torch.device:
+def home_of(name: str, stages: Mapping[str, T], default: T) -> T:
     """Return the device of a submodule, from the innermost stage that contains it."""
     holders = [stage for stage in stages if name == stage or name.startswith(f"{stage}.")]
     return stages[max(holders, key=len)] if holders else default

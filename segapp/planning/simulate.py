@@ -39,7 +39,7 @@ from segapp.memory.peaks import EVAL, PHASES, NetworkFacts, PhasePeak, Simulatio
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.models.blocks import find_blocks
 from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk
-from segapp.parallel.model_parallel import balance_stages
+from segapp.parallel.model_parallel import balance_stages, home_of
 from segapp.parallel.recompute import is_recomputable
 from segapp.planning.trial import blank_batch, evaluate_blank, evaluation_size
 from segapp.precision import Precision
@@ -289,12 +289,7 @@ def run_step(engine: StepEngine, batches: Sequence[Batch], ledger: StorageLedger
 
 def _placed(source: nn.Module, stages: Mapping[str, str], ledger: StorageLedger) -> Any:
     """Return a copy of the skeleton on its devices, tracked by the ledger."""
-
-    def device_of(name: str) -> str:
-        holders = [stage for stage in stages if name == stage or name.startswith(f"{stage}.")]
-        return stages[max(holders, key=len)] if holders else f"{BACKEND}:0"
-
-    model = place(source, device_of)
+    model = place(source, lambda name: home_of(name, stages, f"{BACKEND}:0"))
     ledger.tag(model.parameters(), "weights")
     ledger.tag(model.buffers(), "buffers")
     for parameter in model.parameters():
