@@ -92,7 +92,7 @@ def all_names() -> list[ModelName]:
     from segmentation_models_pytorch.encoders import encoders
 
     from segapp.models.by_name import OWN
-    from segapp.models.from_smp import smp_names
+    from segapp.models.from_smp import smp_architectures
     from segapp.models.from_torchvision import FAMILIES, torchvision_backbones, torchvision_names
 
     names = [ModelName("torchvision", name) for name in torchvision_names() if name not in FAMILIES]
@@ -101,7 +101,7 @@ def all_names() -> list[ModelName]:
         own = [None] if pattern is None else [f"tu-{encoder}" for encoder in timm.list_models(pattern)]
         names += [ModelName("segapp", name, encoder) for encoder in own]
     every = [*encoders, *(f"tu-{name}" for name in timm.list_models())]
-    return names + [ModelName("smp", name, encoder) for name in smp_names() for encoder in every]
+    return names + [ModelName("smp", name, encoder) for name in smp_architectures() for encoder in every]
 
 
 def measure_model(name: ModelName, size_px: tuple[int, int]) -> dict[str, Any]:

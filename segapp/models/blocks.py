@@ -33,8 +33,9 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         wanted = getattr(part, CHECKPOINT_BLOCKS, None)
         if isinstance(wanted, Sequence) and not isinstance(wanted, str):
             inner = {each: block for each, block in part.named_modules() if each}
-            chosen = _outermost(names_matching(wanted, list(inner), f"{CHECKPOINT_BLOCKS} of {type(part).__name__}"))
-            return {f"{name}.{each}" if name else each: inner[each] for each in chosen}
+            chosen = names_matching(wanted, list(inner), f"{CHECKPOINT_BLOCKS} of {type(part).__name__}")
+            outermost = [each for each in chosen if not any(each.startswith(f"{other}.") for other in chosen)]
+            return {f"{name}.{each}" if name else each: inner[each] for each in outermost}
     return dict(_blocks_within(model, ""))
 
 
@@ -89,8 +90,3 @@ def _children(part: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _children(child, f"{prefix}{name}.")
         elif not isinstance(child, BatchOrInstanceNorm) and next(child.children(), None) is not None:
             yield f"{prefix}{name}", child
-
-
-def _outermost(names: Sequence[str]) -> list[str]:
-    """Return the names that do not lie within another one."""
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

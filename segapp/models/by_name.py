@@ -155,7 +155,8 @@ def _load(model: SegmentationModel, key: str, weights: str, *, is_partial: bool)
     module: nn.Module = model
     if key == "model.weights":
         prefix, what = model.backbone_prefix, f"weights of {model.name}"
-        named = _torchvision_weights(_torchvision_name(model), key) if model.library == "torchvision" else {}
+        name = f"{model.name.partition('_')[0]}_{model.encoder_name}"
+        named = _torchvision_weights(name, key) if model.library == "torchvision" else {}
     else:
         module, prefix, what = model.backbone_module, "", f"weights of backbone {model.encoder_name}"
         named = _torchvision_weights(model.encoder_name, key)
@@ -165,10 +166,6 @@ def _load(model: SegmentationModel, key: str, weights: str, *, is_partial: bool)
     state = read_weights_file(_locate(weights, named, what, key), key)
     report = load_weights(module, state, weights, key, prefix, is_partial=is_partial, in_channels=model.in_channels)
     model.load_reports += (report,)
-
-
-def _torchvision_name(model: SegmentationModel) -> str:
-    return f"{model.name.partition('_')[0]}_{model.encoder_name}"
 
 
 def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, key: str) -> Path:

@@ -44,11 +44,6 @@ class SmpModel(SegmentationModel):
         return (self.segmentation_head(decoded),), decoded
 
 
-def smp_names() -> tuple[str, ...]:
-    """Return the names of smp's architectures, which are its class names."""
-    return tuple(_architectures())
-
-
 def build_smp(
     name: str, num_classes: int, encoder: str | None, options: Mapping[str, Any], in_channels: int
 ) -> SmpModel:
@@ -61,11 +56,12 @@ def build_smp(
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.
     """
-    by_lower = {known.lower(): known for known in _architectures()}
+    known = smp_architectures()
+    by_lower = {each.lower(): each for each in known}
     if name.lower() not in by_lower:
-        raise unknown_name("model.name", name, "an architecture of smp", _architectures())
+        raise unknown_name("model.name", name, "an architecture of smp", known)
     name = by_lower[name.lower()]
-    architecture = _architectures()[name]
+    architecture = known[name]
     parameters = inspect.signature(architecture.__init__).parameters
     encoder = encoder or str(parameters["encoder_name"].default)
     _check_encoder(encoder)
@@ -90,7 +86,8 @@ def build_smp(
     )
 
 
-def _architectures() -> dict[str, type[Any]]:
+def smp_architectures() -> dict[str, type[Any]]:
+    """Return smp's architectures by the names of their classes."""
     import segmentation_models_pytorch as smp
 
     return {cls.__name__: cls for cls in smp.MODEL_ARCHITECTURES_MAPPING.values()}

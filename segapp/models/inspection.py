@@ -47,7 +47,11 @@ def inspect_model(model: SegmentationModel) -> None:
             hook.remove()
         model.train(was_training)
     model.called_modules = frozenset(called)
-    _remove_unused(model, unused, called)
+    for name in unused:
+        model.get_parameter(name).requires_grad_(False)
+    for name in _unused_modules(model, unused, called):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, nn.Identity())
 
 
 def probabilities_problem(logits_NCHW: Tensor, of_brighter_NCHW: Tensor) -> str | None:
@@ -120,15 +124,6 @@ def _run(
     images = torch.zeros(num_images, model.in_channels, *size_px, device=device)
     with torch.set_grad_enabled(training):
         return functional_call(model, tensors, (images,)), tensors
-
-
-def _remove_unused(model: SegmentationModel, unused: set[str], called: set[str]) -> None:
-    for name, parameter in model.named_parameters():
-        if name in unused:
-            parameter.requires_grad_(False)
-    for name in _unused_modules(model, unused, called):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, nn.Identity())
 
 
 def _unused_modules(model: nn.Module, unused: set[str], called: set[str]) -> list[str]:

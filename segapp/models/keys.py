@@ -113,7 +113,8 @@ def _renamings(found: Shapes, wanted: Shapes, backbone: str) -> Iterator[_Renami
         for add in adds:
             where = f"{strip or 'no prefix'} there, {add or 'no prefix'} here" if strip != add else "the same names"
             yield _Renaming(where, {add + name: file_name for name, file_name in inner.items()})
-            flattened = {add + _flattened(name): file_name for name, file_name in inner.items()}
+            # timm's feature extractors have `stages_0` for `stages.0`.
+            flattened = {add + re.sub(r"^([a-z]+)\.(\d+)", r"\1_\2", name): n for name, n in inner.items()}
             if flattened.keys() != {add + name for name in inner}:
                 yield _Renaming(f"{where}, numbers after an underscore", flattened)
 
@@ -128,11 +129,6 @@ def _prefixes(found: Shapes) -> list[str]:
                 break
             prefixes[".".join(parts[:depth]) + "."] = None
     return list(prefixes)
-
-
-def _flattened(name: str) -> str:
-    """Return the name in timm's feature extractors, which have `stages_0` for `stages.0`."""
-    return re.sub(r"^([a-z]+)\.(\d+)", r"\1_\2", name)
 
 
 def _fitting(renaming: _Renaming, found: Shapes, wanted: Shapes) -> dict[str, str]:

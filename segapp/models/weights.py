@@ -106,7 +106,7 @@ def looks_like_path(text: str) -> bool:
 
 def fetch_url(url: str, name: str, key: str) -> Path:
     """Return the local file of a torchvision weights URL; downloaded to torch's hub folder if missing."""
-    path = _torch_hub_file(url)
+    path = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
     in_name = re.search(r"-([0-9a-f]{8,})\.", path.name)  # torch hub's convention: resnet50-0676ba61.pth
     sha256_prefix = in_name.group(1) if in_name else None
     if not path.exists():
@@ -140,10 +140,6 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
         folder = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
         advice = f"copy {folder} from a machine that has it"
         raise _refused(key, folder, _not_fetched(f"{HUB_FILE} of {repo_id}", url, error, advice, key), name) from error
-
-
-def _torch_hub_file(url: str) -> Path:
-    return Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> None:

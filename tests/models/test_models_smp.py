@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 
 from segapp.errors import ConfigError
 from segapp.models import build_model
-from segapp.models.from_smp import _size_divisor, smp_names
+from segapp.models.from_smp import _size_divisor, smp_architectures
 from segapp.models.names import timm_options
 
 with warnings.catch_warnings():
@@ -291,7 +291,7 @@ def test_unknown_name_is_refused_with_the_nearest(name, kwargs, message):
 
 
 def test_names_are_those_of_every_installed_smp_architecture():
-    assert list(smp_names()) == ARCHITECTURES
+    assert list(smp_architectures()) == ARCHITECTURES
 
 
 @pytest.mark.slow
