@@ -48,11 +48,6 @@ def parameter_groups(
     return {key: groups[key] for key in sorted(groups)}
 
 
-def as_optimizer_group(settings: GroupSettings, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """Return a group in the form of torch's optimizers, with the key `lr_factor` for `set_lr`."""
-    return {"params": list(parameters), "lr_factor": settings.lr_factor, "weight_decay": settings.weight_decay}
-
-
 def norm_and_bias(model: nn.Module) -> set[int]:
     """Return the `id` of every bias and of every parameter of a normalization layer."""
     found = {id(p) for m in model.modules() if isinstance(m, _NORM_LAYERS) for p in m.parameters(recurse=False)}

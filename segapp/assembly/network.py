@@ -50,7 +50,9 @@ def build_network(
         CheckpointError: its weights cannot be used.
     """
     weights = section.weights if with_weights else None
-    run = weights if weights is not None and (names_run(weights) or holds_adapters(weights)) else None
+    run = None
+    if weights is not None and (Path(weights).is_dir() or is_run(Path("runs") / weights) or holds_adapters(weights)):
+        run = weights
     most_bytes = available_bytes() or 2**63
     if weights_file is not None:  # whose values may have half of the bytes of float32
         most_bytes = min(most_bytes, allowed_bytes(file_bytes=weights_file.stat().st_size // 8))
@@ -243,11 +245,6 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path} does not fit {saved.model.name}: {error}", path=path) from None
     return model if saved.model.adapters is None else merge_adapters(model), saved, scheme
-
-
-def names_run(text: str) -> bool:
-    """Return True if a `model.weights` value is a run: a folder, or the name of a run in runs/."""
-    return Path(text).is_dir() or is_run(Path("runs") / text)
 
 
 def holds_adapters(text: str) -> bool:

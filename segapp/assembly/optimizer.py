@@ -15,14 +15,14 @@ from segapp.custom.loading import build_part
 from segapp.custom.names import is_component
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
-from segapp.optim import GroupSettings, Plateau, Shape, as_optimizer_group, norm_and_bias, parameter_groups, warmed_up
+from segapp.optim import GroupSettings, Plateau, Shape, norm_and_bias, parameter_groups, warmed_up
 from segapp.precision import Precision
 
 
 def build_parameter_groups(
     section: OptimConfig, model: SegmentationModel, precision: Precision, only: Collection[str] | None = None
 ) -> list[Mapping[str, Any]]:
-    """Return the optimizer's groups of the trainable parameters, as master weights.
+    """Return the optimizer's groups of the trainable parameters, as master weights; `set_lr` uses `lr_factor`.
 
     `only`: names of the parameters to use; None: all.
 
@@ -31,8 +31,8 @@ def build_parameter_groups(
     """
     named = [(name, p) for name, p in model.named_parameters() if only is None or name in only]
     return [
-        as_optimizer_group(settings, precision.master_weights(group.values()))
-        for settings, group in parameter_groups(named, group_settings(section, model)).items()
+        {"params": precision.master_weights(group.values()), "lr_factor": of.lr_factor, "weight_decay": of.weight_decay}
+        for of, group in parameter_groups(named, group_settings(section, model)).items()
     ]
 
 

@@ -214,7 +214,15 @@ class _CopyToDevices(torch.autograd.Function):
         num_tensors = len(ctx.layouts)
         columns = [[grad for grad in grads[j::num_tensors] if grad is not None] for j in range(num_tensors)]
         totals: list[Tensor | None] = [None] * num_tensors
-        flat = [] if torch.is_grad_enabled() else [j for j in range(num_tensors) if _can_pack(columns[j], ctx.devices)]
+        flat = (
+            []
+            if torch.is_grad_enabled()
+            else [
+                j
+                for j, column in enumerate(columns)
+                if len(column) == len(ctx.devices) and all(grad.layout == torch.strided for grad in column)
+            ]
+        )
         if flat:
             layouts = [ctx.layouts[j] for j in flat]
             total: Tensor | None = None
@@ -227,10 +235,6 @@ class _CopyToDevices(torch.autograd.Function):
             if totals[j] is None and column:
                 totals[j] = reduce_add(column, ctx.source)
         return (None, *totals)
-
-
-def _can_pack(column: Sequence[Tensor], devices: Sequence[torch.device]) -> bool:
-    return len(column) == len(devices) and all(grad.layout == torch.strided for grad in column)
 
 
 def _broadcast(

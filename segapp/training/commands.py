@@ -109,10 +109,6 @@ class PendingChange:
         """The settings that it determines."""
         return frozenset(self.changes) | (SPLIT_SETTINGS if SPLIT_SETTINGS & self.changes.keys() else frozenset())
 
-    def notes_with(self, note: str | None) -> str | None:
-        """Return its notes and one more as one text; None if there are none."""
-        return "; ".join([*self.notes, *([note] if note else [])]) or None
-
 
 @dataclass
 class RecentSplit:
@@ -306,7 +302,8 @@ class CommandController:
 
     def _answer_applied(self, pending: PendingChange, step: int, note: str | None = None) -> None:
         if pending.received is not None:
-            self.inbox.answer(pending.received, "applied", pending.notes_with(note), step, pending.changes)
+            notes = "; ".join(filter(None, [*pending.notes, note])) or None
+            self.inbox.answer(pending.received, "applied", notes, step, pending.changes)
 
     def _emit_split(
         self,

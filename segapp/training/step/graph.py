@@ -139,7 +139,9 @@ class StepGraph:
         try:
             sums, launch = self._graphs.capture(lambda: passes(own))
         except Exception as error:
-            cause = _first_cause(error)
+            cause: BaseException = error
+            while cause.__context__ is not None:  # when the capture is left, CUDA raises another error
+                cause = cause.__context__
             if is_out_of_memory(cause):
                 raise cause from None
             first_line = str(cause).strip().partition("\n")[0]
@@ -168,10 +170,3 @@ def _not_captured(reason: str) -> ConfigError:
         key="train.cuda_graph",
         value=True,
     )
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the error that ended the capture; when the capture is left, CUDA raises another one."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
