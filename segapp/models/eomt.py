@@ -65,6 +65,11 @@ class EomtModel(SegmentationModel):
         for block in encoder.blocks[-num_blocks:]:
             block.attn.num_prefix_tokens = self.num_prefix + num_queries  # the tokens without rotary embedding
 
+    def count_update(self) -> None:
+        """Count an update, without waiting for the device; the count is a buffer, so checkpoints hold it."""
+        if self.masking is not None:
+            self.masking.num_updates.add_(1)
+
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the outputs, and the upscaled patches (N, D, h, w).
 
@@ -151,10 +156,6 @@ class QueryMasking(nn.Module):
         super().__init__()
         self.num_blocks, self.num_steps = num_blocks, num_steps
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))
-
-    def count_update(self) -> None:
-        """Count an update of the weights, without waiting for the device."""
-        self.num_updates.add_(1)
 
     def masked_share(self, block: int) -> Tensor:
         """Return the share of masked queries in a block, 0 to 1, as a 0-dim tensor."""

@@ -116,6 +116,9 @@ class SegmentationModel(nn.Module):
             self.check_size(images_NCHW.shape[-2], images_NCHW.shape[-1])
         return self.compute_logits(images_NCHW)
 
+    def count_update(self) -> None:
+        """Count every update of the weights, including skipped ones; for networks that change with the training."""
+
     def check_size(self, height_px: int, width_px: int) -> None:
         """Raise ValueError, with the size to use, if the network does not accept images of this size."""
         wanted = self.suitable_size(height_px, width_px)

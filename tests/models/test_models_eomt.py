@@ -99,7 +99,7 @@ def test_every_update_lowers_the_masked_share():
     masking = QueryMasking(2, 8)  # a unit is 2 steps: block 0 falls from update 2 to 4, block 1 from 4 to 6
     shares = []
     for _ in range(6):
-        masking.count_update()
+        masking.num_updates.add_(1)
         shares.append([float(masking.masked_share(block)) for block in range(2)])
     half = 0.5**0.9
     assert shares == [pytest.approx(row) for row in ([1, 1], [1, 1], [half, 1], [0, 1], [0, half], [0, 0])]

@@ -46,7 +46,6 @@ from segapp.parallel.launch import STORE_VARIABLE
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.network import RankNetwork, TrainedNetwork
-from segapp.training.step.participant import UpdateCount
 from segapp.training.step.update import WeightUpdate
 
 FULL_BATCH = 8
@@ -141,14 +140,11 @@ def engine_of(
         network = RankNetwork(model, partial(wrap_ddp, inner, device), device, ranks, rank_split)  # type: ignore[arg-type]
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.01}]
     optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
-    masking = getattr(model, "masking", None)
-    participants = [] if masking is None else [UpdateCount(masking)]
     precision = Precision("fp32", device)
     return StepEngine(
         network,
         criterion.double().to(device),
         WeightUpdate(model, optimizer, precision, clip_grad_norm=1.0),  # type: ignore[arg-type]
-        participants=participants,
         masks=SampleMasks(model, 5),
     )
 

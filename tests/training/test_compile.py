@@ -98,7 +98,7 @@ def test_compiled_eomt_is_one_graph_with_equal_losses() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            model.masking.count_update()
+            model.count_update()
             losses.append(float(loss.detach()))
         return losses
 

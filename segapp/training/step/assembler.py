@@ -32,7 +32,6 @@ from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion
 from segapp.models import Critic, SegmentationModel
 from segapp.models.blocks import block_names
-from segapp.models.eomt import EomtModel
 from segapp.models.normalizer import Normalizer
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim import WeightAverage
@@ -53,7 +52,6 @@ from segapp.training.step.distill import (
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.graph import StepGraph
 from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
-from segapp.training.step.participant import StepParticipant, UpdateCount
 from segapp.training.step.update import WeightUpdate
 
 
@@ -280,7 +278,7 @@ class StepAssembler:
             network,
             criterion,
             update,
-            participants=self._participants(network, inner),
+            participants=build_distillation(config, network, inner) if isinstance(inner, DistilledInput) else (),
             graph=self._graph(model, criterion, device) if has_graph else None,
             masks=SampleMasks(model, config.seed) if backend.has_values else None,
             mark=mark,
@@ -316,15 +314,6 @@ class StepAssembler:
         named = [] if self.config.model.adapters is None else model.named_parameters()
         base = [p for name, p in named if not p.requires_grad and name not in model.frozen_parameters]
         return WeightAverage(model, self.config.train.ema, base)
-
-    def _participants(self, network: TrainedNetwork, inner: NormalizedInput) -> list[StepParticipant]:
-        """Return the participants of every step that config or model ask for."""
-        found: list[StepParticipant] = []
-        if isinstance(inner, DistilledInput):
-            found += build_distillation(self.config, network, inner)
-        if isinstance(network.model, EomtModel) and network.model.masking is not None:
-            found.append(UpdateCount(network.model.masking))
-        return found
 
     def _inner(
         self, parts: StepParts, layout: StepLayout, backend: RealDevices, normalizer: Normalizer

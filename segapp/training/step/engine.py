@@ -132,6 +132,7 @@ class StepEngine:
         self.is_whole = False
         self.guard.restore_where(is_bad)
         self.update.apply(is_bad)
+        self.model.count_update()
         for participant in self.participants:
             participant.apply(is_bad)
         self.is_whole = True

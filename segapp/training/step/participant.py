@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from segapp.models.eomt import QueryMasking
-
 if TYPE_CHECKING:
     from segapp.datasets.pool import Batch
 
@@ -66,16 +64,3 @@ class StepParticipant:
         Raises:
             CheckpointError: the state belongs to another participant.
         """
-
-
-class UpdateCount(StepParticipant):
-    """Counts every update, including skipped ones; the count is a buffer of the network and saved with it."""
-
-    name = "update_count"
-
-    def __init__(self, masking: QueryMasking) -> None:
-        self._masking = masking
-
-    def apply(self, is_step_bad: Tensor) -> None:
-        """Count the update."""
-        self._masking.count_update()
