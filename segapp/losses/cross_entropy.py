@@ -240,16 +240,8 @@ def _operator(
 
 
 @_operator.register_fake
-def _(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    align_corners: bool,
-    ignore_index: int,
-    label_smoothing: float,
-    with_gradient: bool,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _align_corners, _ignore_index, _label_smoothing, with_gradient, _implementation = options
     dtype = compute_dtype(logits)
     gradient = logits.new_empty(logits.shape if with_gradient else (0,), dtype=dtype)
     return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=wide_dtype(logits.device)), gradient

@@ -2,10 +2,12 @@
 
 import itertools
 import random
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
+from segapp.losses.fused import bands
 from segapp.losses.fused.bands_cross_entropy import cross_entropy_on_bands
 from segapp.losses.fused.reference import CrossEntropySettings
 from tests.support.loss_cases import relative_error
@@ -39,8 +41,9 @@ def sample_of_cases(count):
 
 
 def compute(way, logits, target, weight, options):
-    band_bytes = 3000 if way == "small bands" else None
-    return cross_entropy_on_bands(logits, target, weight, options, with_gradient=True, band_bytes=band_bytes)
+    band_bytes = 3000 if way == "small bands" else bands.CPU_BAND_BYTES
+    with mock.patch.object(bands, "CPU_BAND_BYTES", band_bytes):
+        return cross_entropy_on_bands(logits, target, weight, options, with_gradient=True)
 
 
 def errors_of(way, shape, align_corners, dtype, weighted, smoothing, ignored, seed=0):

@@ -81,7 +81,6 @@ def sweep_bands(
     *,
     with_gradient: bool = False,
     is_shifted: bool = True,
-    band_bytes: int | None = None,
 ) -> tuple[list[Result], Tensor | None]:
     """Call `work` with the bands of the upsampled logits, once for each part.
 
@@ -94,7 +93,6 @@ def sweep_bands(
         with_gradient: allocate a gradient for the bands' `add_gradient`.
         is_shifted: subtract the largest logit over the classes; False if a pixel's logits are used one by one, as in a
             sigmoid.
-        band_bytes: size of a band, or None for the device's default.
 
     Returns:
         The results of `work` in the order of the parts, which depends only on shapes and torch's number of threads;
@@ -102,7 +100,7 @@ def sweep_bands(
     """
     grid = grid_of((logits.shape[2], logits.shape[3]), size, align_corners, compute_dtype(logits), logits)
     on_cpu = logits.device.type == "cpu"
-    budget = band_bytes or (CPU_BAND_BYTES if on_cpu else DEVICE_BAND_BYTES)
+    budget = CPU_BAND_BYTES if on_cpu else DEVICE_BAND_BYTES
     full_bytes = logits.shape[0] * logits.shape[1] * size[0] * size[1] * grid.dtype.itemsize
     kind, num_parts = plan_sweep(logits.shape, grid, full_bytes) if on_cpu else (BlockSweep, 1)
     parts = plan_parts(grid.cells, num_parts)

@@ -29,7 +29,6 @@ def cross_entropy_on_bands(
     options: CrossEntropySettings,
     *,
     with_gradient: bool,
-    band_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the loss sum, the weight sum and the loss sum's gradient.
 
@@ -39,7 +38,6 @@ def cross_entropy_on_bands(
         weight: (C,) or None.
         options: options of the loss.
         with_gradient: compute the gradient.
-        band_bytes: size of a band, or None for the default.
 
     Returns:
         loss_sum and weight_sum, float64 scalars, and the gradient (N, C, h, w) in float32 (float64 for float64 logits).
@@ -56,9 +54,7 @@ def cross_entropy_on_bands(
         return terms
 
     try:
-        parts, gradient = sweep_bands(
-            work, logits, size, options.align_corners, with_gradient=with_gradient, band_bytes=band_bytes
-        )
+        parts, gradient = sweep_bands(work, logits, size, options.align_corners, with_gradient=with_gradient)
     except (IndexError, RuntimeError):
         check_target_range(target, logits.shape[1], options.ignore_index)
         raise

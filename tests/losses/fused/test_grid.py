@@ -57,7 +57,7 @@ def test_parts_cover_every_row_once_and_are_even(num_parts, align_corners):
     assert max(sizes) - min(sizes) <= 2 * grid.tallest_cell
 
 
-@pytest.mark.parametrize("band_bytes", [None, 2000])
+@pytest.mark.parametrize("band_bytes", [1600 << 10, 2000])
 @pytest.mark.parametrize("small_parts", [True, False])
 @pytest.mark.parametrize("many_cells", [True, False])
 @pytest.mark.parametrize(("low", "high"), [((5, 7), (33, 50)), ((6, 6), (6, 6)), ((9, 9), (5, 4)), ((1, 3), (8, 9))])
@@ -66,6 +66,7 @@ def test_sweep_visits_every_pixel_and_sums_the_gradient(
     monkeypatch, low, high, align_corners, many_cells, small_parts, band_bytes
 ):
     monkeypatch.setattr(bands, "MIN_CELL_BYTES", 0)
+    monkeypatch.setattr(bands, "CPU_BAND_BYTES", band_bytes)
     if small_parts:
         monkeypatch.setattr(bands, "MIN_PART_BYTES", 1)
         monkeypatch.setattr(bands, "MIN_SHARED_BYTES", 0)
@@ -84,7 +85,7 @@ def test_sweep_visits_every_pixel_and_sums_the_gradient(
             assert torch.equal(band.refill(), seen[band.images, :, band.rows])
             band.add_gradient(slope[band.images, :, band.rows])
 
-    _, gradient = sweep_bands(work, logits, high, align_corners, with_gradient=True, band_bytes=band_bytes)
+    _, gradient = sweep_bands(work, logits, high, align_corners, with_gradient=True)
     assert relative_error(torch.softmax(seen, 1), torch.softmax(values.detach(), 1)) < 1e-12
     assert relative_error(gradient, truth) < 1e-12
 
