@@ -99,7 +99,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         scheme,
         checkpoint.path,
         checkpoint.sha256,
-        checkpoint.last_epoch,
+        checkpoint.facts.last_epoch,
         checkpoint.step,
         state.get("criterion"),
         (*checkpoint.messages, *changed_parts(state.get("parts"), saved)),

@@ -67,19 +67,9 @@ class LoadedCheckpoint:
         return int(self.state["checkpoint"]["step"])
 
     @property
-    def epoch(self) -> int:
-        """The epoch in which training continues, from 1."""
-        return int(self.state["checkpoint"]["epoch"])
-
-    @property
-    def position(self) -> int:
-        """Number of batches of that epoch that were already used."""
-        return int(self.state["checkpoint"]["position"])
-
-    @property
-    def last_epoch(self) -> int:
-        """The epoch of its last step; see `CheckpointFacts.last_epoch`."""
-        return CheckpointFacts(step=self.step, epoch=self.epoch, position=self.position).last_epoch
+    def facts(self) -> CheckpointFacts:
+        """Its position in the training."""
+        return CheckpointFacts.model_validate(self.state["checkpoint"])
 
 
 def save_checkpoint(

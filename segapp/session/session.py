@@ -450,8 +450,8 @@ def _prepare_events(
         if event_log.writer is not None:
             event_log.writer.rewind(
                 checkpoint.step,
-                epoch=checkpoint.epoch,
-                batch=checkpoint.position,
+                epoch=checkpoint.facts.epoch,
+                batch=checkpoint.facts.position,
                 sha256=checkpoint.sha256,
                 is_evaluated=trainer.position.is_evaluated,
             )

@@ -127,7 +127,7 @@ def test_training_state_is_read_back_bit_for_bit(tmp_path):
     expected = snapshot(state)
     save_checkpoint(tmp_path, state, facts(7, 2, position=3, metric=0.5, config_hash="abc"))
     loaded = load_checkpoint(tmp_path)
-    assert (loaded.step, loaded.epoch, loaded.position) == (7, 2, 3)
+    assert (loaded.step, loaded.facts.epoch, loaded.facts.position) == (7, 2, 3)
     assert loaded.messages == ()
     about = loaded.state.pop("checkpoint")
     assert (about["metric"], about["config_hash"]) == (0.5, "abc")

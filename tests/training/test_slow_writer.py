@@ -54,7 +54,7 @@ def test_fourteen_short_epochs_do_not_wait_for_the_writer(
     assert max(between_s) < WRITE_S, "and none waited for a write"
 
     best, last = (load_checkpoint(slow, which) for which in ("best", "last"))
-    assert (best.last_epoch, last.last_epoch) == (5, 14)
+    assert (best.facts.last_epoch, last.facts.last_epoch) == (5, 14)
     assert last.state["best"]["value"] == best.state["best"]["value"] == 0.7
     for found, name in ((best, "epoch_0005"), (last, "epoch_0014")):
         expected = load_checkpoint(whole, name)
@@ -86,7 +86,7 @@ def test_best_epoch_is_saved_as_soon_as_a_save_is_affordable(
     assert train(config, tmp_path / "run") == 0
     assert [(save["epoch"], save["is_best"]) for save in events(tmp_path / "run", "checkpoint")] == saved
     best_epoch = 1 + scores.index(max(scores))
-    assert load_checkpoint(tmp_path / "run", "best").last_epoch == best_epoch
+    assert load_checkpoint(tmp_path / "run", "best").facts.last_epoch == best_epoch
 
 
 @pytest.mark.slow
@@ -109,5 +109,5 @@ def test_ranks_skip_the_same_saves(tiny: dict[str, Any], tmp_path: Path) -> None
     assert saved[0] == 1
     assert saved[-1] == 9
     assert len(saved) < 9
-    assert load_checkpoint(run, "best").last_epoch == 1 + scores.index(max(scores))
-    assert load_checkpoint(run, "last").last_epoch == 9
+    assert load_checkpoint(run, "best").facts.last_epoch == 1 + scores.index(max(scores))
+    assert load_checkpoint(run, "last").facts.last_epoch == 9
