@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from segapp.assembly.network import num_queries
 from segapp.assembly.own_parts import own_criterion
 from segapp.config import LossConfig, LossTerm, RunConfig
 from segapp.config.options import LOSSES
@@ -16,11 +15,13 @@ from segapp.custom.names import is_component
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.losses import AdditiveCriterion, CriterionSum
+from segapp.models.eomt import NUM_QUERIES
 
 
 def criterion_of(config: RunConfig, scheme: ClassScheme, weights_of: Callable[[str], list[float]]) -> AdditiveCriterion:
     """Return the criterion of a config for these classes; see `build_criterion`."""
-    queries, is_multilabel = num_queries(config.model), scheme.multilabel is not None
+    queries = int(config.model.options.get("num_queries", NUM_QUERIES))
+    is_multilabel = scheme.multilabel is not None
     sizes = scheme.num_classes, scheme.ignore_index
     return build_criterion(config.loss, *sizes, weights_of, queries, multilabel=is_multilabel)
 

@@ -21,7 +21,6 @@ from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
-from segapp.models.eomt import NUM_QUERIES
 from segapp.models.names import some_names
 from segapp.models.normalizer import Normalizer
 from segapp.models.weights import load_weights, peek_tensors
@@ -126,11 +125,6 @@ def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None
     checkpoint.state["model"].update(base)
     if checkpoint.state.get("ema") is not None:
         checkpoint.state["ema"]["module"].update(base)
-
-
-def num_queries(section: ModelConfig) -> int:
-    """Return the number of queries of mask classification in a `model` section."""
-    return int(section.options.get("num_queries", NUM_QUERIES))
 
 
 def build_normalizer(data: DataConfig, dtype: torch.dtype) -> Normalizer:

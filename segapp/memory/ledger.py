@@ -102,10 +102,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number, _ = self._alive.get(storage_key(tensor), (None, None))
         return None if number is None else self.allocations[number].kind
 
-    def alive(self) -> frozenset[int]:
-        """Return the numbers of the living storages, which index `allocations`."""
-        return frozenset(number for number, _ in self._alive.values())
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -124,7 +124,13 @@ class SplitChecker:
         if self.why_no_split is not None:
             return CheckedSplit(None, "refused", self.why_no_split)
         if gpu0_bsz == "auto":
-            return self._check_auto()
+            if self.usable_mib and None not in self.usable_mib:
+                return CheckedSplit(self.current, "ok", "the split follows the measured memory")
+            reason = (
+                "gpu0_bsz=auto needs the memory of each device, which is unknown where devices share one memory: "
+                "use a number"
+            )
+            return CheckedSplit(None, "refused", reason)
         split, note = self._split_of(gpu0_bsz, shares)
         if split is None:
             return CheckedSplit(None, "refused", note)
@@ -175,15 +181,6 @@ class SplitChecker:
         if frac > tight_frac:
             return "tight", f"{need}: little memory is left"
         return "ok", need
-
-    def _check_auto(self) -> CheckedSplit:
-        if self.usable_mib and None not in self.usable_mib:
-            return CheckedSplit(self.current, "ok", "the split follows the measured memory")
-        reason = (
-            "gpu0_bsz=auto needs the memory of each device, which is unknown where devices share one memory: "
-            "use a number"
-        )
-        return CheckedSplit(None, "refused", reason)
 
     def best_move(self) -> SplitMove | None:
         """Return the change from the current split to the split whose fullest device is least full; None for no change.

@@ -191,12 +191,7 @@ def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: A
     `all_reduce_gradients`.
 
     The module is on its device, which is None on the CPU; the `options` of `DistributedDataParallel` take precedence.
-
-    Raises:
-        DistributedSetupError: there is no process group.
     """
-    if not dist.is_initialized():
-        raise DistributedSetupError("no process group: call init_from_env() before wrap_ddp()")
     # The running statistics of plain BatchNorm differ between ranks: copy rank 0's buffers in every forward pass.
     sync_buffers = any(isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
     known = signature(DistributedDataParallel.__init__).parameters

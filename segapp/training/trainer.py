@@ -398,8 +398,8 @@ class Trainer:
     def _evaluate_and_save(self) -> None:
         """Evaluate if it is due, move to the next epoch at the end of one, and save if it is due."""
         settings, epoch, is_best = self.settings, self.position.epoch, False
-        if self._is_epoch_end:
-            self._stop_if_epoch_diverged()
+        if self._is_epoch_end and (words := self.loss_watch.end_epoch(settings.timetable.steps_per_epoch)):
+            self._end_diverged(f"in epoch {epoch} {words}")
         if self._is_evaluation_due():
             evaluation = self.evaluate()
             if evaluation.loss is None and not self.engine.update.is_loss_scale_falling:
@@ -433,11 +433,6 @@ class Trainer:
                 f"{problem}, up to step {self.position.step} (no bad step changed the weights): "
                 f"{move} optim.lr = {self.settings.base_lr}, add schedule.warmup_steps or optim.clip_grad_norm"
             )
-
-    def _stop_if_epoch_diverged(self) -> None:
-        """End a run that has diverged."""
-        if words := self.loss_watch.end_epoch(self.settings.timetable.steps_per_epoch):
-            self._end_diverged(f"in epoch {self.position.epoch} {words}")
 
     def _end_diverged(self, words: str) -> None:
         """Emit an alert and raise NonFiniteError; nothing is saved from here on."""

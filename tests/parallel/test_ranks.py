@@ -10,11 +10,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import SyncBatchNorm, distributed
-from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, is_launched, wrap_ddp
+from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, is_launched
 from segapp.parallel.launch import launch_local
 from segapp.parallel.scatter_gather import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
 from tests.support import ROOT
@@ -147,11 +146,6 @@ def test_failed_rendezvous_error_names_the_address(monkeypatch):
 def test_is_launched_reads_the_environment():
     assert is_launched(FULL)
     assert not is_launched({})
-
-
-def test_wrapping_without_process_group_error_names_next_move():
-    with pytest.raises(DistributedSetupError, match=r"call init_from_env\(\)"):
-        wrap_ddp(nn.Linear(1, 1))
 
 
 def test_rank_watches_its_launcher_before_it_waits_for_others(monkeypatch):

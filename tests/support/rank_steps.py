@@ -93,6 +93,9 @@ class SmallNet(nn.Module):
     def without_base(self, state: dict[str, Any]) -> dict[str, Any]:
         return state
 
+    def count_update(self) -> None:
+        pass
+
 
 class DroppingNet(SmallNet):
     """SmallNet with dropout of values, channels and samples."""

@@ -39,7 +39,8 @@ def attention_bytes(*, masked: bool) -> list[int]:
         mask = torch.ones(1, 1, 20, 20, dtype=torch.bool, device="simgpu:0") if masked else None
         first = len(ledger.allocations)
         out = nn.functional.scaled_dot_product_attention(query, key, value, mask)
-        kept = [each.num_bytes for n, each in enumerate(ledger.allocations) if n >= first and n in ledger.alive()]
+        alive = sorted(number for number, _ in ledger._alive.values())
+        kept = [ledger.allocations[number].num_bytes for number in alive if number >= first]
         out.sum().backward()
     return sorted(kept)
 

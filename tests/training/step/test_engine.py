@@ -77,6 +77,9 @@ class TinyNet(nn.Module):
     def without_base(self, state: dict[str, object]) -> dict[str, object]:
         return state
 
+    def count_update(self) -> None:
+        pass
+
 
 def batch(num: int, ignored: float = 0.0, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
