@@ -20,7 +20,8 @@ from segapp.run.words import aligned, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.runs import RunSummary, list_runs, summarize
-from segapp.view.view import EventFold, View
+from segapp.view.source import fold_file
+from segapp.view.view import View
 
 APPLIED, NOT_APPLIED = 0, 1
 MAX_REASON_CHARS = 100
@@ -238,7 +239,7 @@ def split_problem(command: Command, folder: RunFolder) -> str | None:
     if not isinstance(command, SetCommand) or not command.asks_for_split:
         return None
     view = View()
-    EventFold(view).add(EventReader(folder.events).read_skimmed())
+    fold_file(view, folder.events)
     if view.start is None:
         return None
     checked = view.split_checker.check(command.gpu0_bsz, command.shares)

@@ -22,7 +22,7 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -222,23 +222,29 @@ def make_durable_directory(path: Path) -> None:
 
 
 def write_atomic(
-    path: Path, data: bytes | str, *, mode: int = 0o644, point: str = "file", is_derived: bool = False
+    path: Path,
+    data: bytes | str | Iterable[bytes],
+    *,
+    mode: int = 0o644,
+    point: str = "file",
+    is_derived: bool = False,
 ) -> None:
-    """Replace a small file atomically: readers see the old or the new content, even after a power cut.
+    """Replace a file atomically: readers see the old or the new content, even after a power cut.
 
-    A derived file is not synced: its readers must detect damage by a power cut. `point` is the prefix of the
-    failpoints `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
+    The data may come in parts. A derived file is not synced: its readers must detect damage by a power cut. `point` is
+    the prefix of the failpoints `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
 
     Raises:
         OSError: The file could not be written; the old one is unchanged, the temporary one removed.
     """
-    payload = data.encode() if isinstance(data, str) else data
+    data = data.encode() if isinstance(data, str) else data
     temporary = path.parent / temporary_name()
     try:
         fd = open_new(temporary, mode)
         try:
             failpoint(point + ".before_write")
-            write_all(fd, payload)
+            for part in [data] if isinstance(data, bytes) else data:
+                write_all(fd, part)
             failpoint(point + ".before_fsync")
             if not is_derived:
                 os.fsync(fd)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ class Inbox:
         self._polled_s = -POLL_S
         self._answered: list[ReceivedCommand] = []
         if self._path is not None and folder is not None:
-            self._handled = set(read_answers(_read_rare(folder.events)))
+            self._handled = set(read_answers(EventReader(folder.events).read_kinds("command")))
             remove_answered(self._path, self._handled)
 
     def take(self, *, is_due: bool = False) -> list[ReceivedCommand]:
@@ -95,7 +95,7 @@ def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
     splits are not.
     """
     applied: dict[str, tuple[int, dict[str, Any]]] = {}
-    for event in _read_rare(events):
+    for event in EventReader(events).read_kinds("gpu0_bsz", "command"):
         status, at = event.get("status"), int(event.get("step") or 0)
         key = str(event.get("id") or f"auto at {event.get('epoch')}")
         if event["type"] == "gpu0_bsz" and status == "reverted" and key in applied:
@@ -106,8 +106,3 @@ def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
         elif event["type"] == "command" and status == "applied" and at >= step:
             applied[key] = at, dict(event.get("changes") or {})
     return [(at, changes) for at, changes in applied.values() if changes]
-
-
-def _read_rare(events: Path) -> Iterator[dict[str, Any]]:
-    """Yield all events except most `step` events, because a long run has a million of them."""
-    return (item for item in EventReader(events).read_skimmed() if isinstance(item, dict))

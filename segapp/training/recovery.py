@@ -123,9 +123,7 @@ def next_eval_fallback(
 
 def fallbacks_after(folder: RunFolder, step: int) -> list[tuple[int, MemoryFallbacks]]:
     """Return the fallbacks that any rank adopted after `step` updates, for a training that resumes there."""
-    events = EventReader(folder.events).read_skimmed()
-    reports = [raw for raw in events if isinstance(raw, dict) and raw["type"] == "oom"]
-    reports += [raw for raw, _ in _rank_reports(folder)]
+    reports = [*EventReader(folder.events).read_kinds("oom"), *(raw for raw, _ in _rank_reports(folder))]
     adopting = [raw for raw in reports if raw.get("fallbacks") and int(raw.get("step") or 0) >= step]
     adopted = [(int(raw.get("step") or 0), MemoryFallbacks.from_json(raw["fallbacks"])) for raw in adopting]
     return sorted(adopted, key=lambda item: item[0])
@@ -151,7 +149,7 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
     That rank could not emit it, because only the main rank writes events. Call it before the inbox is read, so that the
     command is not carried out again.
     """
-    rare = [raw for raw in EventReader(folder.events).read_skimmed() if isinstance(raw, dict)]
+    rare = list(EventReader(folder.events).read_kinds("gpu0_bsz", "command"))
     change = next((raw for raw in reversed(rare) if raw["type"] == "gpu0_bsz"), None)
     if change is None or change["status"] not in ("pending", "applied") or not change.get("split"):
         return

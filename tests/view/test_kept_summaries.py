@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import pytest
 
 from segapp.api import history
 from segapp.report import compare_runs, write_report
-from segapp.run.events import EventReader, EventWriter, Step, reader
+from segapp.run.events import EventLog, EventReader, EventWriter, Step, reader, writer
 from segapp.run.folder import RunFolder
 from segapp.scores import EpochLoss
+from segapp.training.inbox import Inbox, applied_after
+from segapp.training.recovery import fallbacks_after
 from segapp.view import runs as view_runs
 from segapp.view.runs import RunList, facts_of, list_runs, read_kept, summarize
 from segapp.view.source import fold_file
@@ -362,3 +365,43 @@ def test_mean_of_a_long_epoch_is_exact_and_small(num_steps: int) -> None:
     assert (loss.mean, loss.epoch) == (None, None), "the sums have later steps"
     loss.add(3, [6], [2.0])
     assert loss.mean == 2.0
+
+
+@pytest.mark.parametrize("epochs", [3, 30])
+def test_resume_parses_no_step_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
+    """All that a resume reads of the events: rare ones, and the place at which they are cut."""
+    run = eventful(tmp_path / "run", epochs, steps_per_epoch=40)
+    parsed, parse = list[str](), reader.parse_line
+
+    def counted(line: bytes) -> dict[str, Any] | None:
+        raw = parse(line)
+        parsed.append(raw["type"] if raw else "")
+        return raw
+
+    monkeypatch.setattr(reader, "parse_line", counted)
+    monkeypatch.setattr(writer, "parse_line", counted)
+    Inbox(run.folder, EventLog(None))
+    applied_after(run.folder.events, 0)
+    fallbacks_after(run.folder, 0)
+    assert {"command", "gpu0_bsz"} < set(parsed) <= {"command", "gpu0_bsz", "run_start"}
+    assert len(parsed) < 20
+    parsed.clear()
+    with EventWriter(run.folder.events) as again:
+        assert again.rewind(run.step - 3, epoch=epochs + 1, batch=37) == 5, "3 steps, an evaluation and a checkpoint"
+    counts = Counter(parsed)
+    assert counts["step"] <= 5
+    assert counts["memory"] + counts["heartbeat"] <= 3
+
+
+def test_rare_events_are_found_in_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts end within lines; there are damaged and long lines and a torn end."""
+    path, lines = tmp_path / "events.jsonl", eventful(tmp_path / "run", 9).folder.events.read_bytes().splitlines(True)
+    lines[5:5] = [b'damaged "command"\n', b'"command"' * 400_000 + b"\n", b"x" * 3_000_000 + b"\n"]
+    path.write_bytes(b"".join(lines) + lines[-1][:-9])
+    real = os.pread
+    for kinds in (("command", "gpu0_bsz"), ("alert",), ("oom",), ("run_start", "run_end")):
+        expected = [raw for raw in EventReader(path).read_raw() if raw["type"] in kinds]
+        for num_bytes in (300, 1000, 2**20):
+            monkeypatch.setattr(os, "pread", lambda fd, size, at, n=num_bytes: real(fd, min(size, n), at))
+            assert list(EventReader(path).read_kinds(*kinds)) == expected
+        assert bool(expected) == (kinds != ("oom",))

@@ -80,6 +80,11 @@ _STEP_LINE = re.compile(  # the first fields are in the order in which `EventWri
 
 _PART_BYTES = 2**21
 
+FREQUENT_LINE = re.compile(
+    rb'\{"v":1,"seq":\d+,"t":%b,"type":"(?:memory"|heartbeat"|step","epoch":\d{1,15},"step":(\d{1,15}),)' % _NUMBER
+)
+"""The beginning of the line of a sample, or of a step, with its number."""
+
 
 @dataclass
 class StepRun:
@@ -209,6 +214,21 @@ class EventReader:
             yield self.read_skimmed(_PART_BYTES, columns)
             before, left = left, self.num_bytes_left
             if left >= before:  # an incomplete last line
+                return
+
+    def read_kinds(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        """Yield the present events of rare types, one at a time; other parts of a long history are only searched."""
+        words = [f'"{kind}"'.encode() for kind in kinds]
+        while self._follow():
+            before, part = self._offset, os.pread(self._fd, 2**20, self._offset)
+            end = part.rfind(b"\n") + 1
+            if end and not self._is_skipping and not any(word in part for word in words):
+                self._offset += end
+                continue
+            for line in self._lines(end or len(part)):
+                if any(word in line for word in words) and (raw := self._parse(line)) and raw["type"] in kinds:
+                    yield raw
+            if self._offset == before:  # the end, or an incomplete last line
                 return
 
     @property

@@ -7,7 +7,6 @@ checkpoint is written while training continues, so its line comes after lines of
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -17,10 +16,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from segapp.failpoints import failpoint
-from segapp.run.events.reader import last_line_end, parse_line
+from segapp.run.events.reader import FREQUENT_LINE, last_line_end, parse_line
 from segapp.run.events.types import EVENT_TYPES, MAX_EVENTS_BYTES, MAX_LINE_BYTES, VERSION, Alert, AsNull, Event
 from segapp.run.files import append_to_run, open_of_run, storage_errors_of, write_all, write_atomic
 
@@ -152,18 +151,39 @@ class EventWriter:
                 return 0
 
     def _move_repeated(self, point: RewindPoint) -> int:
-        """Move the lines that training repeats, and damaged ones after the first of them, to another file."""
-        prefix, kept, dropped = split_repeated(self.path.read_bytes(), point)
-        if not dropped:
-            return 0
-        with append_to_run(self.path.with_name("events.rewound.jsonl")) as rewound:
-            rewound.writelines(dropped)
-            rewound.flush()
-            os.fsync(rewound.fileno())
-        write_atomic(self.path, b"".join([prefix, *kept]), point="events.rewind")
+        """Move the lines that training repeats, and damaged ones after the first of them, to another file.
+
+        The lines are read one at a time, because a long run has a million of them.
+        """
+        with open(open_of_run(self.path), "rb") as file:
+            start, has_own_line = find_repeated(file, point)
+            if start is None:
+                return 0
+            num_dropped = 0
+
+            def kept() -> Iterator[bytes]:
+                nonlocal has_own_line, num_dropped
+                file.seek(0)
+                for at in range(0, start, 2**20):
+                    yield file.read(min(2**20, start - at))
+                seq = _last_seq(file.fileno(), start)
+                for line in file:
+                    raw = parse_line(line)
+                    if raw is None or is_repeated(raw, point, is_after_own=has_own_line):
+                        rewound.write(line)
+                        num_dropped += 1
+                    else:
+                        seq += 1
+                        yield _encode({**raw, "seq": seq})
+                    has_own_line |= is_own_line(raw, point)
+                rewound.flush()
+                os.fsync(rewound.fileno())
+
+            with append_to_run(self.path.with_name("events.rewound.jsonl")) as rewound:
+                write_atomic(self.path, kept(), point="events.rewind")
         os.close(self._fd)
         self._open()
-        return len(dropped)
+        return num_dropped
 
     def _open(self) -> None:
         self._fd = open_of_run(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, max_bytes=MAX_EVENTS_BYTES)
@@ -271,28 +291,31 @@ class RewindPoint:
     """True if the evaluation after that step is done, in case the epoch does not tell."""
 
 
-def split_repeated(content: bytes, point: RewindPoint) -> tuple[bytes, list[bytes], list[bytes]]:
-    """Return the lines before the first repeated one, the later ones to keep (renumbered), and those to remove."""
-    kept: list[bytes] = []
-    dropped: list[bytes] = []
-    has_own_line, seq, offset = False, 0, 0
-    for line in io.BytesIO(content):
-        raw = parse_line(line)
-        if raw is None:
-            is_gone = bool(dropped)
-        else:
-            is_gone = is_repeated(raw, point, is_after_own=has_own_line)
-            is_checkpoint = raw["type"] == "checkpoint" and raw.get("step") == point.step
-            has_own_line |= is_checkpoint and (point.sha256 is None or raw.get("sha256") in (None, point.sha256))
-        if is_gone:
-            dropped.append(line)
-        elif not dropped:
-            offset += len(line)
-            seq = seq if raw is None else raw["seq"]
-        elif raw is not None:
-            seq += 1
-            kept.append(_encode({**raw, "seq": seq}))
-    return content[:offset], kept, dropped
+def find_repeated(file: BinaryIO, point: RewindPoint) -> tuple[int | None, bool]:
+    """Return the offset of the first line that training repeats, None without one.
+
+    The second value is True if the checkpoint's own line is before it.
+    """
+    offset, has_own_line = 0, False
+    for line in file:
+        found = FREQUENT_LINE.match(line)
+        if found is None or int(found[1] or 0) > point.step:
+            raw = parse_line(line)
+            if raw is not None and is_repeated(raw, point, is_after_own=has_own_line):
+                return offset, has_own_line
+            has_own_line |= is_own_line(raw, point)
+        offset += len(line)
+    return None, has_own_line
+
+
+def is_own_line(raw: dict[str, Any] | None, point: RewindPoint) -> bool:
+    """Return True for the `checkpoint` event of the checkpoint itself."""
+    return (
+        raw is not None
+        and raw["type"] == "checkpoint"
+        and raw.get("step") == point.step
+        and (point.sha256 is None or raw.get("sha256") in (None, point.sha256))
+    )
 
 
 def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) -> bool:
