@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import OutOfMemoryError, StorageError
 from segapp.inference.predict import OutputPlan, Saved, find_images, predict_files
 from segapp.inference.predict.outputs import PROBABILITY_SCALE, PngWriter
-from segapp.inference.predict.pipeline import BoundedExecutor, ahead
+from segapp.inference.predict.pipeline import ahead
 from segapp.inference.predict.predictor import predict_strips
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
@@ -276,7 +276,7 @@ def test_unwritable_output_folder_ends_the_prediction(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="choose another --out") as error:
         predict(tmp_path / "in", tmp_path / "out", ["labels"])
     assert error.tb  # it holds the frames of the prediction
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("read")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("predict")]
 
 
 def test_results_come_in_order_within_the_queue_limit() -> None:
@@ -295,19 +295,21 @@ def test_results_come_in_order_within_the_queue_limit() -> None:
         list(ahead([(1, lambda: 1 // 0)], 2))
 
 
-def test_bounded_executor_limits_work_and_raises_failures() -> None:
-    most, now, lock = [0], [0], threading.Lock()
+def test_calls_that_are_made_one_by_one_keep_to_the_limit() -> None:
+    most, now, lock = 0, 0, threading.Lock()
 
-    def work(weight: int) -> None:
+    def work() -> None:
+        nonlocal now
         with lock:
-            now[0] -= weight
+            now -= 4
 
-    with BoundedExecutor(2, limit=10) as behind:
+    def calls() -> Iterator[tuple[int, Callable[[], None]]]:
+        nonlocal most, now
         for _ in range(50):
-            behind.submit(lambda: work(4), 4)
             with lock:
-                now[0] += 4
-                most[0] = max(most[0], now[0])
-    assert most[0] <= 12
-    with pytest.raises(ZeroDivisionError), BoundedExecutor(1) as behind:
-        behind.submit(lambda: 1 // 0, 1)
+                now += 4
+                most = max(most, now)
+            yield 4, work
+
+    assert len(list(ahead(calls(), 2, limit=10))) == 50
+    assert (now, most <= 12) == (0, True)

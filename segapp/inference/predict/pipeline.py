@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,14 +122,21 @@ class _Job:
     def predict_images(self, files: list[InputFile]) -> None:
         """Predict images; the outputs are written in threads."""
         calls = ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files)
-        with closing(ahead(calls, NUM_THREADS)) as read, BoundedExecutor(NUM_THREADS) as behind:
-            for pictures in self._batches(self._readable(read)):
-                for picture, strips in self._predicted(pictures):
-                    if isinstance(strips, list):
-                        behind.submit(partial(self._write, picture, strips), picture.num_px)
-                    else:  # larger than the workspace: written while it is predicted
-                        self._write_tiles(picture, strips)
-                self.count(len(pictures))
+        with (
+            closing(ahead(calls, NUM_THREADS)) as read,
+            closing(ahead(self._writes(self._readable(read)), NUM_THREADS)) as written,
+        ):
+            deque(written, maxlen=0)
+
+    def _writes(self, found: Iterable[Picture]) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Predict images; yield the calls that write the outputs, with their weights."""
+        for pictures in self._batches(found):
+            for picture, strips in self._predicted(pictures):
+                if isinstance(strips, list):
+                    yield picture.num_px, partial(self._write, picture, strips)
+                else:  # larger than the workspace: written while it is predicted
+                    self._write_tiles(picture, strips)
+            self.count(len(pictures))
 
     def _readable(self, read: Iterable[Picture | str]) -> Iterator[Picture]:
         for found in read:
@@ -155,15 +162,25 @@ class _Job:
             return
         try:
             reader = VideoReader(file)
-            with (
-                VideoOutputs(self.plan, reader) as outputs,
-                closing(ahead(_frame_calls(reader), 1)) as frames,
-                BoundedExecutor(1) as behind,
-            ):
-                for pictures in self._batches(frame for frame in frames if frame is not None):
-                    for picture, strips in self._predicted(pictures):
-                        behind.submit(partial(outputs.add, picture, list(strips)), picture.num_px)
-            self.written[file.name] = outputs.paths
+        except DataError as error:
+            self.tally.problems.append(str(error))
+            return
+        with (
+            VideoOutputs(self.plan, reader) as outputs,
+            closing(ahead(_frame_calls(reader), 1)) as frames,
+            closing(ahead(self._frame_writes(outputs, frames), 1)) as written,  # one thread keeps the order
+        ):
+            deque(written, maxlen=0)
+        self.written[file.name] = outputs.paths
+
+    def _frame_writes(
+        self, outputs: VideoOutputs, frames: Iterable[Picture | None]
+    ) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Predict frames; yield the calls that write them, with their weights, up to a frame that cannot be read."""
+        try:
+            for pictures in self._batches(frame for frame in frames if frame is not None):
+                for picture, strips in self._predicted(pictures):
+                    yield picture.num_px, partial(outputs.add, picture, list(strips))
         except DataError as error:
             self.tally.problems.append(str(error))
 
@@ -278,17 +295,17 @@ def _frame_calls(reader: VideoReader) -> Iterator[tuple[int, Callable[[], Pictur
 def ahead(
     calls: Iterable[tuple[int, Callable[[], Item]]], num_threads: int, limit: int = MAX_WAITING_PX
 ) -> Generator[Item, None, None]:
-    """Yield the results of calls in order, computed ahead in threads.
+    """Yield the results of calls in order, computed in threads, while the caller makes the next calls.
 
     Close this iterator if you may stop early: ending the threads during garbage collection can deadlock. A call is its
     weight and a function. `limit` is the total weight of the running calls and of the results that are not yet yielded;
     a heavier call runs on its own.
     """
     waiting: deque[tuple[int, Future[Item]]] = deque()
-    with ThreadPool(num_threads, "read") as pool:
+    with ThreadPool(num_threads, "predict") as pool:
         try:
             for weight, call in calls:
-                while waiting and (len(waiting) >= 2 * num_threads or weight + sum(w for w, _ in waiting) > limit):
+                while waiting and (len(waiting) >= 2 * MAX_BATCH or weight + sum(w for w, _ in waiting) > limit):
                     yield waiting.popleft()[1].result()
                 waiting.append((weight, pool.submit(call)))
             while waiting:
@@ -296,44 +313,6 @@ def ahead(
         finally:
             for _, each in waiting:
                 each.cancel()
-
-
-class BoundedExecutor:
-    """Thread pool with a limit on the total weight of waiting tasks; a heavier task waits on its own.
-
-    With one thread, tasks run in order. At the end of its context it waits for all tasks. The exception of a task is
-    raised there or by a later submit.
-    """
-
-    def __init__(self, num_threads: int, limit: int = MAX_WAITING_PX) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, "write")
-        self._limit = limit
-        self._waiting: deque[tuple[int, Future[None]]] = deque()
-
-    def submit(self, work: Callable[[], None], weight: int) -> None:
-        """Submit a task; blocks while the limit is reached."""
-        while self._waiting:
-            first = self._waiting[0][1]
-            if not first.done() and weight + sum(w for w, _ in self._waiting) <= self._limit:
-                break
-            self._waiting.popleft()
-            self._finish(first)
-        self._waiting.append((weight, self._pool.submit(work)))
-
-    def _finish(self, task: Future[None]) -> None:
-        try:
-            task.result()
-        except BaseException:
-            self._pool.shutdown(cancel_futures=True)
-            raise
-
-    def __enter__(self) -> BoundedExecutor:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        while kind is None and self._waiting:
-            self._finish(self._waiting.popleft()[1])
-        self._pool.shutdown()
 
 
 @contextmanager

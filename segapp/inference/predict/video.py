@@ -86,7 +86,7 @@ class VideoReader:
 class VideoOutputs:
     """Context manager of the outputs of a video: color and overlay as videos, other kinds as one file per frame.
 
-    The videos are removed if the context is left with an exception other than `DataError`.
+    The videos are removed if the context is left with an exception.
     """
 
     def __init__(self, plan: OutputPlan, reader: VideoReader) -> None:
@@ -113,10 +113,9 @@ class VideoOutputs:
                     outputs.add(strip)
             self._frame_paths += outputs.paths
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        keep = kind is None or issubclass(kind, DataError)
+    def __exit__(self, error: object, *_: object) -> None:
         for video in self._videos:
-            video.close(keep=keep)
+            video.close(keep=error is None)
 
 
 @contextmanager
