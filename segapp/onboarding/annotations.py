@@ -40,9 +40,6 @@ _YOLO_LINE = re.compile(rb"\s*\d+(\s+-?[\d.]+(e-?\d+)?){6,}\s*")
 _CVAT_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")
 _LABEL_STUDIO_KINDS = ("polygonlabels", "brushlabels", "rectanglelabels")
 
-Values = Mapping[Any, int]
-"""Label, or number of a category -> value in the mask."""
-
 
 def find_coco(tree: Tree) -> Layout | None:
     """Return the conversion of COCO files with segmentations: polygons, or run lengths by columns."""
@@ -66,7 +63,9 @@ def find_coco(tree: Tree) -> Layout | None:
     others = [number for number in sorted(categories) if number != own_background]
     first = next(iter(files))
     names = check_classes(["background", *(categories[number] for number in others)], first)
-    found = Annotations(tree, "coco", "COCO", _draw_coco, lambda one: float(one["area"]))
+    found = Annotations(
+        tree, "coco", "COCO", _draw_coco, lambda one: int(one["category_id"]), lambda one: float(one["area"])
+    )
     found.values = {number: value for value, number in enumerate(others, start=1)}
     if own_background is not None:
         found.values[own_background] = 0
@@ -90,11 +89,8 @@ def find_coco(tree: Tree) -> Layout | None:
     return found.layout(names, f"the categories of {shown(first)}", [*files])
 
 
-def _draw_coco(canvas: DrawnMask, annotation: Mapping[str, Any], values: Values) -> None:
-    number, segmentation = int(annotation["category_id"]), annotation["segmentation"]
-    if number not in values:
-        raise ValueError(f"category {number} is not in the list of categories")
-    value = values[number]
+def _draw_coco(canvas: DrawnMask, annotation: Mapping[str, Any], value: int) -> None:
+    segmentation = annotation["segmentation"]
     if isinstance(segmentation, list):
         for flat in segmentation:
             fill_area(canvas, [_corners(flat)], value)
@@ -140,13 +136,18 @@ def find_yolo(tree: Tree) -> Layout | None:
     num_polygons = sum(_YOLO_LINE.fullmatch(line) is not None for line in first_lines)
     if not num_polygons or num_polygons < 0.3 * len(first_lines):
         return None
-    found = Annotations(tree, "yolo", "YOLO polygons", _draw_yolo, lambda line: area_of(yolo_shape(line, 1, 1)[1]))
-    lines = {}
+    found = Annotations(
+        tree,
+        "yolo",
+        "YOLO polygons",
+        _draw_yolo,
+        lambda line: int(line.split()[0]),
+        lambda line: area_of(_yolo_corners(line, 1, 1)),
+    )
     for image, path in sorted(labels.items()):
-        lines[image] = [line for line in tree.read(path).splitlines() if line.strip()]
-        found.add(path, image, lines[image], "", (None, None))
-    numbers = [int(line.split()[0]) for own in lines.values() for line in own if line.split()[0].isdigit()]
-    names, reason, source = _yolo_names(tree, max(numbers, default=0))
+        lines = [line for line in tree.read(path).splitlines() if line.strip()]
+        found.add(path, image, lines, "", (None, None))
+    names, reason, source = _yolo_names(tree, max(found.labels, default=0))
     found.values = {number: number + 1 for number in range(len(names))}
     classes = check_classes(["background", *names], "the labels")
     return found.layout(classes, reason, [*sorted(labels.values()), *source])
@@ -165,24 +166,21 @@ def _yolo_names(tree: Tree, largest: int) -> tuple[list[str], str, list[str]]:
     return names, f"from {shown(named.source)}; YOLO's 0 is 1 here", [named.source]
 
 
-def _draw_yolo(canvas: DrawnMask, line: bytes, values: Values) -> None:
-    number, corners = yolo_shape(line, *canvas.drawn_px)
-    if number not in values:
-        raise ValueError(f"class {number} has no name")
-    fill_polygon(canvas, [corners], values[number])
+def _draw_yolo(canvas: DrawnMask, line: bytes, value: int) -> None:
+    fill_polygon(canvas, [_yolo_corners(line, *canvas.drawn_px)], value)
 
 
-def yolo_shape(line: bytes, height: int, width: int) -> tuple[int, Sequence[tuple[float, float]]]:
-    """Return the class and the corners in pixels from a line; raise ValueError for a box."""
-    number, *values = line.split()
+def _yolo_corners(line: bytes, height: int, width: int) -> Sequence[tuple[float, float]]:
+    """Return the corners in pixels from a line; raise ValueError for a box."""
+    values = [float(word) for word in line.split()[1:]]
     if len(values) < 6:
         raise ValueError(f"a box of {len(values)} numbers is not read: draw it as a polygon")
-    return int(number), [(x * width - 0.5, y * height - 0.5) for x, y in _corners([*map(float, values)])]
+    return [(x * width - 0.5, y * height - 0.5) for x, y in _corners(values)]
 
 
 def find_cvat(tree: Tree) -> Layout | None:
     """Return the conversion of XML files of CVAT for images 1.1."""
-    found = Annotations(tree, "cvat", "CVAT", _draw_cvat)
+    found = Annotations(tree, "cvat", "CVAT", _draw_cvat, lambda kind_and_shape: kind_and_shape[1]["label"])
     for path in tree.others_named(".xml"):
         if b"<annotations" not in tree.read(path, 4096):
             continue
@@ -191,14 +189,13 @@ def find_cvat(tree: Tree) -> Layout | None:
         except (ElementTree.ParseError, ValueError, LookupError, DataError):
             continue
         labels = {one.text for one in top.iterfind("./meta//labels/label/name") if one.text}
-        used: set[str] = set()
+        used = {one.get("label", "") for kind in _CVAT_KINDS for one in top.iterfind(f"image/{kind}")} - {""}
         for entry in top.iterfind("image"):
             shapes = [(one.tag, dict(one.attrib)) for one in entry if one.tag in _CVAT_KINDS]
             shapes.sort(key=lambda shape: float(shape[1].get("z_order") or 0))
             name = entry.get("name", "")
-            if found.add(path, name, shapes, f"image {shown(name)}", (entry.get("height"), entry.get("width"))):
-                used.update(shape["label"] for _, shape in shapes if "label" in shape)
-        found.labels |= labels | used
+            found.add(path, name, shapes, f"image {shown(name)}", (entry.get("height"), entry.get("width")))
+        found.labels |= labels
         if others := labels and used - labels:
             named = ", ".join(map(shown, sorted(others)))
             found.notes.append(f"{shown(path)}: its list of labels lacks {named}: rename them if they are misspelled")
@@ -210,9 +207,8 @@ def find_cvat(tree: Tree) -> Layout | None:
     return found.by_label("entries in XML")
 
 
-def _draw_cvat(canvas: DrawnMask, kind_and_shape: tuple[str, Mapping[str, str]], values: Values) -> None:
+def _draw_cvat(canvas: DrawnMask, kind_and_shape: tuple[str, Mapping[str, str]], value: int) -> None:
     kind, shape = kind_and_shape
-    value = values[shape["label"]]
     if kind == "polygon":
         corners = [tuple(float(side) for side in corner.split(",")) for corner in shape["points"].split(";") if corner]
         fill_area(canvas, [corners], value)
@@ -229,7 +225,9 @@ def _draw_cvat(canvas: DrawnMask, kind_and_shape: tuple[str, Mapping[str, str]],
 
 def find_label_studio(tree: Tree) -> Layout | None:
     """Return the conversion of Label Studio's JSON: the first annotation of each task that was not canceled."""
-    found = Annotations(tree, "label-studio", "Label Studio", _draw_label_studio)
+    found = Annotations(
+        tree, "label-studio", "Label Studio", _draw_label_studio, lambda region: region["value"][region["type"]][0]
+    )
     for path, tasks in json_files(tree, list):
         for number, task in enumerate(tasks):
             if not isinstance(task, dict) or "data" not in task or not isinstance(task.get("annotations"), list):
@@ -241,20 +239,13 @@ def find_label_studio(tree: Tree) -> Layout | None:
             name = said.partition("/data/local-files/?d=")[2] or said
             first = next((one for one in regions if isinstance(one, dict)), {})
             sides = first.get("original_height"), first.get("original_width")
-            if made and found.add(path, name, regions, f"task {number}", sides):
-                found.labels.update(name for one in regions if isinstance(one, dict) for name in _labels(one))
+            if made:
+                found.add(path, name, regions, f"task {number}", sides)
     return found.by_label("tasks")
 
 
-def _labels(region: Mapping[str, Any]) -> list[str]:
-    value = region.get("value")
-    names = value.get(region["type"]) if isinstance(value, dict) else None
-    return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _draw_label_studio(canvas: DrawnMask, region: Mapping[str, Any], values: Values) -> None:
+def _draw_label_studio(canvas: DrawnMask, region: Mapping[str, Any], value: int) -> None:
     height, width = canvas.drawn_px
-    value = values[_labels(region)[0]]
     content = region["value"]
     if region.get("image_rotation"):
         raise ValueError(f"its image was rotated by {region['image_rotation']} degrees: rotate it back in Label Studio")
@@ -271,19 +262,17 @@ def _draw_label_studio(canvas: DrawnMask, region: Mapping[str, Any], values: Val
 
 def find_labelme(tree: Tree) -> Layout | None:
     """Return the conversion of labelme: a JSON file for each image."""
-    found = Annotations(tree, "labelme", "labelme", _draw_labelme)
+    found = Annotations(tree, "labelme", "labelme", _draw_labelme, lambda shape: str(shape["label"]))
     for path, content in json_files(tree, dict):
         if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
             continue
-        found.labels.update(str(shape.get("label")) for shape in content["shapes"] if isinstance(shape, dict))
         sides = content.get("imageHeight"), content.get("imageWidth")
         found.add(path, str(content["imagePath"]), content["shapes"], "", sides)
     return found.by_label("files")
 
 
-def _draw_labelme(canvas: DrawnMask, shape: Mapping[str, Any], values: Values) -> None:
+def _draw_labelme(canvas: DrawnMask, shape: Mapping[str, Any], value: int) -> None:
     """Draw a shape in place, without points. Raise ValueError if its kind is unknown, or it has too few points."""
-    value = values[str(shape["label"])]
     kind, points = shape.get("shape_type") or "polygon", shape["points"]
     if kind == "polygon":
         fill_polygon(canvas, [points], value)
@@ -313,7 +302,7 @@ def _bitmap(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:
 
 def find_supervisely(tree: Tree) -> Layout | None:
     """Return the conversion of a Supervisely project: ann/NAME.json for each img/NAME."""
-    found = Annotations(tree, "supervisely", "Supervisely", _draw_supervisely)
+    found = Annotations(tree, "supervisely", "Supervisely", _draw_supervisely, lambda one: str(one["classTitle"]))
     for path, content in json_files(tree, dict):
         folder, _, name = path.removesuffix(".json").rpartition("/")
         objects = content.get("objects")
@@ -321,15 +310,11 @@ def find_supervisely(tree: Tree) -> Layout | None:
             continue
         size = content["size"] if isinstance(content.get("size"), dict) else {}
         sides = size.get("height"), size.get("width")
-        if found.add(path, f"{folder.removesuffix('ann')}img/{name}", objects, "", sides):
-            found.labels.update(
-                str(one["classTitle"]) for one in objects if isinstance(one, dict) and "classTitle" in one
-            )
+        found.add(path, f"{folder.removesuffix('ann')}img/{name}", objects, "", sides)
     return found.by_label("files")
 
 
-def _draw_supervisely(canvas: DrawnMask, one: Mapping[str, Any], values: Values) -> None:
-    value = values[str(one["classTitle"])]
+def _draw_supervisely(canvas: DrawnMask, one: Mapping[str, Any], value: int) -> None:
     kind = one["geometryType"]
     if kind == "polygon":
         fill_polygon(canvas, [one["points"]["exterior"], *one["points"].get("interior", [])], value)

@@ -10,6 +10,7 @@ are rounded and the outline is included, as cv2.fillPoly does. An outline and it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
@@ -130,8 +131,8 @@ class Annotations:
     Attributes:
         pairs: the images that were added, with masks that are drawn later.
         total: number of entries, also of those without an image.
-        labels: names of classes in the annotations; `by_label` gives them values.
-        values: label, or number of a category -> value in the mask.
+        labels: names or numbers of the classes of the objects; `by_label` gives them values.
+        values: label -> value in the mask.
         notes: sentences about contradictions in the annotations.
     """
 
@@ -140,18 +141,19 @@ class Annotations:
         tree: Tree,
         name: str,
         title: str,
-        draw: Callable[[DrawnMask, Any, dict[Any, int]], None],
+        draw: Callable[[DrawnMask, Any, int], None],
+        label: Callable[[Any], Any],
         area: Callable[[Any], float] | None = None,
     ) -> None:
-        """`draw` draws an object in place, with `values`; with `area`, larger objects are drawn first."""
+        """`draw` draws an object in place, with the value of its label; with `area`, larger objects are drawn first."""
         self.images = Images(tree)
         self.pairs: list[Pair] = []
         self.total = 0
-        self.labels: set[str] = set()
+        self.labels: set[Any] = set()
         self.values: dict[Any, int] = {}
         self.notes: list[str] = []
         self._name, self._title = name, title
-        self._draw, self._area = draw, area
+        self._draw, self._label, self._area = draw, label, area
         self._files: dict[str, None] = {}
         self._has_objects = False
 
@@ -163,6 +165,9 @@ class Annotations:
             return False
         self._files[path] = None
         self._has_objects |= bool(objects)
+        for one in objects:
+            with contextlib.suppress(*BAD_ENTRY):  # reported when it is drawn
+                self.labels.add(self._label(one))
         origin = f"{shown(path)}: {entry}" if entry else shown(path)
         self.pairs.append(drawn_pair(image, origin, partial(self._paint, objects), path, sides))
         return True
@@ -177,7 +182,9 @@ class Annotations:
             numbered.sort(key=lambda one: -area(one[1]))
         for number, one in numbered:
             try:
-                self._draw(canvas, one, self.values)
+                if (label := self._label(one)) not in self.values:
+                    raise ValueError(f"class {label} is not in the list of classes")
+                self._draw(canvas, one, self.values[label])
             except BAD_ENTRY as error:
                 raise ValueError(f"object {number}: {problem_of(error)}") from error
         return canvas.mask

@@ -339,7 +339,7 @@ def test_category_that_is_not_listed_is_named(tmp_path: Path) -> None:
         changed(root, lambda content: content["annotations"][0].update(category_id=8))
 
     _, said = converted(tmp_path, write, plain())
-    assert "object 0: category 8 is not in the list of categories" in said
+    assert "object 0: class 8 is not in the list of classes" in said
 
 
 def test_category_with_two_names_is_refused_with_both_files(tmp_path: Path) -> None:

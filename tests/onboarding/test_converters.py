@@ -132,7 +132,7 @@ def test_polygons_of_yolo_are_drawn_largest_first(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(f"{large}\n-1{large[2:]}")
     layout = find_yolo(survey_tree(tmp_path))
     assert layout is not None
-    with pytest.raises(ValueError, match="object 1: class -1 has no name"):
+    with pytest.raises(ValueError, match="object 1: class -1 is not in the list of classes"):
         painted(layout)
 
 
