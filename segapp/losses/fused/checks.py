@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -155,15 +154,8 @@ NO_ID = 1 << 62
 """Larger than every id; the minimum if there are no bad ids."""
 
 
-@dataclass(frozen=True)
-class _Report:
-    """Smallest and largest bad id, which are being copied to the host."""
-
-    bounds: Tensor
-    has_arrived: Callable[[], bool]
-    num_classes: int
-    ignore_index: int
-
+_Report = tuple[Tensor, Callable[[], bool], int, int]
+"""Smallest and largest bad id, which are being copied to the host; if they have arrived; C, and the ignored id."""
 
 _reports: deque[_Report] = deque(maxlen=64)
 """Pending checks, oldest first; global, because devices run asynchronously."""
@@ -182,9 +174,9 @@ def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     Returns:
         Scalar on the bounds' device: 0, or NaN if there is a bad id.
     """
-    report = _Report(*accelerator_of(bounds.device).copy_to_host(bounds), num_classes, ignore_index)
+    copied = accelerator_of(bounds.device).copy_to_host(bounds)
     with _reports_lock:
-        _reports.append(report)
+        _reports.append((*copied, num_classes, ignore_index))
     return poison_of(bounds)
 
 
@@ -196,16 +188,17 @@ def poison_of(bounds: Tensor) -> Tensor:
 def raise_reported() -> None:
     """Raise ValueError for a bad id that an earlier call found on a device."""
     while (report := _next_report()) is not None:
-        low, high = report.bounds.tolist()
+        bounds, _, num_classes, ignore_index = report
+        low, high = bounds.tolist()
         if low <= high:
             ids = [low] if low == high else [low, high]
-            raise ValueError(out_of_range_message(ids, report.num_classes, report.ignore_index))
+            raise ValueError(out_of_range_message(ids, num_classes, ignore_index))
 
 
 def _next_report() -> _Report | None:
     """Remove the oldest report and return it; None if it has not arrived, or there is none."""
     with _reports_lock:
-        return _reports.popleft() if _reports and _reports[0].has_arrived() else None
+        return _reports.popleft() if _reports and _reports[0][1]() else None
 
 
 def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int) -> str:

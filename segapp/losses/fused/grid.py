@@ -234,20 +234,14 @@ def products_are_exact() -> bool:
         return False
 
 
+@functools.lru_cache(maxsize=64)
 def dense_matrices(
     low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return U of the rows (H, h) and the transposed U of the columns (w, W); cached."""
     with torch.inference_mode(False), torch.no_grad():
-        return _cached_matrices(low, high, align_corners, dtype, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_matrices(
-    low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    rows, columns = Axis(low[0], high[0], align_corners), Axis(low[1], high[1], align_corners)
-    return rows.matrix().to(device, dtype), columns.matrix().T.contiguous().to(device, dtype)
+        rows, columns = Axis(low[0], high[0], align_corners), Axis(low[1], high[1], align_corners)
+        return rows.matrix().to(device, dtype), columns.matrix().T.contiguous().to(device, dtype)
 
 
 def grid_of(low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, like: Tensor) -> Grid:
@@ -261,8 +255,4 @@ def grid_of(low: tuple[int, int], high: tuple[int, int], align_corners: bool, dt
         return _cached_grid(low, high, align_corners, dtype, like.device)
 
 
-@functools.lru_cache(maxsize=64)
-def _cached_grid(
-    low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
-) -> Grid:
-    return Grid(low, high, align_corners, dtype, device)
+_cached_grid = functools.lru_cache(maxsize=64)(Grid)

@@ -140,8 +140,8 @@ def test_reports_are_taken_by_one_thread_each(monkeypatch):
         return True
 
     for _ in range(60):
-        checks._reports.append(checks._Report(good, has_arrived, 4, 255))
-    checks._reports.append(checks._Report(torch.tensor([777, 777]), has_arrived, 4, 255))
+        checks._reports.append((good, has_arrived, 4, 255))
+    checks._reports.append((torch.tensor([777, 777]), has_arrived, 4, 255))
     raised = []
 
     def take():
