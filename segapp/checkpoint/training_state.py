@@ -85,8 +85,8 @@ def save_checkpoint(
 
     Args:
         folder: The run's `checkpoints` folder; the caller holds the run's lock.
-        state: Has at least `model`, is finite (`require_finite`), and must not change during the call: pass a
-            `snapshot` if training continues.
+        state: Has at least `model`, the bare state dict, is finite (`require_finite`), and must not change during the
+            call: pass a `snapshot` if training continues.
         facts: Position and metric; a metric that is not finite is stored as None and is never the best. The version of
             torch is added.
         is_best: Also name it `best.pt`.
@@ -98,12 +98,11 @@ def save_checkpoint(
 
     Raises:
         TypeError: the state has a value that is neither a tensor nor plain.
-        ValueError: `model` is missing or has a `module.` prefix.
         StorageError: the file could not be written; older checkpoints are untouched.
     """
     metric = facts.metric if facts.metric is not None and math.isfinite(facts.metric) else None
     facts = facts.model_copy(update={"metric": metric, "torch_version": str(torch.__version__)})
-    content = _checked({**state, "checkpoint": {"format": FORMAT, **facts.model_dump()}})
+    content = as_storable({**state, "checkpoint": {"format": FORMAT, **facts.model_dump()}})
     return CheckpointFolder(folder).commit(
         lambda file: torch.save(content, file),  # type: ignore[arg-type]
         facts,
@@ -262,17 +261,6 @@ def check_resumable(
             f"now has {num_train} of {len(classes)}: put the data back, or start a new run",
             path=path,
         ).see("resume-refused")
-
-
-def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content in the form in which it is stored; raise if it could not be resumed."""
-    model = content.get("model")
-    if not isinstance(model, dict):
-        raise ValueError("a checkpoint needs 'model', the bare state dict")
-    prefixed = next((key for key in model if str(key).startswith("module.")), None)
-    if prefixed is not None:
-        raise ValueError(f"a checkpoint holds the bare model: {prefixed!r} has the prefix of a parallel wrapper")
-    return as_storable(content)  # type: ignore[no-any-return]
 
 
 def _load_newest_intact(store: CheckpointFolder, is_holder: bool, read: Reader) -> LoadedCheckpoint:

@@ -181,13 +181,6 @@ def test_unsupported_value_is_refused_with_its_path_and_type(tmp_path, value, ki
     assert not (tmp_path / "manifest.json").exists()
 
 
-def test_state_without_model_or_with_prefixed_keys_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="needs 'model'"):
-        save_checkpoint(tmp_path, {"weights": {}}, facts(1, 1))
-    with pytest.raises(ValueError, match=r"module\.weight"):
-        save_checkpoint(tmp_path, {"model": {"module.weight": torch.ones(1)}}, facts(1, 1))
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("part", ["model", "ema", "optimizer", "distillation"])
