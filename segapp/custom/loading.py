@@ -95,29 +95,25 @@ def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[...
     try:
         if not is_built_in:
             check_import(name)
-        return _load(name, key)
+        if not is_component(name):
+            raise ConfigError(
+                f"{key} = {name!r} is not a custom component: write package.module:factory or ./file.py:factory"
+            )
+        where, attribute = split_name(name)
+        what = f"{key} = {name}"
+        found: Any = _import_file(where, find_source(name), what) if is_file_name(where) else _import(where, what)
+        for word in attribute.split("."):
+            if not hasattr(found, word):
+                hint = did_you_mean(word, [each for each in dir(found) if not each.startswith("__")], most=3)
+                raise ConfigError(f"{what}: {where} has no {word!r}: {hint or 'check the spelling'}")
+            found = getattr(found, word)
+        if not callable(found):
+            kind = type(found).__name__
+            raise ConfigError(f"{what} is a {kind}: name a class or a function that creates the component")
+        return found  # type: ignore[no-any-return]
     except ConfigError as error:
         error.key, error.value = key, name
         raise
-
-
-def _load(name: str, key: str) -> Callable[..., Any]:
-    if not is_component(name):
-        raise ConfigError(
-            f"{key} = {name!r} is not a custom component: write package.module:factory or ./file.py:factory"
-        )
-    where, attribute = split_name(name)
-    source, what = find_source(name), f"{key} = {name}"
-    module = _import_file(where, source, what) if is_file_name(where) else _import(where, what)
-    found: Any = module
-    for word in attribute.split("."):
-        if not hasattr(found, word):
-            hint = did_you_mean(word, [each for each in dir(found) if not each.startswith("__")], most=3)
-            raise ConfigError(f"{what}: {where} has no {word!r}: {hint or 'check the spelling'}")
-        found = getattr(found, word)
-    if not callable(found):
-        raise ConfigError(f"{what} is a {type(found).__name__}: name a class or a function that creates the component")
-    return found  # type: ignore[no-any-return]
 
 
 def _import_file(where: str, source: Path | None, what: str) -> ModuleType:
