@@ -240,10 +240,8 @@ def end_process(exit_code: int, before: Callable[[], object] = lambda: None, rep
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # a process of another user
     return True
 
 

@@ -162,11 +162,9 @@ def balance_stages(module: nn.Module, device_ids: Iterable[DeviceLike], *inputs:
     The devices are filled in order; `measure_stages` has the same `inputs`.
 
     Raises:
-        ValueError: the module has no children, or it cannot run without values.
+        ValueError: the module cannot run without values.
     """
     devices = resolve_devices(device_ids)
     costs = measure_stages(module, [name for name, _ in module.named_children()], *inputs)
-    if not costs:
-        raise ValueError(f"{type(module).__name__} has no sub-modules: name the device of each stage")
     numbers = plan_stages(list(costs.values()), len(devices))
     return {name: devices[number] for name, number in zip(costs, numbers, strict=True)}

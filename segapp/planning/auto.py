@@ -90,7 +90,10 @@ def _load_or_make_plan(
             "set train.batch_size to a number",
             key="train.batch_size",
         )
-    overhead = _overhead(config, devices, len(gpus))
+    # The driver's memory is already subtracted, and budgets are for tensors only.
+    budgets = config.parallel.memory_budget_mib
+    libraries_mib = context_mib(devices.mode, len(gpus), driver_mib=0.0) if budgets is None else (0.0,) * len(gpus)
+    overhead = OverheadEstimate(libraries_mib, tensor_frac(os.environ))
     if config.train.batch_size:
         planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead)
         saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
@@ -98,13 +101,6 @@ def _load_or_make_plan(
         saved_plan = _largest(config, gpus, devices, overhead)
     saved_plan.write(folder.saved_plan)
     return saved_plan
-
-
-def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
-    """Return the memory of libraries on each GPU; the driver's memory is already subtracted."""
-    if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
-        return OverheadEstimate((0.0,) * num_gpus, tensor_frac(os.environ))
-    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0), tensor_frac(os.environ))
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:

@@ -8,6 +8,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from segapp.chunks import Mode
 from segapp.config import RunConfig
@@ -335,8 +336,7 @@ def _with_chosen(
     if chosen is None:
         row, accumulate = min(candidates, key=lambda candidate: candidate[0].fullest(planner.gpus))
         chosen = search.simulated(row, search.all_blocks, accumulate)
-    config = with_batch(config, chosen.batch_size)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"accumulate": chosen.accumulate})})
+    config = with_batch(config, chosen.batch_size, accumulate=chosen.accumulate)
     return config, search.planner(chosen.accumulate, chosen.blocks_per_device), chosen
 
 
@@ -374,9 +374,9 @@ def _nothing_fits(planner: Planner, tried: str) -> ConfigError:
     )
 
 
-def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
-    """Return the config with another `train.batch_size` and without `train.effective_batch_size`."""
-    train = config.train.model_copy(update={"batch_size": batch_size, "effective_batch_size": None})
+def with_batch(config: RunConfig, batch_size: int, **more: Any) -> RunConfig:
+    """Return the config with another `train.batch_size`, and other keys, and without `train.effective_batch_size`."""
+    train = config.train.model_copy(update={"batch_size": batch_size, "effective_batch_size": None, **more})
     return config.model_copy(update={"train": train})
 
 

@@ -74,11 +74,6 @@ class StepLayout:
     shares: tuple[int, ...] | None = None
     recompute: tuple[tuple[str, ...], ...] | None = None
 
-    @property
-    def is_batch_divided(self) -> bool:
-        """True if BatchNorm sees only a part of the batch on each device."""
-        return self.mode == "ddp" or (self.mode == "dp" and len(self.devices) > 1)
-
 
 @dataclass(frozen=True)
 class StepParts:
@@ -230,7 +225,9 @@ class StepAssembler:
         return StepParts(model, self.build_criterion(class_weights), critic)
 
     def _is_synced(self, layout: StepLayout) -> bool:
-        return self.config.parallel.sync_bn and layout.is_batch_divided
+        """Return True if BatchNorm is synchronized, because it sees only a part of the batch on each device."""
+        is_divided = layout.mode == "ddp" or (layout.mode == "dp" and len(layout.devices) > 1)
+        return self.config.parallel.sync_bn and is_divided
 
     def assemble(
         self,
