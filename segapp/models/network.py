@@ -31,10 +31,6 @@ class BaseReference:
     sources: tuple[str, ...]
     """The weights files, as named in the config."""
 
-    def as_state(self) -> dict[str, Any]:
-        """Return its representation in a checkpoint."""
-        return {"sha256": self.sha256, "sources": list(self.sources), "num_tensors": len(self.names)}
-
 
 class SegmentationModel(nn.Module):
     """A backbone and a head that return logits at the head's own resolution.

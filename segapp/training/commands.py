@@ -343,11 +343,6 @@ class CommandController:
         for received in waiting:
             self.inbox.answer(received, status, reason, step)
 
-    def answer_checkpoints(self, step: int, problem: str | None) -> None:
-        """Answer the open checkpoint commands."""
-        done = f"checkpoints/last.pt at step {step}"
-        self.answer_all("checkpoint", "rejected" if problem else "applied", problem or done, step)
-
     def answer_at_end(self, position: TrainingPosition, reason: str, *, is_finished: bool) -> None:
         """Answer all commands that are open at the end of the training.
 

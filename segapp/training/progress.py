@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -101,10 +101,6 @@ class TrainingProgress:
     def begin_epoch(self) -> None:
         """Record that the settings of the present epoch are applied."""
         self._begun_epoch = self.position.epoch
-
-    def finish_epoch(self) -> None:
-        """Move to the beginning of the next epoch."""
-        self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
 
     def restore(self, position: Position, best: Best) -> None:
         """Continue from a checkpoint."""

@@ -49,11 +49,6 @@ class Clock:
         self._began, self._paused_s = self._now(), self.spent_s("paused")
         self.wait_s, self.num_images, self.num_steps = 0.0, 0, 0
 
-    def count_step(self, num_images: int) -> None:
-        """Count one step of `num_images` images."""
-        self.num_steps += 1
-        self.num_images += num_images
-
     def elapsed_s(self) -> float:
         """Return the seconds of the interval, without pauses."""
         return self._now() - self._began - (self.spent_s("paused") - self._paused_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -167,7 +168,9 @@ class MlflowTracker:
         import time
 
         now_ms = int(time.time() * 1000)
-        metrics = [self._metric(_allowed(tag), value, now_ms, step) for tag, value in values.items()]
+        # MLflow does not allow other characters in the names of metrics.
+        names = [re.sub(r"[^A-Za-z0-9_\-./ ]", "_", tag) for tag in values]
+        metrics = [self._metric(n, value, now_ms, step) for n, value in zip(names, values.values(), strict=True)]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
@@ -175,11 +178,6 @@ class MlflowTracker:
         for key, value in best.items():
             self._client.set_tag(self._id, key, f"{value:.6f}")
         self._client.set_terminated(self._id, self._ENDS.get(status, "FAILED"))
-
-
-def _allowed(tag: str) -> str:
-    """Replace the characters that MLflow does not allow in metric names."""
-    return "".join(c if c.isascii() and (c.isalnum() or c in "_-. /") else "_" for c in tag)
 
 
 def make_trackers(

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from segapp.accelerator import accelerator_of
@@ -25,6 +26,7 @@ from segapp.memory.oom import is_out_of_memory
 from segapp.optim import Plateau
 from segapp.training.commands import CommandController
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
+from segapp.training.inbox import FinalStatus
 from segapp.training.progress import Best, LossWatch, TrainingProgress
 from segapp.training.recovery import MemoryFallbacks, OomPolicy
 from segapp.training.reporting import ActivityLog, TrainingReporter, images_in
@@ -115,7 +117,9 @@ class SafePoint:
         if self._asked_at_step is not None:
             is_done, problem = self._saver.outcome()
             if is_done:
-                self._controller.answer_checkpoints(self._asked_at_step, problem)
+                done = f"checkpoints/last.pt at step {self._asked_at_step}"
+                status: FinalStatus = "rejected" if problem else "applied"
+                self._controller.answer_all("checkpoint", status, problem or done, self._asked_at_step)
                 self._asked_at_step = None
 
     def _pace(self) -> None:
@@ -272,7 +276,8 @@ class Trainer:
         is_last = False
         while not is_last:
             result = self.train_step(group)
-            clock.count_step(images_in(self.position.batch, len(group), settings.batch_size, num_images))
+            clock.num_steps += 1
+            clock.num_images += images_in(self.position.batch, len(group), settings.batch_size, num_images)
             self.position.batch += len(group)
             self.loss_watch.add(result.loss)
             self.controller.after_step(result.split, sum(result.split), self.position.step)
@@ -334,7 +339,7 @@ class Trainer:
         check, clock = self.safe_point.check, self.activities.clock
 
         def progress(num_done: int) -> None:
-            self.activities.report_evaluated(num_done, self.validation.num_images)
+            self.activities.report_evaluated(num_done, len(self.validation.loader.dataset))
 
         with self.activities.during("eval"):
             before_s = clock.spent_s("eval")
@@ -411,7 +416,7 @@ class Trainer:
                 self.plateau.observe(value if value is None or self.plateau.larger_is_better else -value)
         finished = epoch if self._is_epoch_end else None
         if finished is not None:
-            self.progress.finish_epoch()
+            self.progress.position = replace(self.position, epoch=epoch + 1, batch=0)
         if self.progress.is_complete:
             self.saver.begin(is_best=is_best)
         elif is_best or self.saver.has_kept_best or self.saver.is_due(self.position.step, finished):

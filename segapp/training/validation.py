@@ -112,11 +112,6 @@ class Validation:
         self._host = HostLimit(engine.ranks.world_size * (1 + len(self._others)))
         self._num_checks = max(engine.ranks.gather(len(loader)))
 
-    @property
-    def num_images(self) -> int:
-        """Images of an evaluation, over all ranks."""
-        return len(self.loader.dataset)
-
     def prepare(self, fallbacks: MemoryFallbacks) -> None:
         """Let the data workers load the first batches of the next evaluation."""
         self.loader.prepare(reads_windows=self._settings(fallbacks).reads_windows)

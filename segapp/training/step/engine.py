@@ -266,7 +266,8 @@ class StepEngine:
             **self.update.state_dict(),
         }
         if self.model.base is not None:
-            state["base"] = self.model.base.as_state()
+            base = self.model.base
+            state["base"] = {"sha256": base.sha256, "sources": list(base.sources), "num_tensors": len(base.names)}
         for participant in self.participants:
             if own := participant.state_dict():
                 state[participant.name] = {**state.get(participant.name, {}), **own}

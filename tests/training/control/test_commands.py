@@ -269,7 +269,7 @@ def test_answered_command_left_by_a_crash_is_not_repeated(harness: ControllerHar
     command_id = harness.send("checkpoint")
     path = harness.controller._open["checkpoint"][0].path
     content = path.read_bytes()
-    harness.controller.answer_checkpoints(15, None)
+    harness.controller.answer_all("checkpoint", "applied", "checkpoints/last.pt at step 15", 15)
     assert not path.exists()
     path.write_bytes(content)  # the crash came between the answer and the removal
     again = Inbox(harness.folder, EventLog(harness.writer))

@@ -34,10 +34,10 @@ def test_clock_counts_each_second_for_one_activity() -> None:
         clock.restart()
         time.pass_by(1.0)
     time.pass_by(20.0)
-    clock.count_step(8)  # the first step compiles kernels
+    clock.num_steps, clock.num_images = clock.num_steps + 1, clock.num_images + 8  # the first step compiles kernels
     for _ in range(4):
         time.pass_by(0.5)
-        clock.count_step(8)
+        clock.num_steps, clock.num_images = clock.num_steps + 1, clock.num_images + 8
     with clock.during("paused"):
         time.pass_by(1000.0)
         with clock.during("save"):

@@ -95,7 +95,7 @@ def test_remaining_time_is_within_15_percent_of_the_truth(
             clock.restart()
         is_changed = changed_at is not None and epoch >= changed_at
         time.pass_by(taken_s * (2 if is_changed else 1) + (40 if step == 1 else 0))
-        clock.count_step(8)
+        clock.num_steps, clock.num_images = clock.num_steps + 1, clock.num_images + 8
         if step in paused_s:
             with clock.during("paused"):
                 time.pass_by(paused_s[step])
