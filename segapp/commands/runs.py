@@ -15,11 +15,11 @@ from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.commands import Command, SetCommand, format_command, parse_command, send_command
 from segapp.run.events import CommandAnswer, EventReader
 from segapp.run.folder import RunFolder, find_run, is_sweep, run_folders
-from segapp.run.state import read_tail, run_state
+from segapp.run.state import read_tail
 from segapp.run.words import aligned, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
-from segapp.view.runs import RunSummary, list_runs, summarize
+from segapp.view.runs import RunSummary, list_runs, run_state, summarize
 from segapp.view.source import fold_file
 from segapp.view.view import View
 

@@ -18,10 +18,10 @@ from segapp.errors import SegappError
 from segapp.run.events import EventReader
 from segapp.run.files import append_to_run, open_of_run, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
-from segapp.run.state import run_state
 from segapp.run.words import printable
 from segapp.session.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
+from segapp.view.runs import run_state
 from segapp.waiting import lines_while
 
 DETACH_AFTER_S = 120.0

@@ -36,9 +36,9 @@ from segapp.report.images import pictures_of
 from segapp.report.render import render, save_page
 from segapp.run.files import write_atomic
 from segapp.run.folder import find_run, runs_of
-from segapp.run.state import run_state
 from segapp.run.words import printable
 from segapp.training.console import progress_bar
+from segapp.view.runs import run_state
 
 Kind = Literal["class", "missing", "outline"]
 MIN_AREA_SHARE = 0.0005

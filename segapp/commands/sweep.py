@@ -32,12 +32,11 @@ from segapp.memory.gpus import visible_gpus
 from segapp.run.files import check_tree, make_durable_directory, write_atomic
 from segapp.run.folder import RunFolder, is_run, is_sweep
 from segapp.run.lock import check_locks
-from segapp.run.state import run_state
 from segapp.run.words import aligned, first_line, printable
 from segapp.scores import with_count
 from segapp.session.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
-from segapp.view.runs import summarize
+from segapp.view.runs import run_state, summarize
 
 MAX_RUNS = 10_000
 """Maximum number of runs of a sweep."""

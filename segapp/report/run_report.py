@@ -10,10 +10,11 @@ from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, RunError, without_secrets
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder, find_run
-from segapp.run.state import State, read_tail, run_state
+from segapp.run.state import State, read_tail
 from segapp.training.trackers import flat_settings
 from segapp.view.history import LossHistory
-from segapp.view.source import StepSeries, fold_file
+from segapp.view.runs import run_state
+from segapp.view.source import SeriesReader, fold_file
 from segapp.view.view import View
 
 
@@ -67,7 +68,7 @@ def read_run_report(run: str | Path, fields: Sequence[str] = ()) -> RunReport:
     report = RunReport(folder, run_state(folder.path), View())
     steps = [raw for raw in read_tail(folder.events) if raw["type"] == "step"] if fields else []
     terms = [f"terms.{name}" for name in steps[-1].get("terms") or ()][:16] if steps else []
-    series = {name: StepSeries(name) for name in (*fields, *terms)}
+    series = {name: SeriesReader(folder.events, name) for name in (*fields, *terms)}
     fold_file(report.view, folder.events, list(series.values()))
     report.series = {name: each.history for name, each in series.items()}
     if report.view.start is None:

@@ -2,9 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from segapp.run.events import EventReader
@@ -59,30 +57,6 @@ def derive_state(facts: StateFacts) -> State:
     return "busy" if facts.event_age_s is None else "stale"
 
 
-def read_facts(path: Path | str, now_s: float | None = None) -> StateFacts:
-    """Return the facts of a run; reads only the end of its events."""
-    now_s = time.time() if now_s is None else now_s
-    folder = RunFolder(path)
-    events = read_tail(folder.events)
-    last_start = max((index for index, raw in enumerate(events) if raw["type"] == "run_start"), default=-1)
-    ends = [raw for raw in events[last_start + 1 :] if raw["type"] == "run_end"]
-    steps_s = [float(raw["t"]) for raw in events[last_start + 1 :] if raw["type"] == "step"]
-    end_status = ends[-1].get("status") if ends else None
-    is_running_again = bool(ends) and was_acquired_after(folder, float(ends[-1]["t"]))
-    return StateFacts(
-        end_status=end_status if end_status in ("finished", "stopped", "failed") and not is_running_again else None,
-        is_trainer_alive=is_trainer_alive(folder),
-        event_age_s=max(0.0, now_s - float(events[-1]["t"])) if events else None,
-        step_age_s=max(0.0, now_s - steps_s[-1]) if steps_s else None,
-        step_interval_s=_interval_s(steps_s[-20:]),
-    )
-
-
-def run_state(path: Path | str, now_s: float | None = None) -> State:
-    """Return the state of a run, `derive_state` of its facts."""
-    return derive_state(read_facts(path, now_s))
-
-
 def is_trainer_alive(folder: RunFolder) -> bool | None:
     """Return True if a process holds the run's lock, or still runs; None if unknown on this host."""
     is_locked, holder = folder.is_locked(), folder.read_holder()
@@ -111,11 +85,6 @@ def was_acquired_after(folder: RunFolder, end_s: float) -> bool:
         return bool(folder.is_locked()) and folder.lock.stat().st_mtime > end_s
     except OSError:
         return False
-
-
-def _interval_s(times_s: list[float]) -> float:
-    intervals = [later - earlier for earlier, later in pairwise(times_s)]
-    return max(0.0, median(intervals)) if intervals else 0.0
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:

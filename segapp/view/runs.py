@@ -23,12 +23,12 @@ from segapp.errors import StorageError
 from segapp.run.events import RunEnd
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder, last_start_s, run_folders, run_paths
-from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, was_acquired_after
+from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, read_tail, was_acquired_after
 from segapp.scores import SCORES, count_scored
 from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
 from segapp.view.source import LiveSource, fold_file
-from segapp.view.view import View
+from segapp.view.view import EventFold, View
 
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
@@ -173,6 +173,13 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
         found = facts_of(view)
         keep(folder, found, before)
     return summary_of(folder, found, time.time() if now_s is None else now_s)
+
+
+def run_state(path: Path | str, now_s: float | None = None) -> State:
+    """Return the state of a run; reads only the end of its events."""
+    folder, view = RunFolder(path), small_view()
+    EventFold(view).add(read_tail(folder.events))
+    return summary_of(folder, facts_of(view), time.time() if now_s is None else now_s).state
 
 
 def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:

@@ -21,14 +21,24 @@ _SLICE_BYTES = 4 * 2**20
 _MAX_PICTURES = 1500
 
 
-class StepSeries:
-    """One number of the `step` events, a field or `terms.NAME`, as a curve."""
+class SeriesReader:
+    """Follows one number of the `step` events, a field or `terms.NAME`; `fold_file` fills several at once."""
 
-    def __init__(self, field: str) -> None:
+    def __init__(self, path: Path, field: str) -> None:
         self.history, self.column = LossHistory(), StepColumn(field)
+        self._reader = EventReader(path)
+        self._generation = self._reader.generation
+
+    def poll(self) -> bool:
+        """Read at most four megabytes; return True if more is waiting."""
+        self._reader.read_column(self.column, _SLICE_BYTES)
+        if self._reader.generation != self._generation:
+            self._generation, self.history = self._reader.generation, LossHistory()
+        self.take()
+        return self._reader.num_bytes_left > _SLICE_BYTES
 
     def take(self) -> None:
-        """Move the values of the column to the curve."""
+        """Move the values of the column to the history."""
         rows, self.column.rows = self.column.rows, []
         starts = [0, *(i for i in range(1, len(rows)) if rows[i][1] <= rows[i - 1][1])]
         for start, end in pairwise([*starts, len(rows)] if rows else []):
@@ -36,28 +46,6 @@ class StepSeries:
             if self.history.size and step[0] <= self.history.step[-1]:  # repeated by a resumed training
                 self.history.drop_after(step[0] - 1)
             self.history.extend(step, t, value)
-
-
-class SeriesReader:
-    """Follows one number of the `step` events: a field, or `terms.NAME`."""
-
-    def __init__(self, path: Path, field: str) -> None:
-        self._series, self._field = StepSeries(field), field
-        self._reader = EventReader(path)
-        self._generation = self._reader.generation
-
-    @property
-    def history(self) -> LossHistory:
-        """The values so far."""
-        return self._series.history
-
-    def poll(self) -> bool:
-        """Read at most four megabytes; return True if more is waiting."""
-        self._reader.read_column(self._series.column, _SLICE_BYTES)
-        if self._reader.generation != self._generation:
-            self._generation, self._series.history = self._reader.generation, LossHistory()
-        self._series.take()
-        return self._reader.num_bytes_left > _SLICE_BYTES
 
 
 _BLOCK_BYTES = 2**15
@@ -226,7 +214,7 @@ class LiveSource:
         return self._trainer
 
 
-def fold_file(view: View, path: Path, series: Sequence[StepSeries] = ()) -> None:
+def fold_file(view: View, path: Path, series: Sequence[SeriesReader] = ()) -> None:
     """Fold all events of a file; of consecutive steps, only the losses, the last step, and the series."""
     reader, fold = EventReader(path), EventFold(view)
     for items in reader.skim([each.column for each in series]):

@@ -17,7 +17,7 @@ from segapp.errors import CommandError, RunError
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart, Step
 from segapp.run.folder import RunFolder
-from segapp.run.state import run_state
+from segapp.view.runs import run_state
 from segapp.view.wording import log_line
 from tests.support.live_runs import assert_answered_once, background, ended_after, seen, small, three_devices, wait_for
 from tests.support.runs import events, segapp, train

@@ -31,7 +31,7 @@ from segapp.config import dump_config, load_config
 from segapp.errors import ConfigError
 from segapp.run.events import RunEnd, Val
 from segapp.run.folder import RunFolder, runs_of
-from segapp.run.state import run_state
+from segapp.view.runs import run_state
 from tests.support.drawn_folders import draw
 from tests.support.fake_smi import FOUR, SLICED, Card, smi_of
 from tests.support.live_runs import seen, small, wait_for

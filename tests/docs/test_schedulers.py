@@ -19,7 +19,7 @@ import yaml
 from segapp.cli import app
 from segapp.config import dump_config
 from segapp.docs.pages import FOLDER
-from segapp.run.state import run_state
+from segapp.view.runs import run_state
 from tests.support.live_runs import seen, small
 from tests.support.schedulers import Round, Scheduler, sbatch_options
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from segapp.run.state import run_state
+from segapp.view.runs import run_state
 from tests.support.fault_runs import FaultRun, Invariants, case, some
 
 NewRun = Callable[..., FaultRun]

@@ -28,8 +28,8 @@ from segapp.run.events import (
 from segapp.run.files import machine_id, machine_names
 from segapp.run.folder import RunFolder, find_run, remove_failed_start, run_of_file
 from segapp.run.lock import ProcessId, is_alive, this_process
-from segapp.run.state import StateFacts, derive_state, read_facts, run_state
-from segapp.view.runs import list_runs, summarize
+from segapp.run.state import StateFacts, derive_state
+from segapp.view.runs import list_runs, run_state, summarize
 
 HOLD = "import sys, time; from segapp.run.folder import RunFolder; f = RunFolder(sys.argv[1]); f.acquire()"
 HOLD += "; f.write_info(); print('held', flush=True); time.sleep(60)"
@@ -328,7 +328,7 @@ def test_ages_are_those_of_the_last_event_and_step(tmp_path, monkeypatch):
         ):
             monkeypatch.setattr(time, "time", lambda t=t: t)
             writer.write(event)
-    facts = read_facts(folder.path, now_s=110.0)
+    facts = summarize(folder.path, now_s=110.0).facts
     assert (facts.event_age_s, facts.step_age_s) == (1.0, 4.0)
 
 

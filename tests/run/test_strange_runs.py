@@ -21,10 +21,10 @@ from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 from segapp.run.events import EventReader, EventWriter, Heartbeat
 from segapp.run.files import append_to_run, check_tree, open_of_run, read_of_run
 from segapp.run.folder import RunFolder, find_run, run_folders
-from segapp.run.state import is_trainer_alive, run_state
+from segapp.run.state import is_trainer_alive
 from segapp.session.request import plan_request
 from segapp.session.session import run_session
-from segapp.view.runs import summarize
+from segapp.view.runs import run_state, summarize
 from tests.support.runs import merged, train
 
 NOBODY = 65534

@@ -22,10 +22,10 @@ from segapp.errors import CheckpointError, DataError, NonFiniteError
 from segapp.inference.evaluate import Evaluation
 from segapp.run.files import hash_file
 from segapp.run.folder import RunFolder
-from segapp.run.state import run_state
 from segapp.session.request import TrainRequest, plan_request, taken_note
 from segapp.session.session import run_session
 from segapp.training import signals
+from segapp.view.runs import run_state
 from tests.support.runs import differing, events, merged, segapp, train
 
 

@@ -12,13 +12,12 @@ from textual.pilot import Pilot
 
 from segapp.run.events import EventWriter, RunStart
 from segapp.run.folder import RunFolder
-from segapp.run.state import run_state
 from segapp.run.words import announce, last_announced
 from segapp.tui import runs_screen
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
 from segapp.tui.runs_screen import name_widths, run_header, run_row
-from segapp.view.runs import FollowedRun, RunList
+from segapp.view.runs import FollowedRun, RunList, run_state
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle
