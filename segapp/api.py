@@ -246,8 +246,7 @@ class Network:
         """Return the stored values (H, W, B) of a file, a PIL image or an array."""
         from PIL import Image, ImageOps
 
-        from segapp.inference.predict import InputFile
-        from segapp.inference.predict.reading import read_picture
+        from segapp.inference.predict.reading import InputFile, read_picture
 
         if isinstance(image, (str, Path)):
             path = Path(image)
@@ -514,7 +513,10 @@ def predict(
         >>> predict("demo", "photos/", "out", polygons="coco", min_area_px=50).problems  # doctest: +SKIP
     """
     from segapp.commands.predict import PredictOptions, build_predictor, output_plan, parse_batch
-    from segapp.inference.predict import find_images, parse_polygons, parse_saved, predict_files
+    from segapp.inference.predict.outputs import parse_saved
+    from segapp.inference.predict.pipeline import predict_files
+    from segapp.inference.predict.polygons import parse_polygons
+    from segapp.inference.predict.reading import find_images
 
     given = [paths] if isinstance(paths, (str, Path)) else paths
     files, notes = find_images(list(given), Path(out))

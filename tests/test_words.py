@@ -21,7 +21,7 @@ from segapp.config.words import LISTS_OF_SECTIONS, VALUES_ELSEWHERE, known_keys,
 from segapp.docs.pages import find_page, pages
 from segapp.errors import SegappError, accepted_words, closest_words, did_you_mean
 from segapp.export.write import Format
-from segapp.inference.predict import parse_saved
+from segapp.inference.predict.outputs import parse_saved
 from segapp.inference.predict.reading import SAVED
 from segapp.run.commands import COMMAND_NAMES, SETTINGS, parse_command
 

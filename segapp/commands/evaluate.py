@@ -22,7 +22,7 @@ from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Evaluator, evaluate_on_devices
-from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
+from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
 from segapp.metrics import SegmentationScores, group_iou, mean_of_known

@@ -10,16 +10,11 @@ from pathlib import Path
 from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.errors import ConfigError, DataError
-from segapp.inference.predict import (
-    EnsemblePredictor,
-    OutputPlan,
-    PolygonPlan,
-    Predictor,
-    Saved,
-    TrainedPredictor,
-    find_images,
-    predict_files,
-)
+from segapp.inference.predict.outputs import OutputPlan
+from segapp.inference.predict.pipeline import predict_files
+from segapp.inference.predict.polygons import PolygonPlan
+from segapp.inference.predict.predictor import EnsemblePredictor, Predictor, TrainedPredictor
+from segapp.inference.predict.reading import Saved, find_images
 from segapp.run.folder import is_run
 from segapp.run.words import printable
 from segapp.training.console import progress_bar

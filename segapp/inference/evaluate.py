@@ -124,10 +124,6 @@ class EvaluationCounts:
     def add(self, counts: Tensor, statistics: Sequence[Tensor]) -> None:
         """Add the pixel counts and the loss statistics of images, or of a tile of them."""
         self.confusion.matrix.add_(counts)
-        self.add_statistics(statistics)
-
-    def add_statistics(self, statistics: Sequence[Tensor]) -> None:
-        """Add only loss statistics."""
         for own, new in zip(self._statistics, statistics, strict=True):
             own += new.to(own.device)
 

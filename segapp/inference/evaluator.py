@@ -29,8 +29,7 @@ from segapp.inference.evaluate import (
     split_batch,
     spread_over,
 )
-from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
-from segapp.inference.predict.predictor import plan_workspace, predict_strips
+from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
 from segapp.models import SegmentationModel
@@ -77,13 +76,17 @@ class Evaluator(DeviceCounter):
         inference = self.settings.inference
         while True:
             try:
-                self._count(inference, images, target)
-                return
+                # All parts are computed before the first is counted.
+                settings = replace(self.settings, inference=inference)
+                parts = list(evaluate_parts(self.model, images, target, settings))
+                break
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 accelerator_of(self.settings.device).empty_cache()
             inference = self._smaller(inference, (height, width), len(images))
+        for counts, statistics in parts:
+            self.counts.add(counts, statistics)
 
     def _smaller(self, inference: Inference, size: tuple[int, int], num_images: int) -> Inference:
         """Return an inference whose windows have half the side."""
@@ -101,12 +104,6 @@ class Evaluator(DeviceCounter):
             f"{window[0]}x{window[1]} px"
         )
         return replace(inference, window_px=window)
-
-    def _count(self, inference: Inference, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
-        """Add the counts of images after all of their parts are computed."""
-        parts = list(evaluate_parts(self.model, images, target, replace(self.settings, inference=inference)))
-        for counts, statistics in parts:
-            self.counts.add(counts, statistics)
 
 
 class EnsembleEvaluator(Evaluator):

@@ -21,7 +21,8 @@ from segapp.assembly.pairs import split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme, Color
-from segapp.inference.predict import colorize, predict_image
+from segapp.inference.predict.outputs import colorize
+from segapp.inference.predict.predictor import predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, SegmentationScores, counts_for
 from segapp.report.differences import ImageCounts, fold_counts, iou_of, mean_of_known

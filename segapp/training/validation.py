@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate
-from segapp.inference.predict import colorize, predict_image
+from segapp.inference.predict.outputs import colorize
+from segapp.inference.predict.predictor import predict_image
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
 from segapp.run.files import write_atomic

@@ -18,7 +18,7 @@ from segapp.config import load_config
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.inference.predict import predict_image
+from segapp.inference.predict.predictor import predict_image
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.models.normalizer import Normalizer
 from segapp.session.failures import as_segapp_error

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.inference.predict import OutputPlan, TrainedPredictor, find_images, predict_files
+from segapp.inference.predict.outputs import OutputPlan
+from segapp.inference.predict.pipeline import predict_files
+from segapp.inference.predict.predictor import TrainedPredictor
+from segapp.inference.predict.reading import find_images
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.normalizer import Normalizer
@@ -59,7 +62,7 @@ def test_predict_throughput_against_a_plain_loop(name: str, encoder: str, photos
     model = build_model("torchvision", name, 19, encoder=encoder, aux=False).eval()
     device = torch.device("cpu")
     predictor = TrainedPredictor(model, Inference(Normalizer(MEAN, STD)), SCHEME, device)
-    files = find_images([photos]).files
+    files = find_images([photos])[0]
     ways: dict[str, Any] = {
         "segapp, labels": lambda: predict_files(predictor, files, OutputPlan(tmp_path, SCHEME, ("labels",))),
         "segapp, labels, color, overlay": lambda: predict_files(predictor, files, OutputPlan(tmp_path, SCHEME)),

@@ -16,8 +16,7 @@ from segapp.cli import app
 from segapp.commands.predict import PredictOptions, predict_target, split_networks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
-from segapp.inference.predict.predictor import plan_workspace, predict_strips
+from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import Workspace
 from segapp.models import SegmentationModel, build_model

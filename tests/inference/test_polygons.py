@@ -20,8 +20,10 @@ from PIL import Image
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.predict import OutputPlan, PolygonPlan, find_images, parse_polygons, predict_files
-from segapp.inference.predict.polygons import PolygonFormat, joined, rings_of
+from segapp.inference.predict.outputs import OutputPlan
+from segapp.inference.predict.pipeline import predict_files
+from segapp.inference.predict.polygons import PolygonFormat, PolygonPlan, joined, parse_polygons, rings_of
+from segapp.inference.predict.reading import find_images
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 from segapp.onboarding.conversion import fill_area
 from segapp.onboarding.layout import DrawnMask
@@ -119,7 +121,7 @@ def predict(root: Path, format: PolygonFormat, min_area_px: int = 0, simplify_px
     """Predict the images of a folder in tiles, and return the folder of the polygons."""
     out = root.parent / f"out-{format}"
     plan = OutputPlan(out, SCHEME, kinds=(), polygons=PolygonPlan(format, min_area_px, simplify_px))
-    tally = predict_files(Stored(), find_images([root]).files, plan, workspace=Workspace(MIN_SIDE_PX**2))
+    tally = predict_files(Stored(), find_images([root])[0], plan, workspace=Workspace(MIN_SIDE_PX**2))
     assert tally.problems == []
     assert tally.paths
     assert all(path.is_file() for path in tally.paths)
@@ -266,7 +268,5 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_video_gets_no_polygons_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(b"")
     plan = OutputPlan(tmp_path / "out", SCHEME, polygons=PolygonPlan("coco"))
-    problems = predict_files(
-        Stored(), find_images([tmp_path / "a.mp4"]).files, plan, workspace=Workspace(10**9)
-    ).problems
+    problems = predict_files(Stored(), find_images([tmp_path / "a.mp4"])[0], plan, workspace=Workspace(10**9)).problems
     assert "extract its frames first" in problems[0]

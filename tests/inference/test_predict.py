@@ -11,8 +11,8 @@ import pytest
 
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.errors import DataError
-from segapp.inference.predict import colorize, find_images
-from segapp.inference.predict.outputs import label_id_table
+from segapp.inference.predict.outputs import colorize, label_id_table
+from segapp.inference.predict.reading import find_images
 from tests.support.runs import merged, segapp, train
 
 
@@ -63,8 +63,8 @@ def test_glob_keeps_folders_after_its_first_wildcard(tmp_path: Path) -> None:
     for name in ("in/a/x.png", "in/b/x.png", "in/b/deep/y.jpg", "in/b/notes.txt", "in/clip.mp4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    assert [image.name for image in find_images([tmp_path / "in" / "*" / "x.png"]).files] == ["a/x", "b/x"]
-    everything = find_images([tmp_path / "in" / "**" / "*"]).files
+    assert [image.name for image in find_images([tmp_path / "in" / "*" / "x.png"])[0]] == ["a/x", "b/x"]
+    everything = find_images([tmp_path / "in" / "**" / "*"])[0]
     assert {image.name for image in everything} == {"a/x", "b/x", "b/deep/y", "clip"}
     assert [image.name for image in everything if image.is_video] == ["clip"]
     with pytest.raises(DataError, match="is a pattern that matches no image"):
@@ -74,7 +74,7 @@ def test_glob_keeps_folders_after_its_first_wildcard(tmp_path: Path) -> None:
 def test_two_images_of_one_stem_get_different_names(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg", "b.png"):
         (tmp_path / name).write_bytes(b"")
-    found = find_images([tmp_path, tmp_path / "b.png"]).files
+    found = find_images([tmp_path, tmp_path / "b.png"])[0]
     assert sorted(image.name for image in found) == ["a.jpg", "a.png", "b"]
     assert len({image.name for image in found}) == 3
 

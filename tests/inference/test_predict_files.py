@@ -21,10 +21,11 @@ from PIL import Image
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import OutOfMemoryError, StorageError
-from segapp.inference.predict import OutputPlan, Saved, find_images, predict_files
-from segapp.inference.predict.outputs import PROBABILITY_SCALE, PngWriter
-from segapp.inference.predict.pipeline import ahead
+from segapp.inference.predict.outputs import PROBABILITY_SCALE, OutputPlan, PngWriter
+from segapp.inference.predict.pipeline import ahead, predict_files
 from segapp.inference.predict.predictor import predict_strips
+from segapp.inference.predict.reading import InputFile, Saved, find_images
+from segapp.inference.predict.video import VideoReader
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
@@ -121,7 +122,7 @@ def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = No
         options.pop("label_ids", False),
     )
     options.setdefault("workspace", Workspace(10**9))
-    return predict_files(predictor or Blur(), find_images([source]).files, plan, **options)
+    return predict_files(predictor or Blur(), find_images([source])[0], plan, **options)
 
 
 def test_lines_of_a_large_image_count_its_predicted_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +257,23 @@ def test_damaged_video_is_one_problem_and_others_are_done(tmp_path: Path) -> Non
     assert len(tally.problems) == 2
     assert all("convert it" in problem for problem in tally.problems)
     assert sorted(path.name for path in (tmp_path / "out" / "overlay").iterdir()) == ["a.mp4", "c.png", "odd.mp4"]
+
+
+def test_frames_before_the_end_of_a_truncated_video_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_video(tmp_path / "cut.mp4", 17)
+    make_reader = VideoReader.__init__
+
+    def announced(self: VideoReader, file: InputFile) -> None:
+        make_reader(self, file)
+        self.num_frames = 23
+
+    monkeypatch.setattr(VideoReader, "__init__", announced)
+    tally = predict(tmp_path / "cut.mp4", tmp_path / "out", ["overlay", "labels"])
+    assert len(tally.problems) == 1
+    assert "cut.mp4: ends after frame 17 of 23" in tally.problems[0]
+    kept = cv2.VideoCapture(str(tmp_path / "out" / "overlay" / "cut.mp4"))
+    assert kept.get(cv2.CAP_PROP_FRAME_COUNT) == tally.num_images == 17
+    assert len([*(tmp_path / "out" / "labels" / "cut").iterdir()]) == 17
 
 
 def test_video_codec_falls_back_to_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

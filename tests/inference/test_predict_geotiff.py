@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.inference.predict import OutputPlan, find_images, predict_files
-from segapp.inference.predict.reading import read_picture
+from segapp.inference.predict.outputs import OutputPlan
+from segapp.inference.predict.pipeline import predict_files
+from segapp.inference.predict.reading import find_images, read_picture
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
 rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
@@ -58,7 +59,7 @@ def test_labels_colours_and_overlay_keep_place_and_ids(scene: tuple[Path, NDArra
     path, image = scene
     predictor = Thresholds()
     plan = OutputPlan(tmp_path, SCHEME, pixels=PIXELS)
-    tally = predict_files(predictor, find_images([path]).files, plan, workspace=Workspace(4 * MIN_SIDE_PX**2))
+    tally = predict_files(predictor, find_images([path])[0], plan, workspace=Workspace(4 * MIN_SIDE_PX**2))
     assert tally.problems == []
     assert max(height * width for _, height, width, _ in predictor.asked) <= 4 * MIN_SIDE_PX**2
     expected = (image[3] > 1000).astype(np.uint8) + (image[3] > 2500)
@@ -78,7 +79,7 @@ def test_large_scene_is_not_decoded_whole(
     scene: tuple[Path, NDArray[np.uint16]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, image = scene
-    found = find_images([path]).files[0]
+    found = find_images([path])[0][0]
     monkeypatch.setattr("segapp.inference.predict.reading.read_image", None)
     picture = read_picture(found, PIXELS)
     assert picture.num_px == SIZE[0] * SIZE[1]
@@ -95,6 +96,6 @@ def test_file_without_georeference_gives_png(tmp_path: Path) -> None:
     ):
         file.write(np.zeros((4, 20, 30), np.uint16))
     plan = OutputPlan(tmp_path / "out", SCHEME, kinds=("labels",), pixels=PIXELS)
-    files = find_images([tmp_path / "plain.tif"]).files
+    files = find_images([tmp_path / "plain.tif"])[0]
     assert predict_files(Thresholds(), files, plan, workspace=Workspace(10**9)).problems == []
     assert [path.name for path in (tmp_path / "out" / "labels").iterdir()] == ["plain.png"]

@@ -24,7 +24,10 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
 from segapp.inference.sliding import Inference
-from segapp.inference.predict import OutputPlan, TrainedPredictor, find_images, predict_files
+from segapp.inference.predict.outputs import OutputPlan
+from segapp.inference.predict.pipeline import predict_files
+from segapp.inference.predict.predictor import TrainedPredictor
+from segapp.inference.predict.reading import find_images
 
 torch.set_num_threads(2)
 torch.manual_seed(0)
@@ -34,7 +37,7 @@ inference = Inference(Normalizer((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)))
 predictor = TrainedPredictor(model, inference, scheme, torch.device("cpu"))
 predictor.labels(__import__("numpy").zeros((1, 64, 64, 3), "uint8"))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-tally = predict_files(predictor, find_images([sys.argv[1]]).files, OutputPlan(Path(sys.argv[2]), scheme))
+tally = predict_files(predictor, find_images([sys.argv[1]])[0], OutputPlan(Path(sys.argv[2]), scheme))
 print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, tally.seconds, *tally.problems, *tally.notes)
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from segapp.errors import ConfigError, DataError
-from segapp.inference.predict import find_images
+from segapp.inference.predict.reading import find_images
 
 
 def touch(root: Path, *names: str) -> None:
@@ -17,7 +17,7 @@ def touch(root: Path, *names: str) -> None:
 
 
 def names_of(*paths: Path, out: Path | None = None) -> list[str]:
-    return [file.name for file in find_images(paths, out).files]
+    return [file.name for file in find_images(paths, out)[0]]
 
 
 def test_hidden_files_and_other_kinds_are_named_not_read(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_hidden_files_and_other_kinds_are_named_not_read(tmp_path: Path) -> None
     ):
         find_images([tmp_path / "h"])
     touch(tmp_path, "g/runs/one/run.json", "g/runs/one/samples/x.png", "g/x.png")
-    assert find_images([tmp_path / "g"]).notes == [
+    assert find_images([tmp_path / "g"])[1] == [
         f"1 hidden files and folders not read, such as {tmp_path}/g/runs/one/run.json"
     ]
 
@@ -85,13 +85,13 @@ def test_names_from_several_folders_say_which_is_which(tmp_path: Path) -> None:
 def test_names_equal_on_the_screen_are_told_apart(tmp_path: Path) -> None:
     both = [unicodedata.normalize(form, "é") for form in ("NFD", "NFC")]
     touch(tmp_path, *(f"{name}.png" for name in both), "e.png")
-    found = find_images([tmp_path]).files
+    found = find_images([tmp_path])[0]
     assert [file.path.name for file in found] == ["e.png", f"{both[0]}.png", f"{both[1]}.png"]
     assert [file.name for file in found] == ["e", f"{both[0]}.png", f"{both[1]}.png-2"]
     with_other = unicodedata.normalize("NFD", "ñ")
     touch(tmp_path / "n", unicodedata.normalize("NFC", "ñ") + ".png")
     for given in (f"{with_other}.png", f"{with_other}*"):
-        assert [file.path.name for file in find_images([tmp_path / "n" / given]).files] == [
+        assert [file.path.name for file in find_images([tmp_path / "n" / given])[0]] == [
             unicodedata.normalize("NFC", "ñ.png")
         ]
 

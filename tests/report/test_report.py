@@ -17,7 +17,7 @@ import pytest
 from segapp.assembly.data import build_dataset
 from segapp.assembly.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
-from segapp.inference.predict import predict_image
+from segapp.inference.predict.predictor import predict_image
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import top_confusions

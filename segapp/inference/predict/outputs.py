@@ -164,7 +164,7 @@ class _Writer:
             raise StorageError(cannot_be_written(self.path, error, advice), path=self.path) from None
 
     def begin(self) -> None:
-        raise NotImplementedError
+        """Write what stands before the first rows, if anything does."""
 
     def write(self, strip: Strip) -> None:
         raise NotImplementedError
@@ -238,9 +238,6 @@ class _Vectors(_Writer):
         self._picture, self._scheme, self._plan = picture, scheme, plan
         self._rows: list[NDArray[Any]] = []
         super().__init__(folder / f"{picture.file.name}.{plan.format}")
-
-    def begin(self) -> None:
-        pass
 
     def write(self, strip: Strip) -> None:
         self._rows.append(strip.labels)

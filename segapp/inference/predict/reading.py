@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from PIL import Image
 
@@ -48,17 +48,11 @@ class InputFile:
         return self.path.suffix.lower() in VIDEO_SUFFIXES
 
 
-class Inputs(NamedTuple):
-    """The images and videos to predict, and sentences about files that are not read."""
-
-    files: list[InputFile]
-    notes: list[str]
-
-
-def find_images(paths: Sequence[str | Path], out: Path | None = None) -> Inputs:
+def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[list[InputFile], list[str]]:
     """Return the inputs of files, folders (recursively) and globs (`**` for any depth), without duplicates.
 
-    Hidden files and the results in the folder `out` are not read.
+    The second list has sentences about files that are not read, such as hidden ones. The results in the folder `out`
+    are not read either.
 
     Raises:
         DataError: a path does not exist, or a folder or a glob gives no image.
@@ -91,7 +85,7 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> Inputs:
             what = "holds no" if given.is_dir() else "is a pattern that matches no"
             note = "; ".join([*left_out(others, hidden), f"supported suffixes: {' '.join(_SUFFIXES)}"])
             raise DataError(f"{shown(given)} {what} image or video ({note}): check the path", path=given)
-    return Inputs(_distinct([*found.values()]), left_out(others, hidden))
+    return _distinct([*found.values()]), left_out(others, hidden)
 
 
 def _places(given: Path, skip: Sequence[str]) -> Iterator[tuple[Folder, list[str]]]:
