@@ -206,14 +206,10 @@ def launch(
     before = ["", *arguments]
     arguments = [word for word, last in zip(arguments, before, strict=False) if "--resume" not in (last, word[:8])]
     arguments += ["--debug"] if "--debug" in sys.argv else []
-    level = os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # read at the import: stacks of C++ if a store is gone
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at the import: no stacks of C++ if a store is gone
     from segapp.commands.launch import LaunchRequest
     from segapp.commands.launch import launch as run_launch
 
-    if level is None:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks have torch's own level
     request = LaunchRequest(
         arguments,
         **{name: train[name] for name in ("run", "config", "resume")},
@@ -396,7 +392,8 @@ def predict(
         predict_target,
         split_networks,
     )
-    from segapp.inference.predict import parse_polygons, parse_saved
+    from segapp.inference.predict.outputs import parse_saved
+    from segapp.inference.predict.polygons import parse_polygons
 
     options = PredictOptions(
         parse_saved(save or []),

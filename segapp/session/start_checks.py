@@ -78,15 +78,14 @@ def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
     if is_component(section.name):
         return []
     _, total_steps, _ = run_length(config.train, num_batches)
-    notes = []
     share = section.warmup_steps / max(total_steps, 1)
-    if share > 0.2:
-        rises = "all" if share >= 1 else f"{share:.0%}"
-        notes.append(
-            f"schedule.warmup_steps = {section.warmup_steps}: the learning rate rises towards optim.lr for {rises} of "
-            f"the {total_steps} steps of this run: set it to {max(total_steps // 20, 0)}, or train longer"
-        )
-    return notes
+    if share <= 0.2:
+        return []
+    rises = "all" if share >= 1 else f"{share:.0%}"
+    return [
+        f"schedule.warmup_steps = {section.warmup_steps}: the learning rate rises towards optim.lr for {rises} of "
+        f"the {total_steps} steps of this run: set it to {total_steps // 20}, or train longer"
+    ]
 
 
 def changed_length_note(

@@ -56,7 +56,7 @@ class MonitorApp(App[None]):
 
     TITLE = "segapp"
     CSS_PATH = "app.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings()]
+    BINDINGS: ClassVar[list[BindingType]] = [(key.keys, key.action, key.help) for key in keys.KEYS if key.is_bound]
 
     def __init__(
         self,

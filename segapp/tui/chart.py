@@ -139,7 +139,7 @@ class LossChart(StripWidget):
             return
         before, size = self._strips, self.content_size
         self.make()
-        readout = self._readout()
+        readout = "log" if self.options.is_log else "linear"
         if readout != self._subtitle:
             self._subtitle = readout
             self.border_subtitle = Content(readout)  # redraws the whole widget
@@ -155,12 +155,6 @@ class LossChart(StripWidget):
         """Change some of `ChartOptions`."""
         self.options = replace(self.options, **options)  # type: ignore[arg-type]
         self.show(self._view, self._series)
-
-    def _ends(self) -> tuple[float, float]:
-        """Return the first and the last step."""
-        steps = self._steps()
-        first, last = (float(steps[0]), float(steps[-1])) if len(steps) else (0.0, 1.0)
-        return first, max(last, first + 1)
 
     def key(self) -> tuple[object, ...]:
         """Return the values that the chart depends on."""
@@ -189,21 +183,26 @@ class LossChart(StripWidget):
         width, height = self._plot_size()
         if width < 4 or height < 2:
             return []
-        if not len(self._steps()):
+        steps = self._steps()
+        if not len(steps):
             is_loss = self.options.metric == "loss"
             return [self._message("no step yet" if is_loss else f"no {metric_title(self.options.metric)} yet", _AXIS)]
-        self._x_range = plot.padded_range(*self._ends())
-        raw, average = self._band(self._curve.history)
+        self._x_range = plot.padded_range(float(steps[0]), float(max(steps[-1], steps[0] + 1)))
+        history = self._curve.history
+        raw, average = self._band(history)
         point_x, point_y = self._curve.points[:, 0], self._curve.points[:, 1]
         is_shown = (point_x >= self._x_range[0]) & (point_x <= self._x_range[1])
         firm = np.concatenate((average.low, average.high, point_y[is_shown]))
-        scale = plot.choose_scale(raw, firm, is_log=self.options.is_log, usual=self._usual_range())
+        usual = None if history is None else plot.usual_range(history.low, history.high)
+        scale = plot.choose_scale(raw, firm, is_log=self.options.is_log, usual=usual)
         if scale is None:
             why = "no value above 0: y draws it without logarithm" if self.options.is_log else "no finite value yet"
             return [self._message(why, _BAD)]
         canvas = Canvas(width, height)
         canvas.curve(plot.without_spikes(raw, scale.top), scale, _RAW)
-        self._draw_marks(canvas)
+        for mark in self._view.marks:
+            if mark.kind != "best" and self._x_range[0] <= mark.step <= self._x_range[1]:
+                canvas.line(self._cell(mark.step, width), "┊", _MARK)
         canvas.curve(average, scale, _AVERAGE)
         canvas.clipped(raw, scale, _BAD)
         self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
@@ -229,11 +228,6 @@ class LossChart(StripWidget):
     def _joined(self, x: plot.Floats, y: plot.Floats) -> plot.CurveColumns:
         return self._reduced(x, y, y, np.zeros(len(x), dtype=bool))
 
-    def _usual_range(self) -> tuple[float, float] | None:
-        """Return the range of the points without the rarest values."""
-        history = self._curve.history
-        return None if history is None else plot.usual_range(history.low, history.high)
-
     def _draw_points(self, canvas: Canvas, scale: plot.Scale, x: plot.Floats, y: plot.Floats) -> None:
         """Draw the evaluations: diamonds if there is room between them, else a line; the best one as a star."""
         has_line = self._curve.history is None or len(x) > canvas.width // 4
@@ -250,11 +244,6 @@ class LossChart(StripWidget):
 
     def _draw_point(self, canvas: Canvas, scale: plot.Scale, x: float, y: float, char: str, style: int) -> None:
         canvas.point(self._cell(x, canvas.width), float(scale.fraction(np.array([y]))[0]), char, style)
-
-    def _draw_marks(self, canvas: Canvas) -> None:
-        for mark in self._view.marks:
-            if mark.kind != "best" and self._x_range[0] <= mark.step <= self._x_range[1]:
-                canvas.line(self._cell(mark.step, canvas.width), "┊", _MARK)
 
     def _legend(self, width: int) -> Strip:
         """Return the legend, with the latest values."""
@@ -293,7 +282,3 @@ class LossChart(StripWidget):
 
     def _style(self, index: int) -> Style:
         return self.get_component_rich_style(f"loss-chart--{_CLASSES[index]}")
-
-    def _readout(self) -> str:
-        """Return the display options as plain text for the border."""
-        return "log" if self.options.is_log else "linear"

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from textual.binding import Binding
 from textual.content import Content
 
 from segapp.view.plot import CLASS, metric_names, metric_title
@@ -69,11 +68,6 @@ KEYS = (
     Key("redraw", "r", "", "redraw the screen"),
     Key("suspend_process", "ctrl+z", "", "return to the shell until fg; the training continues"),
 )  # fmt: skip
-
-
-def bindings() -> list[Binding]:
-    """Return the bindings of the app; `MonitorApp.check_action` disables the commands of a read-only view."""
-    return [Binding(key.keys, key.action, key.help) for key in KEYS if key.is_bound]
 
 
 def available(is_readonly: bool) -> list[Key]:
