@@ -68,6 +68,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_skipped, self.workspaces = is_skipped, workspaces
         self.allocations: list[Allocation] = []
         self.modules: list[str] = [""]
+        """The modules that run, the innermost last; hooks of the model keep it."""
         self._events: list[int] = []  # a storage's number at its creation, the complement (~number) when it is freed
         self._marks: list[tuple[int, str]] = [(0, "build")]
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
@@ -80,14 +81,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, phase: str) -> None:
         """Begin a phase."""
         self._marks.append((len(self._events), phase))
-
-    def enter(self, module: str) -> None:
-        """Record that a module begins to run."""
-        self.modules.append(module)
-
-    def leave(self) -> None:
-        """Record that the module that began last has finished."""
-        self.modules.pop()
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
         """Set the kind of tensors; unrecorded tensors are recorded."""

@@ -298,8 +298,8 @@ def _placed(source: nn.Module, stages: Mapping[str, str], ledger: StorageLedger)
             hook(lambda p: ledger.tag([p.grad], "gradients"))
     for name, part in model.named_modules():
         if name and name.count(".") < 2:  # the ledger needs to know that a module runs, not which one within it
-            part.register_forward_pre_hook(lambda *_, name=name: ledger.enter(name))
-            part.register_forward_hook(lambda *_: ledger.leave())
+            part.register_forward_pre_hook(lambda *_, name=name: ledger.modules.append(name))
+            part.register_forward_hook(lambda *_: ledger.modules.pop() and None)
     return model
 
 

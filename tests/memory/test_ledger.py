@@ -16,10 +16,10 @@ def test_peaks_by_hand():
         ledger.mark("forward")
         freed = torch.empty(256)  # 1024 bytes
         kept = torch.empty(100)  # 400 bytes take 512
-        ledger.enter("head")
+        ledger.modules.append("head")
         view = kept.view(10, 10)
         own = torch.zeros(129)  # 516 bytes take 1024
-        ledger.leave()
+        ledger.modules.pop()
         ledger.tag([kept], "weights")
         del freed
         ledger.mark("backward")
@@ -75,9 +75,9 @@ def test_only_parts_of_a_model_become_replicas_on_other_devices():
             "forward": [inputs.to("meta"), parts[0].half(), torch.cat([inputs, parts[0]])],
         }
         made["forward"].append(made["replicas"][0].to(torch.float64))
-        ledger.enter("head")
+        ledger.modules.append("head")
         made["forward"].append(torch.cat(parts))
-        ledger.leave()
+        ledger.modules.pop()
         for kind, tensors in made.items():
             assert [ledger.kind_of(tensor) for tensor in tensors] == [kind] * len(tensors)
     assert ledger.kind_of(torch.zeros(1)) is None
