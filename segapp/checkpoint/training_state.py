@@ -266,7 +266,10 @@ def check_resumable(
 def _load_newest_intact(store: CheckpointFolder, is_holder: bool, read: Reader) -> LoadedCheckpoint:
     manifest = store.read_manifest()
     if not manifest.entries:
-        raise CheckpointError(_no_checkpoint(store, manifest), path=store.path)
+        files = sorted(path.name for path in store.path.glob("*.pt"))
+        why = "; ".join(manifest.problems) or "nothing is committed there"
+        hint = f"name a file to use it on its own checksums: {', '.join(files)}" if files else "start a new training"
+        raise CheckpointError(f"{store.path}: no checkpoint to resume from: {why}: {hint}", path=store.path)
     messages = list(manifest.problems)
     damaged: list[CheckpointEntry] = []
     for entry in manifest.entries:
@@ -403,10 +406,3 @@ def _alias_messages(store: CheckpointFolder, manifest: Manifest, entry: Checkpoi
     names = store.mismatched_aliases(manifest, entry)
     messages = [f"{name} is damaged; step {entry.step} itself is intact" for name in names]
     return messages + (store.set_aside(names) if is_holder and names else [])
-
-
-def _no_checkpoint(store: CheckpointFolder, manifest: Manifest) -> str:
-    files = sorted(path.name for path in store.path.glob("*.pt"))
-    why = "; ".join(manifest.problems) or "nothing is committed there"
-    hint = f"name a file to use it on its own checksums: {', '.join(files)}" if files else "start a new training"
-    return f"{store.path}: no checkpoint to resume from: {why}: {hint}"

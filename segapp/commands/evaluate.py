@@ -58,11 +58,6 @@ class ScoredSplit:
     groups: dict[str, tuple[int, ...]]
     split: str
 
-    @property
-    def trained(self) -> TrainedModel:
-        """The first network."""
-        return next(iter(self.networks.values()))
-
 
 def evaluate_target(
     target: str | Sequence[str], options: EvalOptions, *, is_json: bool = False, json_file: Path | None = None
@@ -187,7 +182,7 @@ def _build_evaluators(
 
 def score_lines(scored: ScoredSplit) -> list[str]:
     """Return the lines of the scores: classes, groups, and the means."""
-    found, trained, groups, split = scored.found, scored.trained, scored.groups, scored.split
+    found, trained, groups, split = scored.found, next(iter(scored.networks.values())), scored.groups, scored.split
     evaluation = found.evaluation
     lines = class_table(trained.scheme.names, evaluation.scores)
     if groups:
@@ -224,7 +219,7 @@ def _cell(value: float | None, missing: str = "-") -> str:
 
 def as_json(scored: ScoredSplit) -> dict[str, Any]:
     """Return the result as plain values; of several networks, `checkpoint`, `epoch` and `step` are None."""
-    found, trained, groups = scored.found, scored.trained, scored.groups
+    found, trained, groups = scored.found, next(iter(scored.networks.values())), scored.groups
     evaluation, is_one = found.evaluation, len(scored.networks) == 1
     result: dict[str, Any] = {
         "split": scored.split,

@@ -20,7 +20,6 @@ from segapp.models.weights import (
     fetch_hub_file,
     fetch_url,
     load_weights,
-    looks_like_path,
     read_weights_file,
 )
 
@@ -173,7 +172,7 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
     short = weights.rpartition("Weights.")[2]  # torchvision also spells it ResNet50_Weights.IMAGENET1K_V1
     if short in named:
         return named[short]()
-    if looks_like_path(weights):
+    if Path(weights).is_file() or "/" in weights or Path(weights).suffix:
         return Path(weights)
     if not named:
         raise CheckpointError(

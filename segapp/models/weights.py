@@ -99,11 +99,6 @@ def _config_key(key: str) -> str | None:
     return key if "." in key else None  # "weights": a file of the command line
 
 
-def looks_like_path(text: str) -> bool:
-    """Return True if a `weights` value is a file: it exists, or has a folder or an extension."""
-    return Path(text).is_file() or os.sep in text or "/" in text or bool(Path(text).suffix)
-
-
 def fetch_url(url: str, name: str, key: str) -> Path:
     """Return the local file of a torchvision weights URL; downloaded to torch's hub folder if missing."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
