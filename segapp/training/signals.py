@@ -44,7 +44,6 @@ class StopSignals:
     do nothing else, because they may interrupt any code. A thread reports a stop that takes long.
 
     Args:
-        write_line: prints one line for the user; must be safe inside a signal handler. Default: to stderr.
         is_active: handle the signals; False leaves the process's handlers unchanged.
         end_start: called half a second after a request with the exit code 128 + signal number, to end the process
             unless the training has begun; None: the process has other work.
@@ -53,13 +52,7 @@ class StopSignals:
         where: returns what the training does.
     """
 
-    def __init__(
-        self,
-        write_line: Callable[[str], None] | None = None,
-        *,
-        is_active: bool = True,
-        end_start: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, *, is_active: bool = True, end_start: Callable[[int], None] | None = None) -> None:
         self._is_active, self.end_start = is_active, end_start
         self.where: Callable[[], str] = lambda: "training"
         self._counted_elsewhere: set[int] = set()
@@ -71,7 +64,6 @@ class StopSignals:
         self.by: StoppedBy = "signal"
         self._on_checkpoint_request: Callable[[], None] | None = None
         self._wants_checkpoint = False
-        self._write_line = write_line or _write_stderr
         self._previous: dict[int, object] = {}
         self._signalled_s = 0.0
 
@@ -151,9 +143,9 @@ class StopSignals:
         self.signal_name = signal.Signals(number).name
         once = ", if the training has begun" if self.end_start is not None else ""
         if self.count == 1:
-            self._write_line(f"{self.signal_name}: stopping after this micro-batch and saving a checkpoint{once}")
+            _write_stderr(f"{self.signal_name}: stopping after this micro-batch and saving a checkpoint{once}")
         elif self.count == 2:
-            self._write_line(
+            _write_stderr(
                 f"{self.signal_name}: still saving; send it once more to exit immediately, without a new checkpoint"
             )
         else:

@@ -12,10 +12,11 @@ from segapp.training.signals import StopRequest, StopSignals
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def test_stop_is_raised_where_the_loop_asks_for_it() -> None:
+def test_stop_is_raised_where_the_loop_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in HANDLED]
     lines: list[str] = []
-    with StopSignals(lines.append) as signals:
+    monkeypatch.setattr("segapp.training.signals._write_stderr", lines.append)
+    with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGHUP)  # the terminal was closed
         signals.check()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -36,7 +37,8 @@ def test_terminations_of_one_moment_are_one_request(monkeypatch: pytest.MonkeyPa
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     lines: list[str] = []
-    with StopSignals(lines.append) as signals:
+    monkeypatch.setattr("segapp.training.signals._write_stderr", lines.append)
+    with StopSignals() as signals:
         for _ in range(4):
             os.kill(os.getpid(), signal.SIGTERM)
         assert (signals.count, len(lines), ended) == (1, 1, [])

@@ -7,7 +7,6 @@ many small ones.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -167,18 +166,18 @@ class _Job:
             return
         with (
             VideoOutputs(self.plan, reader) as outputs,
-            closing(ahead(_frame_calls(reader), 1)) as frames,
-            closing(ahead(self._frame_writes(outputs, frames), 1)) as written,  # one thread keeps the order
+            closing(ahead(itertools.repeat((reader.frame_px, partial(next, iter(reader), None))), 1)) as read,
+            closing(ahead(self._frame_writes(outputs, read), 1)) as written,  # one thread keeps the order
         ):
             deque(written, maxlen=0)
         self.written[file.name] = outputs.paths
 
     def _frame_writes(
-        self, outputs: VideoOutputs, frames: Iterable[Picture | None]
+        self, outputs: VideoOutputs, frames: Iterator[Picture | None]
     ) -> Iterator[tuple[int, Callable[[], None]]]:
         """Predict frames; yield the calls that write them, with their weights, up to a frame that cannot be read."""
         try:
-            for pictures in self._batches(frame for frame in frames if frame is not None):
+            for pictures in self._batches(iter(lambda: next(frames), None)):
                 for picture, strips in self._predicted(pictures):
                     yield picture.num_px, partial(outputs.add, picture, list(strips))
         except DataError as error:
@@ -275,21 +274,6 @@ def _file_px(file: InputFile) -> int:
     except DataError:
         return 0
     return header.height_px * header.width_px
-
-
-def _frame_calls(reader: VideoReader) -> Iterator[tuple[int, Callable[[], Picture | None]]]:
-    """Yield functions that return the next frame, until one has returned None at the end of the video."""
-    frames = iter(reader)
-    is_over = threading.Event()
-
-    def read() -> Picture | None:
-        frame = next(frames, None)
-        if frame is None:
-            is_over.set()
-        return frame
-
-    while not is_over.is_set():
-        yield reader.frame_px, read
 
 
 def ahead(
