@@ -37,6 +37,9 @@ Overrides = Annotated[
 ]
 
 
+RunsArgument = Annotated[
+    list[str], typer.Argument(metavar="RUN|SWEEP...", help="Names or folders of runs; a sweep stands for its runs.")
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
 Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, a checkpoint, or a weights file.")]
 ConfigOption = Annotated[
@@ -529,10 +532,7 @@ def report(
 
 @app.command()
 def compare(
-    runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN|SWEEP...", help="Names or folders of runs; a sweep stands for its runs."),
-    ],
+    runs: RunsArgument,
     html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and images.")] = None,
     split: SplitOption = None,
     images: Annotated[
@@ -560,10 +560,7 @@ def compare(
 
 @app.command()
 def suspects(
-    runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN|SWEEP...", help="Names or folders of runs; a sweep stands for its runs."),
-    ],
+    runs: RunsArgument,
     split: Annotated[
         str | None, option("--split", "Split to judge; by default the validation split of each run.", "NAME")
     ] = None,

@@ -41,28 +41,21 @@ class EventsPane(Vertical):
         wanted = self.search.text
         text = wanted.casefold()
         lines = [line for line in view.log if text in f"{line.kind} {line.text}".casefold()]
-        is_same = wanted == self._wanted
-        moved = next((i for i, (a, b) in enumerate(zip(self._lines, lines, strict=False)) if a[:3] != b[:3]), None)
-        if is_same and moved is not None and self._lines[moved].kind == "epoch":
-            at, is_following = self._list.highlighted, self._list.is_following
-            self._list.remove_option_at_index(moved)  # the line of the present epoch has moved down
-            del self._lines[moved]
-            if at is not None and at > moved:
-                self._list.highlighted = at - 1
-            self._list.is_following = is_following
-        num_before = len(self._lines)
-        ends = (0, num_before - 1) if num_before else ()
-        is_longer = len(lines) >= num_before and all(lines[i][:3] == self._lines[i][:3] for i in ends)
-        if is_same and is_longer:
-            new, kept = lines[num_before:], None
-        else:
-            new, kept = lines, self.selected
+        if wanted != self._wanted:
+            self._list.is_following = True
+        selected, is_following = self.selected, self._list.is_following
+        differing = (at for at, (a, b) in enumerate(zip(self._lines, lines, strict=False)) if a[:3] != b[:3])
+        num_kept = next(differing, min(len(self._lines), len(lines)))
+        if num_kept == 0:
             self._list.clear_options()
-            self._list.is_following |= not is_same
-        self._wanted, self._lines = wanted, lines
-        if new:
-            self._list.add_options([drawable(self, log_content(line)) for line in new])
-            self._list.show_newest_or(next((i for i, line in enumerate(lines) if kept and line[:3] == kept[:3]), None))
+        for at in reversed(range(num_kept, self._list.option_count)):
+            self._list.remove_option_at_index(at)
+        is_changed = num_kept < max(len(self._lines), len(lines))
+        self._wanted, self._lines, self._list.is_following = wanted, lines, is_following
+        if is_changed:
+            self._list.add_options([drawable(self, log_content(line)) for line in lines[num_kept:]])
+            same = (at for at, line in enumerate(lines) if selected and line[:3] == selected[:3])
+            self._list.show_newest_or(next(same, None))
         shown = f" /{wanted} {len(lines)} of {len(view.log)}" if wanted else ""
         return Content.assemble(("4 Events", "bold"), (shown, "$text-warning"))
 
