@@ -60,10 +60,10 @@ class ScoredSplit:
 
 
 def evaluate_target(
-    target: str | Sequence[str], options: EvalOptions, *, is_json: bool = False, json_file: Path | None = None
+    targets: Sequence[str], options: EvalOptions, *, is_json: bool = False, json_file: Path | None = None
 ) -> None:
     """Evaluate a network, or the mean of several, and print the table of classes or JSON; a file gets the JSON."""
-    scored = score_target(target, options)
+    scored = score_target(targets, options)
     content = json.dumps(as_json(scored), indent=2, allow_nan=False)
     print(content if is_json and json_file is None else "\n".join(score_lines(scored)))
     if json_file is not None:
@@ -72,13 +72,12 @@ def evaluate_target(
             write_atomic(json_file, content + "\n")
 
 
-def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSplit:
+def score_target(targets: Sequence[str], options: EvalOptions) -> ScoredSplit:
     """Evaluate a run or checkpoint, or the mean of several, and print notes on stderr.
 
     Raises:
         ConfigError: an option has an invalid value, or several networks cannot be averaged.
     """
-    targets = [target] if isinstance(target, str) else list(target)
     ensemble: EnsemblePredictor | None = None
     if len(targets) > 1:
         networks, ensemble = _load_ensemble(targets, options)

@@ -86,7 +86,7 @@ def test_resumed_run_of_bands_equals_the_uninterrupted_one(
 def test_evaluation_prediction_and_export_agree(
     run: Path, data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate_target(str(run), EvalOptions())
+    evaluate_target([str(run)], EvalOptions())
     miou = events(run, "val")[-1]["miou"]
     assert f"mIoU {miou:.4f}" in capsys.readouterr().out
     onnx = tmp_path / "bands.onnx"
