@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import re
 import time
 from pathlib import Path
@@ -26,12 +27,14 @@ from segapp.config import (
     parse_overrides,
     resume_differences,
     validate_config,
+    yaml_reader,
 )
 from segapp.config import words as words_module
 from segapp.config.load import changed_keys, config_hash, config_of, kept_on_resume
 from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, removed, words_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
+from tests.support import ROOT
 from tests.support.reference import config_reference
 
 MINIMAL = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
@@ -596,3 +599,25 @@ def test_config_with_another_loss_drops_the_options_at_defaults(tmp_path: Path) 
     path.write_text(yaml.safe_dump(whole))
     with pytest.raises(ConfigError, match=r"unknown key optim\.options\.betas: no option of sgd: use nesterov"):
         load_config(path, ["optim.name=sgd"])
+
+
+@pytest.mark.parametrize("name", ["cityscapes", "camvid", "demo", "topdown"])
+def test_fast_and_strict_readers_of_yaml_agree(name: str) -> None:
+    """On the complete config as a run stores it, on the shipped file, and on what mistakes make of them."""
+    texts = [(ROOT / "configs" / f"{name}.yaml").read_text(), dump_config(load_config(name))]
+    rng, num_accepted = random.Random(name), 0
+    for text in texts * 60:
+        place = rng.randrange(len(text))
+        changed = text[:place] + rng.choice([*":-[]{},#&*!%@`'\"\n a1.~", ""]) + text[place + rng.randrange(2) :]
+        try:
+            strict: object = yaml_reader._parse(yaml_reader._Loader(changed))
+        except (yaml.YAMLError, ValueError):
+            strict = None
+        try:
+            fast: object = yaml_reader._parse(yaml_reader._FastLoader(changed))
+        except (yaml.YAMLError, ValueError):
+            continue
+        if changed.isascii() and not set("\t?|>") & set(changed):
+            num_accepted += 1
+            assert repr(fast) == repr(strict), changed
+    assert num_accepted > 0
