@@ -94,7 +94,7 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ())
 
 @cache
 def removed() -> Mapping[str, str]:
-    """Return what segapp accepted once -> what to do instead, the end of a sentence, from the table of `changes.md`.
+    """Return a dict: removed option -> advice, the end of a sentence, from the table of `changes.md`.
 
     A key is written as `train.offload`, one word of a key as `loss.name=boundary`, and a command as `segapp profile`.
     """

@@ -372,7 +372,7 @@ def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list
 
 
 def run_paths(root: Path | str, *, with_sweeps: bool = True, known: Container[str] = ()) -> list[str]:
-    """Return the paths of all runs in a folder, optionally with those of its sweeps; `known` ones are not looked at."""
+    """Return the paths of all runs in a folder, optionally also in its sweeps; `known` ones are not looked at."""
     try:
         inside = [str(Path(root) / name) for name in os.listdir(root)]
         paths = [path for path in inside if path in known or is_run(path)]

@@ -171,7 +171,7 @@ class DataWatch:
         self._has_advised = False
 
     def at_start(self) -> list[str]:
-        """Return what is wrong with the data, and why a cache cannot be used."""
+        """Return the problems of the data, and the reason why a cache cannot be used."""
         notes = [note for dataset in self._datasets.values() for note in dataset.notes]
         num_train, batch_size = len(self._train_loader.dataset), self._train_loader.batch_size
         if num_train < batch_size:

@@ -83,7 +83,7 @@ class RunSummary:
 
 
 def facts_of(view: View) -> dict[str, dict[str, Any]]:
-    """Return what a summary needs of a view, as JSON: the fields `shown`, `figures` and `times` of `RunSummary`."""
+    """Return the facts of a view for a summary, as JSON: the fields `shown`, `figures` and `times` of `RunSummary`."""
     start, step, last, best, end = view.start, view.step, view.vals.last, view.best, view.end
     peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
     classes = start.classes if start else []

@@ -22,7 +22,7 @@ _MAX_PICTURES = 1500
 
 
 class SeriesReader:
-    """Follows one number of the `step` events, a field or `terms.NAME`; `fold_file` fills several at once."""
+    """Follows one number of the `step` events, a field or `terms.NAME`; `fold_file` fills several together."""
 
     def __init__(self, path: Path, field: str) -> None:
         self.history, self.column = LossHistory(), StepColumn(field)

@@ -164,7 +164,7 @@ class _Writer:
             raise StorageError(cannot_be_written(self.path, error, advice), path=self.path) from None
 
     def begin(self) -> None:
-        """Write what stands before the first rows, if anything does."""
+        """Write the head of the file before the first rows, if it has one."""
 
     def write(self, strip: Strip) -> None:
         raise NotImplementedError
