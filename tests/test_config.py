@@ -24,13 +24,12 @@ from segapp.config import (
     find_config,
     load_config,
     named_config,
-    parse_overrides,
     resume_differences,
     validate_config,
     yaml_reader,
 )
 from segapp.config import words as words_module
-from segapp.config.load import changed_keys, config_hash, config_of, kept_on_resume
+from segapp.config.load import changed_keys, config_hash, config_of, kept_on_resume, parse_overrides
 from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, removed, words_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError

@@ -494,7 +494,7 @@ def test_settings_applied_after_checkpoint_replay_at_same_step(
 
 
 def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness) -> None:
-    from segapp.config import ParallelConfig
+    from segapp.config.sections import ParallelConfig
 
     saved = {"gpu0_bsz": None, "shares": None}
     harness.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig().model_dump())
