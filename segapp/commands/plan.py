@@ -73,14 +73,10 @@ def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
     gpus: list[GpuSpec] = []
     for word in text.split(","):
         found = _GPUS.fullmatch(word.strip())
-        if found is None:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} is not a count and a size: {_EXAMPLE}")
-        unit = found["unit"].lower()
-        if unit not in _MIB_OF:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} has no known unit: use MiB or GiB; {_EXAMPLE}")
-        count, size_mib = int(found["count"] or 1), float(found["size"]) * _MIB_OF[unit]
-        if not count or not size_mib:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} has a count or size of 0: {_EXAMPLE}")
+        unit_mib = None if found is None else _MIB_OF.get(found["unit"].lower())
+        if found is None or unit_mib is None or not (int(found["count"] or 1) and float(found["size"])):
+            raise ConfigError(f"--gpus {text}: {word.strip()!r} is not a size above 0 with MiB or GiB: {_EXAMPLE}")
+        count, size_mib = int(found["count"] or 1), float(found["size"]) * unit_mib
         if len(gpus) + count > MAX_GPUS:
             raise ConfigError(f"--gpus {text}: more than {MAX_GPUS} GPUs: plan for one machine")
         gpus += [GpuSpec(size_mib)] * count

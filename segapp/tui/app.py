@@ -274,7 +274,7 @@ class MonitorApp(App[None]):
     def action_metric(self, by: int) -> None:
         """Show the next metric in the chart, or the previous one."""
         names = metric_names(self.view)
-        shown = self.chart.options.metric
+        shown = self.chart.metric
         at = names.index(shown) if shown in names else -1
         self.action_show_metric(names[(at + by) % len(names)])
 
@@ -285,7 +285,7 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def action_toggle_log(self) -> None:
-        self.chart.change(is_log=not self.chart.options.is_log)
+        self.chart.change(is_log=not self.chart.is_log)
 
     def action_filter(self) -> None:
         """Open the search line of the events if they are selected, else the search line of the classes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -88,15 +87,6 @@ _CLASSES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ChartOptions:
-    """Display options of the chart; changed by keys."""
-
-    metric: str = "loss"
-    """One of `metric_names`, or `IoU CLASS`."""
-    is_log: bool = False
-
-
 class LossChart(StripWidget):
     """Draws a metric with the numpy functions of `plot`; each update reads every point once.
 
@@ -119,7 +109,7 @@ class LossChart(StripWidget):
 
     def __init__(self, **keywords: str) -> None:
         super().__init__(**keywords)
-        self.options = ChartOptions()
+        self.metric, self.is_log = "loss", False
         self._view = View()
         self._series: LossHistory | None = None
         self._curve = Curve(None, NO_POINTS)
@@ -139,7 +129,7 @@ class LossChart(StripWidget):
             return
         before, size = self._strips, self.content_size
         self.make()
-        readout = "log" if self.options.is_log else "linear"
+        readout = "log" if self.is_log else "linear"
         if readout != self._subtitle:
             self._subtitle = readout
             self.border_subtitle = Content(readout)  # redraws the whole widget
@@ -151,16 +141,17 @@ class LossChart(StripWidget):
             if rows:
                 self.refresh(*(Region(0, y, size.width, 1) for y in rows))
 
-    def change(self, **options: object) -> None:
-        """Change some of `ChartOptions`."""
-        self.options = replace(self.options, **options)  # type: ignore[arg-type]
+    def change(self, *, metric: str | None = None, is_log: bool | None = None) -> None:
+        """Show another metric, one of `metric_names` or `IoU CLASS`, or another vertical axis; None: as before."""
+        self.metric = self.metric if metric is None else metric
+        self.is_log = self.is_log if is_log is None else is_log
         self.show(self._view, self._series)
 
     def key(self) -> tuple[object, ...]:
         """Return the values that the chart depends on."""
         view, series = self._view, self._series
         return (id(view), view.history.num_steps, view.history.size, len(view.vals), len(view.marks),
-                series.num_steps if series else 0, self.options, self.content_size)  # fmt: skip
+                series.num_steps if series else 0, self.metric, self.is_log, self.content_size)  # fmt: skip
 
     def _plot_size(self) -> tuple[int, int]:
         """Return width and height of the plot in cells, without legend, labels and axis."""
@@ -179,14 +170,14 @@ class LossChart(StripWidget):
 
     def build(self) -> list[Strip]:
         """Return the legend, the rows of the plot, and the axis."""
-        self._curve = curve_of(self._view, self.options.metric, self._series)
+        self._curve = curve_of(self._view, self.metric, self._series)
         width, height = self._plot_size()
         if width < 4 or height < 2:
             return []
         steps = self._steps()
         if not len(steps):
-            is_loss = self.options.metric == "loss"
-            return [self._message("no step yet" if is_loss else f"no {metric_title(self.options.metric)} yet", _AXIS)]
+            is_loss = self.metric == "loss"
+            return [self._message("no step yet" if is_loss else f"no {metric_title(self.metric)} yet", _AXIS)]
         self._x_range = plot.padded_range(float(steps[0]), float(max(steps[-1], steps[0] + 1)))
         history = self._curve.history
         raw, average = self._band(history)
@@ -194,9 +185,9 @@ class LossChart(StripWidget):
         is_shown = (point_x >= self._x_range[0]) & (point_x <= self._x_range[1])
         firm = np.concatenate((average.low, average.high, point_y[is_shown]))
         usual = None if history is None else plot.usual_range(history.low, history.high)
-        scale = plot.choose_scale(raw, firm, is_log=self.options.is_log, usual=usual)
+        scale = plot.choose_scale(raw, firm, is_log=self.is_log, usual=usual)
         if scale is None:
-            why = "no value above 0: y draws it without logarithm" if self.options.is_log else "no finite value yet"
+            why = "no value above 0: y draws it without logarithm" if self.is_log else "no finite value yet"
             return [self._message(why, _BAD)]
         canvas = Canvas(width, height)
         canvas.curve(plot.without_spikes(raw, scale.top), scale, _RAW)

@@ -96,7 +96,7 @@ class Columns(Horizontal):
         """Update the visible panes."""
         view, plan = run.view, self._layout
         if "loss" in plan.panes:
-            metric = self.chart.options.metric
+            metric = self.chart.metric
             self._set_title(self.chart, Content.styled(f"1 {chart_title(metric)}", "bold"))
             field = step_field(metric)
             self.chart.show(view, None if field is None else run.source.series(field))

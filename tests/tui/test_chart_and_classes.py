@@ -110,7 +110,7 @@ def test_palette_offers_every_metric_and_class(run: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         commands = {command.title: command.callback for command in app.get_system_commands(app.screen)}
         await commands["chart: IoU pole"]()
-        assert app.query_one(LossChart).options.metric == "IoU pole"
+        assert app.query_one(LossChart).metric == "IoU pole"
         assert {"chart: mIoU", "chart: learning rate", "chart: pixel accuracy"} <= commands.keys()
 
     run_screen(run, act)
@@ -119,7 +119,7 @@ def test_palette_offers_every_metric_and_class(run: RecordedRun) -> None:
 def test_chosen_class_is_drawn_in_the_chart(run: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "3", "down", "down", "enter")
-        assert app.query_one(LossChart).options.metric == "IoU sign"
+        assert app.query_one(LossChart).metric == "IoU sign"
         assert "IoU sign" in screen_text(app)
 
     run_screen(run, act)
