@@ -21,15 +21,10 @@ IMAGE_SUFFIXES = (
 
 _CURES = (
     ((".heic", ".heif"), "convert them, or install pillow-heif"),
-    ((".npy",), "name arrays for their contents (images.npy and masks.npy), with shapes that agree"),
-    ((".npz",), "save their arrays with np.save as train/images.npy and train/masks.npy"),
-    ((".dcm",), "save their pixels as PNG or npy with pydicom"),
-    ((".parquet",), "save their images and masks as PNG with the datasets library"),
-    ((".nii", ".gz", ".mat", ".h5", ".hdf5"), "save slices of nii, mat and h5 files as PNG or npy"),
-    ((".mp4", ".avi", ".mov"), "save the frames that have masks as images"),
-    ((".zip", ".tar"), "unpack archives"),
-    ((".avif", ".jxl", ".jp2", ".exr", ".psd", ".dng", ".nef", ".cr2", ".arw"), "convert them to PNG or TIFF"),
-)
+    ((".npy", ".npz"), "name arrays for their contents (np.save as images.npy and masks.npy), with shapes that agree"),
+    ((".dcm", ".parquet", ".nii", ".gz", ".mat", ".h5", ".hdf5", ".mp4", ".avi", ".mov", ".zip", ".tar", ".avif",
+      ".jxl", ".jp2", ".exr", ".psd", ".dng", ".nef", ".cr2", ".arw"), "save images and masks as PNG, TIFF or npy"),
+)  # fmt: skip
 """Extensions of files with pixels that are not read as images, and what to do."""
 
 _SYSTEM_NAMES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx", "@eadir", "$recycle.bin",

@@ -478,7 +478,7 @@ KNOWN = layouts(
         "j_labelme": annotated(drawn_annotations.labelme, ignored=True),
         "j_yolo": annotated(drawn_annotations.yolo, val=drawn_annotations.NAMES[4:]),
         "j_yolo_sem": yolo_masks,
-        "j_parquet": (parquet, Refuse(("2 files of other kinds (.parquet)", "the datasets library"))),
+        "j_parquet": (parquet, Refuse(("2 files of other kinds (.parquet)", "save images and masks as PNG"))),
         "j_roboflow": roboflow,
         "j_nnunet": (nnunet, Refuse(("channels of one image", "np.stack"))),
         "j_labelstudio": label_studio_names,

@@ -522,7 +522,7 @@ NEW = layouts(
         "one GeoTIFF": (geotiff, Refuse(("gdal_retile.py",))),
         "npz of splits": (npz_splits, Refuse(("2 npz", "np.save"))),
         "npz per image": (npz_per_image, Refuse(("12 files of other kinds (.npz)", "np.save"))),
-        "DICOM": (dicom, Refuse(("12 files of other kinds (.dcm)", "PNG or npy with pydicom"))),
+        "DICOM": (dicom, Refuse(("12 files of other kinds (.dcm)", "save images and masks as PNG"))),
         "OME-TIFF": ome_tiff,
         "12-bit microscopy": twelve_bits,
         "video, sparse masks": sparse_video,
