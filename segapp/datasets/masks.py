@@ -66,9 +66,14 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     check_mask_format(path, str(image.format))
     check_one_frame(image, path)
     check_complete(data, image, path)
-    if not scheme.rgb:
-        _check_holds_ids(image, path)
-    if _is_plain_grey(image, data) and not scheme.rgb:
+    if not scheme.rgb and image.mode not in ID_MODES:
+        raise DataError(
+            f"{shown(path)}: the mask holds {image.mode} colors, not class ids: set data.rgb_masks and data.palette if "
+            "its colors are the classes, or export gray or palette PNGs",
+            path=path,
+        )
+    is_plain_grey = image.format == "PNG" and image.mode == "L" and data[24] == 8 and b"eXIf" not in data
+    if is_plain_grey and not scheme.rgb:  # OpenCV decodes it in a third less time to the same ids
         pixels = decode(data, cv2.IMREAD_UNCHANGED)
         if pixels is not None and pixels.ndim == 2 and pixels.dtype == np.uint8:
             return train_ids(pixels, path, scheme)
@@ -163,22 +168,6 @@ def check_one_frame(image: Image.Image, path: Path) -> None:
         raise DataError(f"{shown(path)}: the mask has several frames: save one frame per file", path=path)
 
 
-def _is_plain_grey(image: Image.Image, data: bytes) -> bool:
-    """Return True for a gray 8-bit PNG without rotation, which OpenCV decodes in a third less time to the same ids."""
-    return image.format == "PNG" and image.mode == "L" and data[24] == 8 and b"eXIf" not in data
-
-
-def _check_holds_ids(image: Image.Image, path: Path) -> None:
-    """Check that the image's mode stores ids."""
-    if image.mode in ID_MODES:
-        return
-    raise DataError(
-        f"{shown(path)}: the mask holds {image.mode} colors, not class ids: set data.rgb_masks and data.palette if its "
-        "colors are the classes, or export gray or palette PNGs",
-        path=path,
-    )
-
-
 def whole_ids(values: NDArray[Any], path: Path) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Return a mask's values as integers, and where they are NaN, which marks ignored pixels; DataError for others."""
     is_nan = np.isnan(values)
@@ -231,7 +220,12 @@ def _table(path: Path, scheme: ClassScheme) -> NDArray[np.int16]:
 
 def count_values(values: NDArray[Any]) -> dict[int, int]:
     """Return value -> number of pixels."""
-    found, counts = np.unique(values, return_counts=True)
+    if values.dtype == np.uint8:  # without sorting all of them
+        counts = np.bincount(values.ravel())
+        found = np.flatnonzero(counts)
+        counts = counts[found]
+    else:
+        found, counts = np.unique(values, return_counts=True)
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 

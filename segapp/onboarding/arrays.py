@@ -21,7 +21,7 @@ from segapp.bounds import check_memory
 from segapp.datasets.files import shown
 from segapp.datasets.images.raster import encode_bands
 from segapp.datasets.masks import whole_ids
-from segapp.onboarding.content import NAN_ID
+from segapp.onboarding.content import IGNORED
 from segapp.onboarding.conversion import MARK, encode_png
 from segapp.onboarding.layout import Drawing, DrawnMask, Layout, Mask, Pair
 from segapp.onboarding.tree import IMAGE_WORDS, MASK_WORDS, Tree, split_said, tokens
@@ -195,4 +195,4 @@ def _mask_of(file: Path, number: int | None, _: DrawnMask) -> Mask:
     low, high = ids.min(initial=0), ids.max(initial=0)
     if not (low >= 0 and high <= 255):
         raise ValueError(f"values from {low} to {high}, which are not ids of 0 to 255")
-    return np.where(is_nan, NAN_ID, ids).astype(np.uint8)
+    return np.where(is_nan, IGNORED, ids).astype(np.uint8)

@@ -15,7 +15,7 @@ from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.layouts.palettes import Palettes, palette_of
 from segapp.datasets.layouts.schemes import Color
-from segapp.datasets.masks import check_one_frame, color_codes, unscaled, whole_ids
+from segapp.datasets.masks import check_one_frame, color_codes, count_values, unscaled, whole_ids
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError
 from segapp.onboarding.layout import evenly
@@ -26,8 +26,8 @@ MAX_COLORS = 256
 """Maximum number of colors that are counted in a mask, the most frequent; a mask with more is a photograph or lossy."""
 UNREADABLE = (DataError, OSError, ValueError, SyntaxError)  # errors of `stored_pixels` for an unreadable mask
 
-NAN_ID = 255
-"""The value that stands for NaN, which marks ignored pixels in masks of floats."""
+IGNORED = 255
+"""The value of ignored pixels, also of those that are NaN in masks of floats."""
 
 Value = int | Color
 """A value in masks of ids, or a color in RGB masks."""
@@ -146,8 +146,8 @@ def count_pixels(
     except UNREADABLE as error:
         return str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__
     if pixels.ndim == 2:
-        return _histogram(pixels), {}, str(image.format), palette_of(image)
-    histogram = _histogram(color_codes(pixels))
+        return count_values(pixels), {}, str(image.format), palette_of(image)
+    histogram = count_values(color_codes(pixels))
     most = sorted(histogram, key=lambda code: -histogram[code])[: MAX_COLORS + 1]
     colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
     return {}, colors, str(image.format), {}
@@ -164,13 +164,5 @@ def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.in
     if as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr", "LA", "PA"):
         return np.asarray(image.convert("RGB")), image
     pixels, is_nan = whole_ids(unscaled(np.asarray(image), image, data), path)
-    pixels = np.where(is_nan, NAN_ID, pixels) if is_nan.any() else pixels
+    pixels = np.where(is_nan, IGNORED, pixels) if is_nan.any() else pixels
     return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), image
-
-
-def _histogram(numbers: NDArray[np.uint8 | np.int64] | NDArray[np.int32]) -> dict[int, int]:
-    if numbers.dtype == np.uint8:
-        counts = np.bincount(numbers.ravel(), minlength=256)
-        return {int(value): int(counts[value]) for value in np.flatnonzero(counts)}
-    values, counts = np.unique(numbers, return_counts=True)
-    return dict(zip(values.tolist(), counts.tolist(), strict=True))

@@ -38,12 +38,12 @@ from segapp.datasets.orientation import Size, Turns, fit_of, upright
 from segapp.datasets.walk import composed
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.class_files import is_background, is_void
+from segapp.onboarding.content import IGNORED
 from segapp.onboarding.layout import Drawing, DrawnMask, Layout, Mask, Pair
 from segapp.onboarding.tree import Tree, parse_file, split_said
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import first_line
 
-IGNORED = 255
 MAX_CLASSES = 255
 MARK = "segapp-annotation"
 _MAX_NAMED = 5
@@ -83,17 +83,12 @@ class Images:
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[str]]:
-        return self._by(lambda path: path.rpartition("/")[2])
-
-    @functools.cached_property
-    def _by_stem(self) -> dict[str, list[str]]:
-        return self._by(lambda path: PurePosixPath(path).stem)
-
-    def _by(self, word: Callable[[str], str]) -> dict[str, list[str]]:
-        """Return the images by a word of their path; only made for a format with a name to look for."""
+        """The images by their names and by their stems; only made for a format with a name to look for."""
         found: dict[str, list[str]] = defaultdict(list)
         for path in self._tree.images:
-            found[word(composed(path)).casefold()].append(path)
+            place = PurePosixPath(composed(path).casefold())
+            for word in {place.name, place.stem}:
+                found[word].append(path)
         return found
 
     def find(self, said: str, near: str = "") -> str | None:
@@ -107,7 +102,7 @@ class Images:
             if place in self._paths:
                 return self._paths[place]
         name = clean.rpartition("/")[2].casefold()
-        found = self._by_name.get(name) or self._by_stem.get(name) or []
+        found = self._by_name.get(name, [])
         if not found and "-" in name:  # Label Studio writes its own id in front of an uploaded name
             found = self._by_name.get(name.partition("-")[2], [])
         folded = {path: composed(path).casefold() for path in found}

@@ -14,10 +14,9 @@ from segapp.datasets.files import shown
 from segapp.datasets.layouts.schemes import Color
 from segapp.errors import DataError
 from segapp.onboarding.class_files import ClassFile, described, is_background, is_void, recognise
-from segapp.onboarding.content import MAX_COLORS, MaskContent, Value
+from segapp.onboarding.content import IGNORED, MAX_COLORS, MaskContent, Value
 from segapp.onboarding.layout import open_question
 
-IGNORED = 255
 _INSTANCE_STEP = 1000  # in most instance masks, a pixel's value is class x this + number of the instance
 _INSTANCES = (
     "save masks of classes instead, such as np.where(ids < 1000, ids, ids // 1000).astype(np.uint8) of class x 1000 + "
@@ -70,30 +69,11 @@ class Classes:
         return number if 0 <= number < len(self.names) else None
 
 
-def _is_class(content: MaskContent, unnamed: Sequence[Value], file: ClassFile, choices: MaskChoices) -> bool:
-    """Return True if unnamed values or colors are classes, False if they are ignored; ask if they are many."""
-    if choices.unlabelled is None and content.share(unnamed) <= MAX_UNSAID:
-        return False
-    return _said_class(
-        choices,
-        f"{listed(unnamed)} has no name in {shown(file.source)} and is {content.percent(unnamed)}",
-        "these pixels are neither trained nor scored",
-        "each of them is a class, to be named in the config",
-        f"if they lie at the edges of objects, {CLEANING}",
-    )
-
-
 def _said_class(choices: MaskChoices, question: str, ignored: str, is_class: str, advice: str = "") -> bool:
     """Return True if the user treats pixels as a class, False if as ignored; ask if no option is given."""
     if choices.unlabelled is not None:
         return choices.unlabelled == "class"
     raise open_question(question, "--unlabelled", {"ignore": ignored, "class": is_class}, advice)
-
-
-def _void_of(named: Mapping[Any, str], choices: MaskChoices) -> list[Any]:
-    """Return the values or colors whose names mean unlabeled, unless they are needed as a class."""
-    void = [stored for stored, name in named.items() if is_void(name)]
-    return [] if choices.unlabelled == "class" or len(named) - len(void) < 2 else void
 
 
 def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
@@ -326,12 +306,21 @@ def _from_file(
     if 0 in unnamed and choices.unlabelled is None and (content.share([0]) >= 0.5 or len(named) == 1):
         named, why = {0: "background", **named}, "0 has no name: background"
         unnamed.remove(0)
-    if unnamed and _is_class(content, unnamed, fit.file, choices):
+    source = shown(fit.file.source)
+    is_known_ignored = not unnamed or (choices.unlabelled is None and content.share(unnamed) <= MAX_UNSAID)
+    if not is_known_ignored and _said_class(
+        choices,
+        f"{listed(unnamed)} has no name in {source} and is {content.percent(unnamed)}",
+        "these pixels are neither trained nor scored",
+        "each of them is a class, to be named in the config",
+        f"if they lie at the edges of objects, {CLEANING}",
+    ):
         named = dict(sorted((named | _placeholders(unnamed) | ({0: "background"} if 0 in unnamed else {})).items()))
     elif unnamed:
-        source = shown(fit.file.source)
         notes.append(f"{listed(unnamed)} has no name in {source} and is ignored: {content.percent(unnamed)}")
-    void = _void_of(named, choices)
+    void = [stored for stored, name in named.items() if is_void(name)]
+    if choices.unlabelled == "class" or len(named) - len(void) < 2:  # they are needed as a class
+        void = []
     notes += [
         f"{shown(named[one])} ({listed([one])}) is ignored: {content.percent([one])}; "
         "--unlabelled class makes it a class"

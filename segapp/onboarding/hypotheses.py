@@ -7,12 +7,12 @@ of the images with a mask, and the pixels of a few pairs determine how likely th
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import mean
@@ -169,13 +169,9 @@ def common_affixes(stems: Iterable[str]) -> tuple[str, str]:
     listed = list(stems)
     if len(listed) < 2:
         return "", ""
-    beginning, ending = _shared_beginning(listed), _shared_beginning([stem[::-1] for stem in listed])[::-1]
-    return beginning.rstrip("0123456789"), ending.lstrip("0123456789")
-
-
-def _shared_beginning(texts: Sequence[str]) -> str:
-    columns = takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False))
-    return "".join(column[0] for column in columns)
+    both_ways = (listed, [stem[::-1] for stem in listed])
+    beginning, reversed_ending = (os.path.commonprefix(own) for own in both_ways)  # noqa: RUF071  # stems are no paths
+    return beginning.rstrip("0123456789"), reversed_ending[::-1].lstrip("0123456789")
 
 
 def frequent_endings(image_stems: set[str], mask_stems: list[str]) -> list[tuple[str, str]]:

@@ -38,10 +38,10 @@ from segapp.onboarding.annotations import (
 )
 from segapp.onboarding.arrays import find_arrays
 from segapp.onboarding.class_files import find_class_files, nearest_first, published_layout
-from segapp.onboarding.content import MAX_HEADERS, MaskContent, read_contents
+from segapp.onboarding.content import IGNORED, MAX_HEADERS, MaskContent, read_contents
 from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
 from segapp.onboarding.division import Division, divided
-from segapp.onboarding.encoding import IGNORED, MASKS, UNLABELLED, Classes, MaskChoices, read_classes
+from segapp.onboarding.encoding import MASKS, UNLABELLED, Classes, MaskChoices, read_classes
 from segapp.onboarding.hypotheses import CLOSE, find_layouts
 from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, Pair, evenly, open_question
 from segapp.onboarding.pieces import find_pieces, find_rle
