@@ -37,19 +37,6 @@ NUM_TRIED = 4
 """Number of custom data set images that are read before a training to check them and to get their sizes."""
 
 
-def build_transform(
-    data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]], pixels: PixelFormat
-) -> TrainTransform:
-    """Return the transform of training images of these sizes; ConfigError if a custom `data.augment` fails."""
-    bands = None if pixels.is_rgb8 else BandValues(pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
-    transform = TrainTransform(
-        data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
-    )
-    if data.augment is not None:
-        check_transform(transform, sizes_px, (pixels.num_bands, pixels.numpy_dtype), scheme.dtype)
-    return transform
-
-
 def build_dataset(
     data: DataConfig,
     scheme: ClassScheme,
@@ -127,9 +114,16 @@ def _transform(
     *,
     is_training: bool,
 ) -> TrainTransform | EvalTransform | None:
-    if is_training:
-        return build_transform(data, scheme, sizes_px, pixels)
-    return None if data.resize_px is None else EvalTransform(data.resize_px)
+    """Return the transform of images of these sizes; ConfigError if a custom `data.augment` fails."""
+    if not is_training:
+        return None if data.resize_px is None else EvalTransform(data.resize_px)
+    bands = None if pixels.is_rgb8 else BandValues(pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
+    transform = TrainTransform(
+        data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
+    )
+    if data.augment is not None:
+        check_transform(transform, sizes_px, (pixels.num_bands, pixels.numpy_dtype), scheme.dtype)
+    return transform
 
 
 def _chosen(items: Sequence[Item], most: int | None) -> Sequence[Item]:

@@ -111,20 +111,14 @@ def split_note(data: DataConfig) -> str | None:
 
 
 def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> None:
-    """Raise DataError if an image is used for training and for validation."""
-    problem = overlap_problem(data, train, val)
-    if problem is not None:
-        raise DataError(problem, key="data.val_split")
-
-
-def overlap_problem(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> str | None:
-    """Return an error that lists images in both splits and says what to do; None if there are none."""
+    """Raise DataError if images are used for training and for validation; it lists them and says what to do."""
     both = shared_images(train, val)
     if not both:
-        return None
+        return
     names = ", ".join(shown(path) for path in both[:3]) + (f" and {len(both) - 3} more" if len(both) > 3 else "")
     train_split, val_split = split_names(data)
-    return (
+    raise DataError(
         f"{len(both)} of the {len(val)} validation images are training images too ({names}), so scores say nothing "
-        f"about new images: give {train_split} and {val_split} (data.train_split, data.val_split) images of their own"
+        f"about new images: give {train_split} and {val_split} (data.train_split, data.val_split) images of their own",
+        key="data.val_split",
     )

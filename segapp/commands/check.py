@@ -18,7 +18,7 @@ from segapp.assembly.pairs import (
     build_location,
     build_pairs,
     build_scheme,
-    overlap_problem,
+    check_splits_apart,
     own_data,
     split_names,
     split_note,
@@ -79,7 +79,7 @@ def check_data(config: RunConfig, *, as_json: bool) -> int:
             print("", *map(printable, unused_lines(*files)), sep="\n")
         for line in _pixel_lines(measured):
             print(line)
-    return DataError.exit_code if any(group.severity == "error" for group in groups) else 0
+    return DataError.exit_code if any(found[0].severity == "error" for _, found in groups) else 0
 
 
 def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[DataProblem]]:
@@ -106,9 +106,11 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
         both = find_shared_groups({name: [pair.name for pair in splits[name]] for name in (train, val)})
     if both is not None:
         findings.append(DataProblem("warning", "group", val, str(both)))
-    problem = overlap_problem(data, splits[train], splits[val]) if train == val else None  # else pixels are compared
-    if problem is not None:
-        findings.append(DataProblem("error", "leak", val, problem))
+    try:
+        if train == val:  # else pixels are compared
+            check_splits_apart(data, splits[train], splits[val])
+    except DataError as error:
+        findings.append(DataProblem("error", "leak", val, str(error)))
     return splits, findings
 
 
@@ -191,7 +193,7 @@ def as_dict(
     files: tuple[Tree, list[list[str]]] | None = None,
 ) -> dict[str, Any]:
     """Return the findings as plain values for `--json`."""
-    findings = [finding for group in groups for finding in group.findings]
+    findings = [finding for _, found in groups for finding in found]
     return {
         "errors": sum(f.severity == "error" for f in findings),
         "warnings": sum(f.severity == "warning" for f in findings),
@@ -259,22 +261,22 @@ def print_report(
     for line in ["", *notes] if notes else []:
         console.print(Text(printable(line)), soft_wrap=True)
     for severity in ("error", "warning"):
-        found = [group for group in groups if group.severity == severity]
-        count = sum(len(group.findings) for group in found)
+        found = [group for group in groups if group[1][0].severity == severity]
+        count = sum(len(findings) for _, findings in found)
         if found:
             console.print(f"\n{count} {severity}{'s' if count > 1 else ''}")
         for group in found:
-            _print_group(group, console)
+            _print_group(*group, console)
     if not groups:
         console.print("\nno problems found")
 
 
-def _print_group(group: FindingGroup, console: Console) -> None:
-    lines = [f"  [{group.split}] {group.kind}: {group.summary}"]
-    if len(group.findings) > 1:
-        lines += [f"    {finding.message}" for finding in group.findings[:_MAX_SHOWN]]
-        if len(group.findings) > _MAX_SHOWN:
-            lines.append(f"    and {len(group.findings) - _MAX_SHOWN} more: --json shows all")
+def _print_group(summary: str, findings: Sequence[DataProblem], console: Console) -> None:
+    lines = [f"  [{findings[0].split}] {findings[0].kind}: {summary}"]
+    if len(findings) > 1:
+        lines += [f"    {finding.message}" for finding in findings[:_MAX_SHOWN]]
+        if len(findings) > _MAX_SHOWN:
+            lines.append(f"    and {len(findings) - _MAX_SHOWN} more: --json shows all")
     for line in "\n".join(lines).splitlines():
         console.print(Text(printable(line)), soft_wrap=True)
 

@@ -113,15 +113,8 @@ class SplitReport:
     ignored: str | None = None  # the share of ignored pixels with its cause; None if it is small
 
 
-@dataclass(frozen=True)
-class FindingGroup:
-    """Findings of one kind in a split, starting with the most wrong pixels."""
-
-    severity: str
-    split: str
-    kind: str
-    findings: tuple[DataProblem, ...]
-    summary: str
+FindingGroup = tuple[str, Sequence[DataProblem]]
+"""A summary, and the findings of one kind in a split, starting with the most wrong pixels."""
 
 
 @dataclass(slots=True)
@@ -443,7 +436,7 @@ def _of_crop(
     return [DataProblem("warning", "crop", split, message)]
 
 
-def group_findings(reports: Sequence[SplitReport], before: Sequence[DataProblem] = ()) -> list[FindingGroup]:
+def group_findings(reports: Sequence[SplitReport], before: Sequence[DataProblem]) -> list[FindingGroup]:
     """Group findings by kind and split: errors first, then in the order of `KINDS`."""
     found: dict[tuple[str, str, str], list[DataProblem]] = {}
     for finding in (*before, *(f for report in reports for f in report.findings)):
@@ -451,7 +444,7 @@ def group_findings(reports: Sequence[SplitReport], before: Sequence[DataProblem]
     unknown = {report.split: report.unknown_ids for report in reports}
     sizes = {report.split: report.num_pairs for report in reports}
     order = list(KINDS)
-    groups = []
+    groups = list[FindingGroup]()
     for severity, kind, split in sorted(found, key=lambda key: (key[0], order.index(key[1]))):
         findings, ids = found[severity, kind, split], unknown.get(split)
         if kind == "ids" and ids is not None:
@@ -463,6 +456,5 @@ def group_findings(reports: Sequence[SplitReport], before: Sequence[DataProblem]
             )
         else:
             summary = findings[0].message if len(findings) == 1 else f"{len(findings)} {KINDS[kind]}"
-        worst_first = tuple(sorted(findings, key=lambda finding: -finding.num_px))
-        groups.append(FindingGroup(severity, split, kind, worst_first, summary))
+        groups.append((summary, sorted(findings, key=lambda finding: -finding.num_px)))
     return groups
