@@ -359,10 +359,11 @@ class BatchPool:
                 key="data.workers",
             )
         number, process = dead[0]
-        name = self._name_in_slot(number)
+        name, code = self._name_in_slot(number), process.exitcode
+        cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         place = f"while reading {name}" if name else "between two files"
         return WorkerError(
-            f"data worker {number} (process {process.pid}) ended by {_exit_cause(process.exitcode)} {place}: if "
+            f"data worker {number} (process {process.pid}) ended by {cause} {place}: if "
             "memory ran out, lower data.workers; if it ends at the same file again, replace that file",
             key="data.workers",
             path=name,
@@ -401,13 +402,3 @@ def _restore_child_handler(before: Any) -> None:
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not before:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
-
-
-def _exit_cause(exit_code: int | None) -> str:
-    """Return an exit code as text, or the name of its signal."""
-    if exit_code is None or exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:
-        return f"signal {-exit_code}"

@@ -52,10 +52,6 @@ class DataLocation:
     # of a list names the masks in this order. Empty: one mask for all.
     mask_classes: tuple[str, ...] = ()
 
-    def build_guard(self) -> RootGuard:
-        """Return the check that files are inside root; it accepts all files if files outside are allowed."""
-        return RootGuard(Path(self.root), is_open=self.allow_outside_root)
-
 
 @dataclass(frozen=True)
 class DatasetFormat:
@@ -196,7 +192,7 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
             path=folder,
             value=location.root,
         )
-    guard = location.build_guard()
+    guard = RootGuard(folder, is_open=location.allow_outside_root)
     if not known.layouts:
         list_file = _list_file(location, split)
         if location.list_dir is None:

@@ -6,6 +6,7 @@ it (`RootGuard`).
 """
 
 import codecs
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -110,18 +111,12 @@ class RootGuard:
         """Return the path with links resolved; each parent folder is resolved and listed once."""
         parent, name = os.path.split(path)
         if parent not in self._listed:
-            self._listed[parent] = os.path.realpath(parent), _without_links(parent)
+            plain_names = frozenset[str]()
+            with contextlib.suppress(OSError), os.scandir(parent or ".") as entries:
+                plain_names = frozenset(entry.name for entry in entries if not entry.is_symlink())
+            self._listed[parent] = os.path.realpath(parent), plain_names
         real_parent, plain_names = self._listed[parent]
         return os.path.join(real_parent, name) if name in plain_names else os.path.realpath(path)
-
-
-def _without_links(folder: str) -> frozenset[str]:
-    """Return the names in a folder that are no links; none if it cannot be listed."""
-    try:
-        with os.scandir(folder or ".") as entries:
-            return frozenset(entry.name for entry in entries if not entry.is_symlink())
-    except OSError:
-        return frozenset()
 
 
 _MAX_NAMED = 5
