@@ -236,7 +236,6 @@ class Division:
 
     train: Sequence[Pair]
     val: Sequence[Pair]
-    val_split: str  # "val", or "test" if the data have no other
     lists: Mapping[str, Sequence[Pair]]  # name of a list -> its pairs
     is_new: bool = True  # the division was made by segapp, not by the data set
     lines: tuple[str, ...] = field(default=())  # description
@@ -274,7 +273,7 @@ def divided(pairs: Sequence[Pair], share: float | None, group: str | None, folds
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
     lists = {"train": train, "val": val, **lists}
-    return Division(train, val, "val", lists, lines=(line, _groups_line(pairs, grouping)))
+    return Division(train, val, lists, lines=(line, _groups_line(pairs, grouping)))
 
 
 def _published(pairs: Sequence[Pair], val_split: str) -> Division:
@@ -290,7 +289,7 @@ def _published(pairs: Sequence[Pair], val_split: str) -> Division:
     images = {split: [pair.image for pair in found] for split, found in own.items()}
     if (both := find_shared_groups(images)) is not None:
         lines.append(f"warning: {both}")
-    return Division(train, val, val_split, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
+    return Division(train, val, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
 
 
 def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> Division:
@@ -302,7 +301,7 @@ def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -
         lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
     sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
     line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
-    return Division(lists["fold0-train"], lists["fold0-val"], "val", lists, lines=(line, _groups_line(pairs, grouping)))
+    return Division(lists["fold0-train"], lists["fold0-val"], lists, lines=(line, _groups_line(pairs, grouping)))
 
 
 def _groups_line(pairs: Sequence[Pair], grouping: Grouping) -> str:

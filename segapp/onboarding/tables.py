@@ -166,7 +166,8 @@ def _pair_columns(table: Table, find: Find) -> tuple[int, int] | None:
 
 def _rows_of(table: Table, columns: tuple[int, int], find_image: Find, find_mask: Find) -> Iterable[Pair]:
     splits = _row_splits(table)
-    groups = _row_groups(table)
+    named = (at for at, name in enumerate(table.header) if {token.word for token in tokens(name)} & _GROUP_HEADERS)
+    groups = next(filter(all, map(table.column, named)), None)  # of a column such as patient_id
     for number, cells in enumerate(zip(*map(table.column, columns), strict=True)):
         image, mask = find_image(cells[0], table.path), find_mask(cells[1], table.path)
         if image is not None and mask is not None and image != mask:
@@ -183,14 +184,6 @@ def _row_splits(table: Table) -> list[str | None]:
         if plain and all(said) and (len(set(said)) > 1 or is_named):
             return said
     return [split_said(PurePosixPath(table.path).name)] * len(table.rows)
-
-
-def _row_groups(table: Table) -> list[str] | None:
-    """Return the group of each row, from a column such as patient_id; None without such a column."""
-    for number, name in enumerate(table.header):
-        if {token.word for token in tokens(name)} & _GROUP_HEADERS and all(table.column(number)):
-            return table.column(number)
-    return None
 
 
 def with_listed_splits(tables: Sequence[Table], layout: Layout) -> Layout:

@@ -50,7 +50,8 @@ def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_
 
     A TIFF that can be read in windows may have more than `max_pixels`.
     """
-    data, tags = _start(path)
+    data = None if path.suffix.lower() in TIFF_SUFFIXES else read_bytes(path)  # a TIFF may be too large
+    tags = tiff_tags(path) if data is None or is_tiff(data) else None
     if tags is not None:
         check_pixels(path, tags.stored, pixels)
         is_large = tags.height_px * tags.width_px > max_pixels
@@ -64,14 +65,6 @@ def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_
     stored = _decode_all_bands(data, path, max_pixels)
     check_pixels(path, StoredPixels(stored.shape[2], str(stored.dtype), is_picture=False), pixels)
     return np.ascontiguousarray(stored[..., [band - 1 for band in pixels.bands]])
-
-
-def _start(path: Path) -> tuple[bytes | None, TiffTags | None]:
-    """Return the bytes of a file (None for a TIFF name, which may be too large), and the tags of a TIFF."""
-    if path.suffix.lower() in TIFF_SUFFIXES:
-        return None, tiff_tags(path)
-    data = read_bytes(path)
-    return data, tiff_tags(path) if is_tiff(data) else None
 
 
 def _read_tiff(path: Path, tags: TiffTags, pixels: PixelFormat, max_pixels: int) -> Pixels:
