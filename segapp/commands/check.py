@@ -153,8 +153,7 @@ def _measure(
         message = f"data.value_range is missing: {data.dtype} has no usual range; the measured line is below"
     else:
         return measured, None
-    lines = "".join(f"\n  {key}: {value}" for key, value in config_values(measured).items())
-    return measured, DataProblem("error", "pixels", split, message + lines)
+    return measured, DataProblem("error", "pixels", split, message)
 
 
 def _pixel_lines(measured: PixelFormat | None) -> list[str]:

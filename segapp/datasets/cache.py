@@ -23,7 +23,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -153,17 +153,18 @@ class PixelCache:
             names = [f"{key}-{stamp}" for key, stamp in zip(keys, self._stamps, strict=True)]
             self._starts = [0] * len(pairs)
             self._records = [Path(files.path, name) for name in names]
-            self._remove_useless(dict(zip(keys, names, strict=True)))
-        self._stop_without_room()
+            present = dict(zip(keys, names, strict=True))
+            for name in os.listdir(
+                files.path
+            ):  # of earlier versions of the files, or unfinished ones of killed processes
+                if name.startswith(".") or present.get(name.partition("-")[0], name) != name:
+                    Path(files.path, name).unlink(missing_ok=True)
+        free, missing_bytes = files.free_bytes(), self.state().missing_bytes
+        if free is not None and missing_bytes and missing_bytes + RESERVE_BYTES > free:
+            self._counters[_FULL] = _STOPPED_FULL  # half a cache on a full disk does not help
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PixelCache, (self.files, self._pairs, self._sizes, self._dtype, self._pixels)
-
-    def _remove_useless(self, present: Mapping[str, str]) -> None:
-        """Remove records of earlier versions of the files, and unfinished files of killed processes."""
-        for name in os.listdir(self.files.path):
-            if name.startswith(".") or present.get(name.partition("-")[0], name) != name:
-                Path(self.files.path, name).unlink(missing_ok=True)
 
     def get(self, index: int) -> tuple[Pixels, Pixels] | None:
         """Return read-only views of the image (H, W, B) and the mask (H, W); None if they are not stored.
@@ -285,12 +286,6 @@ class PixelCache:
             missing_bytes=int(self._record_bytes[~is_stored].sum()),
             stopped=self._stopped(),
         )
-
-    def _stop_without_room(self) -> None:
-        """Stop storing if the missing records do not fit, because half a cache on a full disk does not help."""
-        free, missing_bytes = self.files.free_bytes(), self.state().missing_bytes
-        if free is not None and missing_bytes and missing_bytes + RESERVE_BYTES > free:
-            self._counters[_FULL] = _STOPPED_FULL
 
     def _stopped(self) -> str | None:
         number = int(self._counters[_FULL])

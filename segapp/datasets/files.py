@@ -385,7 +385,7 @@ def check_pairs(
 
     def checked(pair: ImagePair) -> tuple[Header, Fit] | DataError:
         try:
-            return _check_pair(pair, pixels)
+            return check_pair(pair, pixels)
         except DataError as error:
             return error
 
@@ -402,7 +402,7 @@ def check_pairs(
     raise DataError.together(problems[:max_named], heading, len(problems) - max_named)
 
 
-def _check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[Header, Fit]:
+def check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[Header, Fit]:
     """Check the headers of a pair; return the image's, and which image the mask fits, "neither" without one."""
     image = read_header(pair.image)
     fit: Fit = "neither"

@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from segapp.datasets.files import ImagePair, check_same_size, jpeg_damage, read_bytes, read_header, shown
+from segapp.datasets.files import ImagePair, check_pair, jpeg_damage, read_bytes, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import Windows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown, summary_of_ids
-from segapp.datasets.orientation import Fit, Header, Turns, fit_of_mask
+from segapp.datasets.orientation import Fit, Header, Turns
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import side_by_side
 from segapp.datasets.targets import (
@@ -236,10 +236,7 @@ def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -
         found.mask = count_mask(mask_blocks(pair.masks, scheme), scheme)
     if found.size is not None and found.mask is not None:
         with found.noting("size"):
-            image = read_header(pair.image)
-            found.turn = image, fit_of_mask(image, read_header(pair.mask))
-            if found.turn[1] != "raw":
-                check_same_size(pair, found.size, found.mask.size)
+            found.turn = check_pair(pair, pixels)
             check_same_place(pair)
 
 

@@ -29,6 +29,7 @@ from segapp.datasets.masks import UnknownIdsError, all_unknown
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError, accepted_words
+from segapp.run.files import write_atomic
 
 IGNORED_SHARE = 0.01
 """Share of ignored pixels from which their cause is reported."""
@@ -392,9 +393,7 @@ def cached_frequencies(
     frequencies = count()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(frequencies)))
-        temporary.replace(path)
+        write_atomic(path, json.dumps(asdict(frequencies)), is_derived=True)
     except OSError:
         pass  # without a cache the next run counts again
     return frequencies

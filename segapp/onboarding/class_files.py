@@ -57,8 +57,12 @@ def is_background(name: str) -> bool:
     return name.strip("_ ").lower() in {"background", "bg"}
 
 
-def find_class_files(tree: Tree) -> list[ClassFile]:
-    """Return the class names of all files that have some: with values or colors first, then near the root."""
+def find_class_files(tree: Tree, mask: str = "") -> list[ClassFile]:
+    """Return the class names of all files that have some: with values or colors first, then near the root.
+
+    Those that share the most words with the path of a mask precede others: two versions of labels have one class file
+    each, so `config_v2.0.json` names the classes of `v2.0/labels`.
+    """
     found = []
     for path in tree.others_named(".csv", ".txt", ".names", ".lst", ".json", ".yaml", ".yml"):
         name = path.rpartition("/")[2]
@@ -76,17 +80,14 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
             continue  # another kind of file with such a name
         if read is not None and read.names:
             found.append(read)
-    return sorted(found, key=lambda one: not (one.ids or one.colors))
-
-
-def nearest_first(files: Sequence[ClassFile], mask: str) -> list[ClassFile]:
-    """Return class files in their order, but first those that share the most words with the path of a mask.
-
-    Two versions of labels have one class file each: `config_v2.0.json` names the classes of `v2.0/labels`.
-    """
     word = re.compile(r"[A-Za-z]+|\d+(?:\.\d+)*")
     own = {*word.findall(mask)}
-    return sorted(files, key=lambda file: -len(own.intersection(word.findall(file.source.rpartition(".")[0]))))
+
+    def rank(file: ClassFile) -> tuple[int, bool]:
+        shared = own.intersection(word.findall(file.source.rpartition(".")[0]))
+        return -len(shared), not (file.ids or file.colors)
+
+    return sorted(found, key=rank)
 
 
 def read_table(text: str, source: str) -> ClassFile | None:

@@ -37,7 +37,7 @@ from segapp.onboarding.annotations import (
     find_yolo,
 )
 from segapp.onboarding.arrays import find_arrays
-from segapp.onboarding.class_files import find_class_files, nearest_first, published_layout
+from segapp.onboarding.class_files import find_class_files, published_layout
 from segapp.onboarding.content import IGNORED, MAX_HEADERS, MaskContent, read_contents
 from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
 from segapp.onboarding.division import Division, divided
@@ -192,7 +192,7 @@ def _facts(
     if classes is None:
         folder = root.resolve().name
         masks = [f"{folder}/{pair.mask}" for pair in division.train]
-        classes = read_classes(content, nearest_first(find_class_files(tree), masks[0]), masks, choices)
+        classes = read_classes(content, find_class_files(tree, masks[0]), masks, choices)
         classes = replace(classes, notes=(*chosen.notes, *classes.notes))
     if chosen.writes == "masks" and any(turns.names.values()):
         keys["mask_orientation"] = "upright"  # segapp drew them

@@ -63,13 +63,13 @@ class SlowPath(os.PathLike[str]):
 
 def test_headers_are_read_side_by_side(pairs: list[ImagePair], monkeypatch: pytest.MonkeyPatch) -> None:
     usable = [pair for number, pair in enumerate(pairs) if number not in (8, 41)][:64]
-    meeting, check_pair = Meeting(4), files._check_pair
+    meeting, check_pair = Meeting(4), files.check_pair
 
     def check_slowly(pair: ImagePair, pixels: PixelFormat) -> tuple[int, int]:
         meeting.wait()
         return check_pair(pair, pixels)
 
-    monkeypatch.setattr(files, "_check_pair", check_slowly)
+    monkeypatch.setattr(files, "check_pair", check_slowly)
     numbers = [int(pair.name) for pair in usable]
     assert check_pairs(usable) == tuple((20 + number, 91 - number) for number in numbers)
 
