@@ -29,7 +29,7 @@ from segapp.datasets.orientation import Turns, upright
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import READERS, side_by_side
 from segapp.datasets.sampling import SampleKey, mix_seed
-from segapp.datasets.targets import ClassFrequencies, Targets, class_frequencies, count_mask
+from segapp.datasets.targets import ClassFrequencies, Targets, class_frequencies, count_masks
 from segapp.errors import DataError
 
 Pair = tuple[Pixels, Pixels]
@@ -252,8 +252,6 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
         """Return the mask (H, W) of train ids; without a file, all `ignore_index`, of size `size_px`."""
         pair = self.pairs[index]
-        if isinstance(pair, OwnPair):
-            return pair.read(self.scheme, self.pixels)[1]
         if not pair.masks:
             return np.full(size_px, self.scheme.ignore_index, self.scheme.dtype)
         return read_masks(pair.masks, self.scheme)
@@ -273,11 +271,8 @@ def image_sizes(pairs: Sequence[ImagePair]) -> list[tuple[int, int]]:
     return [(header.height_px, header.width_px) for header in headers]
 
 
-def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2) -> ClassFrequencies:
+def compute_class_frequencies(dataset: SegmentationDataset) -> ClassFrequencies:
     """Return the counts over all masks of a data set; every mask is read, and thereby checked, once."""
-    scheme = dataset.scheme
-    masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
-    counted = list(
-        side_by_side(lambda index: count_mask([dataset.read_mask(index, (0, 0))], scheme), masked, threads, 4)
-    )
-    return class_frequencies(counted, scheme.num_classes, num_images=len(dataset))
+    masked = [pair for pair in dataset.pairs if pair.mask is not None]
+    counted = count_masks(masked, dataset.scheme, dataset.pixels)
+    return class_frequencies(counted, dataset.scheme.num_classes, num_images=len(dataset))

@@ -286,7 +286,7 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
 
 
 def _header_of_tiff(path: Path, tags: TiffTags, num_bytes: int, max_pixels: int) -> Header:
-    height_px, width_px = tags.upright_px
+    height_px, width_px = (tags.height_px, tags.width_px)[:: -1 if tags.orientation >= 5 else 1]
     num_px = height_px * width_px
     if tags.can_be_read_in_windows:
         max_pixels = max(max_pixels, MAX_WINDOWED_PX, _MAX_PX_PER_BYTE * num_bytes)

@@ -168,7 +168,7 @@ def read_targets(
     random.Random(0).shuffle(others)
     found: dict[int, MaskCounts] = {}
     while True:
-        found |= zip(chosen, _counted([masked[index] for index in chosen], scheme, pixels), strict=True)
+        found |= zip(chosen, count_masks([masked[index] for index in chosen], scheme, pixels), strict=True)
         counted = [found[index] for index in sorted(found)]
         targets = Targets.of(split, counted, scheme.num_classes, num_masks=len(masked), num_images=len(found))
         problem = nothing_to_learn(targets, scheme, is_training=is_training)
@@ -183,7 +183,7 @@ def read_targets(
     return targets
 
 
-def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelFormat) -> list[MaskCounts]:
+def count_masks(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelFormat) -> list[MaskCounts]:
     """Return the counts of the masks of some pairs; raise DataError if one is not valid."""
 
     def counts(pair: ImagePair) -> MaskCounts | UnknownIdsError:

@@ -116,11 +116,6 @@ def split_in(name: str) -> tuple[str, str] | None:
     return SPLIT_WORDS[token.word], name[: token.start] + "{split}" + name[token.end :]
 
 
-def _is_side(stem: str, token: Token) -> bool:
-    """Return True for the l of `01L`, which means left; it means label only after a separator, as in `0001_L`."""
-    return token.word == "l" and token.start > 0 and stem[token.start - 1].isalnum()
-
-
 @lru_cache(maxsize=2**16)  # each interpretation of a folder needs the same stems
 def affixes(stem: str) -> tuple[str, str, str]:
     """Return prefix, core and ending of a file's stem; prefix and ending consist of role words.
@@ -134,7 +129,9 @@ def affixes(stem: str) -> tuple[str, str, str]:
         first += 1
     if found and first == len(found):
         return stem, "", ""
-    while last > first and found[last - 1].word in ROLE_WORDS | GLUE_WORDS and not _is_side(stem, found[last - 1]):
+    while last > first and found[last - 1].word in ROLE_WORDS | GLUE_WORDS:
+        if found[last - 1].word == "l" and stem[: found[last - 1].start][-1:].isalnum():
+            break  # the l of 01L means left; it means label only after a separator, as in 0001_L
         last -= 1
     begin = found[first].start if first else 0
     end = len(stem) if last == len(found) else found[last - 1].end if last else 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from segapp.datasets import dataset as dataset_module
+from segapp.datasets import targets
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.files import ImagePair
@@ -346,7 +347,9 @@ def test_class_count_is_independent_of_threads(threads: int, tmp_path_factory: p
         Image.fromarray(draw_mask(i, 20, 30)).save(folder / f"{i}.png")
         pairs.append(ImagePair(folder, folder / f"{i}.png", str(i)))
     dataset = SegmentationDataset(pairs, class_scheme("folder", classes=list("abcde")))
-    counts = compute_class_frequencies(dataset, threads=threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "MASK_READERS", threads)
+        counts = compute_class_frequencies(dataset)
     everything = np.stack([draw_mask(i, 20, 30) for i in range(6)])
     assert counts.pixels == tuple(int((everything == i).sum()) for i in range(5))
     assert counts.ignored_px == (everything == 255).sum()

@@ -67,12 +67,6 @@ class TiffTags:
         has_plain_values = self.photometric in {BLACK_IS_ZERO, RGB, YCBCR} or self.dtype != "uint8"
         return has_plain_values and self.orientation == 1 and self.dtype in DTYPES and has_rasterio()
 
-    @property
-    def upright_px(self) -> tuple[int, int]:
-        """Height and width with the orientation applied."""
-        size = (self.height_px, self.width_px)
-        return size[::-1] if self.orientation in {5, 6, 7, 8} else size
-
 
 def has_rasterio() -> bool:
     """Return True if the package rasterio is installed."""

@@ -72,10 +72,6 @@ def _stored_ids(path: Path, scheme: ClassScheme, window: Window) -> Pixels:
     return values if scheme.rgb else values[..., 0]
 
 
-def _train_ids(path: Path, scheme: ClassScheme, window: Window) -> Pixels:
-    return train_ids(_stored_ids(path, scheme, window), path, scheme)
-
-
 def image_windows(path: Path, pixels: PixelFormat, least_px: int | None = None) -> Windows | None:
     """Return an image for reading in windows; None below `least_px` (`LARGE_PX`) or if it cannot be read this way."""
     tags = tiff_tags(path) if path.suffix.lower() in TIFF_SUFFIXES else None
@@ -98,7 +94,8 @@ def mask_windows(path: Path, scheme: ClassScheme) -> Windows | None:
         return None
     if tags.dtype == "float32" or tags.axes or tags.bands != (3 if scheme.rgb else 1):
         return None  # `read_mask` reports the problem
-    return Windows((tags.height_px, tags.width_px), scheme.dtype, partial(_train_ids, path, scheme))
+    size = tags.height_px, tags.width_px
+    return Windows(size, scheme.dtype, lambda window: train_ids(_stored_ids(path, scheme, window), path, scheme))
 
 
 def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
