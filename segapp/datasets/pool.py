@@ -294,7 +294,10 @@ class BatchPool:
             self._loader = self._build()
             iterator = iter(self._loader)
         replace_done_event(iterator, _DoneEvent)
-        _restore_child_handler(before)
+        # Torch replaces the SIGCHLD handler with its first workers. Its own raises in the main thread when a worker
+        # dies, even while a checkpoint is written, and the pool notices dead workers within a second without it.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not before:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
         self._iterator = iterator
 
     def _build(self) -> "DataLoader[Any]":
@@ -392,13 +395,3 @@ class BatchPool:
             if process.is_alive():
                 process.kill()
                 process.join(_POLL_S)
-
-
-def _restore_child_handler(before: Any) -> None:
-    """Restore the SIGCHLD handler that torch replaces with its first workers.
-
-    Torch's handler raises in the main thread when a worker dies, even while a checkpoint is written. The pool notices
-    dead workers within a second without it.
-    """
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not before:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)

@@ -298,8 +298,12 @@ def find_candidates(tree: Tree) -> list[Layout]:
     listed = paired_lists(tree, tables)
     if listed is None:
         _refuse_channels(tree)
-    elif not _adds_nothing(listed, layouts):
-        layouts = [listed]  # a table says which mask belongs to which image
+    else:
+        adds_nothing = any(  # of the pairs found by names, it lists a few, without splits, and no others
+            listed.files < one.files and len(listed.files) < 0.5 * len(one.files) for one in layouts
+        ) and not any(pair.split for pair in listed.pairs)
+        if not adds_nothing:
+            layouts = [listed]  # a table says which mask belongs to which image
     divided = [with_listed_splits(tables, layout) for layout in layouts]
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
     found: list[Layout] = with_layouts(conversions, divided)
@@ -330,13 +334,6 @@ def _refuse_channels(tree: Tree) -> None:
                 f'channels of each image in one file, such as np.save("{shown(image.rpartition(".")[0])}.npy", '
                 "np.stack(channels, axis=-1)), and remove them, or keep only one channel"
             )
-
-
-def _adds_nothing(listed: Layout, layouts: Sequence[Layout]) -> bool:
-    """Return True for a table without splits that lists few of the pairs found by names, and no others."""
-    said = listed.files
-    is_component = any(said < one.files and len(said) < 0.5 * len(one.files) for one in layouts)
-    return is_component and not any(pair.split for pair in listed.pairs)
 
 
 def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:

@@ -135,7 +135,10 @@ def find_pieces(tree: Tree) -> Layout | None:
     images = [path for path in others if any(role_of(part).is_image for part in path.split("/")[:-1])]
     beside = sorted({*others} - {*images})
     if beside and not masks:
-        images, masks = _beside_each_other(beside)
+        places = [PurePosixPath(path) for path in beside]
+        stems = {place.with_suffix("") for place in places}  # names of masks begin with the name of an image
+        masks = [str(place) for place in places if any(place.with_name(head) in stems for head, _ in _cuts(place.stem))]
+        images = sorted({*beside} - {*masks})
     images = images or others
     find = _finder(tree, images)
     for place in (_in_folder_of_class, _named_after_class):
@@ -192,14 +195,6 @@ def _finder(tree: Tree, images: Sequence[str]) -> Find:
     colored = [path for path in images if "rgb" in path.lower().split("/")[:-1]]
     known = Images(replace(tree, images=tuple(colored or images)))
     return lambda stem, mask: known.find(stem, mask) or known.find(without_zeros(stem), mask)
-
-
-def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return images and masks in the same folder: names of masks begin with the name of an image."""
-    places = [PurePosixPath(path) for path in paths]
-    stems = {place.with_suffix("") for place in places}
-    masks = [str(place) for place in places if any(place.with_name(head) in stems for head, _ in _cuts(place.stem))]
-    return sorted({*paths} - {*masks}), masks
 
 
 def _cuts(stem: str) -> Iterator[tuple[str, str]]:

@@ -81,7 +81,16 @@ def read_table(tree: Tree, path: str) -> Table | None:
         return None
     text = composed(os.fsdecode(data.removeprefix(b"\xef\xbb\xbf")))
     rows = tuple(_delimited(text, PurePosixPath(path).suffix.lower()))
-    return _with_header(path, rows) if rows else None
+    if not rows:
+        return None
+    first = rows[0]  # it is a header if its cells are plain words that no other row repeats
+    is_header = (
+        len(rows) > 1
+        and path.lower().endswith((".csv", ".tsv"))
+        and all(cell and "/" not in cell and "." not in cell and not cell.isdigit() for cell in first)
+        and not any(cell in row for row in rows[1:50] for cell in first)
+    )
+    return Table(path, first, rows[1:]) if is_header else Table(path, (), rows)
 
 
 def _delimited(text: str, suffix: str) -> Iterator[tuple[str, ...]]:
@@ -95,18 +104,6 @@ def _delimited(text: str, suffix: str) -> Iterator[tuple[str, ...]]:
     for line in lines:
         cells = (line,) if suffix in (".csv", ".tsv") else line.split()
         yield tuple(cell.strip().strip('"') for cell in cells)
-
-
-def _with_header(path: str, rows: tuple[tuple[str, ...], ...]) -> Table:
-    """Return the table; its first row is a header if its cells are plain words that no other row repeats."""
-    first = rows[0]
-    is_header = (
-        len(rows) > 1
-        and path.lower().endswith((".csv", ".tsv"))
-        and all(cell and "/" not in cell and "." not in cell and not cell.isdigit() for cell in first)
-        and not any(cell in row for row in rows[1:50] for cell in first)
-    )
-    return Table(path, first, rows[1:]) if is_header else Table(path, (), rows)
 
 
 def paired_lists(tree: Tree, tables: Sequence[Table]) -> Layout | None:

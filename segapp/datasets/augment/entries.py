@@ -169,7 +169,10 @@ class TransformBuilder:
             self.problems.append(f"{place}: {kind}")
             return None
         place = f"{place}: {name}"
-        arguments = {key: _constant(key, value) for key, value in given.items()}
+        arguments = dict(given)
+        for key, value in given.items():  # a constant of OpenCV may be given by name, such as BORDER_REFLECT_101
+            if isinstance(value, str) and (key.endswith("interpolation") or key == "border_mode"):
+                arguments[key] = getattr(cv2, value.removeprefix("cv2."), value)
         if name in COMPOSITIONS:
             inner = arguments.get("transforms")
             if not isinstance(inner, list) or not inner:
@@ -181,8 +184,9 @@ class TransformBuilder:
             arguments["transforms"] = children
         before = len(self.problems)
         self._check_names(kind, arguments, place)
-        if name in COMPOSITIONS and not _is_probability(arguments.get("p", 1)):
-            self.problems.append(f"{place}.p = {arguments['p']!r}: a probability is expected, 0 to 1")
+        p = arguments.get("p", 1)
+        if name in COMPOSITIONS and (isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1):
+            self.problems.append(f"{place}.p = {p!r}: a probability is expected, 0 to 1")
         if len(self.problems) > before:
             return None
         return self._made(kind, {**self._defaults(kind, resize_px), **arguments}, place)
@@ -282,10 +286,6 @@ _GIVEN = ("ignore_index", "resize_px", "fill", "ranges", "strict")
 _NEAREST = (cv2.INTER_NEAREST, cv2.INTER_NEAREST_EXACT)
 
 
-def _is_probability(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-
-
 def find_transform(name: str) -> type | str:
     """Return the class of a name, or the problem of the name."""
     if name in OWN_TRANSFORMS:
@@ -323,13 +323,6 @@ def _parameters(kind: type) -> dict[str, inspect.Parameter]:
     found = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {each.name: each for each in found if each.kind in named and each.name != "self"}
-
-
-def _constant(key: str, value: Any) -> Any:
-    """Return the value of an OpenCV constant that is given by name, such as BORDER_REFLECT_101."""
-    if isinstance(value, str) and (key.endswith("interpolation") or key == "border_mode"):
-        return getattr(cv2, value.removeprefix("cv2."), value)
-    return value
 
 
 def _described(problem: Any, place: str) -> str:

@@ -142,7 +142,13 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
     found = _by_key(folder, files, suffixes)
     if layout.split_file is None:
         if not found:
-            raise _no_images(folder, files, suffixes, how_to_get)
+            there = Counter(path.suffix or "(no extension)" for path in files)
+            seen = ", ".join(f"{count} *{shown(suffix)}" for suffix, count in there.most_common(3)) or "no file at all"
+            wanted = f"*{suffixes[0]}" if len(suffixes) == 1 else "image"
+            note = others_note(path.name for path in files if not path.name.lower().endswith(IMAGE_SUFFIXES))
+            move = f"{note}; {how_to_get}" if note else how_to_get
+            message = f"no {wanted} below {shown(folder)}, which holds {seen}: {move}"
+            raise DataError(message, key="data.root", path=folder)
         return {key: _only_one(paths) for key, paths in found.items()}
     list_file = base / layout.split_file
     guard.check(list_file)
@@ -176,15 +182,6 @@ def _existing(folder: Path, how_to_get: str) -> Path:
     there = f" ({shown(parent)} holds {_some(siblings)})" if siblings else ""
     hint = f"{did_you_mean(folder.name, siblings)} {how_to_get}".strip()
     raise DataError(f"{shown(folder)} does not exist{there}: {hint}", path=folder)
-
-
-def _no_images(folder: Path, files: Sequence[Path], suffixes: Sequence[str], how_to_get: str) -> DataError:
-    there = Counter(path.suffix or "(no extension)" for path in files)
-    seen = ", ".join(f"{count} *{shown(suffix)}" for suffix, count in there.most_common(3)) or "no file at all"
-    wanted = f"*{suffixes[0]}" if len(suffixes) == 1 else "image"
-    note = others_note(path.name for path in files if not path.name.lower().endswith(IMAGE_SUFFIXES))
-    message = f"no {wanted} below {shown(folder)}, which holds {seen}: {f'{note}; ' if note else ''}{how_to_get}"
-    return DataError(message, key="data.root", path=folder)
 
 
 def _only_one(paths: Sequence[Path]) -> Path:
