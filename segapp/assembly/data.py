@@ -89,7 +89,7 @@ def build_dataset(
                 f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "
                 "is read; name another folder in XDG_CACHE_HOME, or set data.cache to none"
             )
-    dataset = SegmentationDataset(
+    return SegmentationDataset(
         pairs,
         scheme,
         transform,
@@ -97,9 +97,10 @@ def build_dataset(
         seed=seed,
         cache=cache,
         notes=notes,
+        mix=mix,
+        targets=targets,
+        largest_px=_largest(sizes),
     )
-    dataset.mix, dataset.targets, dataset.largest_px = mix, targets, _largest(sizes)
-    return dataset
 
 
 def _largest(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -67,7 +67,9 @@ def build_location(data: DataConfig) -> DataLocation:
 
 
 def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
-    """Return the image and mask files of a data split."""
+    """Return the images and masks of a data split, which are files unless the data set is a custom one."""
+    if is_component(data.format):
+        return tuple(own_data(data, split).pairs())
     return find_pairs(build_location(data), split)
 
 

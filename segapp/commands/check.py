@@ -19,7 +19,6 @@ from segapp.assembly.pairs import (
     build_pairs,
     build_scheme,
     check_splits_apart,
-    own_data,
     split_names,
     split_note,
 )
@@ -87,7 +86,7 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
     note = split_note(data)
     findings = [] if note is None else [DataProblem("warning", "split", split_names(data)[1], note)]
     if is_component(data.format):
-        return {name: own_data(data, name).pairs() for name in dict.fromkeys(split_names(data))}, findings
+        return {name: build_pairs(data, name) for name in dict.fromkeys(split_names(data))}, findings
     splits: dict[str, Sequence[ImagePair]] = {}
     errors: list[DataError] = []
     for name in dict.fromkeys(split_names(data)):

@@ -23,11 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.assembly.data import build_dataset
-from segapp.assembly.pairs import build_pairs, own_data, split_names
+from segapp.assembly.pairs import build_pairs, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
-from segapp.config import DataConfig
-from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair, shown
 from segapp.errors import ConfigError, DataError, storage_errors
@@ -259,7 +257,7 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
         counts = counts or ClassCounts(trained.scheme.num_classes)
         data, chosen = trained.config.data, split or split_names(trained.config.data)[1]
         dataset = build_dataset(data, trained.scheme, chosen, is_training=False, seed=trained.config.seed)
-        own = {_key(pair): pair.image for pair in _pairs(data, split_names(data)[0])}
+        own = {_key(pair): pair.image for pair in build_pairs(data, split_names(data)[0])}
         trained_on |= own
         places = [
             i for i, pair in enumerate(dataset.pairs) if pair.mask and _key(pair) not in own.keys() | judged.keys()
@@ -282,10 +280,6 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
 
 def _key(pair: ImagePair) -> Path:
     return pair.image.resolve()
-
-
-def _pairs(data: DataConfig, split: str) -> Sequence[ImagePair]:
-    return own_data(data, split).pairs() if is_component(data.format) else build_pairs(data, split)
 
 
 def _judge(

@@ -184,7 +184,7 @@ MODES: dict[str, tuple[Callable[[np.ndarray[Any, Any]], Image.Image], str, bool]
     "LA": (lambda a: Image.fromarray(a).convert("LA"), ".png", False),
     "I;16 x 257": (lambda a: Image.fromarray(a.astype(np.uint16) * 257), ".png", False),
     "JPEG": (Image.fromarray, ".jpg", False),
-    "float": (lambda a: Image.fromarray(a.astype(np.float32)), ".tif", False),
+    "float": (lambda a: Image.fromarray(a.astype(np.float32)), ".tif", True),
 }
 
 
