@@ -18,7 +18,7 @@ import pytest
 
 from segapp.api import history
 from segapp.report import compare_runs, write_report
-from segapp.run.events import EventLog, EventReader, EventWriter, Step, reader, writer
+from segapp.run.events import Checkpoint, EventLog, EventReader, EventWriter, Step, reader, writer
 from segapp.run.folder import RunFolder
 from segapp.scores import EpochLoss
 from segapp.training.inbox import Inbox, applied_after
@@ -26,7 +26,7 @@ from segapp.training.recovery import fallbacks_after
 from segapp.view import runs as view_runs
 from segapp.view.runs import RunList, facts_of, list_runs, read_kept, summarize
 from segapp.view.source import fold_file
-from segapp.view.view import View
+from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import RecordedRun
 
 
@@ -116,6 +116,21 @@ def test_other_events_of_the_same_size_are_read(tmp_path: Path, is_same_file: bo
         os.replace(place, run.events)
     assert (before["times"]["end_status"], shown(run.path)["times"]["end_status"]) == ("stopped", "failed")
     assert shown(run.path) == said(run.path)
+
+
+def test_events_written_while_they_are_read_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, fold = eventful(tmp_path / "run"), view_runs.fold_file
+
+    def fold_and_write(view: View, path: Path) -> None:
+        fold(view, path)
+        run.writer = EventWriter(path)
+        run.alert("storage", "written meanwhile")
+
+    monkeypatch.setattr(view_runs, "fold_file", fold_and_write)
+    assert shown(run.folder.path)["shown"]["num_alerts"] == 1
+    assert read_kept(run.folder) is None
+    monkeypatch.undo()
+    assert shown(run.folder.path)["shown"]["num_alerts"] == 2
 
 
 def test_rewound_events_are_read_again(tmp_path: Path) -> None:
@@ -405,3 +420,27 @@ def test_rare_events_are_found_in_every_part(tmp_path: Path, monkeypatch: pytest
             monkeypatch.setattr(os, "pread", lambda fd, size, at, n=num_bytes: real(fd, min(size, n), at))
             assert list(EventReader(path).read_kinds(*kinds)) == expected
         assert bool(expected) == (kinds != ("oom",))
+
+
+def test_heartbeats_before_later_steps_change_nothing(tmp_path: Path) -> None:
+    """Skimmed and raw events give the same phase, with beats between steps and after the last one."""
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
+    for phase, num_steps, expected in (("paused", 2, "train"), ("eval", 1, "train"), ("save", 0, "save")):
+        run.train(3)
+        run.beat(phase)
+        run.train(num_steps)
+        views = View(), View()
+        for view, items in zip(views, ("read_skimmed", "read_raw"), strict=True):
+            EventFold(view).add(getattr(EventReader(run.folder.events), items)())
+        facts = [(v.phase, v.is_paused, v.evaluating, v.away_s, v.step and v.step.step) for v in views]
+        assert facts[0] == facts[1] == (expected, False, None, 0.0, run.step)
+
+
+def test_second_save_of_the_same_step_is_cut(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
+    run.train(3)
+    for name in ("one", "two"):
+        run.write(Checkpoint(path=f"checkpoints/{name}.pt", epoch=1, step=3, sha256=name))
+    assert run.writer.rewind(3, epoch=1, batch=3, sha256="one") == 1
+    left = [raw["path"] for raw in EventReader(run.folder.events).read_kinds("checkpoint")]
+    assert left == ["checkpoints/one.pt"]
