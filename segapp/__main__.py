@@ -48,6 +48,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = with_resume_value(arguments)
     is_debug = "--debug" in arguments
     os.environ["PYTHONSAFEPATH"] = "1"  # for the processes that libraries start
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at the import: no stacks of C++ if a store is gone
+    if os.environ.get("COLUMNS") == "0":  # as some terminals say; tables would have no width
+        del os.environ["COLUMNS"]
     announce_torch()
     is_json = any(word.partition("=")[0] == "--json" for word in arguments)
     words = [word for word in arguments if word not in ("--debug", "--trust-parts")]

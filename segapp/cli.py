@@ -209,7 +209,6 @@ def launch(
     before = ["", *arguments]
     arguments = [word for word, last in zip(arguments, before, strict=False) if "--resume" not in (last, word[:8])]
     arguments += ["--debug"] if "--debug" in sys.argv else []
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at the import: no stacks of C++ if a store is gone
     from segapp.commands.launch import LaunchRequest
     from segapp.commands.launch import launch as run_launch
 

@@ -38,7 +38,7 @@ def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[N
     def say() -> None:
         wait_s = first_s
         while not is_over.wait(wait_s):
-            if _texts[-1] is text and (line := text()):
+            if _texts[-1:] == [text] and (line := text()):
                 with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed stream
                     print(f"{line} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr, flush=True)
             wait_s = EVERY_S

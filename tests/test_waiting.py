@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -121,6 +122,7 @@ def test_signal_to_a_free_main_thread_is_handled_there() -> None:
 def test_long_work_prints_lines_and_fast_work_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert (waiting.FIRST_S, waiting.EVERY_S) == (10, 30)
     monkeypatch.setattr(waiting, "EVERY_S", 0.3)
     done = iter(range(7, 99))
     with waiting.lines_while(lambda: f"reading {next(done)} of 99 masks", first_s=0.1):
@@ -131,5 +133,7 @@ def test_long_work_prints_lines_and_fast_work_none(
         time.sleep(0.25)
     with waiting.lines_while(lambda: "never", first_s=0.5):
         pass
+    threads = [thread for thread in threading.enumerate() if thread.name == "lines"]
+    assert not [thread for thread in threads if thread.join(2) is None and thread.is_alive()]
     lines = ["reading 7 of 99 masks", "reading 8 of 99 masks", "inner"]
     assert capsys.readouterr() == ("", "".join(f"{line} (0 s so far)\n" for line in lines))

@@ -22,6 +22,7 @@ from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.runs import RunSummary, list_runs, run_state, summarize
 from segapp.view.source import fold_file
 from segapp.view.view import View
+from segapp.waiting import lines_while
 
 APPLIED, NOT_APPLIED = 0, 1
 MAX_REASON_CHARS = 100
@@ -231,7 +232,12 @@ def control_run(
     reader = EventReader(folder.events, last_bytes=0)
     command_id = send_command(folder.path, command)
     print(f"sent {command_id}: {format_command(command)}", flush=True)
-    return _wait(folder, reader, command_id, timeout_s) if wait else APPLIED
+    if not wait:
+        return APPLIED
+    holder = folder.read_holder()
+    process = f", process {holder.pid} on {holder.host}" if holder else ""
+    with lines_while(lambda: f"waiting for run {folder.name}{process}: it is {run_state(folder.path)}"):
+        return _wait(folder, reader, command_id, timeout_s)
 
 
 def split_problem(command: Command, folder: RunFolder) -> str | None:

@@ -49,6 +49,8 @@ def find_config(name: str) -> Path:
     for place in places:
         if os.path.isfile(place):  # unlike Path.is_file, also of a name that is too long
             return place
+        if os.path.exists(place) and not os.path.isdir(place):
+            raise ConfigError(f"config {name!r} is a pipe or a device: save it as a file", path=name)
     found = {path for place in places for path in place.parent.glob("*.y*ml")}
     known = {path.stem: os.fspath(path) if path.parent == given.parent else path.name for path in sorted(found)}
     near = closest_words(given.stem, known, most=3)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from segapp.bounds import check_memory
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
@@ -188,9 +188,10 @@ def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Imag
         num_px = re.search(r"\d+", str(error))  # Pillow's sentence has the product of the sides only
         raise _too_large(path, f"{num_px[0] if num_px else 'too many'} pixels", max_pixels) from error
     except Exception as error:  # a damaged header is reported by Pillow as any of a dozen exception types
+        reason = "" if isinstance(error, UnidentifiedImageError) else f" ({_first_line(error)})"
         raise DataError(
-            f"{shown(path)}: no readable image ({_first_line(error)}): the file is damaged or of an unknown format; "
-            "replace it, or remove it from the split",
+            f"{shown(path)}: no readable image{reason}: the file is damaged, or of a format that is not read; replace "
+            "it, or leave it out (photos in HEIC: convert them, or install pillow-heif)",
             path=path,
         ) from error
     if image.width * image.height > max_pixels:

@@ -174,13 +174,15 @@ def _shown(
     if len(set(keys)) < len(keys) or len(set(shown)) < len(shown):
         return [], [], f"{variable} names a GPU twice, so CUDA shows none", "name each GPU once"
     if not shown and (cards or not keys):
-        problem = f"{variable} hides every GPU" + (f", and {unused}" if unused else "")
+        what = "names several GPUs by one uuid" if found and len(found[0]) > 1 else "hides every GPU"
+        problem = f"{variable} {what}" + (f", and {unused}" if unused else "")
         return [], [], problem, "unset it, name GPUs of nvidia-smi -L, or ask the scheduler for GPUs"
     if cards and len(shown) < len(words):
         problem = f"{variable} ends for CUDA at {words[len(shown)]!r}, which names no GPU"
         return shown, known, problem, "name GPUs of nvidia-smi -L, all by number or all by uuid, without spaces"
     order = environ.get("CUDA_DEVICE_ORDER", "")
-    if not kind and not order.startswith("PCI") and len({gpu.name for gpu in listed}) > 1:
+    models = {gpu.name.split(" MIG ")[0] for gpu in listed}
+    if not kind and not order.startswith("PCI") and len(models) > 1:
         problem = f"{variable}: CUDA may count the fastest GPU first; plan, init and doctor count like nvidia-smi"
         return shown, known, problem, "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
     return shown, known, "", ""

@@ -123,7 +123,10 @@ def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
             pairs.append((image, mask))
         elif mask.dtype is not None:
             png = shown(f"{os.path.splitext(mask.path)[0]}.png")
-            raise ValueError(f'{mask} is the mask of {image}; save it with PIL.Image.fromarray(mask).save("{png}")')
+            raise ValueError(
+                f"{mask} is the mask of {image}; save it with PIL.Image.fromarray("
+                f'numpy.nan_to_num(mask, nan=255).astype("uint8")).save("{png}")'
+            )
     return sorted(pairs, key=lambda pair: pair[0].path)
 
 

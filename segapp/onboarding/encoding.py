@@ -209,9 +209,9 @@ def _sorted_out(
         largest = 2 * len(common - void) + 3
         strays = [one for one in strays if one > largest and one not in void]
     stored = [one for one in found if one not in void and one not in strays]
-    if negative := [one for one in stored if isinstance(one, int) and one < 0]:
+    if outside := [one for one in found if isinstance(one, int) and ((one < 0 and one in stored) or one > 65_535)]:
         raise DataError(
-            f"the masks hold the negative {listed(negative)}: save ignored pixels as 255, such as "
+            f"the masks hold the {listed(outside)}, and ids are 0 to 65535: save ignored pixels as 255, such as "
             "np.where(mask < 0, 255, mask), and classes as values from 0 on"
         )
     notes = [f"{listed([one])} is ignored: {content.percent([one])}" for one in sorted(void) if one in content.values]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStar
 from segapp.run.folder import RunFolder
 from segapp.view.runs import run_state
 from segapp.view.wording import log_line
+from segapp.waiting import lines_while
 from tests.support.live_runs import assert_answered_once, background, ended_after, seen, small, three_devices, wait_for
 from tests.support.runs import events, segapp, train
 
@@ -35,7 +37,7 @@ def ctl(folder: Path, *words: str, timeout_s: float = 100, **options: Any) -> in
 
 
 def test_detached_training_obeys_ctl_commands(
-    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(three_devices(tiny, 10_000), tmp_path)
     run = tmp_path / "runs" / "tiny"
@@ -56,6 +58,12 @@ def test_detached_training_obeys_ctl_commands(
         status = json.loads(segapp("status", "tiny", "--json", cwd=tmp_path).stdout)
         assert (status["phase"], status["state"] in ("live", "busy")) == ("paused", True)
         assert status["devices"][0]["used_mib"] > 50
+        os.kill(holder.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr("segapp.commands.runs.lines_while", functools.partial(lines_while, first_s=0.1))
+            assert ctl(run, "checkpoint", timeout_s=0.6) == 1
+        os.kill(holder.pid, signal.SIGCONT)
+        assert f"waiting for run tiny, process {holder.pid} on {holder.host}: it is " in capsys.readouterr().err
         assert ctl(run, "checkpoint") == 0
         assert events(run, "step")[-1]["step"] == paused_at
         assert ctl(run, "resume") == 0

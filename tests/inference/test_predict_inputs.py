@@ -103,3 +103,4 @@ def test_links_that_are_broken_or_lead_up_are_each_an_input_once(tmp_path: Path)
     (tmp_path / "d/a/up").symlink_to("../..")
     (tmp_path / "d/same.png").symlink_to("a/1.png")
     assert sorted(names_of(tmp_path / "d")) == ["2", "3", "same"]
+    assert names_of(tmp_path / "d" / "3.png") == ["3"]

@@ -69,7 +69,7 @@ LISTS = [
     ("-1", [], "hides every GPU"),
     ("NoDevFiles", [], "hides every GPU"),
     ("4", [], "hides every GPU"),
-    ("GPU-1", [], "hides every GPU"),
+    ("GPU-1", [], "names several GPUs by one uuid"),
     ("GPU-gone,GPU-2", [], "hides every GPU"),
     ("gpu-9d31", [], "hides every GPU"),
     ("1,1", [], "names a GPU twice"),
@@ -123,6 +123,8 @@ def shown_by_torch(text: str | None, monkeypatch: pytest.MonkeyPatch) -> list[st
         (None, FOUR, "GPU-2", False),
         (None, FOUR, None, False),
         (None, FOUR[1:3], "1", False),
+        (None, (SLICED[1], replace(SLICED[0], mig="Disabled")), "1", False),  # a GPU with slices and one without
+        (None, (SLICED[1], SLICED[3]), "1", True),
     ],
 )
 def test_unknown_order_of_unlike_gpus_is_said(

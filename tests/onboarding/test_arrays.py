@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 from PIL import Image
 
@@ -101,8 +103,13 @@ def test_arrays_and_masks_in_files_of_one_name_are_pairs(tmp_path: Path) -> None
 def test_array_that_is_the_mask_of_a_file_is_refused(tmp_path: Path) -> None:
     draw_image(tmp_path / "d" / "images" / "a.png", (HEIGHT, WIDTH))
     save(tmp_path / "d" / "masks" / "a.npy", drawn()[1][0])
-    with pytest.raises(DataError, match=r'save it with PIL\.Image\.fromarray\(mask\)\.save\("masks/a\.png"\)'):
+    with pytest.raises(DataError, match="save it with") as refused:
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    advice = re.search(r"save it with (.*)", str(refused.value))
+    assert advice is not None
+    for mask in (np.array([[0, 3], [np.nan, 1]], np.float32), np.array([[0, 3], [255, 1]], np.int64)):
+        exec(advice[1].replace("masks/a.png", str(tmp_path / "a.png")), {"mask": mask, "numpy": np, "PIL": PIL})
+        assert PIL.Image.open(tmp_path / "a.png").tobytes() == bytes([0, 3, 255, 1])
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[l
             raise ConfigError(
                 f"{shown(given)} is in the folder of the results, {shown(results[0])}: choose another --out"
             )
-        if given.is_file():
+        if given.is_file() or (given.is_symlink() and not given.exists()):
             found.setdefault(os.path.realpath(given), InputFile(given, given.stem))
             continue
         is_empty = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installe
 from rasterio.transform import Affine  # noqa: E402
 
 from segapp.datasets.files import ImagePair  # noqa: E402
-from segapp.datasets.images.raster import check_same_place  # noqa: E402
+from segapp.datasets.images.raster import check_same_place, read_georeference  # noqa: E402
 from segapp.datasets.inspection import examine  # noqa: E402
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs  # noqa: E402
 from segapp.datasets.targets import read_targets  # noqa: E402
@@ -92,6 +93,14 @@ def test_every_reader_compares_the_places(reader: str, tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"masks/val/k.tif: its georeference"):
         read()
+
+
+def test_a_pipe_in_place_of_a_mask_is_not_waited_for(tmp_path: Path) -> None:
+    image = write(tmp_path / "image.tif", pixels_of(0, 3, 255))
+    os.mkfifo(tmp_path / "mask.tif")
+    check_same_place(ImagePair(image, tmp_path / "mask.tif", "image"))  # left to its reader
+    with pytest.raises(DataError, match=r"mask\.tif: not a regular file"):
+        read_georeference(tmp_path / "mask.tif")
 
 
 def test_a_damaged_file_is_left_to_its_reader(tmp_path: Path) -> None:

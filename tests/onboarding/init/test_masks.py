@@ -304,7 +304,14 @@ def test_nan_in_float_masks_is_ignored(tmp_path: Path) -> None:
 
 def test_value_below_0_is_refused(tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([0, 1, -1], [12, 16], np.int32), target="masks/{}.tif")
-    with pytest.raises(DataError, match=r"negative value -1: save ignored pixels as 255, such as np\.where\(mask < 0"):
+    with pytest.raises(DataError, match=r"value -1, and ids are 0 to 65535: .* 255, such as np\.where\(mask < 0"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def test_value_that_is_too_large_for_an_id_is_refused(tmp_path: Path) -> None:
+    large = striped([0, 1, 70_003], [12, 16], np.int32)
+    drawn(tmp_path / "d", lambda number: large if number == 3 else large % 70_003, target="masks/{}.tif")
+    with pytest.raises(DataError, match=r"the masks hold the value 70003, and ids are 0 to 65535"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
