@@ -350,9 +350,7 @@ def predict(
     ],
     paths: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[MODEL]... PATH...", help="More models to average, then images, videos, folders or globs."
-        ),
+        typer.Argument(metavar="[MODEL]... PATH...", help="More models to average, then images, folders or globs."),
     ],
     out: Annotated[Path, option("--out", "Folder of the results.", "DIR")],
     save: Annotated[
@@ -383,7 +381,7 @@ def predict(
     batch: Annotated[str, option("--batch", "Images per batch. auto: as many as fit into memory.", "N|auto")] = "auto",
     config: WeightsConfig = None,
 ) -> None:
-    """Predict images and videos, and write the results to DIR/labels (class ids), DIR/color, DIR/overlay and so on.
+    """Predict images, and write the results to DIR/labels (class ids), DIR/color, DIR/overlay and so on.
 
     If you list several models, segapp averages their class probabilities. The models must have the same classes. The
     exit code is 3 if an image cannot be read; the others are predicted.

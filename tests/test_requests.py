@@ -69,7 +69,7 @@ def write_map(path: Path) -> None:
 
 
 def write_hostile_files(folder: Path, address: str) -> None:
-    """Images and videos whose content or name is an address."""
+    """Images whose content or name is an address."""
     write_map(folder / f"http:{address}?map.tif")
     wide = np.zeros((20, 30, 5), np.float32)
     pytest.importorskip("tifffile").imwrite(folder / f"http:{address}?wide.tif", wide)
@@ -78,10 +78,6 @@ def write_hostile_files(folder: Path, address: str) -> None:
         f"<SourceFilename>/vsicurl/http://{address}/a.tif</SourceFilename></SimpleSource></VRTRasterBand></VRTDataset>"
     )
     (folder / "virtual.tif").write_text(vrt)
-    (folder / "playlist.mp4").write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://{address}/a.ts\n")
-    (folder / "list.mp4").write_text(f"ffconcat version 1.0\nfile 'http://{address}/a.ts'\n")
-    for scheme in ("http", "tcp"):
-        (folder / f"{scheme}:{address}?.mp4").write_bytes(b"x" * 100)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +143,6 @@ PYTHON = {
     "GDAL": "import rasterio; rasterio.open('/vsicurl/http://segapp.invalid/a.tif')",
     "GDAL of a name": "import rasterio, pathlib; rasterio.open(pathlib.Path('http:ADDRESS?map.tif'))",
     "PROJ": "from rasterio.crs import CRS; CRS.from_user_input('http://ADDRESS/crs')",
-    "FFmpeg": "import cv2; cv2.VideoCapture('http:ADDRESS?.mp4')",
 }
 """Programs that send a request, each in another way."""
 

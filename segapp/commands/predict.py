@@ -1,4 +1,4 @@
-"""`segapp predict`: predict images and videos with a run, a checkpoint or weights, or the mean of several."""
+"""`segapp predict`: predict images with a run, a checkpoint or weights, or the mean of several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PredictOptions:
     """Options of `segapp predict`.
 
     Attributes:
-        save: kinds of output; empty: labels, color and overlay (for a video: color and overlay).
+        save: kinds of output; empty: labels, color and overlay.
         label_ids: write the ids of the data set instead of class ids.
         polygons: the polygons to write; without `save`, nothing else is written.
         batch: images per batch; None: depending on the free memory.
@@ -106,7 +106,7 @@ def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> Out
         polygons=options.polygons,
     )
     if options.save or options.polygons:
-        plan = replace(plan, kinds=options.save, video_kinds=options.save)
+        plan = replace(plan, kinds=options.save)
     if predictor.scheme.multilabel is not None and "confidence" in plan.kinds:
         raise ConfigError(
             "--save confidence is for one class per pixel, and this model predicts sets of classes (data.multilabel): "

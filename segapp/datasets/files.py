@@ -191,7 +191,7 @@ def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Imag
         reason = "" if isinstance(error, UnidentifiedImageError) else f" ({_first_line(error)})"
         raise DataError(
             f"{shown(path)}: no readable image{reason}: the file is damaged, or of a format that is not read; replace "
-            "it, or leave it out (photos in HEIC: convert them, or install pillow-heif)",
+            "it, or leave it out (HEIC: convert it, or install pillow-heif; video: ffmpeg -i VIDEO frames/%06d.png)",
             path=path,
         ) from error
     if image.width * image.height > max_pixels:

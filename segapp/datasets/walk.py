@@ -22,7 +22,8 @@ IMAGE_SUFFIXES = (
 _CURES = (
     ((".heic", ".heif"), "convert them, or install pillow-heif"),
     ((".npy", ".npz"), "name arrays for their contents (np.save as images.npy and masks.npy), with shapes that agree"),
-    ((".dcm", ".parquet", ".nii", ".gz", ".mat", ".h5", ".hdf5", ".mp4", ".avi", ".mov", ".zip", ".tar", ".avif",
+    ((".mp4", ".avi", ".mov", ".mkv", ".webm"), "save the frames of videos with ffmpeg -i VIDEO frames/%06d.png"),
+    ((".dcm", ".parquet", ".nii", ".gz", ".mat", ".h5", ".hdf5", ".zip", ".tar", ".avif",
       ".jxl", ".jp2", ".exr", ".psd", ".dng", ".nef", ".cr2", ".arw"), "save images and masks as PNG, TIFF or npy"),
 )  # fmt: skip
 """Extensions of files with pixels that are not read as images, and what to do."""

@@ -161,7 +161,7 @@ def check_output(block: Block, shown: str) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the commands of the pages name: demo data, configs, photos, a video, trained runs."""
+    """A folder with what the commands of the pages name: demo data, configs, photos, trained runs."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "data").symlink_to(ROOT / "data")
     (folder / "segapp").symlink_to(ROOT / "segapp")
@@ -177,10 +177,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place in ("photo.jpg", "more/below/b.jpg", "big.png"):
         draw_image(folder / place, (64, 96))
     cv2.imwrite(str(folder / "big.tif"), cv2.imread(str(folder / "big.png")))
-    writer = cv2.VideoWriter(str(folder / "drive.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10, (96, 64))
-    for _ in range(3):
-        writer.write(np.zeros((64, 96, 3), np.uint8))
-    writer.release()
     for words in (["--run", "runs/demo-2", "optim.lr=0.002"], []):  # the newest is the one that --resume continues
         done = segapp("train", "--config", "demo.yaml", "--plain", *words, cwd=folder)
         assert done.returncode == 0, done.stderr

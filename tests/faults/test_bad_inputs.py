@@ -33,17 +33,17 @@ def refused(run: FaultRun, code: int, *words: str, says: tuple[str, ...] = ()) -
     assert is_inert(done.stdout + done.stderr)
 
 
-@case("S13", how="predict: odd paths, globs, links in a ring, damaged pictures and videos", passes="exit 3, one error")
+@case("S13", how="predict: odd paths, globs, links in a ring, damaged pictures", passes="exit 3, one error")
 def test_predict_names_inputs_that_are_no_images(run: FaultRun, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for name, data in (("empty.png", b""), ("cut.png", png_bomb(64, 64)[:60]), ("html.jpg", b"<html>")):
         (folder / name).write_bytes(data)
         refused(run, 3, "predict", "run", str(folder / name), "--out", str(tmp_path / "out"), says=(name,))
-    videos = (b"", b"\0" * 5000, b"RIFF\xff\xff\xff\xffAVI LIST" + b"\xff" * 4000)
-    for name, data in zip(("v.mp4", "v.mkv", "v.avi"), videos, strict=True):
-        (folder / name).write_bytes(data)
-        refused(run, 3, "predict", "run", str(folder / name), "--out", str(tmp_path / "out"), says=(name,))
+    (folder / "v.avi").write_bytes(b"RIFF\xff\xff\xff\xffAVI LIST" + b"\xff" * 4000)
+    refused(
+        run, 3, "predict", "run", str(folder / "v.avi"), "--out", str(tmp_path / "out"), says=("v.avi", "ffmpeg -i")
+    )
     os.mkfifo(folder / "pipe.png")
     (folder / "ring.png").symlink_to("ring.png")
     for path in ("pipe.png", "ring.png", "nothing.png", "*.tiff", "[.png", "**/**/**/x.png"):

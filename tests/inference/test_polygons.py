@@ -263,10 +263,3 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("segapp.inference.predict.polygons.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--polygons gpkg needs the package shapely: run uv sync --extra geo"):
         parse_polygons("gpkg", 0, 0.0)
-
-
-def test_video_gets_no_polygons_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "a.mp4").write_bytes(b"")
-    plan = OutputPlan(tmp_path / "out", SCHEME, polygons=PolygonPlan("coco"))
-    problems = predict_files(Stored(), find_images([tmp_path / "a.mp4"])[0], plan, workspace=Workspace(10**9)).problems
-    assert "extract its frames first" in problems[0]

@@ -60,13 +60,14 @@ def test_predict_keeps_names_and_goes_on_after_a_damaged_file(trained: Path) -> 
 
 
 def test_glob_keeps_folders_after_its_first_wildcard(tmp_path: Path) -> None:
-    for name in ("in/a/x.png", "in/b/x.png", "in/b/deep/y.jpg", "in/b/notes.txt", "in/clip.mp4"):
+    for name in ("in/a/x.png", "in/b/x.png", "in/b/deep/y.jpg", "in/b/notes.txt", "in/clip.MP4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     assert [image.name for image in find_images([tmp_path / "in" / "*" / "x.png"])[0]] == ["a/x", "b/x"]
-    everything = find_images([tmp_path / "in" / "**" / "*"])[0]
-    assert {image.name for image in everything} == {"a/x", "b/x", "b/deep/y", "clip"}
-    assert [image.name for image in everything if image.is_video] == ["clip"]
+    everything, notes = find_images([tmp_path / "in" / "**" / "*"])
+    assert {image.name for image in everything} == {"a/x", "b/x", "b/deep/y"}
+    assert "2 files of other kinds" in notes[0]
+    assert "save the frames of videos with ffmpeg -i VIDEO frames/%06d.png" in notes[0]
     with pytest.raises(DataError, match="is a pattern that matches no image"):
         find_images([tmp_path / "*.gif"])
 

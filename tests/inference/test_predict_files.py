@@ -1,4 +1,4 @@
-"""Prediction at work: tiles, rows written as they come, videos, metadata, threads that fail."""
+"""Prediction at work: tiles, rows written as they come, metadata, threads that fail."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from segapp.errors import OutOfMemoryError, StorageError
 from segapp.inference.predict.outputs import PROBABILITY_SCALE, OutputPlan, PngWriter
 from segapp.inference.predict.pipeline import ahead, predict_files
 from segapp.inference.predict.predictor import predict_strips
-from segapp.inference.predict.reading import InputFile, Saved, find_images
-from segapp.inference.predict.video import VideoReader
+from segapp.inference.predict.reading import Saved, find_images
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
@@ -114,13 +113,7 @@ def test_png_written_in_strips_is_read_back_equal(data: st.DataObject) -> None:
 
 
 def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = None, **options: Any) -> Any:
-    plan = OutputPlan(
-        out,
-        SCHEME,
-        tuple(kinds),
-        tuple(kinds),
-        options.pop("label_ids", False),
-    )
+    plan = OutputPlan(out, SCHEME, tuple(kinds), label_ids=options.pop("label_ids", False))
     options.setdefault("workspace", Workspace(10**9))
     return predict_files(predictor or Blur(), find_images([source])[0], plan, **options)
 
@@ -212,78 +205,6 @@ def test_exif_is_applied_and_overlay_keeps_colour_profile(tmp_path: Path) -> Non
     assert overlay.info["icc_profile"] == b"profile of a camera"
     assert "icc_profile" not in labels.info
     assert np.array_equal(np.array(labels), Blur().labels(upright[None])[0])
-
-
-def make_video(path: Path, num_frames: int, size: tuple[int, int] = (64, 96), rate: float = 12.5) -> list[np.ndarray]:
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), rate, (size[1], size[0]))
-    frames = []
-    for number in range(num_frames):
-        frame = np.full((*size, 3), (20, 40, 30), np.uint8)
-        frame[:, : 4 * number + 8] = (220, 30, 30)  # red grows from the left
-        writer.write(frame[..., ::-1])
-        frames.append(frame)
-    writer.release()
-    return frames
-
-
-def test_video_keeps_frame_count_rate_and_order(tmp_path: Path) -> None:
-    frames = make_video(tmp_path / "clip.mp4", 20)
-    tally = predict(tmp_path / "clip.mp4", tmp_path / "out", ["overlay", "labels"])
-    assert (tally.num_images, tally.problems) == (20, [])
-    found = cv2.VideoCapture(str(tmp_path / "out" / "overlay" / "clip.mp4"))
-    assert found.get(cv2.CAP_PROP_FPS) == pytest.approx(12.5)
-    assert found.get(cv2.CAP_PROP_FRAME_COUNT) == 20
-    for number, frame in enumerate(frames, start=1):
-        is_read, overlay = found.read()
-        assert is_read
-        assert overlay.shape == frame.shape
-        labels = read(tmp_path / "out" / "labels" / "clip" / f"{number:06}.png")
-        red = (labels == 0).mean(0).argmin()  # the first column that is not red
-        assert red == pytest.approx(4 * (number - 1) + 8, abs=3)
-        expected = (frame.astype(int) + np.array(SCHEME.palette)[labels]) / 2
-        assert np.abs(overlay[..., ::-1] - expected).mean() < 10  # what the codec loses
-
-
-def test_damaged_video_is_one_problem_and_others_are_done(tmp_path: Path) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
-    make_video(source / "a.mp4", 30)
-    (source / "b.mp4").write_bytes(b"no video" * 100)
-    (source / "empty.avi").write_bytes(b"")
-    make_video(source / "odd.mp4", 3, (64, 96))
-    cv2.imwrite(str(source / "c.png"), photo(20, 20))
-    tally = predict(source, tmp_path / "out", ["overlay"])
-    assert tally.num_images == 34
-    assert len(tally.problems) == 2
-    assert all("convert it" in problem for problem in tally.problems)
-    assert sorted(path.name for path in (tmp_path / "out" / "overlay").iterdir()) == ["a.mp4", "c.png", "odd.mp4"]
-
-
-def test_frames_before_the_end_of_a_truncated_video_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_video(tmp_path / "cut.mp4", 17)
-    make_reader = VideoReader.__init__
-
-    def announced(self: VideoReader, file: InputFile) -> None:
-        make_reader(self, file)
-        self.num_frames = 23
-
-    monkeypatch.setattr(VideoReader, "__init__", announced)
-    tally = predict(tmp_path / "cut.mp4", tmp_path / "out", ["overlay", "labels"])
-    assert len(tally.problems) == 1
-    assert "cut.mp4: ends after frame 17 of 23" in tally.problems[0]
-    kept = cv2.VideoCapture(str(tmp_path / "out" / "overlay" / "cut.mp4"))
-    assert kept.get(cv2.CAP_PROP_FRAME_COUNT) == tally.num_images == 17
-    assert len([*(tmp_path / "out" / "labels" / "cut").iterdir()]) == 17
-
-
-def test_video_codec_falls_back_to_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from segapp.inference.predict import video
-
-    monkeypatch.setattr(video, "CODECS", (("zzzz", ".mp4"), ("MJPG", ".avi")))
-    make_video(tmp_path / "clip.mp4", 4, (62, 94))
-    predict(tmp_path / "clip.mp4", tmp_path / "out", ["color"])
-    assert [path.name for path in (tmp_path / "out" / "color").iterdir()] == ["clip.avi"]
-    assert cv2.VideoCapture(str(tmp_path / "out" / "color" / "clip.avi")).get(cv2.CAP_PROP_FRAME_COUNT) == 4
 
 
 def test_unwritable_output_folder_ends_the_prediction(tmp_path: Path) -> None:

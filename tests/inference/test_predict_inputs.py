@@ -31,9 +31,7 @@ def test_hidden_files_and_other_kinds_are_named_not_read(tmp_path: Path) -> None
             f"4 hidden files and folders not read, such as {tmp_path}/d/._a.JPG",
         ]
     touch(tmp_path, "h/x.heic")
-    with pytest.raises(
-        DataError, match=r"h holds no image or video \(1 files of other kinds \(\.heic\) not read: conv"
-    ):
+    with pytest.raises(DataError, match=r"h holds no image \(1 files of other kinds \(\.heic\) not read: conv"):
         find_images([tmp_path / "h"])
     touch(tmp_path, "g/runs/one/run.json", "g/runs/one/samples/x.png", "g/x.png")
     assert find_images([tmp_path / "g"])[1] == [

@@ -422,7 +422,6 @@ INTERNAL = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "set for torch's agent",
     "TORCH_CPP_LOG_LEVEL": "set if the user has not, for torch",
     "NO_ALBUMENTATIONS_UPDATE": "set, never read",
-    "OPENCV_FFMPEG_LOGLEVEL": "set, never read",
     "PYTHONUNBUFFERED": "set for child processes",
     "PYTHONWARNINGS": "set for child processes",
 }

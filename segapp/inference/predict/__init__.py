@@ -1,1 +1,1 @@
-"""Prediction of image and video files: label maps, colors, overlays, probabilities, and polygons."""
+"""Prediction of image files: label maps, colors, overlays, probabilities, and polygons."""

@@ -46,7 +46,6 @@ class OutputPlan:
     folder: Path  # --out; each kind has a subfolder
     scheme: ClassScheme
     kinds: tuple[Saved, ...] = ("labels", "color", "overlay")
-    video_kinds: tuple[Saved, ...] = ("color", "overlay")  # labels and probabilities are one file per frame
     label_ids: bool = False  # write the ids of the data set instead of class ids
     pixels: PixelFormat = RGB8
     polygons: PolygonPlan | None = None
@@ -54,7 +53,7 @@ class OutputPlan:
     @property
     def needs_probabilities(self) -> bool:
         """True if an output cannot be made from only the class ids."""
-        return not {"confidence", "probabilities"}.isdisjoint((*self.kinds, *self.video_kinds))
+        return not {"confidence", "probabilities"}.isdisjoint(self.kinds)
 
 
 def confidence(strip: Strip) -> NDArray[np.float32]:

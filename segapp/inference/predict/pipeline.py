@@ -6,7 +6,6 @@ many small ones.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from segapp.accelerator import accelerator_of, gpu_of
-from segapp.datasets.files import read_header, shown
+from segapp.datasets.files import read_header
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
@@ -29,7 +28,6 @@ from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.polygons import CocoFile
 from segapp.inference.predict.predictor import Predictor, Strip, likeliest, plan_workspace, predict_strips
 from segapp.inference.predict.reading import MAX_PREDICTED_PX, InputFile, Picture, read_picture
-from segapp.inference.predict.video import VideoOutputs, VideoReader
 from segapp.inference.workspace import Workspace
 from segapp.memory.oom import is_out_of_memory
 from segapp.waiting import lines_while
@@ -64,7 +62,7 @@ def predict_files(
     workspace: Workspace | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Tally:
-    """Predict images and videos, and write the outputs; the tally lists files that cannot be read as problems.
+    """Predict images, and write the outputs; the tally lists files that cannot be read as problems.
 
     Args:
         predictor: the network.
@@ -84,13 +82,7 @@ def predict_files(
     if plan.polygons is not None and plan.polygons.format == "coco":
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)
     with _large_pictures_allowed():
-        for is_video, group in itertools.groupby(files, key=lambda file: file.is_video):
-            if is_video:
-                for file in group:
-                    job.predict_video(file)
-                    job.count(1)
-            else:
-                job.predict_images(list(group))
+        job.predict_images(files)
     job.tally.seconds = time.perf_counter() - start
     job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
     if job.coco is not None:
@@ -118,7 +110,7 @@ class _Job:
         self.num_done += num_files
         self.progress(self.num_done)
 
-    def predict_images(self, files: list[InputFile]) -> None:
+    def predict_images(self, files: Sequence[InputFile]) -> None:
         """Predict images; the outputs are written in threads."""
         calls = ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files)
         with (
@@ -144,44 +136,6 @@ class _Job:
                 self.count(1)
             else:
                 yield found
-
-    def predict_video(self, file: InputFile) -> None:
-        """Predict the frames of a video in order."""
-        pixels = self.predictor.pixels
-        if self.plan.polygons is not None:
-            self.tally.problems.append(
-                f"{shown(file.path)}: --polygons works on images and this is a video: extract its frames first, e.g. "
-                "with ffmpeg -i IN frames/%06d.png"
-            )
-            return
-        if not pixels.is_rgb8:
-            self.tally.problems.append(
-                f"{shown(file.path)}: a video has 8-bit RGB frames, the model takes {pixels.layout}: give it images"
-            )
-            return
-        try:
-            reader = VideoReader(file)
-        except DataError as error:
-            self.tally.problems.append(str(error))
-            return
-        with (
-            VideoOutputs(self.plan, reader) as outputs,
-            closing(ahead(itertools.repeat((reader.frame_px, partial(next, iter(reader), None))), 1)) as read,
-            closing(ahead(self._frame_writes(outputs, read), 1)) as written,  # one thread keeps the order
-        ):
-            deque(written, maxlen=0)
-        self.written[file.name] = outputs.paths
-
-    def _frame_writes(
-        self, outputs: VideoOutputs, frames: Iterator[Picture | None]
-    ) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Predict frames; yield the calls that write them, with their weights, up to a frame that cannot be read."""
-        try:
-            for pictures in self._batches(iter(lambda: next(frames), None)):
-                for picture, strips in self._predicted(pictures):
-                    yield picture.num_px, partial(outputs.add, picture, list(strips))
-        except DataError as error:
-            self.tally.problems.append(str(error))
 
     def _batches(self, pictures: Iterable[Picture]) -> Iterator[list[Picture]]:
         """Group consecutive images of one size into batches that fit into the workspace."""

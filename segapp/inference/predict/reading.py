@@ -1,4 +1,4 @@
-"""Images and videos to predict, from files, folders and globs, with the metadata that is copied to the outputs.
+"""Images to predict, from files, folders and globs, with the metadata that is copied to the outputs.
 
 The EXIF orientation is applied, as in training, so outputs are upright. The ICC profile is copied to the overlay. The
 outputs of a GeoTIFF are GeoTIFFs with its coordinate system and transform, if rasterio is installed. Other metadata is
@@ -28,8 +28,6 @@ from segapp.datasets.images.windows import image_windows
 from segapp.datasets.walk import IMAGE_SUFFIXES, Folder, composed, is_below, left_out, on_disk, walk
 from segapp.errors import ConfigError, DataError
 
-VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv")
-_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
 Saved = Literal["labels", "color", "overlay", "confidence", "probabilities"]
 SAVED: tuple[Saved, ...] = get_args(Saved)
 """Kinds of results; each has a folder with its name, and so have polygons."""
@@ -37,15 +35,10 @@ SAVED: tuple[Saved, ...] = get_args(Saved)
 
 @dataclass(frozen=True)
 class InputFile:
-    """Image or video, and the name of its outputs: a relative path without suffix."""
+    """Image, and the name of its outputs: a relative path without suffix."""
 
     path: Path
     name: str
-
-    @property
-    def is_video(self) -> bool:
-        """True for a video, by its suffix."""
-        return self.path.suffix.lower() in VIDEO_SUFFIXES
 
 
 def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[list[InputFile], list[str]]:
@@ -74,7 +67,7 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[l
             hidden |= dict.fromkeys(os.path.join(folder.path, name) for name in folder.hidden)
             for name in names:
                 path = os.path.join(folder.path, name)
-                if not name.lower().endswith(_SUFFIXES):
+                if not name.lower().endswith(IMAGE_SUFFIXES):
                     others[path] = None
                     continue
                 is_link = name in folder.links and os.path.exists(path)
@@ -83,8 +76,8 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[l
                 is_empty = False
         if is_empty:
             what = "holds no" if given.is_dir() else "is a pattern that matches no"
-            note = "; ".join([*left_out(others, hidden), f"supported suffixes: {' '.join(_SUFFIXES)}"])
-            raise DataError(f"{shown(given)} {what} image or video ({note}): check the path", path=given)
+            note = "; ".join([*left_out(others, hidden), f"supported suffixes: {' '.join(IMAGE_SUFFIXES)}"])
+            raise DataError(f"{shown(given)} {what} image ({note}): check the path", path=given)
     return _distinct([*found.values()]), left_out(others, hidden)
 
 
