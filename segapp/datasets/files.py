@@ -24,7 +24,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from segapp.bounds import check_memory
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
 from segapp.datasets.images.tiff_tags import TiffTags, is_tiff, read_tiff_tags
-from segapp.datasets.orientation import Fit, Header, Turns, fit_of_mask
+from segapp.datasets.orientation import Fit, Header, Turns, fit_of_mask, has_same_ratio
 from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import DataError
 
@@ -433,13 +433,17 @@ def check_mask_format(path: Path, image_format: str) -> None:
         )
 
 
-def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[int, ...]) -> None:
-    """Raise DataError for a mask whose size differs from its image's."""
+def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[int, ...], said: str = "") -> None:
+    """Raise DataError, whose message begins with `said`, for a mask whose size differs from its image's."""
     if image_px == mask_px or pair.mask is None:
         return
-    hint = "the EXIF orientation of one is lost" if image_px == mask_px[::-1] else "wrong pair or resized"
+    hint = "another ratio of sides: wrong pair, or one was cropped): give each image the mask that was drawn on it"
+    if image_px == mask_px[::-1]:
+        hint = "the EXIF orientation of one is lost): turn one of them"
+    elif has_same_ratio(image_px, mask_px):
+        hint = "the same ratio of sides: one was resized): resize the masks without smoothing, or take the other images"
     raise DataError(
-        f"{shown(pair.mask)}: the mask has {mask_px[1]}x{mask_px[0]} pixels, its image {shown(pair.image)} has "
-        f"{image_px[1]}x{image_px[0]} ({hint}): make both the same size",
+        f"{said}{shown(pair.mask)}: the mask has {mask_px[1]}x{mask_px[0]} pixels, its image {shown(pair.image)} has "
+        f"{image_px[1]}x{image_px[0]} ({hint}",
         path=pair.mask,
     )

@@ -54,7 +54,7 @@ def upright(pixels: Pixels, orientation: int) -> Pixels:
     return np.ascontiguousarray(pixels)
 
 
-def has_same_ratio(one: Size, other: Size) -> bool:
+def has_same_ratio(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Return True if one size is the other one, scaled and rounded to pixels.
 
     >>> [has_same_ratio((67, 100), other) for other in [(134, 200), (1000, 1500), (100, 100), (1, 1)]]

@@ -144,7 +144,8 @@ def count_pixels(
     try:
         pixels, image = stored_pixels(path, as_rgb=as_rgb)
     except UNREADABLE as error:
-        return str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__
+        cure = "" if isinstance(error, DataError) else ": save it as PNG of ids"
+        return (str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__) + cure
     if pixels.ndim == 2:
         return count_values(pixels), {}, str(image.format), palette_of(image)
     histogram = count_values(color_codes(pixels))

@@ -273,7 +273,7 @@ def write_files(
     """Write the masks and images of a layout that are drawn; `root` is the folder of its images.
 
     Return the layout of the written pairs, with notes on the sizes in the annotations, and sentences about the bad
-    entries. DataError is raised if every entry is bad.
+    entries. DataError is raised if every entry is bad, or all but one.
     """
     refuse_foreign(folder, _is_written)
     pairs, problems = [], []
@@ -304,11 +304,11 @@ def write_files(
                     made.add(path.parent)
                 write_atomic(path, data)
         pairs.append(pair)
-    if not pairs:
-        named = "; ".join(problems[:_MAX_NAMED])
-        raise DataError(f"no entry of {layout.title} can be converted: {named}: correct the annotations")
     if (more := len(problems) - _MAX_NAMED) > 0:
         problems[_MAX_NAMED:] = [f"and {more} more"]
+    if len(pairs) < 2 and problems:
+        named = f"{'only one' if pairs else 'no'} entry of {layout.title} can be converted: {'; '.join(problems)}"
+        raise DataError(f"{named}: correct the annotations")
     said = (line for _, line in turns.lines("add --mask-orientation raw"))
     return replace(layout, pairs=pairs, notes=(*layout.notes, *said)), problems
 

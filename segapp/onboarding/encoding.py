@@ -444,9 +444,7 @@ def _refuse_lossy(content: MaskContent, masks: Sequence[str]) -> None:
         )
     if not content.pixels:
         reason = "".join(f" ({why})" for why in [*content.unread.values()][:1])
-        raise DataError(
-            f"none of {content.num_all} masks can be read, such as {shown(masks[0])}{reason}: save them as PNG of ids"
-        )
+        raise DataError(f"none of {content.num_all} masks can be read, such as {shown(masks[0])}{reason}")
     smooth = [mask for mask, own in content.values_of.items() if content.colors and len(own) > MAX_COLORS]
     if smooth or len(content.colors) > 2 * MAX_COLORS:
         raise DataError(

@@ -45,6 +45,7 @@ _THUMBNAIL_PX = 48
 _MAX_FAMILIES = 40
 MIN_COVERAGE = 0.5  # share of the images that must have a mask
 CLOSE = 0.9  # if the second hypothesis has at least this share of the first's confidence, the user must choose
+ODD_SIZES = 0.02  # factor of the confidence if no mask has the size of its image
 _NUM_PROBED = 5
 _MAX_VERSIONS = 8  # maximum number of folders of annotators or versions; more are scenes
 _MIN_SPARSE = 3  # minimum number of masks of a video whose other frames have none
@@ -363,7 +364,7 @@ def _weighed(
     else:
         same = mean(float(fit_of_mask(image.header, mask.header) != "neither") for image, mask in seen)
         evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs that were compared")
-        confidence *= max(0.02, same) * mean(mask.mask_likeness for _, mask in seen)
+        confidence *= max(ODD_SIZES, same) * mean(mask.mask_likeness for _, mask in seen)
         if are_all_alike([mask for _, mask in seen]):
             confidence *= 0.65
             evidence.append("these masks are all alike: fields of view rather than objects?")

@@ -20,7 +20,7 @@ import yaml
 
 from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
-from segapp.datasets.files import ImagePair, check_pairs, shared_images, shown
+from segapp.datasets.files import ImagePair, check_pairs, check_same_size, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
@@ -42,7 +42,7 @@ from segapp.onboarding.content import IGNORED, MAX_HEADERS, MaskContent, read_co
 from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
 from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import MASKS, UNLABELLED, Classes, MaskChoices, read_classes
-from segapp.onboarding.hypotheses import CLOSE, find_layouts
+from segapp.onboarding.hypotheses import CLOSE, ODD_SIZES, find_layouts, probe
 from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, Pair, evenly, open_question
 from segapp.onboarding.pieces import find_pieces, find_rle
 from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
@@ -109,11 +109,17 @@ def propose_config(request: InitRequest) -> InitResult:
     chosen = choose(root, found, request.layout)
     if chosen.is_drawn:
         confirm(root, found, chosen, request.layout)
-    lines = found_lines(found, chosen)
+    others = [one for one in found[:_MAX_SHOWN] if one is not chosen]
+    lines = [f"layout: {shown(chosen.name)} ({_evidence_of(chosen)})"]
+    lines += [f"also possible: --layout {shown(one.name)} ({_evidence_of(one)})" for one in others]
     chosen, image_root, mask_root = _written(tree, chosen, out, lines, request.mask_orientation)
-    division = divided(list(chosen.pairs), request.val_share, request.group, request.folds, request.seed)
+    try:
+        division = divided(list(chosen.pairs), request.val_share, request.group, request.folds, request.seed)
+        facts = _facts(name, tree, chosen, out, request, division, image_root, mask_root)
+    except DataError as error:
+        missed = lines[: len(chosen.pairs) == 1] + [line for line in lines if line.startswith("left out: ")]
+        raise error.reworded("; ".join([str(error), *missed])) from error
     lines += division.lines
-    facts = _facts(name, tree, chosen, out, request, division, image_root, mask_root)
     confirm(root, found, chosen, request.layout)  # after the refusals, which are more specific
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
@@ -194,8 +200,8 @@ def _facts(
         masks = [f"{folder}/{pair.mask}" for pair in division.train]
         classes = read_classes(content, find_class_files(tree, masks[0]), masks, choices)
         classes = replace(classes, notes=(*chosen.notes, *classes.notes))
-    if chosen.writes == "masks" and any(turns.names.values()):
-        keys["mask_orientation"] = "upright"  # segapp drew them
+    if chosen.writes == "masks" and turns.choice is not None:
+        keys["mask_orientation"] = "upright"  # segapp turned them as the user chose
     elif not chosen.is_drawn:
         option = "add --mask-orientation raw (data.mask_orientation: raw)"
         classes = replace(classes, notes=(*classes.notes, *(line for _, line in turns.lines(option))))
@@ -294,7 +300,8 @@ def find_candidates(tree: Tree) -> list[Layout]:
         return [published]
     _refuse_records(tree)
     tables = read_tables(tree)
-    layouts = [layout for layout in find_layouts(tree) if layout.confidence >= MIN_CONFIDENCE]
+    by_names = find_layouts(tree)
+    layouts = [layout for layout in by_names if layout.confidence >= MIN_CONFIDENCE]
     listed = paired_lists(tree, tables)
     if listed is None:
         _refuse_channels(tree)
@@ -308,7 +315,7 @@ def find_candidates(tree: Tree) -> list[Layout]:
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
     found: list[Layout] = with_layouts(conversions, divided)
     if not found:
-        raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
+        raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree, by_names))
     return sorted(found, key=lambda one: -one.confidence)
 
 
@@ -365,14 +372,13 @@ def _evidence_of(candidate: Layout) -> str:
     return f"{candidate.confidence:.0%} sure: {', '.join(candidate.evidence)}"
 
 
-def found_lines(found: Sequence[Layout], chosen: Layout) -> list[str]:
-    """Return lines that describe the findings and the other candidates."""
-    others = [one for one in found[:_MAX_SHOWN] if one is not chosen]
-    lines = [f"layout: {shown(chosen.name)} ({_evidence_of(chosen)})"]
-    return [*lines, *(f"also possible: --layout {shown(one.name)} ({_evidence_of(one)})" for one in others)]
-
-
-def _nothing_known(tree: Tree) -> str:
+def _nothing_known(tree: Tree, by_names: Sequence[Layout]) -> str:
+    for layout in (one for one in by_names if one.confidence >= SURE * ODD_SIZES):
+        pair = ImagePair(tree.root / layout.pairs[0].image, tree.root / layout.pairs[0].mask, "")
+        image, mask = map(probe, pair.files)
+        if image and mask:
+            said = f"the names of {len(layout.pairs)} masks agree with the names of their images, the sizes do not: "
+            check_same_size(pair, image.header.size_px, mask.header.size_px, said)
     entries = sorted(entry.name for entry in tree.root.iterdir() if not entry.name.startswith("."))
     there = ", ".join(shown(name) for name in entries[:8]) + (" and more" if len(entries) > 8 else "")
     note = "".join(f"; {line}" for line in left_out(filter(has_cure, tree.others), ()))
@@ -416,7 +422,7 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list
             is_new = reading.is_drawn and not set(reading.sources) & known
             confidence = (0.85 if has_masks and is_new else 1.0) * reading.confidence
             found.append(replace(reading, confidence=confidence))
-    return found, problems
+    return found, [*dict.fromkeys(problems)]  # several converters read the JSON files
 
 
 def with_layouts(readings: Sequence[Layout], layouts: Sequence[Layout]) -> list[Layout]:

@@ -182,7 +182,9 @@ def test_header_check_refuses_sizes_that_fit_neither(tmp_path: Path) -> None:
     assert dict(turns.names) == {"raw": [str(tmp_path / "a.jpg")]}
     with pytest.raises(DataError, match=r"b\.png: the mask has 33x46 .* 46x33 \(the EXIF orientation of one is lost\)"):
         check_pairs(pairs[1:2])
-    with pytest.raises(DataError, match=r"c\.png: the mask has 34x46 pixels, its image .* has 46x33 \(wrong pair"):
+    with pytest.raises(
+        DataError, match=r"c\.png: the mask has 34x46 pixels, its image .* has 46x33 \(another ratio of"
+    ):
         check_pairs(pairs[2:])
 
 
@@ -192,10 +194,13 @@ def test_size_fits_exactly_before_its_ratio_does(tmp_path: Path) -> None:
     image = read_header(tmp_path / "a.jpg")
     sizes = {(60, 61): "upright", (61, 60): "raw", (120, 121): "either", (60, 90): "neither"}
     assert {size: fit_of(image, size, may_scale=True) for size in sizes} == sizes
+    Image.new("RGB", (96, 64)).save(tmp_path / "b.png")
+    ratios = {(20, 32): "neither", (20, 30): "either", (21, 31): "either", (21, 34): "neither"}
+    assert {size: fit_of(read_header(tmp_path / "b.png"), size, may_scale=True) for size in ratios} == ratios
     assert [fit_of(image, size) for size in ((120, 122), (61, 60), None)] == ["neither", "raw", "either"]
 
 
-def test_class_masks_on_stored_pixels_become_upright_masks(tmp_path: Path) -> None:
+def test_class_masks_on_stored_pixels_become_upright_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "d"
     for number, orientation in zip(NUMBERS, [6, 1, 8, 6, 1, 3], strict=True):
         mask = truth(number)
@@ -207,4 +212,6 @@ def test_class_masks_on_stored_pixels_become_upright_masks(tmp_path: Path) -> No
     assert_true(config)
     assert "3 of 6 photos have the size of their mask or annotation only before" in said
     assert "1 of 6 photos have an EXIF orientation; masks are taken to be drawn on the upright photo" in said
-    assert config.data.mask_orientation == "upright"
+    assert config.data.mask_orientation is None
+    (found,) = findings(config, capsys)
+    assert f"compare {root}/images/0012.jpg with its mask" in found["message"]

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from segapp.commands.check import check_data
+from segapp.config import load_config
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.drawn_folders import targets_read, with_orientation
@@ -207,8 +209,6 @@ def converted(
         Image.fromarray(with_orientation(pixels, orientation)).save(root / f"{name}.jpg", exif=exif)
     write(root, [own for own, _ in entries])
     result = propose_config(InitRequest(root, tmp_path / "made.yaml", group=".+", **request))
-    from segapp.config import load_config
-
     return targets_read(load_config(result.configs[0])), "\n".join(result.lines)
 
 
@@ -242,6 +242,50 @@ def test_another_ratio_is_refused_with_both_sizes(write: Any, tmp_path: Path) ->
     assert "0003.jpg has 67 x 45 pixels, but was annotated at 67 x 48, another ratio of sides" in said
 
 
+@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
+def test_error_of_an_only_image_names_the_others(write: Any, tmp_path: Path) -> None:
+    """Only the third of four entries has the ratio of its image."""
+    entries = [(seen(name, 1, said=None if name == "0003" else (48 + i, 67)), 1) for i, name in enumerate(BOXES)]
+    if write is coco_runs:
+        entries = [((name, SIZE, seen(name, 1 if name == "0003" else 2)[2]), 1) for name in BOXES]
+    with pytest.raises(DataError, match=r"only one entry of .* can be converted: ") as caught:
+        converted(tmp_path, write, entries)
+    said = str(caught.value)
+    for i, name in enumerate(BOXES):
+        sizes = f"{name}.jpg has 67 x 45 pixels, but was annotated at 67 x {48 + i}"
+        if write is coco_runs:
+            sizes = (
+                f"{name}.jpg: the entry cannot be read (object 0: run lengths of 134 x 90 pixels for an image of 67 x"
+            )
+        assert (sizes in said) == (name != "0003")
+    assert "gdal_retile" not in said
+
+
+def test_later_errors_name_the_images_that_were_left_out(tmp_path: Path) -> None:
+    """Two entries can be drawn; all others of nine were annotated at another ratio, and five of these are named."""
+    names = [f"{number:02}" for number in (7, 3, 8, 1, 5, 2, 9, 4, 6)]
+    (root := tmp_path / "d").mkdir()
+    for name in names:
+        Image.new("RGB", SIZE[::-1], (200, 90, 10)).save(root / f"{name}.jpg")
+    coco(root, [(name, SIZE if name in ("01", "09") else (48, 67), truth("0007")) for name in names])
+    with pytest.raises(DataError, match="2 images in one group") as caught:
+        propose_config(InitRequest(root, tmp_path / "made.yaml", group="^"))
+    said = str(caught.value)
+    for name in ("07", "03", "08", "05", "02"):
+        assert f"{name}.jpg has 67 x 45 pixels, but was annotated at 67 x 48" in said
+    assert said.endswith("left out: and 2 more")
+
+
+def test_only_image_that_is_there_is_told_from_the_missing(tmp_path: Path) -> None:
+    def write(root: Path, entries: list[Seen]) -> None:
+        coco(root, entries)
+        for name in BOXES.keys() - {"0012"}:
+            (root / f"{name}.jpg").unlink()
+
+    with pytest.raises(DataError, match=r"0012\.jpg is the only image.* 1 of 4 entries of COCO name an image that is"):
+        converted(tmp_path, write, plain(), layout="coco")
+
+
 def test_sizes_may_be_text_fractions_or_missing(tmp_path: Path) -> None:
     """Without a size an object is drawn as it is, which is said if others are scaled."""
     entries = [
@@ -263,14 +307,35 @@ def test_all_objects_outside_their_image_are_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("choice", "drawn"), [(None, 1), ("upright", 1), ("raw", 3)])
-def test_half_turn_is_assumed_and_an_option_changes_it(choice: str | None, drawn: int, tmp_path: Path) -> None:
+def test_half_turn_is_assumed_and_an_option_changes_it(
+    choice: str | None, drawn: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entries = [(seen(name, 1, drawn if number < 3 else 1), 3 if number < 3 else 1) for number, name in enumerate(BOXES)]
     targets, said = converted(tmp_path, coco, entries, mask_orientation=choice)
     assert_true(targets)
     assumed = "3 of 4 photos have an EXIF orientation; masks are taken to be drawn on the upright photo"
     assert (assumed in said) == (choice is None)
     assert ("compare 0007.jpg with its mask" in said and "add --mask-orientation raw" in said) == (choice is None)
-    assert 'mask_orientation: "upright"' in (tmp_path / "made.yaml").read_text()  # of the masks that were drawn
+    is_set = 'mask_orientation: "upright"' in (tmp_path / "made.yaml").read_text()  # of the masks that were drawn
+    assert is_set == (choice is not None)
+    capsys.readouterr()
+    check_data(load_config(tmp_path / "made.yaml"), as_json=True)
+    found = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["kind"] == "orientation"]
+    assert sum(int(one["message"].split()[0]) for one in found) == (0 if choice else 3)
+    assert all("if one is turned or mirrored, set data.mask_orientation: raw" in one["message"] for one in found)
+
+
+@pytest.mark.parametrize(("orientation", "sides_px"), [(2, SIZE), (3, SIZE), (4, SIZE), (6, (53, 53)), (7, (53, 53))])
+def test_key_that_check_names_turns_masks_that_were_drawn(
+    orientation: int, sides_px: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.onboarding.test_annotated_sizes.SIZE", sides_px)
+    boxes: dict[str, Box] = {"0007": (3, 2, 21, 11), "0012": (30, 20, 50, 44), "0003": (5, 24, 19, 40)}
+    monkeypatch.setattr("tests.onboarding.test_annotated_sizes.BOXES", boxes)
+    entries = [(seen(name, 1, orientation), orientation) for name in boxes]
+    targets, _ = converted(tmp_path, coco, entries)
+    assert (targets["0012"] != truth("0012")).any()
+    assert_true(targets_read(load_config(tmp_path / "made.yaml", ["data.mask_orientation=raw"])), boxes)
 
 
 def test_smaller_annotations_are_scaled_up_along_their_lines(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from segapp.assembly.pairs import build_pairs, split_names
 from segapp.config import load_config
@@ -396,3 +397,66 @@ def test_masks_for_a_part_of_the_images_are_less_likely(tmp_path: Path) -> None:
         draw_image(root / f"depth/{name}.jpg")
     _, found = init(root)
     assert found["train"] | found["val"] == {f"images/{name}.jpg": f"masks/{name}.png" for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("mask_px", "told"),
+    [
+        ((96, 128), r"128x96 pixels, .* has 64x48 \(the same ratio of sides: one was resized\): resize the masks"),
+        ((64, 48), r"48x64 pixels, .* has 64x48 \(the EXIF orientation of one is lost\): turn one"),
+        ((51, 83), r"83x51 pixels, .* has 64x48 \(another ratio of sides: wrong pair, .*: give each image the mask"),
+    ],
+)
+@pytest.mark.parametrize("mask", ["masks/{}.png", "masks/{}_mask.png", "{}-label.png"])
+def test_names_that_agree_unlike_the_sizes_are_said(
+    mask: str, mask_px: tuple[int, int], told: str, tmp_path: Path
+) -> None:
+    for name in ("0031", "0004", "0017"):
+        draw_image(tmp_path / "d" / "images" / f"{name}.jpg")
+        draw_mask(tmp_path / "d" / mask.format(name), size=mask_px)
+    said = "the names of 3 masks agree with the names of their images, the sizes do not: "
+    with pytest.raises(DataError, match=f"{said}.*{mask.format('0004')}: the mask has {told}"):
+        init(tmp_path / "d")
+
+
+def test_photos_of_other_sizes_with_equal_names_are_no_masks(tmp_path: Path) -> None:
+    for name in ("0031", "0004", "0017"):
+        draw_image(tmp_path / "d" / "images" / f"{name}.jpg")
+        draw_image(tmp_path / "d" / "thermal" / f"{name}.jpg", (80, 90))
+    with pytest.raises(DataError, match="has no images with masks that belong together by their names"):
+        init(tmp_path / "d")
+
+
+def test_one_annotation_file_that_is_a_pointer_is_told_once(tmp_path: Path) -> None:
+    for name in ("0031", "0004", "0017"):
+        draw_image(tmp_path / "d" / f"{name}.jpg")
+    for file in ("a.json", "b.xml"):
+        text = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 + f"\nsize {len(file)}99\n"
+        (tmp_path / "d" / file).write_text(text)
+    with pytest.raises(DataError, match="a pointer of Git LFS") as caught:
+        init(tmp_path / "d")
+    assert [str(caught.value).count(file) for file in ("a.json: a pointer", "b.xml: a pointer")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cure"),
+    [
+        ("link", r"a broken link to .*: restore that file, or remove the link\)$"),
+        ("frames", r"the mask has several frames: save one frame per file\)$"),
+        ("cut", r": save it as PNG of ids\)$"),
+    ],
+)
+def test_masks_that_no_reader_reads_have_one_cure(kind: str, cure: str, tmp_path: Path) -> None:
+    draw(tmp_path / "d", ("0031", "0004", "0017"), "images/{}.jpg", "masks/{}.tif")
+    for mask in [*(tmp_path / "d" / "masks").iterdir()]:
+        data, frame = mask.read_bytes(), Image.open(mask)
+        frame.load()
+        mask.unlink()
+        if kind == "link":
+            mask.symlink_to(tmp_path / "gone" / mask.name)
+        elif kind == "frames":
+            frame.save(mask, save_all=True, append_images=[frame])
+        else:
+            mask.write_bytes(data[:-500])
+    with pytest.raises(DataError, match="none of 3 masks can be read, such as .*" + cure):
+        init(tmp_path / "d", layout="masks")
