@@ -33,6 +33,7 @@ from segapp.onboarding.conversion import (
     fill_polygon,
     json_files,
 )
+from segapp.onboarding.encoding import FileFit, name_clash
 from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import Tree
 
@@ -147,23 +148,26 @@ def find_yolo(tree: Tree) -> Layout | None:
     for image, path in sorted(labels.items()):
         lines = [line for line in tree.read(path).splitlines() if line.strip()]
         found.add(path, image, lines, "", (None, None))
-    names, reason, source = _yolo_names(tree, max(found.labels, default=0))
+    names, reason, source = _yolo_names(tree, max(found.labels, default=0), found.notes)
     found.values = {number: number + 1 for number in range(len(names))}
     classes = check_classes(["background", *names], "the labels")
     return found.layout(classes, reason, [*sorted(labels.values()), *source])
 
 
-def _yolo_names(tree: Tree, largest: int) -> tuple[list[str], str, list[str]]:
-    """Return the names of the classes, the reason, and the file with the names, if it names the largest number."""
+def _yolo_names(tree: Tree, largest: int, notes: list[str]) -> tuple[list[str], str, list[str]]:
+    """Return the names of classes, the reason, and the file, if it names the largest number; note contradictions."""
     files = [one for one in find_class_files(tree) if not one.colors]
-    named = next((one for one in files if one.source.endswith((".yaml", ".yml"))), next(iter(files), None))
-    if named is None or largest >= len(named.names):
+    files.sort(key=lambda one: not one.source.endswith((".yaml", ".yml")))
+    notes += [one.note for one in files if one.note]
+    if not files or largest >= len(files[0].names):
         numbers = check_classes(range(largest + 1), "the labels")
-        few = f"; {shown(named.source)} names only {len(named.names)}" if named else ""
+        few = f"; {shown(files[0].source)} names only {len(files[0].names)}" if files else ""
         return [f"class_{number}" for number in numbers], f"replace with their names{few}", []
-    numbers = check_classes(range(max(named.ids, default=-1) + 1), named.source)
-    names = [named.ids.get(number, f"class_{number}") for number in numbers] or list(named.names)
-    return names, f"from {shown(named.source)}; YOLO's 0 is 1 here", [named.source]
+    used, *others = (FileFit(one, one.ids or dict(enumerate(one.names)), ()) for one in files)
+    notes += [note for other in others for note in name_clash(used, other, [*used.named])]
+    numbers = check_classes(range(max(used.named) + 1), source := used.file.source)
+    names = [used.named.get(number, f"class_{number}") for number in numbers]
+    return names, f"from {shown(source)}; YOLO's 0 is 1 here", [source]
 
 
 def _draw_yolo(canvas: DrawnMask, line: bytes, value: int) -> None:

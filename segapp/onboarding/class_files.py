@@ -38,6 +38,7 @@ class ClassFile:
     ids: Mapping[int, str] = field(default_factory=dict)
     colors: Mapping[Color, str] = field(default_factory=dict)
     num_images: int | None = None  # training images, as nnU-Net counts them
+    note: str = ""  # sentence on a number of classes that is not the number of names
 
 
 def is_void(name: str) -> bool:
@@ -154,10 +155,11 @@ def read_yaml(text: str, source: str) -> ClassFile | None:
     """Return the `names` of a YOLO data.yaml, or `classes`: a list, or id -> name."""
     content, _ = parse_yaml(text, source)
     named = content.get("names", content.get("classes", content.get("labels")))
-    if isinstance(named, Mapping):
-        ids = {int(key): str(name) for key, name in named.items()}
-        return ClassFile(source, tuple(ids.values()), ids)
-    return ClassFile(source, tuple(str(name) for name in named))
+    ids = {int(key): str(name) for key, name in named.items()} if isinstance(named, Mapping) else {}
+    names = tuple(ids.values()) if ids else tuple(str(name) for name in named)
+    said = content.get("nc", len(names))
+    note = f"{shown(source)} says nc {shown(str(said))}, and has {len(names)} names" if said != len(names) else ""
+    return ClassFile(source, names, ids, note=note)
 
 
 def read_json(text: str, source: str) -> ClassFile | None:

@@ -66,7 +66,9 @@ def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
         return Grouping(_matches(images, pattern), kind, pattern)
     if pairs and all(pair.group is not None for pair in pairs):
         return Grouping(tuple(str(pair.group) for pair in pairs), "column of the table")
-    recordings = [*_by_words(images, _RECORDINGS), *_by_folders([pair.scene for pair in pairs])]
+    levels = range(min((len(pair.scene) for pair in pairs), default=0))  # of folders of scenes, outer ones first
+    folders = (tuple("/".join(pair.scene[: level + 1]) for pair in pairs) for level in levels)
+    recordings = [*_by_words(images, _RECORDINGS), *(Grouping(own, "folder") for own in folders if _are_groups(own))]
     recordings.sort(key=lambda one: one.num_groups)
     rules = chain(_by_words(images, _PERSONS), recordings, _by_names(images))
     return next(rules, Grouping(tuple(images), "image", EACH_IMAGE))
@@ -96,13 +98,6 @@ def _by_words(images: Sequence[str], words: frozenset[str]) -> Iterator[Grouping
         groups = tuple(match[1] for match in found if match is not None)
         if len(groups) == len(images) and 2 <= len(set(groups)) < len(images):
             yield Grouping(groups, f"{_LONG.get(word, word)} in the name", pattern)
-
-
-def _by_folders(scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
-    """Return each level of the folders of scenes, outer ones first."""
-    levels = range(min(map(len, scenes), default=0))
-    found = (tuple("/".join(scene[: level + 1]) for scene in scenes) for level in levels)
-    return (Grouping(groups, "folder") for groups in found if _are_groups(groups))
 
 
 def _by_names(images: Sequence[str]) -> Iterator[Grouping]:

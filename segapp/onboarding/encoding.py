@@ -6,7 +6,7 @@ If two interpretations are plausible, the user is asked.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ CLEANING = (
 """What to do about smoothed masks; COLORS.png has a pixel of each class."""
 STRAY_SHARE = 1e-5  # share of the pixels below which a single value is a stray one
 _MAX_NAMED = 6
+_MIN_FACTOR = 16  # smallest factor of ids that is neither 255 nor due to 16 bits
 _MANY_VALUES = 32  # values that no file names, from which masks were probably smoothed
 _MAX_UNNAMED = 0.5  # share of the pixels from which values without a name mean that a file does not fit
 _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
@@ -262,7 +263,7 @@ def _classes(
 
 
 @dataclass(frozen=True)
-class _Fit:
+class FileFit:
     """A file that names most values or colors: the name of each, and those in the masks without a name."""
 
     file: ClassFile
@@ -271,16 +272,16 @@ class _Fit:
     why: str = ""
 
 
-def _fit(file: ClassFile, content: MaskContent, stored: Sequence[Any]) -> _Fit | None:
+def _fit(file: ClassFile, content: MaskContent, stored: Sequence[Any]) -> FileFit | None:
     """Return the values or colors that a file names; None if it does not fit those in the masks."""
     if content.colors:
         unnamed = [color for color in stored if color not in file.colors]
-        return _Fit(file, file.colors, unnamed, "the colors of the file") if content.share(unnamed) <= 0.05 else None
+        return FileFit(file, file.colors, unnamed, "the colors of the file") if content.share(unnamed) <= 0.05 else None
     if file.ids:
         named = {value: name for value, name in sorted(file.ids.items()) if 0 <= value <= 65_535}
         unnamed = [value for value in stored if value not in named]
         is_fit = content.share(value for value in unnamed if value) < _MAX_UNNAMED
-        return _Fit(file, named, unnamed, "the values of the file") if is_fit else None
+        return FileFit(file, named, unnamed, "the values of the file") if is_fit else None
     count = len(file.names)
     beyond = [value for value in stored if value > count]
     known = [value for value in stored if value <= count]
@@ -288,18 +289,18 @@ def _fit(file: ClassFile, content: MaskContent, stored: Sequence[Any]) -> _Fit |
         return None
     last = known[-1]
     if last < count <= max(last + 1, 2 * len(known) + 3):
-        return _Fit(file, dict(enumerate(file.names)), beyond)
+        return FileFit(file, dict(enumerate(file.names)), beyond)
     if last != count:
         return None
     if is_background(file.names[0]):  # a value beyond the names is a stray one
         is_fit = content.share([last]) <= MAX_UNSAID
-        return _Fit(file, dict(enumerate(file.names)), [last, *beyond]) if is_fit else None
+        return FileFit(file, dict(enumerate(file.names)), [last, *beyond]) if is_fit else None
     unnamed = [0, *beyond] if known[0] == 0 else beyond
-    return _Fit(file, dict(enumerate(file.names, start=1)), unnamed, "the values begin at 1")
+    return FileFit(file, dict(enumerate(file.names, start=1)), unnamed, "the values begin at 1")
 
 
 def _from_file(
-    fit: _Fit, content: MaskContent, strays: Sequence[Any], choices: MaskChoices, notes: Sequence[str]
+    fit: FileFit, content: MaskContent, strays: Sequence[Any], choices: MaskChoices, notes: Sequence[str]
 ) -> Classes:
     """Return the classes of a file; a note describes what has no name, or the user is asked if it is frequent."""
     named, why, notes, unnamed = dict(fit.named), fit.why, list(notes), list(fit.unnamed)
@@ -358,15 +359,15 @@ def read_classes(
     _check_several(content, stored)
     fits = [fit for file in files if (fit := _fit(file, content, stored)) is not None]
     fits.sort(key=lambda fit: content.share(fit.unnamed))
-    notes += [
-        f"{shown(file.source)} says numTraining {file.num_images}, and {content.num_all} images have masks"
-        for file in files
-        if file.num_images not in (None, content.num_all)
-    ]
+    for file in files:
+        notes += [file.note] if file.note else []
+        if file.num_images not in (None, content.num_all):
+            said = f"{shown(file.source)} says numTraining {file.num_images}"
+            notes.append(f"{said}, and {content.num_all} images have masks")
     if fits:
         _ask_about_palettes(_clash(fits[0], content), choices)
         for other in fits[1:]:
-            notes += _name_clash(fits[0], other, stored)
+            notes += name_clash(fits[0], other, stored)
         return _from_file(fits[0], content, strays, choices, notes)
     if (known := recognise(stored, masks[0])) is not None:
         ignored: Sequence[Any] = known.ignored_colors if content.colors else known.ignored_ids
@@ -400,7 +401,7 @@ def _ask_about_palettes(why: str, choices: MaskChoices) -> None:
         raise open_question(why, "--masks", answers)
 
 
-def _clash(fit: _Fit, content: MaskContent) -> str:
+def _clash(fit: FileFit, content: MaskContent) -> str:
     """Return a sentence on a value whose color in the palettes a file gives to another class; "" if there is none."""
     for value, (color, mask) in content.palettes.color_of.items():
         if fit.file.colors.get(color, said := fit.named.get(value)) != said:
@@ -409,7 +410,7 @@ def _clash(fit: _Fit, content: MaskContent) -> str:
     return ""
 
 
-def _name_clash(used: _Fit, other: _Fit, stored: Sequence[Any]) -> list[str]:
+def name_clash(used: FileFit, other: FileFit, stored: Sequence[Any]) -> list[str]:
     """Return a note on a value or color that two files name differently, if there is one."""
     for one in stored:
         names = [fit.named.get(one, "").strip("_ ").casefold() for fit in (used, other)]
@@ -420,19 +421,30 @@ def _name_clash(used: _Fit, other: _Fit, stored: Sequence[Any]) -> list[str]:
 
 
 def _refuse_scales(content: MaskContent, choices: MaskChoices) -> None:
-    """Raise DataError if some masks hold the ids of the others multiplied: 0 and 255 next to 0 and 1, or 16 bits."""
-    known = {mask: {one for one in own if isinstance(one, int) and one} for mask, own in content.values_of.items()}
-    for factor in (257, 255, 65_535) if choices.masks != "ids" else ():
-        scaled = {mask: own for mask, own in known.items() if own and not any(value % factor for value in own)}
-        rest = {mask: own for mask, own in known.items() if own and mask not in scaled}
-        high, low = set[int]().union(*scaled.values()), set[int]().union(*rest.values())
-        is_same = not low & high and {value // factor for value in high} <= low
-        if high and is_same and (factor == 257 or low == {1}):
+    """Raise DataError if some masks hold the ids of the others multiplied: 0, 127 and 254 next to 0, 1 and 2."""
+    for factor, low, high in _scales(content.values) if choices.masks != "ids" else ():
+        scaled, rest = ({mask for mask, own in content.values_of.items() if own & {*part}} for part in (high, low))
+        if not scaled & rest:
             raise DataError(
-                f"{len(scaled)} masks hold {listed(sorted(high))}, such as {shown(min(scaled))}, and {len(rest)} hold "
-                f"{listed(sorted(low))}, such as {shown(min(rest))}, as if saved with another scale: divide the former "
-                f"by {factor}; if these are different classes, add --masks ids"
+                f"{len(scaled)} masks hold {listed(high)}, such as {shown(min(scaled))}, and {len(rest)} hold "
+                f"{listed(low)}, such as {shown(min(rest))}, as if saved with another scale: divide the former "
+                f"by {factor:g}; if these are different classes, add --masks ids"
             )
+
+
+def _scales(known: Iterable[int]) -> Iterator[tuple[float, list[int], list[int]]]:
+    """Yield each factor with which the high values are the ids of the low ones: equal ones, or 1 to n; 255 is void."""
+    for void in ({0}, {0, IGNORED}):
+        values = sorted({*known} - void)
+        for count in range(1, min(len(values), IGNORED)):
+            low, high = values[:-count], values[-count:]
+            for ids in ([value // 257 for value in high], [*range(1, count + 1)], low):
+                factor = high[-1] / max(ids[-1], 1)
+                is_depth = {*ids} <= {*low} and (factor == 257 or (low == [1] and factor in (255, 65_535)))
+                is_likely = is_depth or (factor >= _MIN_FACTOR and len({*ids} & {*low}) > 1)
+                at = [id * factor for id in ids]  # levels of gray are rounded
+                if is_likely and len(at) == count and all(abs(a - b) < 1 for a, b in zip(at, high, strict=True)):
+                    yield factor, low, high
 
 
 def _refuse_lossy(content: MaskContent, masks: Sequence[str]) -> None:

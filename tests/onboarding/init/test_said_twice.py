@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,13 @@ def test_palettes_that_disagree_are_asked_and_both_answers_hold(tmp_path: Path) 
         np.testing.assert_array_equal(np.array(ORDERS[number % 3])[mask], classes_of(number))
 
 
+def test_a_palette_that_disagrees_in_a_later_file_is_asked(tmp_path: Path) -> None:
+    """The file with another palette is the seventh of eleven by name, and the only one."""
+    root = folder(tmp_path / "d", lambda n, mask, path: indexed(n, mask, path, ORDERS[1 if path.stem == "06" else 0]))
+    with pytest.raises(OpenQuestionError, match=r"the palettes disagree: .*/06\.png"):
+        proposed(root, tmp_path / "made.yaml", group=".+")
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_palettes_that_agree_are_ids(order: list[int], tmp_path: Path) -> None:
     root = folder(tmp_path / "d", lambda number, mask, path: indexed(number, mask, path, order))
@@ -130,6 +139,16 @@ def test_masks_of_ids_next_to_colors_are_refused(others: Saver, request_: dict[s
     assert Image.open(said).mode == "L"
 
 
+def striped(mask: np.ndarray) -> np.ndarray:
+    """Return the mask with a third class at its left edge."""
+    return np.where(np.arange(57) < 3, np.uint8(3), mask)
+
+
+def voided(mask: np.ndarray, factor: int) -> np.ndarray:
+    """Return the mask times a factor, with ignored pixels at its left edge."""
+    return np.where(np.arange(57) < 3, np.uint8(255), mask * np.uint8(factor))
+
+
 @pytest.mark.parametrize(
     ("few", "most", "words"),
     [
@@ -140,16 +159,24 @@ def test_masks_of_ids_next_to_colors_are_refused(others: Saver, request_: dict[s
         ),
         (lambda m: m.astype(np.uint16) * 257, lambda m: m, "3 masks hold value 257, 514, .* 8 hold value 1, 2,"),
         (lambda m: (m > 0) * np.uint16(65535), lambda m: (m > 0) * np.uint8(255), "3 .* 65535, .* 8 hold value 255,"),
+        (lambda m: (m > 0) * np.uint16(65535), lambda m: (m > 0) * np.uint8(1), "3 .* 65535, .* value 1, .* by 65535;"),
+        (lambda m: (m > 0) * np.uint16(514), lambda m: m, "3 masks hold value 514, .* 8 hold value 1, 2, .* by 257;"),
+        (lambda m: m * np.uint8(127), lambda m: m, "3 masks hold value 127, 254, .* 8 .* 1, 2, .* by 127;"),
+        (lambda m: m, lambda m: m * np.uint8(50), "8 masks hold value 50, 100, .* 3 .* 1, 2, .* by 50;"),
+        (lambda m: m, lambda m: np.array([0, 128, 255], np.uint8)[m], "128, 255, .* 3 .* 1, 2, .* by 127.5;"),
+        (lambda m: striped(m) * np.uint8(85), striped, "3 .* 85, 170, 255, .* 8 .* 1, 2, 3, .* by 85;"),
+        (lambda m: voided(m, 16), lambda m: voided(m, 1), "3 .* value 16, 32, .* 8 .* 1, 2, .* by 16;"),
+        (lambda m: m * 16 + m // 2 * 48, lambda m: m + m // 2 * 3, "3 .* 16, 80, .* 8 .* 1, 5, .* by 16;"),
+        (lambda m: m * np.uint8(90), striped, "3 .* value 90, 180, .* 8 .* 1, 2, 3, .* by 90;"),
     ],
 )
 def test_masks_of_two_scales_are_refused(few: Any, most: Any, words: str, tmp_path: Path) -> None:
     root = folder(tmp_path / "d", lambda n, m, path: Image.fromarray((most if n % 4 else few)(m)).save(path))
     with pytest.raises(DataError, match=words) as raised:
         proposed(root, tmp_path / "made.yaml", group=".+")
-    high, low = (np.asarray(Image.open(part.split(",")[0])).max() for part in str(raised.value).split("such as ")[1:])
-    assert high in (255, 514, 65535)
-    assert low < high
-    assert proposed(root, tmp_path / "made.yaml", group=".+", masks="ids")[0].data.classes
+    for listed, path in re.findall(r"hold value ([\d, ]+), such as ([^,]+),", str(raised.value)):
+        assert {*np.unique(np.asarray(Image.open(path))).tolist()} - {0, 255} == {*map(int, listed.split(", "))} - {255}
+    assert proposed(root, tmp_path / "made.yaml", group=".+", masks="ids", unlabelled="class")[0].data.classes
 
 
 @pytest.mark.parametrize(
@@ -167,6 +194,33 @@ def test_values_next_to_each_other_are_no_two_scales(high: int, names: list[str]
     last = 255 if high == 255 else 2
     found = {number: {*np.unique(masks[number]).tolist()} for number in (0, 4, 8)}
     assert found == {0: {0, 1}, 4: {0, 1, last}, 8: {0, last}}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ([0, 1, 1], [0, 2, 2], [0, 3, 3]),  # one class in each mask
+        ([0, 1, 2], [0, 15, 30], [0, 1, 1]),  # the factor is small
+        ([0, 1, 2], [0, 90, 200], [0, 2, 2]),  # no factor
+        ([0, 1, 1], [0, 50, 100], [0, 50, 50]),  # one class may be any id
+        ([0, 1, 2], [0, 50, 100], [0, 2, 50]),  # a mask holds both
+        ([0, 1, 2], [0, 20, 40], [0, 37, 37]),  # the ids go on beyond the factor
+        ([0, 5, 9], [0, 60, 120], [0, 9, 5]),  # other ids than 1 and 2
+        ([0, 1, 2], [0, 200, 200], [0, 2, 1]),  # one high value
+        ([0, 60, 120], [0, 180, 240], [0, 60, 60]),  # levels of one scale
+    ],
+)
+def test_classes_of_different_images_are_no_two_scales(values: Any, tmp_path: Path) -> None:
+    """Classes need not occur together; every third mask has other ones."""
+
+    def save(number: int, mask: np.ndarray, path: Path) -> None:
+        Image.fromarray(np.array(values[number % 3], np.uint8)[mask]).save(path)
+
+    root = folder(tmp_path / "d", save)
+    config = proposed(root, tmp_path / "made.yaml", group=".+")[0]
+    stored = sorted({value for own in values for value in own})
+    named = [*range(max(stored) + 1)] if len(config.data.classes) == max(stored) + 1 else stored
+    assert config.data.classes == [f"class_{value}" for value in named]
 
 
 @pytest.mark.parametrize("has_white", [True, False])
@@ -226,3 +280,32 @@ def test_class_files_that_disagree_are_said(tmp_path: Path) -> None:
     (root / "classes.txt").write_text("Ground\nsky\nCar\n")
     _, result, _ = proposed(root, tmp_path / "made.yaml", group=".+", force=True)
     assert not [line for line in result.lines if line.startswith("note: ")]
+
+
+def test_files_of_yolo_that_disagree_are_said(tmp_path: Path) -> None:
+    """Only class 0 is drawn; the files disagree about 1 and 2, and one has a fourth name."""
+    root = folder(tmp_path / "d", gray)
+    shutil.rmtree(root / "masks")
+    (root / "labels").mkdir()
+    for image in (root / "images").iterdir():
+        (root / "labels" / f"{image.stem}.txt").write_text("0 0.1 0.1 0.6 0.1 0.6 0.7\n")
+    (root / "classes.txt").write_text("Cat\ncow\ndog\nhen\n")
+    (root / "data.yaml").write_text("nc: 5\nnames: [cat, dog, cow]\n")
+    config, result, _ = proposed(root, tmp_path / "made.yaml", group=".+")
+    assert config.data.classes == ["background", "cat", "dog", "cow"]
+    assert [line for line in result.lines if line.startswith("note: ")][1:] == [
+        "note: data.yaml says nc 5, and has 3 names",
+        "note: classes.txt names value 1 cow, but data.yaml is used: dog; remove the wrong file",
+    ]
+    (root / "classes.txt").write_text("Cat\ndog\ncow\nhen\n")
+    (root / "data.yaml").write_text("nc: 3\nnames: {0: cat, 1: dog, 2: cow}\n")
+    _, result, _ = proposed(root, tmp_path / "made.yaml", group=".+", force=True)
+    assert len([line for line in result.lines if line.startswith("note: ")]) == 1
+
+
+def test_a_number_of_classes_that_is_not_that_of_names_is_said(tmp_path: Path) -> None:
+    root = folder(tmp_path / "d", gray)
+    (root / "data.yaml").write_text("nc: 2\nnames: [ground, sky, car]\n")
+    config, result, _ = proposed(root, tmp_path / "made.yaml", group=".+")
+    assert config.data.classes == ["ground", "sky", "car"]
+    assert "note: data.yaml says nc 2, and has 3 names" in result.lines
