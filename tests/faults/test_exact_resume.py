@@ -199,7 +199,8 @@ def test_nonsense_of_nvidia_smi_leaves_training_unaffected(new_run: NewRun, inva
     assert run.events("memory"), "the monitor went on"
     calls = [int(pid) for pid in (tools / "calls").read_text().split()]
     if kind == "hangs":
-        [pid] = calls
-        os.kill(pid, signal.SIGKILL)  # it outlives the trainer, as one that waits for a driver would
+        at_start, sampled = calls
+        assert not os.path.exists(f"/proc/{at_start}"), "the choice of devices ends it after 5 s"
+        os.kill(sampled, signal.SIGKILL)  # it outlives the trainer, as one that waits for a driver would
     assert calls
     invariants.check(run)

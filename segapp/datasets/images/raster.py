@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import ImagePair, damaged, open_regular, shown, tiff_tags
+from segapp.datasets.files import ImagePair, damaged, shown, tiff_tags
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.errors import DataError, install_command
 from segapp.run.words import first_line
@@ -41,7 +41,8 @@ def require_rasterio(path: Path, what: str) -> None:
 def opened(path: Path, page: int | None = None) -> Iterator[Any]:
     """Open a TIFF, or one of its pages, counted from 1, as a rasterio data set."""
     require_rasterio(path, "a TIFF of this kind")
-    open_regular(path, max_bytes=None).close()  # GDAL would wait for a pipe
+    if path.exists() and not path.is_file():  # GDAL would wait for a pipe
+        raise damaged(path, "not a regular file")
     import rasterio
     from rasterio.errors import RasterioError, RasterioIOError
 

@@ -99,7 +99,7 @@ def test_a_pipe_in_place_of_a_mask_is_not_waited_for(tmp_path: Path) -> None:
     image = write(tmp_path / "image.tif", pixels_of(0, 3, 255))
     os.mkfifo(tmp_path / "mask.tif")
     check_same_place(ImagePair(image, tmp_path / "mask.tif", "image"))  # left to its reader
-    with pytest.raises(DataError, match=r"mask\.tif: not a regular file"):
+    with pytest.raises(DataError, match=r"mask\.tif: .*not a regular file"):
         read_georeference(tmp_path / "mask.tif")
 
 
