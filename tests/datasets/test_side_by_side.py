@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -35,7 +36,7 @@ def pairs(tmp_path: Path) -> list[ImagePair]:
 
 
 class Meeting:
-    """Calls wait here until some threads have come; then all go on."""
+    """The main thread's calls take 3 ms; other threads wait here until some of them have come, and then all go on."""
 
     def __init__(self, num_threads: int) -> None:
         self.threads: set[int] = set()
@@ -43,6 +44,9 @@ class Meeting:
         self.all_here = threading.Event()
 
     def wait(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.003)
+            return
         self.threads.add(threading.get_ident())
         if len(self.threads) >= self.num_threads:
             self.all_here.set()
@@ -86,32 +90,45 @@ def test_shared_images_are_found_side_by_side(pairs: list[ImagePair]) -> None:
     other_name = pairs[17].image.with_name("linked.png")
     other_name.hardlink_to(pairs[17].image)
     second = [pairs[3], ImagePair(other_name, None, "linked"), pairs[69], *pairs[33:66]]
-    meeting = Meeting(3)
+    meeting = Meeting(2)
     slow = [ImagePair(cast(Path, SlowPath(pair.image, meeting)), None, pair.name) for pair in second]
     assert [os.fspath(path) for path in shared_images(pairs[:32], slow)] == [str(pairs[3].image), str(other_name)]
 
 
 def test_results_keep_their_order_and_an_error_ends_the_work() -> None:
     seen: list[int] = []
-    third_began = threading.Event()
+    seventh_began = threading.Event()
 
     def halve(number: int) -> float:
         seen.append(number)
-        if number == 2:
-            third_began.set()
-        if number < 2:
-            assert third_began.wait(10)  # items 0 and 1 end after item 2 has begun
+        time.sleep(0.003 if number < 4 else 0)  # the first four are timed
+        if number == 6:
+            seventh_began.set()
+        if number in (4, 5):
+            assert seventh_began.wait(10)  # items 4 and 5 end after item 6 has begun
         if number == 300:
             raise ValueError("odd")
         return number / 2
 
-    results = side_by_side(halve, range(1, 100_000), 3, 1)
-    assert [next(results) for _ in range(5)] == [0.5, 1, 1.5, 2, 2.5]
-    assert max(seen) <= 5 + 2 * 3 + 3 + 1
+    results = side_by_side(halve, range(100_000), 3, 1)
+    assert [next(results) for _ in range(8)] == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5]
+    assert max(seen) <= 8 + 2 * 3 + 3 + 1
     with pytest.raises(ValueError, match="odd"):
         list(results)
     assert max(seen) < 320
     assert list(side_by_side(halve, [], READERS)) == []
+
+
+def test_fast_items_take_no_thread_and_each_block_is_tried_again() -> None:
+    threads: dict[int, bool] = {}
+
+    def note(number: int) -> int:
+        threads[number] = threading.current_thread() is not threading.main_thread()
+        time.sleep(0.003 if 1024 <= number < 1028 else 0)
+        return number
+
+    assert list(side_by_side(note, range(2100), 3)) == [*range(2100)]
+    assert {number for number, is_other in threads.items() if is_other} == {*range(1028, 2048)}
 
 
 def test_listed_files_are_not_asked_for_links_one_by_one(
