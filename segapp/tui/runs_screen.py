@@ -54,7 +54,7 @@ class RunsScreen(Screen[RunFolder | None]):
     def on_mount(self) -> None:
         self.watch(self.query_one("#run-lines"), "scroll_y", self._show_rows, init=False)
         self._tick()
-        self.set_interval(0.5, self._tick)
+        self.set_interval(1.0, self._tick)
 
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self._show)

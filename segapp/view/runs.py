@@ -280,11 +280,14 @@ class FollowedRun:
 
     @property
     def age_s(self) -> float | None:
-        """Time since the last event; None if it is unknown."""
+        """Time since the last event; None if it is unknown.
+
+        Without a trainer it is the time at the last full minute, so that the rows of a list are drawn again together.
+        """
         last_s: float | None = self.summary.times["last_s"]
         if self._source is not None or last_s is None:
             return self.summary.facts.event_age_s
-        return max(0.0, self._clock() - last_s)
+        return max(0.0, self._clock() // 60 * 60 - last_s)
 
     @property
     def devices(self) -> str:
