@@ -1,8 +1,8 @@
 """The runs of a folder: the summary of each for `status`, `ls` and `compare`, and the list that the TUI follows.
 
-What the events of a run say is kept in `summary.json`, so the events of a run at rest are read once. The file is
-derived: it is used only if it was made by this user, from the same event file, and is undamaged; otherwise the events
-are read.
+A summary of the events of a run is kept in its `summary.json`, so the events of a run at rest are read only once. The
+summary is derived from the events: it is used only if this user made it from the same event file and it is undamaged.
+Otherwise, the events are read.
 """
 
 import contextlib

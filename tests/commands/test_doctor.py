@@ -360,9 +360,7 @@ def test_nvidia_smi_lists_four_gpus_of_which_two_are_seen(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("script", "error", "fix"),
     [
-        ("echo 'No devices were found'; exit 6", "No devices were found", "lspci"),
         ("echo 'driver/library version mismatch' >&2; exit 18", "driver/library version mismatch", "reload the driver"),
-        ("exit 9", "exit status 9", "nvidia-smi -q"),
         ("/bin/sleep 1000 & wait", "no answer within 1 s", "grep Xid"),
     ],
 )
