@@ -98,6 +98,15 @@ def test_camvid_leaks_when_divided_at_random_only() -> None:
         assert abs(int(one[1]) - int(other[1])) <= 600  # 20 s: the car stands
 
 
+def test_nearest_hash_is_found_before_and_after_its_place() -> None:
+    far = [bytes([number ^ 0b11111100] * 32) for number in range(40)]
+    small, large = bytes(32), bytes([0b11] * 32)
+    assert list(nearest_hashes([bytes([0b1] * 32)], [*far, small])) == [(0, 40, 32)]
+    high = [bytes([number] * 32) for number in range(0b1000000, 0b1000000 + 40)]
+    assert list(nearest_hashes([bytes([0b11111110] * 32)], [*high, bytes([255] * 32)])) == [(0, 40, 32)]
+    assert list(nearest_hashes([large], [large, *far])) == [(0, 0, 0)]
+
+
 def test_comparisons_grow_with_the_images_not_with_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     count_bits, compared = np.bitwise_count, 0
 

@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.datasets import files
+from segapp.datasets import files, resources
 from segapp.datasets.files import ImagePair, check_pairs, shared_images
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.pairing import RootGuard
@@ -119,12 +119,16 @@ def test_results_keep_their_order_and_an_error_ends_the_work() -> None:
     assert list(side_by_side(halve, [], READERS)) == []
 
 
-def test_fast_items_take_no_thread_and_each_block_is_tried_again() -> None:
+def test_fast_items_take_no_thread_and_each_block_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: dict[int, bool] = {}
+    now_s = 0.0
+    monkeypatch.setattr(resources.time, "perf_counter", lambda: now_s)
 
     def note(number: int) -> int:
+        nonlocal now_s
         threads[number] = threading.current_thread() is not threading.main_thread()
-        time.sleep(0.003 if 1024 <= number < 1028 else 0)
+        if number % 1024 < 4:  # the items of a block that are timed
+            now_s += 0.0011 if number // 1024 == 1 else 0.0009
         return number
 
     assert list(side_by_side(note, range(2100), 3)) == [*range(2100)]
