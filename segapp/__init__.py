@@ -4,8 +4,8 @@
     >>> result = segapp.train("demo.yaml")  # doctest: +SKIP
     >>> segapp.evaluate(result.run).miou  # doctest: +SKIP
 
-`segapp.train`, `evaluate`, `predict`, `load` and `history` load torch when they are called. `segapp.losses` and
-`segapp.parallel` are libraries for your own training loop. Every error is a `segapp.errors.SegappError`.
+`segapp.train`, `evaluate`, `predict`, `load` and `history` load torch when they are called. `segapp.losses`, `memory`,
+`parallel` and `precision` are for your own training loop. Every error is a `segapp.errors.SegappError`.
 """
 
 from importlib import import_module as _import_module
@@ -27,9 +27,9 @@ _OF_API = (
     "predict",
     "train",
 )
-_PACKAGES = ("errors", "losses", "parallel")
+_PACKAGES = ("errors", "losses", "memory", "parallel", "precision")
 
-__all__ = [*_OF_API]
+__all__ = [*_OF_API, *_PACKAGES]
 
 
 def __getattr__(name: str) -> _Any:

@@ -1,7 +1,9 @@
 # What type checkers and editors read instead of the lazy names of __init__.py.
 from segapp import errors as errors
 from segapp import losses as losses
+from segapp import memory as memory
 from segapp import parallel as parallel
+from segapp import precision as precision
 from segapp.api import EvalResult as EvalResult
 from segapp.api import Evaluated as Evaluated
 from segapp.api import History as History

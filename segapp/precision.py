@@ -1,7 +1,7 @@
 """Precision modes: fp32, autocast in bf16 or fp16, and half weights with fp32 BatchNorm and master weights.
 
-`Precision` provides an autocast context, a factor for the loss, and the conversion of gradients to fp32. None of them
-waits for the device.
+`Precision` provides an autocast context, the scaling of the loss, and the update of fp32 weights. It waits for the
+device only if the optimizer does not read `found_inf`, as torch's fused ones do.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import wide
-from segapp.compat.torch import BatchOrInstanceNorm, amp_update_scale_, foreach_copy_, foreach_mul_
+from segapp.compat.torch import BatchOrInstanceNorm, amp_update_scale_, foreach_copy_, foreach_mul_, takes_found_inf
 from segapp.errors import accepted_words
+
+__all__ = ["LossScaler", "Precision", "half_except_batchnorm"]
 
 PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
 
@@ -30,7 +32,7 @@ class LossScaler:
     GradScaler refuses half parameters and waits for the device in every step.
     """
 
-    def __init__(self, device: torch.device, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+    def __init__(self, device: torch.device, *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.growth_interval = growth_interval
         self.scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
@@ -67,13 +69,26 @@ def half_except_batchnorm(model: nn.Module) -> nn.Module:
 
 
 class Precision:
-    """Precision mode of a training, one of `PRECISIONS`, with the model's (first) device."""
+    """Precision mode of a training: fp32, fp16 (half weights), amp-fp16 or amp-bf16, with the model's (first) device.
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    The step of a loop is the same in each mode: `backward` for each micro-batch, `finish_gradients`, `step`.
+
+    Example:
+        >>> precision = Precision("fp16", "cpu")
+        >>> model = precision.prepare(nn.Linear(3, 1))
+        >>> optimizer = torch.optim.SGD(precision.master_weights(model.parameters()), lr=0.1)
+        >>> with precision.autocast():
+        ...     loss = model(torch.ones(2, 3, dtype=precision.input_dtype)).float().square().mean()
+        >>> precision.backward(loss)
+        >>> grad_norm = precision.finish_gradients(optimizer, clip_grad_norm=1.0)
+        >>> precision.step(optimizer, is_bad=~grad_norm.isfinite())
+    """
+
+    def __init__(self, name: str, device: torch.device | str) -> None:
         if name not in PRECISIONS:
             raise ValueError(f"precision {name!r} is not known: {accepted_words(name, PRECISIONS)}")
         self.name = name
-        self.device = device
+        self.device = device = torch.device(device)
         self.input_dtype = torch.float16 if name == "fp16" else torch.float32
         self.scaler = LossScaler(device) if name in ("fp16", "amp-fp16") else None
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -109,9 +124,14 @@ class Precision:
         """Return the loss times the scale, for backward."""
         return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
 
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a micro-batch's scaled loss, and `gradients_to_master`."""
+        self.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.gradients_to_master()
+
     @torch.no_grad()
     def gradients_to_master(self) -> None:
-        """Add half gradients to the gradients of the master weights, in fp32; call it after every backward pass."""
+        """Add half gradients to the gradients of the master weights, in fp32, and delete them."""
         pairs = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
         for start in range(0, len(pairs), _CAST_TOGETHER):
             part = pairs[start : start + _CAST_TOGETHER]
@@ -129,6 +149,28 @@ class Precision:
             inverse = wide(self.scaler.scale).reciprocal().float()
             for device in {g.device for g in gradients}:
                 foreach_mul_([g for g in gradients if g.device == device], inverse.to(device))
+
+    @torch.no_grad()
+    def finish_gradients(self, optimizer: torch.optim.Optimizer, clip_grad_norm: float | None = None) -> Tensor:
+        """Unscale the gradients, in place, and clip them to a norm; return their norm before, on the first device."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+        self.unscale(gradients)
+        grad_norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
+        if clip_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, grad_norm)
+        return grad_norm
+
+    def step(self, optimizer: torch.optim.Optimizer, is_bad: Tensor, is_skipped: Tensor | None = None) -> None:
+        """Update the weights and the loss scale in place, and delete the gradients.
+
+        The weights stay the same if `is_bad` is true, which lowers the scale, or if `is_skipped` is, which does not.
+        """
+        if may_update(optimizer, is_bad if is_skipped is None else is_skipped):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.masters_to_model()
+        self.update(is_bad)
 
     @torch.no_grad()
     def masters_to_model(self) -> None:
@@ -158,3 +200,15 @@ class Precision:
         if self._pairs and "masters" in state:
             for (_, master), saved in zip(self._pairs, state["masters"], strict=True):
                 master.copy_(saved)
+
+
+def may_update(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> bool:
+    """Return False if a step is bad and the optimizer would still update the weights.
+
+    torch's fused optimizers read `found_inf` on the device, and then change nothing. For other optimizers, such as
+    custom ones, the host reads the value, which waits for the step, like torch's `GradScaler`.
+    """
+    if takes_found_inf(optimizer):
+        optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+        return True
+    return type(is_bad) is not Tensor or not bool(is_bad)  # a simulated tensor has no value

@@ -1,11 +1,13 @@
 """Precision modes: dtypes, loss scaling and master weights."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from segapp.parallel import convert_sync_batchnorm, place_stages
 from segapp.precision import LossScaler, Precision, half_except_batchnorm
 
 CPU = torch.device("cpu")
@@ -69,16 +71,49 @@ def test_scaled_gradients_are_unscaled_before_the_step(name: str) -> None:
     precision = Precision(name, CPU)
     model = precision.prepare(nn.Linear(4, 1, bias=False))
     masters = precision.master_weights(model.parameters())
+    optimizer = torch.optim.SGD(masters, lr=0.1)
     images = torch.full((2, 4), 2.0**-6, dtype=precision.input_dtype)
     with precision.autocast():
         output = model(images)
     # A gradient of 1 at the output would be 2**16 after scaling and overflow; a mean over pixels has smaller ones.
-    precision.scale(output.float().sum() / 16).backward()
-    precision.gradients_to_master()
-    gradients = [m.grad for m in masters]
-    precision.unscale(gradients)
-    assert gradients[0].dtype == torch.float32
-    torch.testing.assert_close(gradients[0], torch.full((1, 4), 2.0**-9))
+    precision.backward(output.float().sum() / 16)
+    assert float(precision.finish_gradients(optimizer)) == 2.0**-8
+    assert masters[0].grad.dtype == torch.float32
+    torch.testing.assert_close(masters[0].grad, torch.full((1, 4), 2.0**-9))
+
+
+def test_own_half_loop_with_clipping_follows_float64() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 2, 1))
+    truth = copy.deepcopy(net).double()
+    start = [p.detach().clone() for p in truth.parameters()]
+    precision = Precision("fp16", "cpu")
+    model = precision.prepare(convert_sync_batchnorm(net))
+    place_stages(model, {"1": "cpu"}, output_device="cpu")
+    masters = precision.master_weights(model.parameters())
+    optimizers = [torch.optim.SGD(each, lr=0.5, momentum=0.9) for each in (masters, truth.parameters())]
+    scales, num_clipped = [], 0
+    for step in range(5):
+        for images in torch.randn(2, 4, 3, 9, 7):  # two micro-batches
+            factor = 2.0**20 if step == 2 else 1.0  # overflows in half, and float64 skips the step
+            precision.backward(model(images.half()).float().square().mean() * factor)
+            (truth(images.double()).square().mean() * factor).backward()
+        grad_norm = precision.finish_gradients(optimizers[0], clip_grad_norm=0.1)
+        expected = nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
+        precision.step(optimizers[0], is_bad=~grad_norm.isfinite())
+        if step != 2:
+            assert float(grad_norm) == pytest.approx(float(expected), rel=0.01)
+            num_clipped += bool(expected > 0.2)
+            optimizers[1].step()
+        optimizers[1].zero_grad()
+        scales.append(float(precision.scaler.scale))
+    assert num_clipped >= 2
+    assert scales == [2.0**16] * 2 + [2.0**15] * 3
+    assert [p.dtype for p in model.parameters()] == [torch.float16] + [torch.float32] * 2 + [torch.float16] * 2
+    for half, master, wide, first in zip(model.parameters(), masters, truth.parameters(), start, strict=True):
+        moved = (wide - first).abs().max()
+        assert (master - wide).abs().max() < 0.02 * moved
+        torch.testing.assert_close(half.float(), master, rtol=1e-3, atol=1e-4)
 
 
 def test_autocast_dtype_of_each_mode() -> None:

@@ -195,20 +195,32 @@ class _Peaks:
         if self.interval is None or peak >= self.interval:
             self.interval, self.interval_phase = peak, phase
         self.observed = max(peak, self.observed or 0.0)
-        if phase in PHASES:
+        if phase is not None:
             self.phases[phase] = peak
 
 
 class DeviceMemoryTracker:
     """Tracks the phase of the training thread and the memory of its devices.
 
-    Logical devices on one real device share its counters.
+    Logical devices on one real device share its counters. `sample` has the peak of each phase that was run as a whole
+    after an earlier `sample`.
+
+    Example:
+        >>> tracker = DeviceMemoryTracker(["cpu"])  # on GPUs: ["cuda:0", "cuda:1"]
+        >>> for step in range(3):
+        ...     for phase in ("forward", "backward", "step", "data"):
+        ...         tracker.mark(phase)
+        ...     (device,) = tracker.sample()
+        >>> device["device"], device["uuid"], sorted(device["phase_peak_mib"])
+        ('cpu', None, ['backward', 'data', 'forward', 'step'])
     """
 
     def __init__(
-        self, devices: Sequence[DeviceInfo] = (), counters: Sequence[MemoryCounters | None] | None = None
+        self,
+        devices: Sequence[DeviceInfo | torch.device | str] = (),
+        counters: Sequence[MemoryCounters | None] | None = None,
     ) -> None:
-        self.devices = tuple(devices)
+        self.devices = tuple(d if isinstance(d, DeviceInfo) else device_info_of(torch.device(d)) for d in devices)
         self.phase = self.activity = "start"
         self.last_progress_s = time.monotonic()
         keys = [(info.uuid or info.device, info.pid) for info in self.devices]
@@ -246,7 +258,7 @@ class DeviceMemoryTracker:
         return len({info.uuid or info.device for info in self.devices}) < len(self.devices)  # ranks on the CPU share it
 
     def mark(self, phase: str) -> None:
-        """Record that the training thread enters a phase: forward, loss, backward, step, data, eval, save or paused."""
+        """Record that the training thread enters a phase; 'data' is the one between two steps."""
         if self._steps_to_profile:
             with self._lock:
                 self._pop_peaks()

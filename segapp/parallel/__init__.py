@@ -9,6 +9,7 @@ from segapp.chunks import plan_chunks
 from segapp.parallel.data_parallel import BalancedDataParallel, DataParallelCriterion, DataParallelModel, ReplicaOutputs
 from segapp.parallel.distributed import all_reduce_gradients
 from segapp.parallel.dropout import SampleMasks, mask_by_sample, sample_masks
+from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.parallel.penalties import gradient_penalty
 from segapp.parallel.recompute import recomputed_blocks, set_recompute
 from segapp.parallel.replica_threads import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
@@ -27,10 +28,12 @@ __all__ = [
     "SyncBatchNorm",
     "all_reduce_gradients",
     "allreduce",
+    "balance_stages",
     "convert_sync_batchnorm",
     "current_replica",
     "gradient_penalty",
     "mask_by_sample",
+    "place_stages",
     "plan_chunks",
     "recomputed_blocks",
     "revert_sync_batchnorm",

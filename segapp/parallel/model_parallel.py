@@ -24,6 +24,7 @@ T = TypeVar("T")
 def place_stages(
     module: nn.Module,
     stages: Mapping[str, DeviceLike],
+    *,
     rest: DeviceLike | None = None,
     output_device: DeviceLike | None = None,
 ) -> None:
@@ -39,11 +40,13 @@ def place_stages(
         output_device: device that the module's outputs are moved to; None: they are not moved.
 
     Raises:
-        ValueError: an unknown device, or a parameter shared between devices.
+        ValueError: an unknown device or submodule, or a parameter shared between devices.
         TypeError: a part of the module is compiled.
     """
     check_replicable(module)
     parts = dict(module.named_modules())
+    if unknown := [name for name in stages if name not in parts]:
+        raise ValueError(f"{type(module).__name__} has no submodule {unknown[0]!r}: name one of named_modules()")
     devices = dict(zip(stages, resolve_devices(stages.values()), strict=True))
     default = next(iter(devices.values())) if rest is None else resolve_devices([rest])[0]
     homes = {name: home_of(name, devices, default) for name in parts}

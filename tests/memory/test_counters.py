@@ -72,7 +72,7 @@ def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
     for _ in range(2):
         step(watch, counters, peaks)
     (found,) = watch.sample()
-    assert found["phase_peak_mib"] == peaks
+    assert found["phase_peak_mib"] == {"data": 10.0, **peaks}
     assert (found["peak_mib"], found["phase"]) == (500.0, "backward")
     assert (found["allocated_mib"], found["reserved_mib"]) == (10.0, 11.0)
     step(watch, counters, {"forward": 200.0})

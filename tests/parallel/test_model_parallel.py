@@ -58,9 +58,11 @@ def test_parts_move_to_their_stage_and_outputs_to_theirs():
     assert net(torch.randn(1, 3, 2, 2)).device.type == "meta"
 
 
-def test_unknown_device_of_a_stage_is_refused():
+def test_unknown_device_or_name_of_a_stage_is_refused():
     with pytest.raises(ValueError, match="cuda:77"):
         place_stages(SmallNet(), {"stem": "cuda:77"})
+    with pytest.raises(ValueError, match="SmallNet has no submodule 'decoder'"):
+        place_stages(SmallNet(), {"stem": "cpu", "decoder": "cpu"})
 
 
 @pytest.mark.usefixtures("with_meta")

@@ -12,10 +12,10 @@ from segapp.assembly.trained import read_trained
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, DataError, RunError
+from segapp.precision import may_update
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest, plan_request
 from segapp.session.session import run_session
-from segapp.training.step.update import may_update
 from tests.support import ROOT
 from tests.support.runs import differing, events, merged, train
 

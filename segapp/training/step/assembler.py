@@ -350,7 +350,7 @@ class StepAssembler:
             elif layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.
                 example = self._example().to(inner.normalizer.dtype).expand(2, -1, -1, -1)
-                place_stages(model, backend.stages(model, layout, example), device, device)
+                place_stages(model, backend.stages(model, layout, example), rest=device, output_device=device)
                 network = TrainedNetwork(model, inner, device)
             else:
                 replicas = DataParallelModel(

@@ -127,7 +127,7 @@ class CriticTrainer(StepParticipant):
                 gap = gap * per_image.to(gap.dtype)
                 part = self._penalty(batch, real, fake)
                 part = part * share.to(part.dtype)
-                self.precision.scale(gap + self.factor * part).backward()  # type: ignore[no-untyped-call]
+                self.precision.backward(gap + self.factor * part)
                 distances.append(-gap.detach() / self.ranks.world_size)
                 penalties.append(part.detach())
             all_reduce_gradients(self.critic.parameters())

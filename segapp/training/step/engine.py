@@ -184,8 +184,7 @@ class StepEngine:
             loss = surrogate(self.criterion, statistics, totals) * self.ranks.world_size
         if failpoint("train.gradient") == "inf":
             loss = loss * torch.inf
-        self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self.precision.gradients_to_master()
+        self.precision.backward(loss)
         return own
 
     def _statistics(self, batch: Batch) -> Statistics:

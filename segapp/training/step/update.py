@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from segapp.checkpoint.snapshot import hold_own_state
-from segapp.compat.torch import takes_found_inf
 from segapp.optim import WeightAverage, add_groups
 from segapp.precision import Precision
 
@@ -67,14 +66,8 @@ class WeightUpdate:
     @torch.no_grad()
     def finish_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Unscale and clip the gradients; return their norm and whether the step is bad."""
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self.precision.unscale(gradients)
-        grad_norm = torch.nn.utils.get_total_norm(gradients).to(self.precision.device)
-        is_bad = (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).float()
-        if self.clip_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad_norm, grad_norm)
-        return grad_norm, is_bad
+        grad_norm = self.precision.finish_gradients(self.optimizer, self.clip_grad_norm)
+        return grad_norm, (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).float()
 
     @torch.no_grad()
     def apply(self, is_bad: Tensor, is_skipped: Tensor | None = None) -> None:
@@ -83,11 +76,7 @@ class WeightUpdate:
         `is_skipped` leaves the weights as they are for another reason too; None: only for `is_bad`.
         """
         is_skipped = is_bad if is_skipped is None else is_skipped
-        if may_update(self.optimizer, is_skipped):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.precision.masters_to_model()
-        self.precision.update(is_bad)
+        self.precision.step(self.optimizer, is_bad, is_skipped)
         if self.average is not None:
             self.average.update(is_skipped)
         bad = is_bad.long()
@@ -130,15 +119,3 @@ class WeightUpdate:
         self.precision.load_state_dict(state["precision"])
         self.bad_steps.copy_(state["bad_steps"])
         self.bad_in_row.copy_(state["bad_in_row"])
-
-
-def may_update(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> bool:
-    """Return False if a step is bad and the optimizer would still update the weights.
-
-    torch's fused optimizers read `found_inf` on the device, and then change nothing. For other optimizers, such as
-    custom ones, the host reads the value, which waits for the step, like torch's `GradScaler`.
-    """
-    if takes_found_inf(optimizer):
-        optimizer.found_inf = is_bad  # type: ignore[attr-defined]
-        return True
-    return type(is_bad) is not Tensor or not bool(is_bad)  # a simulated tensor has no value
