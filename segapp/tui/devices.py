@@ -1,7 +1,6 @@
 """The panes of the devices and of `gpu0_bsz`: memory and load, and the batch split."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 
 from rich.cells import cell_len
@@ -11,11 +10,11 @@ from textual.geometry import Size
 from segapp.memory.split_check import FULL_FRAC, TIGHT_FRAC
 from segapp.run.commands import CancelCommand, Command, SetCommand
 from segapp.run.events import DeviceMemory
-from segapp.run.words import dots, duration, memory_text, percent, printable, share_text
+from segapp.run.words import dots, duration, gib, percent, printable, share_text
 from segapp.tui.header import LinePart, device_kind, device_label, etas_s, fit_parts
 from segapp.tui.widgets import progress
 from segapp.view.source import Status
-from segapp.view.view import Gpu0, View
+from segapp.view.view import Gpu0, View, is_gpu
 from segapp.view.wording import clip, recomputed, topology
 
 WORD_STYLES = {
@@ -23,7 +22,8 @@ WORD_STYLES = {
     "tight": "$text-warning bold",
     "full": "$text-error bold",
 }
-
+PEAK, PREDICTED = "│", "◆"
+"""Signs in the bar of a device."""
 
 _MACHINE_CELLS = 12
 """Maximum number of cells for the name of a machine."""
@@ -38,24 +38,25 @@ def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
 
 
 def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size) -> Content:
-    """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
+    """Return one line per device: memory as a bar and in GiB, samples, load, temperature; a word if memory is scarce.
 
-    Logical devices share one line. If there is room, each line is followed by the allocator's numbers and the plan's
-    predicted peak. The lines of `_notes` come first.
+    Logical devices share one line. The lines of `_notes` come first.
     """
     if not view.devices:
         text = "no memory sample yet" if view.start is None or view.end is None else "no memory sample was written"
         return Content.styled(text, "$text-muted")
     groups = view.device_groups
     lines = _notes(view, size.width)[: max(0, size.height - len(groups))]
-    num_more = (size.height - len(lines)) // len(groups) - 1
     for group in groups:
-        i, device = group[0], view.devices[group[0]]
-        lines.append(_device_line(view, group, device, size.width))
-        if num_more >= 1:
-            predicted = predicted_mib[i] if i < len(predicted_mib) else None
-            lines.append(_numbers(view, i, device, predicted, size.width))
+        predicted = predicted_mib[group[0]] if group[0] < len(predicted_mib) else None
+        lines.append(_device_line(view, group, predicted, size.width))
     return Content("\n").join(lines)
+
+
+def gpu_legend(predicted_mib: Sequence[float | None]) -> Content:
+    """Return the meaning of the signs in the bars, which end at the memory of the device."""
+    signs = f"━ used  {PEAK} peak" + (f"  {PREDICTED} predicted" if any(predicted_mib) else "")
+    return Content.styled(signs, "$text-muted")
 
 
 def _notes(view: View, width: int) -> list[Content]:
@@ -73,47 +74,48 @@ def _notes(view: View, width: int) -> list[Content]:
     return [Content.styled(line.plain, "$text-accent") for line in fitting]
 
 
-def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float | None, width: int) -> Content:
-    """Return the allocator's memory, the measured peak and the predicted one."""
-    peak = _peak_mib(view, index, device)
-    known = (
-        ("allocated", device.allocated_mib), ("reserved", device.reserved_mib),
-        ("peak", peak), ("predicted", predicted_mib),
-    )  # fmt: skip
-    parts = [LinePart(i, f"{word} {memory_text(mib)}") for i, (word, mib) in enumerate(known) if mib is not None]
-    if device.phase and peak is not None:
-        parts.append(LinePart(9, f"in {printable(device.phase)}"))
-    return Content.styled("  " + fit_parts(parts, width - 2).plain, "$text-muted")
-
-
-def _device_line(view: View, group: list[int], device: DeviceMemory, width: int) -> Content:
+def _device_line(view: View, group: list[int], predicted_mib: float | None, width: int) -> Content:
     """Return the line of a device, or of the logical devices of one process."""
-    index, used, total = group[0], device.used_mib, device.total_mib
-    of = memory_text(total).removesuffix(".0").ljust(4 if total is not None and total % 1024 > 51 else 2)
+    index, device = group[0], view.devices[group[0]]
+    used, total, load, celsius = device.used_mib, device.total_mib, device.utilization, device.temperature
     word = headroom_level(used, total)
+    is_scarce = any(headroom_level(each.used_mib, each.total_mib) in ("tight", "full") for each in view.devices)
     style = WORD_STYLES.get(word, "")
     shares = [view.split[i] for i in group if view.split is not None and i < len(view.split)]
     peak = _peak_mib(view, index, device)
-    is_cpu = device.device is not None and device.device.startswith("cpu")
-    celsius = device.temperature
-    warmth = f"{celsius:.0f}°" if celsius is not None and math.isfinite(celsius) else "-"
+    in_unit, unit = (gib, "GiB") if (total or used or 0) >= 1024 else ("{:.0f}".format, "MiB")
+    memory = "/".join(in_unit(mib) for mib in (used, total) if mib) or "n/a"
+    warmth = f"{celsius:.0f}°" if celsius is not None and math.isfinite(celsius) else ""
     parts = [
-        LinePart(0, Content.assemble((f"{memory_text(used):>5}/{of}", "bold"))),
-        LinePart(2, "-".rjust(5) if peak is None else f"{memory_text(peak):>5}"),
-        LinePart(4, f"{percent(device.utilization):>4}"),
-        LinePart(5, f"{warmth:>4}") if not is_cpu else None,
-        LinePart(1, f"{dots(shares)} img".ljust(6)) if shares else None,
-        LinePart(3, Content.assemble((word.ljust(5), style))),
+        LinePart(0, f"{memory:>9} {unit}", "bold"),
+        LinePart(2, f"{dots(shares)} img".rjust(6)) if shares else None,
+        LinePart(3, f"{percent(load) if load is not None else '':>4}") if is_gpu(device) or load is not None else None,
+        LinePart(4, f"{warmth:>3}") if is_gpu(device) or warmth else None,
+        LinePart(5, f"peak {gib(peak):>4}" if peak is not None else " " * 9) if view.peaks_mib or peak else None,
+        LinePart(1, f"{word:5}" if word != "ok" else " " * 5, style) if is_scarce else None,
     ]
     machines = [clip(printable(machine or ""), _MACHINE_CELLS) for machine in view.machines]
     widest = max(map(cell_len, machines), default=0)
     where = f"{machines[index].ljust(widest)} " if widest and index < len(machines) else ""
     number = str(index) if len(group) == 1 else f"{index}-{group[-1]}"
-    label = f"{where}{device_kind(device.device) if width >= 60 else ''}{number} "
-    texts = fit_parts(parts, width - len(label) - 8, gap=1)
+    label = f"{where}{device_kind(device.device) if width >= 40 else ''}{number} "
+    texts = fit_parts(parts, width - len(label) - 13, gap=1)
     bar_width = min(40, max(4, width - len(label) - texts.cell_length - 1))
-    done, left = progress(used / total if used is not None and total else None, bar_width)
-    return Content.assemble((label, "bold"), (done, style or "$text-muted"), (left, "$text-muted"), " ", texts)
+    bar = _bar(device, style, (peak, predicted_mib), bar_width) if total else Content("")
+    return Content.assemble((label, "bold"), bar, " ", texts)
+
+
+def _bar(device: DeviceMemory, style: str, marked_mib: tuple[float | None, float | None], width: int) -> Content:
+    """Return the memory of a device as a bar with its measured and its predicted peak, in different cells."""
+    total_mib = device.total_mib or 1.0
+    done, left = progress((device.used_mib or 0.0) / total_mib, width)
+    bar, at = Content.assemble((done, style), (left, "$text-muted")), -1
+    for sign, mib in zip((PEAK, PREDICTED), marked_mib, strict=True):
+        if mib is not None:
+            before, at = at, min(int(mib / total_mib * width), width - 1)
+            at += (at == before) * (1 if at < width - 1 else -1)
+            bar = Content.assemble(bar[:at], (sign, "$foreground bold"), bar[at + 1 :])
+    return bar
 
 
 def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
@@ -126,15 +128,7 @@ def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
 
 def gpu0_content(view: View, status: Status, width: int, *, can_edit: bool) -> Content:
     """Return the pane of `gpu0_bsz`: the present and the pending value."""
-    if view.start is None:
-        return Content.styled("known once the training has started", "$text-muted")
-    if view.num_devices < 2:
-        return Content.styled("one device: nothing to split", "$text-muted")
-    why = view.split_checker.why_no_split
-    if why is not None:
-        return Content.styled("\n".join(textwrap.wrap(why, max(width, 1))[:3]), "$text-muted")
-    is_pending = view.gpu0.pending is not None
-    lines = _pending_lines(view, status) if is_pending else _idle_lines(view, can_edit)
+    lines = _pending_lines(view, status) if view.gpu0.pending is not None else _idle_lines(view, can_edit)
     return Content("\n").join([line.truncate(width, ellipsis=True) for line in lines])
 
 
@@ -166,8 +160,8 @@ def _observed(view: View, predicted: list[float | None] | None, observed: list[f
         return ""
     first = next(iter(predicted or []), None)
     device = view.devices[0].device if view.devices else None
-    before = f" (predicted {memory_text(first)})" if first is not None else ""
-    return f", {device_label(device, 0)} peak {memory_text(seen)}{before}"
+    before = f" (predicted {gib(first)})" if first is not None else ""
+    return f", {device_label(device, 0)} peak {gib(seen)}{before}"
 
 
 def _pending_lines(view: View, status: Status) -> list[Content]:

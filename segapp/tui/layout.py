@@ -10,7 +10,7 @@ from textual.widget import Widget
 from segapp.tui import header
 from segapp.tui.chart import LossChart
 from segapp.tui.classes import ClassesPane, classes_title
-from segapp.tui.devices import gpu0_content, gpu_content
+from segapp.tui.devices import gpu0_content, gpu_content, gpu_legend, why_no_split
 from segapp.tui.events import EventsPane
 from segapp.tui.pictures import PictureView
 from segapp.tui.shown_run import ShownRun
@@ -25,7 +25,7 @@ PANES = ("loss", "gpu", "classes", "events", "pictures")
 FOCUS_OF = {"classes": "class-lines", "events": "event-lines"}
 """Pane -> id of the child that takes the focus, if it is not the pane itself."""
 _LEFT = frozenset({"loss", "pictures", "events"})
-_TABS = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 Events"}
+_TABS = ("1 Loss", "2 Memory", "3 Classes", "4 Events", "5 Images")
 
 
 @dataclass(frozen=True)
@@ -110,32 +110,32 @@ class Columns(Horizontal):
             self._set_title(self.events, self.events.show(view))
         if "gpu" in plan.panes:
             self._show_devices(run)
-        if "gpu0" in plan.panes:
+        self.gpu0.display = "gpu0" in plan.panes and why_no_split(view) is None
+        if self.gpu0.display:
             width, status = max(1, self.gpu0.content_size.width), run.source.status()
             can_edit = not (is_readonly or status.is_over)
             self.gpu0.show(gpu0_content(view, status, width, can_edit=can_edit))
             set_title(self.gpu0, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
             self.table.show(view)
-            room = self.table.size.width - (4 if plan.has_left else 34)
+            room = self.table.size.width - (4 if plan.has_left else 44)
             self._set_title(self.table, classes_title(view, self.table.search.text, room))
 
     def _show_devices(self, run: ShownRun) -> None:
-        """Show the devices, with two lines each if the classes and gpu0_bsz leave room."""
-        view, room = run.view, self._right.size.height
-        other_rows = len(view.classes) + 3 + 5  # gpu0_bsz has five, with its border
-        free = min(room - other_rows, 2 * len(view.devices) + 2)
-        most = max(int(0.4 * room), free) - 2
+        """Show the devices; they scroll if the classes and gpu0_bsz leave too little room."""
+        view, room, predicted_mib = run.view, self._right.size.height, run.predicted_mib()
+        most = max(int(0.4 * room), room - len(view.classes) - 8) - 2  # gpu0_bsz has five rows, with its border
         is_shared = "classes" in self._layout.panes
         self.devices.styles.max_height = most + 2 if is_shared else "100%"
         num_rows = most if is_shared else self.devices.size.height
         size = Size(max(1, self.devices.scrollable_content_region.width), num_rows)
-        self._device_lines.show(gpu_content(view, run.predicted_mib(), size))
-        self._set_title(self.devices, Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted")))
+        self._device_lines.show(gpu_content(view, predicted_mib, size))
+        title = Content.assemble(("2 Memory  ", "bold"), gpu_legend(predicted_mib))
+        self._set_title(self.devices, title)
 
     def _set_title(self, pane: Widget, title: Content) -> None:
-        """Set a pane's title; in one column, with the names of the other panes."""
-        others = _TABS if len(self._layout.panes - {"gpu0"}) == 1 else {}
-        text = "  ".join(label for name, label in others.items() if name not in self._layout.panes)
-        tabs = header.LinePart(1, text, "$text-muted")
-        set_title(pane, header.fit_parts([header.LinePart(0, title), tabs], pane.size.width - 4))
+        """Set a pane's title; in one column, between the names of the other panes."""
+        is_alone = len(self._layout.panes - {"gpu0"}) == 1
+        at, names = PANES.index(pane.id or ""), _TABS if is_alone else ()
+        before, after = (header.LinePart(1, "  ".join(part), "$text-muted") for part in (names[:at], names[at + 1 :]))
+        set_title(pane, header.fit_parts([before, header.LinePart(0, title), after], pane.size.width - 4))

@@ -17,7 +17,6 @@ from segapp.run.words import number
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
 from segapp.tui.classes import classes_content
-from segapp.tui.devices import gpu_content
 from segapp.view.history import LossHistory
 from segapp.view.plot import (
     NO_POINTS,
@@ -265,25 +264,17 @@ def test_old_evaluations_keep_their_classes(tmp_path: Path) -> None:
     assert curve_of(view, "IoU sky", None).points.tolist() == []
 
 
-# --- devices and settings --------------------------------------------------------------------------------------------
-
-
-def test_device_pane_shows_more_where_there_is_room(run: RecordedRun) -> None:
-    view = folded(run)
-    small = gpu_content(view, (), Size(60, 5)).plain.splitlines()
-    assert len(small) == 4
-    large = gpu_content(view, (16_384.0, 1.0, None, 3.0), Size(80, 24)).plain
-    assert large.count("allocated") == 4
-    assert "predicted 16.0" in large
-
-
 def test_gpu_pane_of_one_column_shows_every_device(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
     run.epoch()
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "2")
-        assert screen_text(app).count(" img ") == 8
+        text = screen_text(app)
+        assert text.count(" img ") == 8
+        await press(app, pilot, "3")
+        titles = [re.findall("[1-5] [A-Z][a-z]+", shown) for shown in (text, screen_text(app))]
+        assert titles == [["1 Loss", "2 Memory", "3 Classes", "4 Events", "5 Images"]] * 2
 
     run_screen(run, act, (80, 24))
 

@@ -6,7 +6,7 @@ import pytest
 from textual.geometry import Size
 
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
-from segapp.tui.devices import gpu0_content, gpu_content, headroom_level
+from segapp.tui.devices import gpu0_content, gpu_content, gpu_legend, headroom_level
 from segapp.tui.dialogs import Gpu0Screen
 from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
@@ -32,21 +32,42 @@ def view() -> View:
     return view
 
 
-def test_each_device_has_a_line_with_a_bar(view: View) -> None:
-    lines = ascii_text(gpu_content(view, (), Size(60, 3)).plain).splitlines()
-    assert lines == [
-        "GPU0 ========-........   5.0/10   6.0  96%  71C 3 img  ok   ",
-        "GPU1 ================.   9.6/10   9.2  n/a    - 5 img  full ",
+def rows(view: View, predicted_mib: tuple[float | None, ...] = (), width: int = 60) -> list[str]:
+    return ascii_text(gpu_content(view, predicted_mib, Size(width, 3)).plain).splitlines()
+
+
+def test_each_device_has_one_row_of_memory_against_its_limit(view: View) -> None:
+    assert rows(view, (7168.0, 9500.0)) == [
+        "GPU0 =========-.|.V.....  5.0/10.0 GiB  3 img  96% 71C      ",
+        "GPU1 =================|V  9.6/10.0 GiB  5 img          full ",
     ]
-    narrow = ascii_text(gpu_content(view, (), Size(59, 3)).plain).splitlines()
-    assert narrow[0].startswith("0 =========-.........   5.0/10")
-    assert ascii_text(gpu_content(view, (), Size(30, 3)).plain).splitlines()[0] == "0 ======......   5.0/10 3 img "
-    assert len(ascii_text(gpu_content(view, (), Size(200, 3)).plain).splitlines()[0].split()[1]) == 40
+    wide = [row.partition("img")[2].split() for row in rows(view, width=80)]
+    assert wide == [["96%", "71C", "peak", "6.0"], ["peak", "9.2", "full"]]
+    assert gpu_legend((None, 9.0)).plain == "━ used  │ peak  ◆ predicted"
+    assert gpu_legend((None,)).plain == "━ used  │ peak"
+
+
+def test_marks_of_a_bar_are_inside_it_and_apart(view: View) -> None:
+    def bar(peak_mib: float, predicted_mib: float | None) -> str:
+        view.peaks_mib = {(3, 5): [peak_mib, 0.0]}
+        return rows(view, (predicted_mib,))[0].split()[1]
+
+    width = len(bar(6144.0, None))
+    assert [bar(6144.0, 6150.0)[at] for at in (-1, 0)] == [".", "="]
+    assert bar(6144.0, 6150.0).index("V") == bar(6144.0, 6150.0).index("|") + 1  # the same cell otherwise
+    assert bar(99_999.0, 99_999.0).endswith("V|")  # both above the limit
+    assert bar(1024.0, 2048.0).index("|") < bar(1024.0, 2048.0).index("V") < width // 2  # inside the used part
+
+
+def test_row_has_only_what_is_known(view: View) -> None:
+    assert rows(view, width=39)[0].startswith("0 =")
+    assert rows(view, width=30)[0].endswith(" 5.0/10.0 GiB")
+    assert len(rows(view, width=200)[0].split()[1]) == 40
     view.split = (2, 6)
-    assert "5.0/10     -  96%" in ascii_text(gpu_content(view, (), Size(60, 3)).plain)  # no peak of this split yet
+    assert "peak" not in rows(view)[0]  # no peak of this split yet
+    assert "|" not in rows(view)[0]
     view.devices = [DeviceMemory(device="cpu", used_mib=812.0)]
-    words = ascii_text(gpu_content(view, (), Size(60, 3)).plain).split()
-    assert words == ["CPU0", "." * 21, "812M/n/a", "-", "n/a", "2", "img"]
+    assert rows(view)[0].split() == ["CPU0", "812", "MiB", "2", "img"]
 
 
 def test_devices_of_several_machines_have_their_names(view: View) -> None:
@@ -54,19 +75,8 @@ def test_devices_of_several_machines_have_their_names(view: View) -> None:
     names = ("node1", "node1 (2)")
     devices = [Device(device="cuda:0", total_mib=10_240, machine=name) for name in names]
     view.start = view.start.model_copy(update={"devices": devices})
-    lines = ascii_text(gpu_content(view, (), Size(70, 3)).plain).splitlines()
-    assert [line.partition(" =")[0] for line in lines] == ["node1     GPU0", "node1 (2) GPU1"]
-    assert ascii_text(gpu_content(view, (), Size(59, 3)).plain).startswith("node1     0 =")
-
-
-def test_taller_pane_has_the_allocator(view: View) -> None:
-    lines = ascii_text(gpu_content(view, (7168.0, None), Size(80, 4)).plain).splitlines()
-    assert lines[1::2] == [
-        "  allocated 2.0  reserved 3.0  peak 6.0  predicted 7.0  in backward", "  peak 9.2"
-    ]  # fmt: skip
-    narrow = ascii_text(gpu_content(view, (7168.0,), Size(50, 4)).plain).splitlines()
-    assert narrow[1] == "  allocated 2.0  reserved 3.0  peak 6.0"
-    assert len(ascii_text(gpu_content(view, (), Size(80, 40)).plain).splitlines()) == 4
+    assert [line.partition(" =")[0] for line in rows(view, width=70)] == ["node1     GPU0", "node1 (2) GPU1"]
+    assert rows(view, width=39)[0].startswith("node1     0 =")
 
 
 def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
@@ -77,9 +87,10 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
     lines = ascii_text(gpu_content(view, (), Size(70, 4)).plain).splitlines()
     assert lines[0] == "3 logical devices share one process and its memory  shown once"
     assert lines[1].startswith("CPU0-2 ====")
-    assert "2.3.3 img" in lines[1].replace("·", ".")
-    assert lines[2:] == ["  peak 6.0"]
-    assert ascii_text(gpu_content(view, (), Size(50, 4)).plain).splitlines()[1].startswith("0-2 ===")
+    assert "2.3.3 img" in lines[1]
+    assert "peak  6.0" in lines[1]
+    assert len(lines) == 2
+    assert rows(view, width=39)[1].startswith("0-2 ===")
     assert "GiB" not in Gpu0Screen(view).check("1")[1]
     ranks = view.start.model_copy(update={"mode": "ddp"})  # each rank is a process of its own
     view.start = ranks
@@ -145,10 +156,6 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
     assert shown() == ["3 → even  PENDING: epoch 4, in 20s", "split 3·5 → 4·4", "press u to cancel"]
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2, split=[2, 6])
     assert shown(Status("crashed"))[:2] == ["3 → 2  PENDING: the next epoch", "split 3·5 → 2·6"]
-    view.start = view.start.model_copy(update={"devices": view.start.devices[:1]}) if view.start else None
-    assert shown() == ["one device: nothing to split"]
-    view.start = None
-    assert shown() == ["known once the training has started"]
 
 
 def test_dialog_shows_the_memory_that_a_split_would_need(view: View) -> None:

@@ -110,7 +110,7 @@ def test_memory_below_1_gib_is_shown_in_mib(fresh: RecordedRun) -> None:
     fresh.write(Memory(devices=[DeviceMemory(device="cuda:0", used_mib=212.0, total_mib=512.0, peak_mib=300.0)]))
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        assert "212M/512M" in screen_text(app)
+        assert "212/512 MiB" in screen_text(app)
         await press(app, pilot, "3", "f")
         await pilot.resize_terminal(80, 24)
         await settle(app, pilot)
