@@ -64,7 +64,7 @@ def _loss_checks(name: str, options: Mapping[str, Any], config: RunConfig | None
     yield "num_statistics and target_statistics agree", agrees and len(parts[0]) == criterion.num_statistics
     if not isinstance(criterion, PlainCriterion):  # of which a training says that it is exact for a mean only
         totals = tuple(sum(entries[1:], entries[0]) for entries in zip(*parts, strict=True))
-        (divided,) = torch.autograd.grad([surrogate(criterion, part, totals) for part in parts], logits)
+        (divided,) = torch.autograd.grad([surrogate(criterion, part, totals, average=False) for part in parts], logits)
         pairs = ((criterion.finalize(totals).detach(), loss), (divided, gradient))
         gap = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
         yield f"a divided step gives the same loss and gradient (off by {gap:.0e})", gap < 1e-4

@@ -9,8 +9,10 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -269,7 +271,13 @@ class CriterionSum(AdditiveCriterion):
         return torch.stack(losses).sum() if len({loss.dtype for loss in losses}) == 1 else sum(losses[1:], losses[0])
 
 
-def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Statistics) -> Tensor:
+class _Finalizes(Protocol):
+    """An `AdditiveCriterion`, or a `DataParallelCriterion` with one."""
+
+    def finalize(self, totals: Statistics, /) -> Tensor: ...
+
+
+def surrogate(criterion: _Finalizes, statistics: Statistics, totals: Statistics, *, average: bool = True) -> Tensor:
     """Return a scalar whose gradient is this chunk's exact share of the gradient of the loss of the whole step.
 
     Use it in your own DDP or gradient-accumulation loop: compute the statistics of each chunk, add them over ranks and
@@ -281,6 +289,8 @@ def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Stat
         criterion: the criterion of the statistics.
         statistics: statistics of this chunk, with their graph.
         totals: statistics of the whole step, added over all chunks and ranks; they are constants here.
+        average: the ranks' gradients are averaged afterwards, as by `DistributedDataParallel` and by
+            `all_reduce_gradients`: the result is multiplied by the number of ranks. False if they are summed.
 
     Returns:
         A scalar on the device of the statistics.
@@ -312,7 +322,9 @@ def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Stat
         (statistics[i] * (torch.zeros_like(at[i]) if slope is None else slope)).sum()
         for i, slope in zip(live, slopes, strict=True)
     ]
-    return sum(terms[1:], terms[0])
+    share = sum(terms[1:], terms[0])
+    is_divided = average and dist.is_available() and dist.is_initialized()
+    return share * dist.get_world_size() if is_divided else share
 
 
 def reciprocal_or_zero(count: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from segapp.accelerator import wide
 from segapp.parallel.scatter_gather import has_other_ranks, sum_over_ranks, tensors_in
@@ -39,8 +40,8 @@ def gradient_penalty(
       Stability of GANs", section 2.3.
 
     On several ranks, each passes its own samples; the result is the mean over all of them, the same on every rank, and
-    `all_reduce_gradients` computes its exact gradient. A critic wrapped in DistributedDataParallel gets wrong gradients
-    without an error, so pass the bare module. The parameters after `kind` can be fixed by tests and callers.
+    `all_reduce_gradients` computes its exact gradient by default, the mean over the ranks. The parameters after `kind`
+    can be fixed by tests and callers.
 
     Args:
         critic: a module, a `DataParallelModel`, or any function of the batch; the sum of all returned tensors is
@@ -57,9 +58,15 @@ def gradient_penalty(
 
     Raises:
         ValueError: an unknown kind, or shapes that do not fit.
+        TypeError: the critic is wrapped in `DistributedDataParallel`, which would leave gradients unreduced.
     """
     if kind not in get_args(PenaltyKind):
         raise ValueError(f"kind={kind!r} is not known: use one of {', '.join(get_args(PenaltyKind))}")
+    if isinstance(critic, DistributedDataParallel):
+        raise TypeError(
+            "the critic is wrapped in DistributedDataParallel, which does not reduce all gradients of a penalty: pass "
+            "its module, and call all_reduce_gradients(module.parameters()) after backward()"
+        )
     with torch.enable_grad():
         points = _points(real, fake, kind, alpha, noise).detach().requires_grad_()
         scores = list(tensors_in(critic(points)))

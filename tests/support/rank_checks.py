@@ -11,10 +11,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
+from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, surrogate
 from segapp.parallel import (
     SyncBatchNorm,
     all_reduce_gradients,
@@ -118,22 +121,27 @@ def mean_of_means(split: list[int]) -> list[float]:
     return worst(relative_error([mean], [expected.detach()]), relative_error(grads_of(net), grads_of(truth)))
 
 
-def accumulated_step(split: list[int]) -> list[float]:
-    """Check micro-batches of one sample under no_sync, each scaled by the whole step's weight."""
+def accumulated_step(split: list[int], criterion: AdditiveCriterion, way: str) -> list[float]:
+    """Check `surrogate` over three micro-batches of each rank; one of the ranks may have none of the samples.
+
+    The ways: "ddp" is torch's plain DDP, "mean" and "sum" are the bare module with `all_reduce_gradients`.
+    """
     images, target = make_batch(7)
     torch.manual_seed(0)
     truth = SmallNet().double().eval()
     net = copy.deepcopy(truth)
-    criterion = PlainCE()
     criterion(truth(images), target).backward()
-    ddp = wrap_ddp(net)
-    own_images, own_target = part_of(images, split), part_of(target, split)
-    total = sum_over_ranks((own_target != IGNORE).sum().double())
-    micro = list(zip(own_images.split(1), own_target.split(1), strict=True))
+    micro = list(zip(*(part_of(each, split).tensor_split(3) for each in (images, target)), strict=True))
+    with torch.no_grad():
+        rows = [criterion.statistics(net(image), labels) for image, labels in micro]
+        totals = allreduce(*(torch.stack(entry).sum(0) for entry in zip(*rows, strict=True)))
+    model = DistributedDataParallel(net) if way == "ddp" else net
     for i, (image, labels) in enumerate(micro):
-        with ddp.no_sync() if i < len(micro) - 1 else nullcontext():
-            loss_sum, _ = criterion.statistics(ddp(image), labels)
-            (dist.get_world_size() * loss_sum / total).backward()
+        with model.no_sync() if way == "ddp" and i < 2 else nullcontext():
+            statistics = criterion.statistics(model(image), labels)
+            surrogate(criterion, statistics, totals, **({"average": False} if way == "sum" else {})).backward()
+    if way != "ddp":
+        all_reduce_gradients(net.parameters(), average=way == "mean")
     return worst(relative_error(grads_of(net), grads_of(truth)))
 
 
@@ -160,8 +168,8 @@ def without_valid_pixels() -> list[float]:
     return worst(*values)
 
 
-def penalty_step(kind: str, split: list[int], through_ddp: bool = False) -> list[float]:
-    """Check a critic's penalty, bare with `all_reduce_gradients`, or with DDP's reducer."""
+def penalty_step(kind: str, split: list[int]) -> list[float]:
+    """Check a critic's penalty with `all_reduce_gradients`; DDP, which reduces only some gradients, is refused."""
     torch.manual_seed(2)
     shape = (7, 3, 16, 16)
     real, fake, noise = (torch.randn(shape).double() for _ in range(3))
@@ -172,11 +180,11 @@ def penalty_step(kind: str, split: list[int], through_ddp: bool = False) -> list
     expected = alone(lambda: gradient_penalty(truth, real, fake, kind, **dist_calls))  # type: ignore[arg-type]
     expected.backward()
     own = {key: part_of(value, split) for key, value in {"real": real, "fake": fake, **dist_calls}.items()}
-    model = wrap_ddp(critic) if through_ddp else critic
-    penalty = gradient_penalty(model, kind=kind, **own)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"DistributedDataParallel, .*: pass its module, and call all_reduce_gradients"):
+        gradient_penalty(wrap_ddp(copy.deepcopy(critic)), kind=kind, **own)  # type: ignore[arg-type]
+    penalty = gradient_penalty(critic, kind=kind, **own)  # type: ignore[arg-type]
     penalty.backward()
-    if not through_ddp:
-        all_reduce_gradients(critic.parameters())
+    all_reduce_gradients(critic.parameters())
     return worst(
         relative_error([penalty.detach()], [expected.detach()]), relative_error(grads_of(critic), grads_of(truth))
     )
@@ -238,13 +246,17 @@ def main(path: str) -> None:
         "exact, own group": [step_in_own_group(splits[0])],
         "recomputed": [recomputed_step(split) for split in splits],
         "mean of means": [mean_of_means(split) for split in splits[:-1]],
-        "accumulation": [accumulated_step(split) for split in splits[:1]],
+        "surrogate": {
+            f"{type(criterion).__name__} {way} {split}": accumulated_step(split, criterion, way)
+            for criterion in (CriterionCE(weight=[0.5, 1.0, 2.0, 0.1], ignore_index=IGNORE), CriterionDice())
+            for way in ("ddp", "mean", "sum")
+            for split in (splits[0], splits[-1])
+        },
         "no valid pixel": without_valid_pixels(),
         "penalties": {
             kind: [penalty_step(kind, split) for split in (splits if kind == "wgan-gp" else splits[:1])]
             for kind in ("wgan-gp", "wgan-lp", "dragan")
         },
-        "penalty through DDP": penalty_step("wgan-gp", splits[0], through_ddp=True),
         "gradients": reduced_gradients(),
         "differentiated twice": differentiated_twice(),
         "any rank": Ranks(info).any_of(info.rank == 1, False),

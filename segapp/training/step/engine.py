@@ -180,8 +180,7 @@ class StepEngine:
         else:
             if totals is None:
                 own = totals = self.ranks.sums(own)
-            # DDP computes the mean of the ranks' gradients; the step's gradient is their sum.
-            loss = surrogate(self.criterion, statistics, totals) * self.ranks.world_size
+            loss = surrogate(self.criterion, statistics, totals)
         if failpoint("train.gradient") == "inf":
             loss = loss * torch.inf
         self.precision.backward(loss)

@@ -149,8 +149,12 @@ def test_devices_that_share_an_evaluation_are_the_others() -> None:
         (CriterionDice(), ["forward", "loss", "backward", "exchange", "step", IDLE]),
     ],
 )
-def test_linear_loss_lets_no_rank_wait_between_its_passes(criterion: AdditiveCriterion, expected: list[str]) -> None:
+def test_linear_loss_lets_no_rank_wait_between_its_passes(
+    criterion: AdditiveCriterion, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its denominators follow from the targets; those of Dice need the logits of all ranks."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     order: list[str] = []
     both = engine_of(copy.deepcopy(criterion), ranks=NotedRanks(order), mark=order.append)
     alone = engine_of(copy.deepcopy(criterion))
