@@ -27,7 +27,8 @@ from segapp.compat.torch import dispatch_modes
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
-from segapp.losses import CriterionCE, View, upsample_confusion, upsample_label_counts, upsample_logits
+from segapp.losses import CriterionCE
+from segapp.losses.confusion import View, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import SegmentationScores, counts_for
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.losses import (
+from segapp.losses.confusion import (
     LogitsTile,
     View,
     upsample_argmax,

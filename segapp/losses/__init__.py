@@ -1,44 +1,52 @@
 """Losses for semantic segmentation: criteria as additive statistics, exact for any batch split.
 
-They need only torch and the standard library.
+The page `own-loop` explains the names. They need only torch and the standard library. The modules have more functions,
+which segapp itself uses.
 """
 
-# isort: skip_file
-# `as` marks a public name for linters and type checkers; this is the only list of public names.
-
 from segapp.losses.additive import (
-    AdditiveCriterion as AdditiveCriterion,
-    CriterionSum as CriterionSum,
-    Outputs as Outputs,
-    PlainCriterion as PlainCriterion,
-    PlainLossError as PlainLossError,
-    Statistics as Statistics,
-    surrogate as surrogate,
+    AdditiveCriterion,
+    CriterionSum,
+    Outputs,
+    PlainCriterion,
+    Statistics,
+    heads_of,
+    surrogate,
 )
-from segapp.losses.pixel_losses import CriterionBCE as CriterionBCE
-from segapp.losses.confusion import (
-    Scores as Scores,
-    upsample_argmax as upsample_argmax,
-    upsample_confusion as upsample_confusion,
-    upsample_label_counts as upsample_label_counts,
-    upsample_logits as upsample_logits,
-    upsample_probabilities as upsample_probabilities,
-    upsample_sets as upsample_sets,
-)
-from segapp.losses.cross_entropy import (
-    CriterionCE as CriterionCE,
-    plain_reason as plain_reason,
-    upsample_cross_entropy as upsample_cross_entropy,
-)
-from segapp.losses.distillation import (
-    CriterionDistilled as CriterionDistilled,
-    node_features as node_features,
-    pair_wise_difference as pair_wise_difference,
-    pixel_wise_divergence as pixel_wise_divergence,
-)
-from segapp.losses.pixel_losses import CriterionFocal as CriterionFocal
-from segapp.losses.confusion import LogitsTile as LogitsTile, View as View
-from segapp.losses.overlap import CriterionLovasz as CriterionLovasz
-from segapp.losses.mask_classification import CriterionMaskClassification as CriterionMaskClassification
-from segapp.losses.pixel_losses import CriterionOHEM as CriterionOHEM
-from segapp.losses.overlap import CriterionDice as CriterionDice, CriterionTversky as CriterionTversky
+from segapp.losses.confusion import Scores, upsample_argmax, upsample_confusion, upsample_probabilities
+from segapp.losses.cross_entropy import CriterionCE, upsample_cross_entropy
+from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
+from segapp.losses.mask_classification import CriterionMaskClassification
+from segapp.losses.overlap import CriterionDice, CriterionLovasz, CriterionTversky
+from segapp.losses.pixel_losses import CriterionBCE, CriterionFocal, CriterionOHEM
+
+__all__ = [
+    "AdditiveCriterion",
+    "CriterionBCE",
+    "CriterionCE",
+    "CriterionDice",
+    "CriterionDistilled",
+    "CriterionFocal",
+    "CriterionLovasz",
+    "CriterionMaskClassification",
+    "CriterionOHEM",
+    "CriterionSum",
+    "CriterionTversky",
+    "Outputs",
+    "PlainCriterion",
+    "Scores",
+    "Statistics",
+    "heads_of",
+    "node_features",
+    "pair_wise_difference",
+    "pixel_wise_divergence",
+    "surrogate",
+    "upsample_argmax",
+    "upsample_confusion",
+    "upsample_cross_entropy",
+    "upsample_probabilities",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -66,6 +66,13 @@ def check_views(views: Tensor | Sequence[View]) -> list[View]:
     return views_list
 
 
+def height_width(size: Sequence[int]) -> tuple[int, int]:
+    """Return (H, W) as two numbers, from a tuple, a list or a `torch.Size`; ValueError for another length."""
+    if len(size) != 2:
+        raise ValueError(f"size={tuple(size)} has {len(size)} numbers: give (H, W), such as target.shape[-2:]")
+    return int(size[0]), int(size[1])
+
+
 def first_logits(views: Sequence[View]) -> Tensor:
     """Return one tensor of the views, for N, C, dtype and device."""
     return _tensors(views[0])[0]
@@ -252,18 +259,18 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
-def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True) -> Tensor:
+def upsample_argmax(logits: Tensor | Sequence[View], size: Sequence[int], *, align_corners: bool = True) -> Tensor:
     """Return the class with the largest upsampled logit; the first one if several are equal.
 
     Args:
         logits: (N, C, h, w), or views.
-        size: (H, W).
+        size: (H, W), such as `target.shape[-2:]`.
         align_corners: as in `F.interpolate`, but True by default.
 
     Returns:
         (N, H, W) class ids, uint8 (int64 for more than 256 classes).
     """
-    views = check_views(logits)
+    views, size = check_views(logits), height_width(size)
     like = first_logits(views)
     dtype = torch.uint8 if like.shape[1] <= 256 else torch.int64
     prediction = torch.empty((like.shape[0], *size), dtype=dtype, device=like.device)
@@ -282,20 +289,20 @@ def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, a
 
 @torch.no_grad()
 def upsample_sets(
-    logits: Tensor | Sequence[View], size: tuple[int, int], threshold: float, *, align_corners: bool = True
+    logits: Tensor | Sequence[View], size: Sequence[int], threshold: float, *, align_corners: bool = True
 ) -> Tensor:
     """Return the set of classes whose probability (sigmoid) is above a threshold.
 
     Args:
         logits: (N, C, h, w), or views; at most 31 classes.
-        size: (H, W).
+        size: (H, W), such as `target.shape[-2:]`.
         threshold: probability, 0 to 1.
         align_corners: as in `F.interpolate`, but True by default.
 
     Returns:
         (N, H, W) int32, bit c for class c.
     """
-    views = check_views(logits)
+    views, size = check_views(logits), height_width(size)
     like, least = first_logits(views), logit_of(threshold)
     result = torch.empty(like.shape[0], *size, dtype=torch.int32, device=like.device)
     bits = 1 << torch.arange(like.shape[1], dtype=torch.int32, device=like.device).view(1, -1, 1, 1)
@@ -340,7 +347,7 @@ def upsample_label_counts(
     C = like.shape[1]
     counts = torch.zeros(3, C, dtype=torch.int64, device=like.device)
     num_valid = torch.zeros((), dtype=torch.int64, device=like.device)
-    size = (target.shape[-2], target.shape[-1])
+    size = height_width(target.shape[-2:])
     for images, rows, values in logit_bands(views, size, align_corners, is_sigmoid=True):
         ids, valid = class_ids(target[images, None, rows], 1 << C, ignore_index)
         is_target, is_predicted = class_masks(ids, C, multilabel=True) & valid, (values > least) & valid
@@ -353,7 +360,7 @@ def upsample_label_counts(
 
 @torch.no_grad()
 def upsample_probabilities(
-    logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True, is_sigmoid: bool = False
+    logits: Tensor | Sequence[View], size: Sequence[int], *, align_corners: bool = True, is_sigmoid: bool = False
 ) -> Tensor:
     """Return the softmax of the upsampled logits, (N, C, H, W) in float32 (float64 for float64 logits).
 
@@ -361,17 +368,17 @@ def upsample_probabilities(
 
     Args:
         logits: (N, C, h, w), or views.
-        size: (H, W).
+        size: (H, W), such as `target.shape[-2:]`.
         align_corners: as in `F.interpolate`, but True by default.
         is_sigmoid: return the sigmoid of each logit.
     """
-    views = check_views(logits)
+    views, size = check_views(logits), height_width(size)
     return _joined(probability_bands(views, size, align_corners, is_sigmoid=is_sigmoid), views, size)
 
 
 @torch.no_grad()
 def upsample_logits(
-    logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True, is_sigmoid: bool = False
+    logits: Tensor | Sequence[View], size: Sequence[int], *, align_corners: bool = True, is_sigmoid: bool = False
 ) -> Tensor:
     """Return upsampled logits (N, C, H, W), up to an additive constant per pixel, which softmax does not depend on.
 
@@ -379,11 +386,11 @@ def upsample_logits(
 
     Args:
         logits: (N, C, h, w), or views.
-        size: (H, W).
+        size: (H, W), such as `target.shape[-2:]`.
         align_corners: as in `F.interpolate`, but True by default.
         is_sigmoid: the logits are for sigmoids, and have no such constant.
     """
-    views = check_views(logits)
+    views, size = check_views(logits), height_width(size)
     return _joined(logit_bands(views, size, align_corners, is_sigmoid=is_sigmoid), views, size)
 
 
@@ -427,7 +434,7 @@ def upsample_confusion(
     check_inputs(like, target, weight)
     check_label_smoothing(label_smoothing)
     poison = check_target_range(target, like.shape[1], ignore_index)
-    size = (target.shape[-2], target.shape[-1])
+    size = height_width(target.shape[-2:])
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
 
     def count(bands: Iterator[Band]) -> PartSums:

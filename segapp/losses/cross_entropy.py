@@ -8,6 +8,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -300,7 +301,7 @@ class CriterionCE(MeanCriterion):
     def __init__(
         self,
         ignore_index: int = 255,
-        weight: Tensor | None = None,
+        weight: Tensor | Sequence[float] | None = None,
         align_corners: bool = True,
         label_smoothing: float = 0.0,
         aux_weight: float = 0.4,

@@ -9,7 +9,7 @@ Shapes: N images, C classes, P = H W pixels of an image, h x w of the logits, H 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from segapp.losses.fused.checks import check_inputs, check_target_range, class_i
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import compute_dtype, upsample
 
+CountedClasses = Literal["present", "all"]
+"""The classes of which a mean is taken: those in the target, or all."""
+
 
 class _OverlapCriterion(HeadCriterion):
     """Mean over classes of a loss of intersection, probability mass and pixel count, each summed over the step.
@@ -31,7 +34,13 @@ class _OverlapCriterion(HeadCriterion):
     num_statistics = 3
 
     def __init__(
-        self, smooth: float, classes: str, multilabel: bool, ignore_index: int, align_corners: bool, aux_weight: float
+        self,
+        smooth: float,
+        classes: CountedClasses,
+        multilabel: bool,
+        ignore_index: int,
+        align_corners: bool,
+        aux_weight: float,
     ) -> None:
         super().__init__(aux_weight)
         if not smooth >= 0:
@@ -91,9 +100,9 @@ class CriterionDice(_OverlapCriterion):
 
     def __init__(
         self,
-        smooth: float = 1.0,
         *,
-        classes: str = "present",
+        smooth: float = 1.0,
+        classes: CountedClasses = "present",
         multilabel: bool = False,
         ignore_index: int = 255,
         align_corners: bool = True,
@@ -136,10 +145,10 @@ class CriterionTversky(_OverlapCriterion):
 
     def __init__(
         self,
+        *,
         alpha: float = 0.3,
         beta: float = 0.7,
         gamma: float = 1.0,
-        *,
         smooth: float = 1.0,
         multilabel: bool = False,
         ignore_index: int = 255,
@@ -163,7 +172,7 @@ class CriterionTversky(_OverlapCriterion):
 
 def check_classes(classes: str) -> None:
     """Raise ValueError unless classes is "present" or "all"."""
-    if classes not in ("present", "all"):
+    if classes not in get_args(CountedClasses):
         raise ValueError(f'classes={classes!r}: give "present" or "all"')
 
 
@@ -340,7 +349,7 @@ class CriterionLovasz(MeanCriterion):
 
     def __init__(
         self,
-        classes: str = "present",
+        classes: CountedClasses = "present",
         *,
         ignore_index: int = 255,
         align_corners: bool = True,

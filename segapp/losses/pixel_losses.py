@@ -146,9 +146,9 @@ class CriterionFocal(MeanCriterion):
 
     def __init__(
         self,
+        *,
         gamma: float = 2.0,
         weight: Tensor | Sequence[float] | None = None,
-        *,
         multilabel: bool = False,
         ignore_index: int = 255,
         align_corners: bool = True,

@@ -179,7 +179,15 @@ def _rank_device(local_rank: int, device: DeviceLike | None) -> torch.device:
         raise DistributedSetupError(f"rank device: {error}") from error
 
 
-def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: Any) -> DistributedDataParallel:
+def wrap_ddp(
+    module: nn.Module,
+    device: torch.device | None = None,
+    *,
+    gradient_as_bucket_view: bool = True,
+    lazy_bucket_allocation: bool = True,
+    find_unused_parameters: bool = False,
+    bucket_cap_mb: float | None = None,
+) -> DistributedDataParallel:
     """Return the module in `DistributedDataParallel`, with the memory-saving options that this torch supports.
 
     `gradient_as_bucket_view` saves a copy of the gradients; `lazy_bucket_allocation` delays the buckets' memory until
@@ -190,18 +198,23 @@ def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: A
     gradient penalty: a parameter without gradient silently leaves its bucket unreduced. Use the bare module and
     `all_reduce_gradients`.
 
-    The module is on its device, which is None on the CPU; the `options` of `DistributedDataParallel` take precedence.
+    The module is on its device, which is None on the CPU; the other options are those of `DistributedDataParallel`.
     """
     # The running statistics of plain BatchNorm differ between ranks: copy rank 0's buffers in every forward pass.
     sync_buffers = any(isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
     known = signature(DistributedDataParallel.__init__).parameters
-    chosen: dict[str, Any] = {"gradient_as_bucket_view": True}
+    chosen: dict[str, Any] = {}
     if "lazy_bucket_allocation" in known:
-        chosen["lazy_bucket_allocation"] = True
+        chosen["lazy_bucket_allocation"] = lazy_bucket_allocation
     chosen["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = sync_buffers
-    if device is not None and device.type == "cuda":
-        chosen["device_ids"] = [device]
-    return DistributedDataParallel(module, **{**chosen, **options})
+    return DistributedDataParallel(
+        module,
+        device_ids=[device] if device is not None and device.type == "cuda" else None,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        find_unused_parameters=find_unused_parameters,
+        bucket_cap_mb=bucket_cap_mb,
+        **chosen,
+    )
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from segapp.errors import (
     SegappError,
     StorageError,
 )
-from segapp.losses import PlainLossError
+from segapp.losses.additive import PlainLossError
 from segapp.memory.oom import is_out_of_memory
 from segapp.models.inspection import ONE_VALUE
 from segapp.parallel import ReplicaError

@@ -81,7 +81,7 @@ def test_focal_of_sets_matches_its_formula(gamma):
         p_t = torch.where(sets > 0, p, 1 - p)
         return over_pixels(-((1 - p_t) ** gamma) * p_t.log(), target, class_weight())
 
-    both(CriterionFocal(gamma, class_weight(), multilabel=True), truth, logits, target)
+    both(CriterionFocal(gamma=gamma, weight=class_weight(), multilabel=True), truth, logits, target)
 
 
 def test_dice_of_sets_matches_its_formula():

@@ -106,13 +106,13 @@ def test_dice_by_hand():
 def test_dice_of_a_perfect_prediction_is_zero():
     _, target = draw(2, ignored=0.0)
     logits = 1000.0 * F.one_hot(target, 4).movedim(-1, 1).double()
-    assert float(CriterionDice(0.0)(logits, target)) == pytest.approx(0.0, abs=1e-12)
+    assert float(CriterionDice(smooth=0.0)(logits, target)) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_dice_without_smoothing_survives_an_absent_class():
     logits = torch.zeros(1, 2, 2, 2, requires_grad=True)
     logits.data[:, 1] = -1000.0
-    loss = CriterionDice(0.0, classes="all")(logits, torch.zeros(1, 4, 4, dtype=torch.uint8))
+    loss = CriterionDice(smooth=0.0, classes="all")(logits, torch.zeros(1, 4, 4, dtype=torch.uint8))
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(logits.grad).all()
@@ -130,7 +130,7 @@ def test_tversky_matches_its_formula(alpha, beta, gamma):
         losses.append((1 - (tp + 0.5) / (tp + alpha * fp + beta * fn + 0.5)) ** gamma)
     truth = torch.stack(losses).mean()
     truth.backward()
-    loss = CriterionTversky(alpha, beta, gamma, smooth=0.5)(mine, target)
+    loss = CriterionTversky(alpha=alpha, beta=beta, gamma=gamma, smooth=0.5)(mine, target)
     loss.backward()
     assert relative_error(loss.detach(), truth.detach()) < 1e-12
     assert relative_error(mine.grad, theirs.grad) < 1e-12
@@ -139,8 +139,9 @@ def test_tversky_matches_its_formula(alpha, beta, gamma):
 def test_tversky_of_equal_halves_is_dice():
     logits, target = draw()
     for multilabel in (False, True):
-        dice = CriterionDice(2.0, multilabel=multilabel)(logits, target)
-        assert relative_error(CriterionTversky(0.5, 0.5, multilabel=multilabel)(logits, target), dice) < 1e-12
+        dice = CriterionDice(smooth=2.0, multilabel=multilabel)(logits, target)
+        tversky = CriterionTversky(alpha=0.5, beta=0.5, multilabel=multilabel)(logits, target)
+        assert relative_error(tversky, dice) < 1e-12
 
 
 def test_focal_tversky_of_a_perfect_prediction_is_finite():
@@ -157,21 +158,20 @@ def test_focal_matches_its_formula(gamma):
     logits, target = draw()
     losses = pixel_losses(logits, target)
     truth = ((1 - torch.exp(-losses)) ** gamma * losses).mean()
-    assert relative_error(CriterionFocal(gamma)(logits, target), truth) < 1e-12
+    assert relative_error(CriterionFocal(gamma=gamma)(logits, target), truth) < 1e-12
 
 
 def test_focal_of_gamma_zero_is_weighted_cross_entropy():
     logits, target = draw()
     weight = class_weight()
-    assert (
-        relative_error(CriterionFocal(0.0, weight)(logits, target), CriterionCE(weight=weight)(logits, target)) < 1e-12
-    )
+    focal, plain = CriterionFocal(gamma=0.0, weight=weight), CriterionCE(weight=weight)
+    assert relative_error(focal(logits, target), plain(logits, target)) < 1e-12
 
 
 def test_focal_has_a_finite_gradient_where_the_model_is_sure():
     logits = torch.zeros(1, 2, 2, 2, requires_grad=True)
     logits.data[:, 0] = 200.0
-    CriterionFocal(0.5)(logits, torch.zeros(1, 4, 4, dtype=torch.uint8)).backward()
+    CriterionFocal(gamma=0.5)(logits, torch.zeros(1, 4, 4, dtype=torch.uint8)).backward()
     assert torch.isfinite(logits.grad).all()
 
 
@@ -210,17 +210,24 @@ def test_lovasz_skips_images_without_valid_pixels():
     assert relative_error(CriterionLovasz()(logits, target), CriterionLovasz()(logits[kept], target[kept])) < 1e-14
 
 
+@pytest.mark.parametrize("kind", [CriterionDice, CriterionFocal, CriterionTversky])
+def test_ignore_index_in_the_first_place_is_refused(kind):
+    """It is the first argument of `CriterionCE` and of the published losses; here it would be a factor."""
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        kind(255)
+
+
 def test_options_out_of_range_are_named():
     with pytest.raises(ValueError, match=r"threshold=0\.0"):
         CriterionOHEM(0.0)
     with pytest.raises(ValueError, match="min_kept=-1"):
         CriterionOHEM(0.5, -1)
     with pytest.raises(ValueError, match="smooth=-1"):
-        CriterionDice(-1)
+        CriterionDice(smooth=-1)
     with pytest.raises(ValueError, match="gamma=nan"):
-        CriterionFocal(math.nan)
+        CriterionFocal(gamma=math.nan)
     with pytest.raises(ValueError, match="beta=-1"):
-        CriterionTversky(0.5, -1)
+        CriterionTversky(beta=-1)
     with pytest.raises(ValueError, match="gamma=0"):
         CriterionTversky(gamma=0)
     with pytest.raises(ValueError, match="classes='some'"):

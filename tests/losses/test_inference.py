@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import (
-    CriterionCE,
+from segapp.losses import CriterionCE, confusion
+from segapp.losses.confusion import (
     LogitsTile,
-    confusion,
+    class_of_largest,
     upsample_argmax,
     upsample_confusion,
     upsample_label_counts,
@@ -15,7 +15,6 @@ from segapp.losses import (
     upsample_probabilities,
     upsample_sets,
 )
-from segapp.losses.confusion import class_of_largest
 from tests.support.loss_cases import class_weight, draw, relative_error
 
 
@@ -75,6 +74,16 @@ def test_probability_equal_to_the_threshold_is_not_above_it():
     assert upsample_sets(logits, (1, 1), 0.5).tolist() == [[[0b10]]]
     counts = upsample_label_counts(logits, torch.full((1, 1, 1), 0b11), 0.5)
     assert counts.tolist() == [[[0, 0], [1, 0]], [[0, 0], [0, 1]]]
+
+
+@pytest.mark.parametrize("function", [upsample_argmax, upsample_probabilities, upsample_logits])
+def test_sizes_may_be_those_of_a_target_or_a_list(function):
+    logits, target = torch.randn(2, 3, 4, 5), torch.zeros(2, 7, 11)
+    expected = function(logits, (7, 11))
+    assert expected.shape[-2:] == (7, 11)
+    assert all(torch.equal(function(logits, size), expected) for size in (target.shape[-2:], [7, 11]))
+    with pytest.raises(ValueError, match=r"size=\(2, 7, 11\) has 3 numbers: give \(H, W\), such as target.shape"):
+        function(logits, target.shape)
 
 
 def test_wrong_inputs_are_named():

@@ -32,7 +32,7 @@ from segapp.inference.workspace import (
     tile_cores,
     tile_frame,
 )
-from segapp.losses import View
+from segapp.losses.confusion import View
 from segapp.memory.oom import is_out_of_memory
 
 if TYPE_CHECKING:
