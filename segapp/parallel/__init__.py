@@ -6,14 +6,14 @@ uses: process groups, launching, memory placement.
 """
 
 from segapp.chunks import plan_chunks
-from segapp.parallel.data_parallel import BalancedDataParallel, DataParallelCriterion, DataParallelModel, ReplicaOutputs
+from segapp.parallel.data_parallel import BalancedDataParallel, DataParallelCriterion, DataParallelModel
 from segapp.parallel.distributed import all_reduce_gradients
 from segapp.parallel.dropout import SampleMasks, mask_by_sample, sample_masks
 from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.parallel.penalties import gradient_penalty
 from segapp.parallel.recompute import recomputed_blocks, set_recompute
 from segapp.parallel.replica_threads import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
-from segapp.parallel.scatter_gather import allreduce, sum_over_ranks
+from segapp.parallel.scatter_gather import ReplicaOutputs, allreduce, sum_over_ranks
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 __all__ = [

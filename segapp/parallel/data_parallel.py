@@ -19,54 +19,14 @@ from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThre
 from segapp.parallel.replicas import check_replicable, replicate, write_back_buffers
 from segapp.parallel.scatter_gather import (
     DeviceLike,
+    ReplicaOutputs,
     batch_size,
-    gather,
     reduce_add,
     resolve_devices,
     scatter,
     tensors_in,
     to_device,
 )
-
-
-class ReplicaOutputs(list[Any]):
-    """The replicas' outputs in replica order, each on its device, with their split.
-
-    Attributes:
-        sizes: samples per output, as many as there are outputs.
-        main_device: device 0 of the model, where sums are computed, even if it has no samples.
-        dim: the dimension of the samples.
-        mode: how the replicas ran.
-    """
-
-    def __init__(
-        self,
-        outputs: Iterable[Any],
-        sizes: Sequence[int],
-        devices: Sequence[torch.device],
-        main_device: torch.device,
-        dim: int = 0,
-        mode: Mode = "threads",
-    ) -> None:
-        super().__init__(outputs)
-        self.sizes = tuple(sizes)
-        self.devices = tuple(devices)
-        self.main_device = main_device
-        self.dim = dim
-        self.mode: Mode = mode
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        """Refuse to be treated as a tensor, and name the class that computes the loss."""
-        name = getattr(function, "__name__", str(function))
-        raise TypeError(
-            f"{name} takes a tensor, and a DataParallelModel returns one output per device (ReplicaOutputs): compute "
-            "the loss with DataParallelCriterion(criterion)(outputs, target), or join the outputs with outputs.gather()"
-        )
-
-    def gather(self, device: DeviceLike | None = None) -> Any:
-        """Return all outputs joined on one device, by default device 0."""
-        return gather(self, self.main_device if device is None else resolve_devices([device])[0], self.dim)
 
 
 class DataParallelModel(nn.Module):
@@ -150,24 +110,59 @@ class DataParallelModel(nn.Module):
             num_samples, len(self.devices), self.gpu0_bsz, full_batch=self.full_batch, shares=self.shares
         )
 
+    def scatter(self, batch: Any) -> ReplicaOutputs:
+        """Return a batch's chunks, each on its device, as `forward` makes them; `forward` also takes the result.
+
+        The batch may have any nesting; tensors next to `ReplicaOutputs`, which are chunks already, are cut like these.
+        """
+        given = next(tensors_in(batch, ReplicaOutputs), None)
+        if given is None:
+            split = self.plan(batch_size(batch, self.dim) or 0)
+            used: Sequence[int] = [i for i, size in enumerate(split) if size] or [0]
+            sizes: Sequence[int] = [split[i] for i in used]
+        else:
+            used, sizes = self._positions_of(given), given.sizes
+        devices = [self.devices[i] for i in used]
+        chunks = scatter(batch, devices, sizes, self.dim)
+        return ReplicaOutputs(chunks, sizes, devices, self.devices[0], self.dim, self.mode, used)
+
+    def _positions_of(self, chunks: ReplicaOutputs) -> list[int]:
+        """Return the positions of the devices of chunks; chunks on other devices will be copied."""
+        if len(chunks) > len(self.devices):
+            raise ValueError(
+                f"the input has chunks for {len(chunks)} devices, and the model has {len(self.devices)}:"
+                " pass outputs.gather()"
+            )
+        free, found = list(range(len(self.devices))), []
+        for wanted in zip(chunks.devices, chunks.positions, strict=True):
+            found.append(max(free, key=lambda i: (self.devices[i] == wanted[0], i == wanted[1], -i)))
+            free.remove(found[-1])
+        return found
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chunks of a batch, given as positional or keyword arguments in any nesting.
 
-        Devices without samples are skipped. A call without samples, or without tensors, runs once on device 0.
+        Tuples, lists, deques, mappings and dataclasses are searched for tensors; objects of other classes are passed
+        to every replica as they are, with the tensors in them. Devices without samples are skipped. A call without
+        samples, without tensors, or with 0-d tensors alone runs once on device 0.
 
         Returns:
             `ReplicaOutputs`: one output per device with samples, even for a single device.
+
+        Raises:
+            ValueError: no tensor has the dimension of the samples, or the tensors' sizes differ.
+            TypeError: a PackedSequence, or a nested or sparse tensor, would have to be cut.
         """
-        num_samples = batch_size((args, kwargs), self.dim)
-        self.last_split = self.plan(num_samples or 0)
-        used = [i for i, size in enumerate(self.last_split) if size] or [0]
-        devices, sizes = [self.devices[i] for i in used], [self.last_split[i] for i in used]
-        if num_samples is None:
-            chunks = [to_device((args, kwargs), devices[0])]
-        else:
-            chunks = scatter((args, kwargs), devices, sizes, self.dim)
-        outputs = self._run_chunks(used, chunks)
-        return ReplicaOutputs(outputs, sizes, devices, self.devices[0], self.dim, self.mode)
+        outputs = self.scatter((args, kwargs))
+        splits = dict(zip(outputs.positions, outputs.sizes, strict=True))
+        self.last_split = tuple(splits.get(i, 0) for i in range(len(self.devices)))
+        outputs[:] = self._run_chunks(outputs.positions, outputs)
+        if all(isinstance(output, ReplicaOutputs) for output in outputs):  # of a wrapper within this one
+            sizes, devices = (
+                [value for output in outputs for value in getattr(output, name)] for name in ("sizes", "devices")
+            )
+            return ReplicaOutputs(itertools.chain(*outputs), sizes, devices, self.devices[0], self.dim, self.mode)
+        return outputs
 
     def _run_chunks(self, used: Sequence[int], chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
         """Run the chunks on the devices with these numbers."""
@@ -297,7 +292,11 @@ class DataParallelCriterion(nn.Module):
             ValueError: outputs and target do not fit together.
             TypeError: the criterion's statistics are not tensors in a tuple.
         """
-        chunks = self._as_replica_outputs(outputs)
+        if isinstance(outputs, ReplicaOutputs):
+            chunks = outputs
+        else:
+            main = None if self.devices is None else self.devices[0]
+            chunks = ReplicaOutputs(outputs if isinstance(outputs, list) else [outputs], main_device=main)
         targets = _split_target(target, chunks)
         keep_workers(self)
         copies = replicate(self.criterion, chunks.devices) if self._needs_copies(chunks.devices) else []
@@ -322,29 +321,18 @@ class DataParallelCriterion(nn.Module):
         tensors = [*self.criterion.parameters(), *self.criterion.buffers()]
         return bool(tensors) and list(devices) != [tensors[0].device]
 
-    def _as_replica_outputs(self, outputs: Any) -> ReplicaOutputs:
-        if isinstance(outputs, ReplicaOutputs):
-            return outputs
-        chunks = outputs if isinstance(outputs, list) else [outputs]
-        firsts = [next(tensors_in(chunk), None) for chunk in chunks]
-        tensors = [first for first in firsts if first is not None and first.dim()]
-        if not chunks or len(tensors) < len(chunks):
-            raise ValueError("outputs hold no tensor with samples: pass the result of the model")
-        devices = [tensor.device for tensor in tensors]
-        main = devices[0] if self.devices is None else self.devices[0]
-        return ReplicaOutputs(chunks, [tensor.size(0) for tensor in tensors], devices, main)
-
 
 def _split_target(target: Any, outputs: ReplicaOutputs) -> list[Any]:
     """Return the target's chunks, each on its output's device."""
-    if isinstance(target, list | tuple) and len(target) == len(outputs):
-        sizes = [chunk.size(outputs.dim) if isinstance(chunk, Tensor) and chunk.dim() else None for chunk in target]
-        if sizes == list(outputs.sizes):
-            return [to_device(chunk, device) for chunk, device in zip(target, outputs.devices, strict=True)]
-    num_samples = batch_size(target, outputs.dim)
-    if num_samples != sum(outputs.sizes):
-        raise ValueError(
-            f"the target has {num_samples} samples and the outputs have {list(outputs.sizes)}: pass the target of the"
-            " model's batch, or one part per output"
-        )
+    if next(tensors_in(target, ReplicaOutputs), None) is None:
+        if isinstance(target, list | tuple) and len(target) == len(outputs):
+            sizes = [chunk.size(outputs.dim) if isinstance(chunk, Tensor) and chunk.dim() else None for chunk in target]
+            if sizes == list(outputs.sizes):
+                return [to_device(chunk, device) for chunk, device in zip(target, outputs.devices, strict=True)]
+        num_samples = batch_size(target, outputs.dim)
+        if num_samples != sum(outputs.sizes):
+            raise ValueError(
+                f"the target has {num_samples} samples and the outputs have {list(outputs.sizes)}: pass the target of"
+                " the model's batch, or one part per output"
+            )
     return scatter(target, outputs.devices, outputs.sizes, outputs.dim)

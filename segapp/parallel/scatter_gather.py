@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from segapp.accelerator import CUDA, gpu_of
-from segapp.parallel.replica_threads import current_replica
+from segapp.parallel.replica_threads import Mode, current_replica
 
 T = TypeVar("T")
 DeviceLike: TypeAlias = int | str | torch.device
@@ -66,48 +68,64 @@ def _resolve_device(device_id: DeviceLike) -> torch.device:
     return device
 
 
+def _fields(item: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(item) if hasattr(item, field.name)]
+
+
 def _children(item: Any) -> list[Any] | None:
-    """Return the elements of a tuple, list, dict or dataclass; None for anything else, a leaf."""
-    if isinstance(item, list | tuple):
+    """Return the elements of a tuple, list, deque, mapping or dataclass; None for anything else, a leaf."""
+    if isinstance(item, tuple | list | deque | UserList):
         return list(item)
-    if isinstance(item, dict):
-        return list(item.values())
+    if isinstance(item, Mapping):
+        return [item[key] for key in item]
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return [getattr(item, field.name) for field in dataclasses.fields(item)]
+        return [getattr(item, name) for name in _fields(item)]
     return None
 
 
 def _refill(item: Any, children: Sequence[Any]) -> Any:
-    """Return a container of the same type with other elements."""
+    """Return a container of the same type with other elements; itself if they are the same, unless it may grow."""
     if isinstance(item, tuple):
         return type(item)(*children) if hasattr(item, "_fields") else type(item)(children)
+    if isinstance(item, Mapping):
+        return _refill_mapping(item, dict(zip(item, children, strict=True)))
     filled = copy.copy(item)
-    if isinstance(item, list):
-        filled[:] = children
-    elif isinstance(item, dict):
-        for key, child in zip(item, children, strict=True):
-            filled[key] = child
+    if dataclasses.is_dataclass(item):
+        for name, child in zip(_fields(item), children, strict=True):
+            object.__setattr__(filled, name, child)
     else:
-        for field, child in zip(dataclasses.fields(item), children, strict=True):
-            object.__setattr__(filled, field.name, child)
+        filled.clear()
+        filled.extend(children)
     return filled
 
 
-def tensors_in(item: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(item, Tensor):
+def _refill_mapping(item: Any, values: dict[Any, Any]) -> Any:
+    if not isinstance(item, MutableMapping):
+        return item if all(item[key] is value for key, value in values.items()) else type(item)(values)
+    # A shallow copy of a class of one's own may share its values, or also have them as attributes: a deep copy, which
+    # takes the new values for the old ones, has neither, and shares the other attributes.
+    shared = [*item, *(value for value in getattr(item, "__dict__", {}).values() if not isinstance(value, dict))]
+    filled = copy.deepcopy(item, {**{id(x): x for x in shared}, **{id(item[key]): values[key] for key in item}})
+    for key, value in values.items():
+        filled[key] = value
+    return filled
+
+
+def tensors_in(item: Any, kinds: Any = Tensor) -> Iterator[Any]:
+    """Yield all tensors, or items of other kinds, in nested containers, in order."""
+    if isinstance(item, kinds):
         yield item
     else:
         for child in _children(item) or ():
-            yield from tensors_in(child)
+            yield from tensors_in(child, kinds)
 
 
-def map_tensors(function: Callable[[Tensor], Any], item: Any) -> Any:
-    """Return the same structure with every tensor replaced; other leaves are unchanged."""
-    if isinstance(item, Tensor):
+def map_tensors(function: Callable[[Any], Any], item: Any, kinds: Any = Tensor) -> Any:
+    """Return the same structure with every tensor, or item of other kinds, replaced; other leaves are unchanged."""
+    if isinstance(item, kinds):
         return function(item)
     children = _children(item)
-    return item if children is None else _refill(item, [map_tensors(function, child) for child in children])
+    return item if children is None else _refill(item, [map_tensors(function, child, kinds) for child in children])
 
 
 def to_device(item: Any, device: torch.device) -> Any:
@@ -116,40 +134,120 @@ def to_device(item: Any, device: torch.device) -> Any:
 
 
 def batch_size(item: Any, dim: int = 0) -> int | None:
-    """Return the size of `dim` in the first tensor that has it; None if there is no such tensor."""
-    return next((tensor.size(dim) for tensor in tensors_in(item) if _has_dim(tensor, dim)), None)
+    """Return the size of `dim` in the first tensor that has it; None if there are no tensors, or only 0-d ones.
+
+    Raises:
+        ValueError: no tensor has this dimension.
+    """
+    tensors = [tensor for tensor in tensors_in(item) if tensor.dim()]
+    sizes = [tensor.size(dim) for tensor in tensors if _has_dim(tensor, dim)]
+    if tensors and not sizes:
+        raise ValueError(
+            f"the batch cannot be cut along dim {dim}, which none of its tensors has: their shapes are"
+            f" {[tuple(tensor.shape) for tensor in tensors]}"
+        )
+    return sizes[0] if sizes else None
 
 
 def _has_dim(tensor: Tensor, dim: int) -> bool:
     return -tensor.dim() <= dim < tensor.dim()
 
 
+class ReplicaOutputs(list[Any]):
+    """The replicas' outputs in replica order, each on its device, with their split.
+
+    They are also inputs: a `DataParallelModel` or `DataParallelCriterion` runs each chunk on its device. To pass other
+    chunks in the same way, give only a list of them, such as `ReplicaOutputs([output.detach() for output in outputs])`;
+    chunks without samples are left out.
+
+    Attributes:
+        sizes: samples per output, as many as there are outputs.
+        main_device: device 0 of the model, where sums are computed, even if it has no samples.
+        dim: the dimension of the samples.
+        mode: how the replicas ran.
+        positions: number of each output's device among the model's devices.
+
+    Raises:
+        ValueError: without `sizes`, an output has no tensor with the dimension of the samples.
+    """
+
+    def __init__(
+        self,
+        outputs: Iterable[Any],
+        sizes: Sequence[int] | None = None,
+        devices: Sequence[torch.device] = (),
+        main_device: torch.device | None = None,
+        dim: int = 0,
+        mode: Mode = "threads",
+        positions: Sequence[int] = (),
+    ) -> None:
+        super().__init__(outputs)
+        positions = positions or range(len(self))
+        if sizes is None:
+            found = [batch_size(output, dim) for output in self]
+            if not found or None in found:
+                raise ValueError("outputs hold no tensor with samples: pass the result of the model")
+            positions = [i for i, size in enumerate(found) if size] or [0]
+            self[:], sizes = [self[i] for i in positions], [found[i] or 0 for i in positions]
+            devices = [next(tensors_in(output)).device for output in self]
+        self.sizes, self.devices, self.positions = tuple(sizes), tuple(devices), tuple(positions)
+        self.main_device = self.devices[0] if main_device is None else main_device
+        self.dim = dim
+        self.mode: Mode = mode
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """Refuse to be treated as a tensor, and name the class that computes the loss."""
+        name = getattr(function, "__name__", str(function))
+        raise TypeError(
+            f"{name} takes a tensor, and a DataParallelModel returns one output per device (ReplicaOutputs): compute "
+            "the loss with DataParallelCriterion(criterion)(outputs, target), or join the outputs with outputs.gather()"
+        )
+
+    def gather(self, device: DeviceLike | None = None) -> Any:
+        """Return all outputs joined on one device, by default device 0."""
+        return gather(self, self.main_device if device is None else resolve_devices([device])[0], self.dim)
+
+
 def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim: int = 0) -> list[T]:
     """Cut a batch into chunks, one per device.
 
-    Tensors are cut along `dim`; on their own device, a chunk is a view. 0-d tensors and other values are passed to
-    every device unchanged. Tuples, named tuples, lists, dicts and dataclasses keep their type.
+    Tensors are cut along `dim`; on their own device, a chunk is a view. `ReplicaOutputs` of these sizes are the chunks
+    themselves. 0-d tensors and other values are passed to every device unchanged. Containers keep their type.
 
     The sizes are the samples of each chunk, >= 0. Gradients flow back to the batch.
 
     Raises:
-        ValueError: a tensor's size is not the sum of the sizes.
+        ValueError: a tensor's size is not the sum of the sizes, or chunks have other sizes.
+        TypeError: the batch has a PackedSequence, or a nested or sparse tensor that must be cut.
     """
 
-    def cut(device: torch.device, start: int, size: int, tensor: Tensor) -> Any:
-        if tensor.dim():
-            if not _has_dim(tensor, dim) or tensor.size(dim) != sum(sizes):
+    def cut(i: int, part: Any) -> Any:
+        if isinstance(part, ReplicaOutputs):
+            if (part.sizes, part.dim) != (tuple(sizes), dim):
                 raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dim {dim} into {list(sizes)}:"
+                    f"chunks of {list(part.sizes)} samples along dim {part.dim} meet chunks of {list(sizes)} along dim"
+                    f" {dim}: pass outputs.gather() instead of one of them"
+                )
+            return to_device(part[i], devices[i])
+        size, total = sizes[i], sum(sizes)
+        if isinstance(part, PackedSequence) or ((part.is_nested or part.is_sparse) and size < total):
+            kind = "PackedSequence" if isinstance(part, tuple) else "nested or sparse tensor"
+            raise TypeError(
+                f"a {kind} cannot be cut into {list(sizes)}: pass padded tensors, and pack them in forward()"
+            )
+        if part.dim():
+            if not _has_dim(part, dim) or part.size(dim) != total:
+                raise ValueError(
+                    f"a tensor of shape {tuple(part.shape)} cannot be cut along dim {dim} into {list(sizes)}:"
                     " every tensor of a batch needs the same number of samples there"
                 )
             # narrow, because the several views that split() makes forbid in-place operations
-            tensor = tensor if size == sum(sizes) else tensor.narrow(dim, start, size)
-        return to_device(tensor, device)
+            part = part if size == total else part.narrow(dim, sum(sizes[:i]), size)
+        return to_device(part, devices[i])
 
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    chunks = zip(devices, starts, sizes, strict=True)
-    return [map_tensors(partial(cut, *chunk), item) for chunk in chunks]
+    kinds = (Tensor, ReplicaOutputs, PackedSequence)
+    return [map_tensors(partial(cut, i), item, kinds) for i in range(len(sizes))]
 
 
 def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
@@ -159,9 +257,9 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
     equal from every replica.
 
     Raises:
-        TypeError: replicas returned different structures or different plain values.
+        TypeError: replicas returned different structures, different plain values, or a PackedSequence.
     """
-    first = outputs[0]
+    first: Any = outputs[0]
     if isinstance(first, Tensor):
         for output in outputs:
             if not isinstance(output, Tensor):
@@ -172,19 +270,35 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
         if len(moved) == 1 and first.dim():
             return cast(T, moved[0])
         return cast(T, torch.cat(moved, dim) if first.dim() else torch.stack(moved))
-    children = _children(first)
-    if children is None:
-        if any(isinstance(output, Tensor) or output != first for output in outputs[1:]):
+    if isinstance(first, ReplicaOutputs):
+        return cast(T, gather([output.gather(device) for output in cast(Any, outputs)], device, dim))
+    if _children(first) is None:
+        if any(output is not first and not _is_equal(output, first) for output in outputs):
             raise TypeError(f"replicas returned different values, such as {first!r}: return tensors, or equal values")
-        return first
-    columns = [_children(output) for output in outputs]
-    if any(type(output) is not type(first) for output in outputs) or any(
-        column is None or len(column) != len(children) for column in columns
-    ):
-        raise TypeError(f"replicas returned different structures of {type(first).__name__}: return the same from each")
-    if isinstance(first, dict):
-        columns = [[output[key] for key in first] for output in outputs]  # type: ignore[index]
-    return _refill(first, [gather(column, device, dim) for column in zip(*columns, strict=True)])  # type: ignore[no-any-return]
+        return cast(T, first)
+    columns = [_column(output, first) for output in outputs]
+    if None in columns or (isinstance(first, PackedSequence) and len(columns) > 1):
+        raise TypeError(
+            f"replicas returned different structures of {type(first).__name__}, or a PackedSequence, which cannot be"
+            " joined: return the same from each"
+        )
+    return cast(T, _refill(first, [gather(column, device, dim) for column in zip(*columns, strict=True)]))
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except (ValueError, RuntimeError):  # arrays and tensors compare their elements
+        return False
+
+
+def _column(output: Any, like: Any) -> list[Any] | None:
+    """Return the elements of a container in the order of another one; None if their structures differ."""
+    if type(output) is not type(like) or len(_children(output) or ()) != len(_children(like) or ()):
+        return None
+    if isinstance(like, Mapping):
+        return [output[key] for key in like] if output.keys() == like.keys() else None
+    return _children(output)
 
 
 def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

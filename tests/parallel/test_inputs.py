@@ -1,0 +1,209 @@
+"""Inputs of every kind are cut, or refused in words; chunks that are on their devices stay there."""
+
+import copy
+import types
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+
+from segapp.losses import CriterionCE
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelCriterion,
+    DataParallelModel,
+    ReplicaOutputs,
+    convert_sync_batchnorm,
+    gradient_penalty,
+)
+from tests.support.parallel_cases import Critic, SmallNet, grads_of, make_batch, relative_error, state_error
+
+CPUS = ["cpu"] * 3
+UNEVEN = {"shares": [0, 3, 2]}
+
+
+class OwnMapping(MutableMapping):
+    """Its shallow copies share the values, and `x` is also an attribute."""
+
+    def __init__(self, **values):
+        self._values, self.x = values, values["x"]
+
+    def __getitem__(self, key):
+        return self._values[key]
+
+    def __setitem__(self, key, value):
+        self._values[key] = value
+
+    def __delitem__(self, key):
+        del self._values[key]
+
+    def __iter__(self):
+        return iter(self._values)
+
+    def __len__(self):
+        return len(self._values)
+
+
+@dataclass
+class Record:
+    x: Tensor
+    name: str = "r"
+    later: Tensor = field(init=False)
+
+
+BATCHES = {
+    "UserDict": lambda x: UserDict(name="n", x=x),
+    "OrderedDict": lambda x: OrderedDict(name="n", x=x),
+    "defaultdict": lambda x: defaultdict(list, name="n", x=x),
+    "own mapping": lambda x: OwnMapping(name="n", x=x),
+    "mapping proxy": lambda x: types.MappingProxyType({"name": "n", "x": x}),
+    "UserList": lambda x: UserList(["n", x]),
+    "deque": lambda x: deque(["n", x], maxlen=2),
+    "dataclass": Record,
+    "max": lambda x: torch.max(torch.stack([x, x - 1], -1), -1),
+}
+
+
+class Doubled(nn.Module):
+    """Returns a container of the same class with its tensors doubled."""
+
+    def forward(self, batch, beside=None):
+        self.kinds.add(type(batch))
+        x = (
+            batch.x
+            if hasattr(batch, "x")
+            else batch["x"]
+            if hasattr(batch, "keys")
+            else batch[-1 if len(batch) < 3 else 0]
+        )
+        x = batch.values if isinstance(batch, torch.return_types.max) else x
+        return UserDict(twice=2 * x, plus=x if beside is None else x + beside)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batch_in_any_container_is_cut(name):
+    x = torch.arange(10.0, dtype=torch.float64).view(5, 2)
+    batch, net = BATCHES[name](x), Doubled()
+    net.kinds = set()
+    model = BalancedDataParallel(None, net, CPUS, **UNEVEN)
+    for arguments, plus in (({"batch": batch}, x), ({"batch": batch, "beside": 3 * x}, 4 * x)):
+        found = model(**arguments)
+        assert torch.equal(found["twice"], 2 * x)
+        assert torch.equal(found["plus"], plus)
+        assert model.last_split == (0, 3, 2)
+    assert net.kinds == {type(batch)}
+    assert torch.equal(net(batch)["twice"], 2 * x), "the caller's batch is unchanged"
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "words"),
+    [
+        (torch.ones(5, 3), {"dim": 2}, r"dim 2, which none of its tensors has: their shapes are \[\(5, 3\)\]"),
+        ({"a": torch.ones(5, 3), "b": torch.ones(4)}, {"dim": -3}, r"dim -3, which none.*\[\(5, 3\), \(4,\)\]"),
+        ((torch.ones(5, 3), torch.ones(4)), {}, r"\(4,\) cannot be cut along dim 0 into \[3, 2\]"),
+        (pack_sequence([torch.ones(5, 2)]), {}, "a PackedSequence cannot be cut into"),
+        (torch.eye(5).to_sparse(), {}, "a nested or sparse tensor cannot be cut into"),
+        (torch.nested.nested_tensor([torch.ones(i + 1, 2) for i in range(5)], layout=torch.jagged), {}, "a nested or"),
+    ],
+)
+def test_batch_that_cannot_be_cut_is_refused(batch, options, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        DataParallelModel(nn.Identity(), CPUS, **UNEVEN, **options)(batch)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (lambda x: pack_padded_sequence(x, torch.full((len(x),), 2), batch_first=True), "PackedSequence, which cannot"),
+        (lambda x: {f"y{len(x)}": x}, "different structures of dict"),
+        (lambda x: x.numpy(), "different values"),
+        (lambda x: x if len(x) == 3 else 2, "one replica returned a tensor and another 2"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_refused(output, words):
+    net = nn.Identity()
+    net.register_forward_hook(lambda part, args, x: output(x))
+    with pytest.raises(TypeError, match=words):
+        BalancedDataParallel(None, net, CPUS, **UNEVEN)(torch.ones(5, 4, 1))
+
+
+def test_zero_dim_tensors_alone_run_once():
+    outputs = DataParallelModel(nn.Identity(), CPUS, **UNEVEN)(torch.tensor(3.0))
+    assert list(outputs) == [3.0]
+
+
+class Refined(nn.Module):
+    """Features and images -> (N, 4, h, w)."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(7, 4, 1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, images, *, features):
+        return self.norm(self.conv(torch.cat([features[1]["deep"], images], 1).tanh()))
+
+
+@pytest.mark.parametrize("second", [{"gpu0_bsz": 1}, UNEVEN])
+def test_chunks_of_one_model_are_inputs_of_the_next(second):
+    """`D(G(z))`, with a whole tensor next to the chunks; the second model's own split does not matter."""
+    images, target = make_batch(5, size=9)
+    torch.manual_seed(0)
+    truths = [SmallNet(has_aux=False).double(), Refined().double()]
+    nets = [convert_sync_batchnorm(copy.deepcopy(net)) for net in truths]
+    first, model = DataParallelModel(nets[0], CPUS, **UNEVEN), DataParallelModel(nets[1], CPUS, **second)
+    expected = CriterionCE()(truths[1](images, features=[0, {"deep": truths[0](images)[0]}]), target)
+    chunks = [images[:0], *(output[0] for output in first(images))]  # a caller may also name the device without samples
+    outputs = model(images, features=[0, {"deep": ReplicaOutputs(chunks)}])
+    assert (outputs.sizes, model.last_split) == ((3, 2), (0, 3, 2))
+    again = first(first.scatter(images))
+    assert (again.sizes, first.last_split) == ((3, 2), (0, 3, 2))
+    for part in (target, list(target.split([3, 2])), first.scatter({"t": target})):
+        loss = DataParallelCriterion(Named())(outputs, part)
+        assert relative_error([loss.detach()], [expected.detach()]) <= 1e-12
+    expected.backward()
+    loss.backward()
+    for net, truth in zip(nets, truths, strict=True):
+        assert relative_error(grads_of(net), grads_of(truth)) <= 1e-10
+    assert state_error(nets[1], truths[1]) <= 1e-12
+
+
+class Named(CriterionCE):
+    def statistics(self, outputs, target):
+        return super().statistics(outputs, target["t"] if isinstance(target, dict) else target)
+
+
+def test_penalty_through_two_models_is_exact():
+    real, fake = (make_batch(7, size=17, seed=seed)[0] for seed in (1, 2))
+    torch.manual_seed(0)
+    truth = Critic().double()
+    critic = convert_sync_batchnorm(copy.deepcopy(truth))
+    before = DataParallelModel(nn.Tanh(), CPUS, gpu0_bsz=0)
+    model = DataParallelModel(critic, CPUS, gpu0_bsz=1)
+    alpha = torch.rand(7, dtype=torch.float64)
+    for network in (lambda x: truth(x.tanh()), lambda x: model(before(x))):
+        gradient_penalty(network, real, fake, alpha=alpha).backward()
+    assert relative_error(grads_of(critic), grads_of(truth)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "beside", "words"),
+    [
+        (
+            CPUS,
+            {},
+            DataParallelModel(nn.Identity(), CPUS, 3)(torch.ones(5, 4)),
+            r"chunks of \[3, 1, 1\] samples.*\[1, 2",
+        ),
+        (CPUS[:2], {}, None, r"chunks for 3 devices, and the model has 2: pass outputs.gather\(\)"),
+        (CPUS, {}, torch.ones(4, 3), r"\(4, 3\) cannot be cut"),
+        (CPUS, {"dim": 1}, None, "samples along dim 0 meet chunks .* along dim 1"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(devices, options, beside, words):
+    chunks = DataParallelModel(nn.Identity(), CPUS, 1)(torch.ones(5, 4))
+    with pytest.raises(ValueError, match=words):
+        DataParallelModel(Doubled(), devices, **options)([chunks], beside)
