@@ -102,7 +102,7 @@ def _assemble(
 
     for (name, part), patched, replica in zip(parts.items(), methods, replicas.values(), strict=True):
         attributes, values = replica.__dict__, copied(parameter_slots(part), parameters)
-        attributes["_replica_name"] = name
+        attributes.setdefault("_replica_name", name)  # a part of a replica keeps the name in the outermost module
         attributes["_modules"] = copied(module_slots(part), replicas)
         attributes["_buffers"] = copied(buffer_slots(part), buffers)
         if type(part).__setattr__ is not nn.Module.__setattr__:

@@ -327,7 +327,8 @@ def buckets(tensors: Sequence[Tensor], max_bytes: float = float("inf")) -> Itera
 def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors' sums over all replicas, or over all ranks; differentiable any number of times.
 
-    Inside a replica of a `DataParallelModel`, the sum is over the running replicas, in replica order. Otherwise, if
+    Inside a replica of a `DataParallelModel`, the sum is over the running replicas, in replica order, also if such
+    models lie within each other. Otherwise, if
     `torch.distributed` has a process group, it is over its ranks. Otherwise, the tensors are returned unchanged. All
     participants must call it with the same number of tensors of the same shapes.
 
@@ -343,7 +344,7 @@ def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
         ReplicaDesyncError: not every replica called it.
     """
     replica = current_replica()
-    if replica is not None and replica.num_replicas > 1:
+    if replica is not None and replica.has_others:
         return cast(tuple[Tensor, ...], replica.exchange("allreduce", tensors, _sum_of_parts))
     if has_other_ranks():
         return tuple(sum_over_ranks(tensor) for tensor in tensors)

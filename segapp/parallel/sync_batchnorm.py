@@ -350,7 +350,7 @@ class SyncBatchNorm(BatchNorm):
                 f"{self._name()} runs outside its replica's forward pass, without the other replicas:"
                 " use set_recompute for activation checkpointing, which repeats no exchange, or sync_bn: false"
             )
-        if replica is None or replica.num_replicas == 1:
+        if replica is None or not replica.has_others:
             return self.training and has_other_ranks()
         if has_other_ranks():
             raise RuntimeError(

@@ -1,0 +1,135 @@
+"""Models in replicas of other models: exchanges are among all replicas, and a failure frees all of them."""
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.losses import CriterionCE
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelCriterion,
+    DataParallelModel,
+    allreduce,
+    convert_sync_batchnorm,
+    current_replica,
+    gradient_penalty,
+)
+from tests.support.parallel_cases import Critic, SmallNet, grads_of, make_batch, relative_error, state_error
+
+
+def nest(net, levels, mode="threads"):
+    """Wrap a network in one level after the other; a level is the shares of its devices."""
+    for shares in levels:
+        net = BalancedDataParallel(None, net, ["cpu"] * len(shares), shares=shares, mode=mode)
+    return net
+
+
+LEVELS = [
+    [(1, 1), (1, 1)],
+    [(2, 1), (0, 3, 2)],
+    [(0, 2, 1), (4, 1)],
+    [(1,), (0, 3, 2)],
+    [(1, 1, 1), (1, 0, 0)],
+    [(1, 2), (1,), (0, 1, 1)],
+    [(0, 1), (2, 1), (1, 1, 1)],
+]
+
+
+@pytest.mark.parametrize("mode", ["threads", "lockstep"])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_nested_steps_match_one_device(levels, mode):
+    torch.manual_seed(0)
+    truth = SmallNet().double()
+    net = convert_sync_batchnorm(copy.deepcopy(truth))
+    model, criterion = nest(net, levels, mode), CriterionCE()
+    for num_samples, seed in ((7, 1), (2, 2), (5, 3)):
+        images, target = make_batch(num_samples, size=9, seed=seed)
+        losses = [criterion(each(images), target) for each in (truth, model)]
+        for loss in losses:
+            loss.backward()
+        assert relative_error([losses[1].detach()], [losses[0].detach()]) <= 1e-12
+    assert relative_error(grads_of(net), grads_of(truth)) <= 1e-10
+    assert state_error(net, truth) <= 1e-12
+
+
+@pytest.mark.parametrize("levels", LEVELS[::2])
+def test_nested_penalty_matches_one_device(levels):
+    real, fake = (make_batch(7, size=17, seed=seed)[0] for seed in (1, 2))
+    torch.manual_seed(0)
+    truth = Critic().double()
+    critic = convert_sync_batchnorm(copy.deepcopy(truth))
+    alpha = torch.rand(7, dtype=torch.float64)
+    for network in (truth, nest(critic, levels)):
+        gradient_penalty(network, real, fake, alpha=alpha).backward()
+    assert relative_error(grads_of(critic), grads_of(truth)) <= 1e-10
+
+
+class Summed(nn.Module):
+    def forward(self, x):
+        mean, count = allreduce(x.sum(0), torch.tensor(float(len(x))))
+        (replicas,) = allreduce(torch.ones(()))
+        with pytest.raises(RuntimeError, match="num_replicas of nested models is not known here"):
+            _ = current_replica().num_replicas
+        return x - mean / count, replicas.expand(len(x))
+
+
+def test_nested_allreduce_is_over_all_replicas():
+    x = torch.arange(10.0).view(5, 2) ** 2
+    centered, replicas = nest(Summed(), [(1, 2), (0, 1, 4)])(x)
+    torch.testing.assert_close(centered, x - x.mean(0))
+    assert replicas.tolist() == [3.0] * 5, "1 replica in a group of its own, and 2"
+
+
+def test_nested_outputs_keep_the_order_of_the_samples():
+    images, target = make_batch(7)
+    inner = DataParallelModel(nn.Sequential(nn.Conv2d(3, 4, 1)).double(), ["cpu"] * 2)
+    outer = DataParallelModel(inner, ["cpu"] * 2, gpu0_bsz=3)
+    expected = inner.module(images)
+    outputs = outer(images)
+    assert outputs.sizes == (1, 2, 2, 2)
+    assert torch.equal(outputs.gather(), expected)
+    assert torch.equal(BalancedDataParallel(3, inner, ["cpu"] * 2)(images), expected)
+    assert (
+        relative_error([DataParallelCriterion(CriterionCE())(outputs, target)], [CriterionCE()(expected, target)])
+        <= 1e-12
+    )
+
+
+class Prone(nn.Module):
+    """Fails or sleeps on the last of samples 0, 1, and so on."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act, self.norm = act, nn.BatchNorm1d(1)
+
+    def forward(self, x):
+        if 6 in x:
+            self.act()
+        return self.norm(x)
+
+
+def fail():
+    raise ValueError("boom")
+
+
+@pytest.mark.parametrize("mode", ["threads", "lockstep"])
+def test_failure_in_one_nested_replica_frees_all(mode):
+    model = nest(convert_sync_batchnorm(Prone(fail)), [(1, 1), (1, 1, 1)], mode)
+    began = time.monotonic()
+    with pytest.raises(Exception, match="boom"):
+        model(torch.arange(7.0)[:, None])
+    assert time.monotonic() - began < 5
+    assert len(model(torch.zeros(7, 1))) == 7, "the model is usable afterwards"
+
+
+def test_outer_timeout_limits_the_wait_for_other_groups():
+    net = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1)))
+    inner = BalancedDataParallel(None, net, ["cpu"] * 2, timeout_s=0.3)
+    late = Prone(lambda: time.sleep(1.0))
+    late.norm = inner
+    assert len(DataParallelModel(late, ["cpu"] * 2)(torch.arange(7.0)[:, None])) == 2
+    with pytest.raises(Exception, match=r"did not come to .* within 0\.4 s"):
+        DataParallelModel(late, ["cpu"] * 2, timeout_s=0.4)(torch.arange(7.0)[:, None])
