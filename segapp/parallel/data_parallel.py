@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.chunks import check_gpu0_bsz, plan_chunks
+from segapp.parallel.dropout import with_masks
 from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, keep_workers
 from segapp.parallel.replicas import check_replicable, replicate, write_back_buffers
 from segapp.parallel.scatter_gather import (
@@ -156,27 +157,28 @@ class DataParallelModel(nn.Module):
         outputs = self.scatter((args, kwargs))
         splits = dict(zip(outputs.positions, outputs.sizes, strict=True))
         self.last_split = tuple(splits.get(i, 0) for i in range(len(self.devices)))
-        outputs[:] = self._run_chunks(outputs.positions, outputs)
+        outputs[:] = self._run_chunks(outputs)
         if all(isinstance(output, ReplicaOutputs) for output in outputs):  # of a wrapper within this one
             sizes, devices = (
                 [value for output in outputs for value in getattr(output, name)] for name in ("sizes", "devices")
             )
-            return ReplicaOutputs(itertools.chain(*outputs), sizes, devices, self.devices[0], self.dim, self.mode)
+            outputs = ReplicaOutputs(itertools.chain(*outputs), sizes, devices, self.devices[0], self.dim, self.mode)
         return outputs
 
-    def _run_chunks(self, used: Sequence[int], chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        """Run the chunks on the devices with these numbers."""
+    def _run_chunks(self, chunks: ReplicaOutputs) -> list[Any]:
+        """Run chunks of positional and keyword arguments where they are."""
         if len(self.devices) == 1:
             self._check_placement(itertools.islice(self.module.parameters(), 1))  # torch checks the others itself
             ((args, kwargs),) = chunks
             return [self.module(*args, **kwargs)]
         keep_workers(self)
         self._check_placement(self.module.parameters())
-        devices = [self.devices[i] for i in used]
-        is_home = devices == [self.devices[0]]  # a short batch only on device 0 needs no copy
+        devices = chunks.devices
+        is_home = devices == self.devices[:1]  # a short batch only on device 0 needs no copy
         replicas = [self.module] if is_home else replicate(self.module, devices)
         calls = [partial(replica, *args, **kwargs) for replica, (args, kwargs) in zip(replicas, chunks, strict=True)]
-        outputs = ReplicaThreads[Any](devices, self.mode, self.timeout_s, used).run(calls)
+        threads = ReplicaThreads[Any](devices, self.mode, self.timeout_s, chunks.positions, len(self.devices))
+        outputs = threads.run(with_masks(calls, chunks.sizes, self.module))
         if not is_home:
             write_back_buffers(self.module, replicas[0])
         return outputs
