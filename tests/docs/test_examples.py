@@ -1,48 +1,198 @@
-"""The examples under `segapp/docs/examples`: short, and exact on three logical devices."""
+"""The examples under `segapp/docs/examples`: short, typed, and exact: their parameters are those of plain PyTorch."""
 
 from __future__ import annotations
 
-import re
+import copy
 import runpy
-import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import mypy.api
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from segapp.docs.pages import FOLDER
+from segapp.parallel.launch import launch_local
+from tests.support import ROOT
+from tests.support.page_blocks import blocks
 
 SCRIPTS = sorted((FOLDER / "examples").glob("*.py"))
+NUM_STEPS = 4
+DEVICES = ["cpu", "cpu", "cpu"]
+
+RANK = """
+import runpy, sys, torch
+from segapp.parallel.distributed import init_from_env, shutdown
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+info = init_from_env(device="cpu")
+example = runpy.run_path(sys.argv[1])
+network = example["build_network"]()
+losses = example["train"](network, info.device, int(sys.argv[2]))
+torch.save((losses, network.state_dict()), f"{sys.argv[3]}/{info.rank}.pt")
+shutdown()
+"""
 
 
-def output_of(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a script as a program, and return what it prints."""
-    monkeypatch.setattr(sys, "argv", [name])
-    runpy.run_path(str(FOLDER / "examples" / name), run_name="__main__")
-    return capsys.readouterr().out
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Networks and batches are in float64, so that differences are the loop's and not those of rounding."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(FOLDER / "examples" / f"{name}.py"))
+
+
+def loss_of(network: nn.Module, images: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """The loss at full resolution, as it is written without segapp."""
+    logits = F.interpolate(network(images), target.shape[-2:], mode="bilinear", align_corners=True)
+    return F.cross_entropy(logits, target, ignore_index=255, reduction=reduction)
+
+
+def largest_difference(states: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]], name: str) -> float:
+    """The largest difference of a parameter or buffer, relative to the largest value; printed for the report."""
+    found = 0.0
+    for ours, plain in states:
+        assert ours.keys() == plain.keys()
+        found = max(found, *(float((ours[k] - plain[k]).abs().max() / plain[k].abs().max()) for k in plain))
+    print(f"{name}: parameters and statistics differ from one device by {found:.1e}")
+    return found
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_examples_are_short(path: Path) -> None:
-    assert len(SCRIPTS) == 3
-    assert len(path.read_text().splitlines()) <= 60
+    assert len(SCRIPTS) == 5
+    assert len(path.read_text().splitlines()) <= 61
 
 
-def test_balanced_data_parallel_has_the_loss_of_one_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = output_of("balanced_data_parallel.py", monkeypatch, capsys)
-    assert "split of 8 images: 1 4 3" in shown
-    losses = [(float(a), float(b)) for a, b in re.findall(r"([\d.]+) on several devices ([\d.]+) on one", shown)]
-    assert len(losses) == 4
-    assert all(several == pytest.approx(one, abs=2e-5) for several, one in losses)
-    assert losses[-1][0] < 0.6 * losses[0][0]
+def test_segmentation_on_devices_trains_the_network_of_one() -> None:
+    module = example("segmentation_dp")
+    network, plain = module["build_network"](), module["build_network"]()
+    losses = module["train"](network, DEVICES, NUM_STEPS)
+    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9), []
+    for step in range(NUM_STEPS):
+        loss = loss_of(plain, *module["batch"](step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert losses[-1] < 0.9 * losses[0]
+    assert largest_difference([(network.state_dict(), plain.state_dict())], "dp") < 1e-12
 
 
-def test_critic_has_the_penalty_of_one_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = output_of("wgan_gp.py", monkeypatch, capsys)
-    penalties = [(float(a), float(b)) for a, b in re.findall(r"penalty ([\d.]+), on one device ([\d.]+)", shown)]
-    assert len(penalties) == 4
-    assert all(several == pytest.approx(one, rel=1e-4) for several, one in penalties)
-    assert float(re.findall(r"distance (-?[\d.]+)", shown)[-1]) > 0.01
+def test_segmentation_on_ranks_trains_the_network_of_one(tmp_path: Path) -> None:
+    path = str(FOLDER / "examples" / "segmentation_ddp.py")
+    status = launch_local(["-c", RANK, path, str(NUM_STEPS), str(tmp_path)], 2, env={"PYTHONPATH": str(ROOT)})
+    assert status == 0
+    module = example("segmentation_ddp")
+    plain = module["build_network"]()
+    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9), []
+    for step in range(NUM_STEPS):
+        images, target = module["batch"](step)
+        optimizer.zero_grad()
+        losses = []
+        for rows in ([0, 1, 4, 5], [2, 3, 6]):  # the micro-batches of ranks with images 0 to 3 and 4 to 6
+            losses.append(loss_of(plain, images[rows], target[rows], reduction="sum") / (target != 255).sum())
+            losses[-1].backward()
+        optimizer.step()
+        expected.append(sum(loss.item() for loss in losses))
+    assert (module["batch"](0)[1] == 255).flatten(1).sum(1).unique().numel() == 7  # no two images have as many
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert [losses for losses, _ in found] == [pytest.approx(expected, rel=1e-12)] * 2
+    assert largest_difference([(state, plain.state_dict()) for _, state in found], "ddp") < 1e-12
+
+
+def test_wgan_gp_on_devices_trains_the_networks_of_one() -> None:
+    module = example("wgan_gp")
+    networks, (generator, critic) = module["build_networks"](), module["build_networks"]()
+    distances, expected = module["train"](*networks, DEVICES, NUM_STEPS), []
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-3, betas=(0.0, 0.9)) for each in (generator, critic)]
+    for step in range(NUM_STEPS):
+        real, noise, alpha = module["batch"](step)
+        fake = generator(noise).detach()
+        distance = critic(real).mean() - critic(fake).mean()
+        alpha = alpha.view(-1, 1, 1, 1)
+        points = (alpha * real + (1 - alpha) * fake).requires_grad_()
+        (gradient,) = torch.autograd.grad(critic(points).sum(), points, create_graph=True)
+        penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+        optimizers[1].zero_grad()
+        (10 * penalty - distance).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        (-critic(generator(noise)).mean()).backward()
+        optimizers[0].step()
+        expected.append(distance.item())
+    assert distances == pytest.approx(expected, rel=1e-9)
+    pairs = [(a.state_dict(), b.state_dict()) for a, b in zip(networks, (generator, critic), strict=True)]
+    assert largest_difference(pairs, "WGAN-GP") < 1e-9
+
+
+def test_half_network_on_two_devices_follows_float64() -> None:
+    """fp16 has 11 bits: the difference is compared with how far the parameters have moved."""
+    module = example("half_two_devices")
+    network, plain = module["build_network"]().float(), module["build_network"]()
+    start = copy.deepcopy(plain.state_dict())
+    torch.set_default_dtype(torch.float32)
+    losses = module["train"](network, ["cpu", "cpu"], NUM_STEPS)
+    expected, optimizer = [], torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(NUM_STEPS):
+        images, target = module["batch"](step)
+        loss = loss_of(plain, images.double(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert {p.dtype for p in network.parameters()} == {torch.float16, torch.float32}
+    pairs = ((name, value, dict(plain.named_parameters())[name]) for name, value in network.named_parameters())
+    found = max(
+        float((half - wide).detach().abs().max() / (wide - start[name]).abs().max()) for name, half, wide in pairs
+    )
+    print(f"fp16: parameters differ from float64 on one device by {found:.1e} of their movement")
+    assert found < 0.02
+
+
+MISUSES = """
+import torch
+from torch import nn
+from segapp.losses import CriterionCE, CriterionDice, CriterionFocal
+from segapp.losses import surrogate, upsample_argmax, upsample_probabilities
+from segapp.parallel import DataParallelCriterion, all_reduce_gradients, allreduce, gradient_penalty
+from segapp.parallel.distributed import wrap_ddp
+
+logits, target, net = torch.zeros(1, 3, 4, 4), torch.zeros(1, 8, 8), nn.Linear(2, 1)
+upsample_argmax(logits, target.shape[-2:])
+upsample_probabilities([logits], [8, 8])
+criterion = DataParallelCriterion(CriterionCE(weight=[1.0, 2.0]), ["cpu", 0, torch.device("cpu")])
+sums = allreduce(*criterion.statistics({"out": logits, "aux": logits}, target))
+surrogate(criterion, sums, sums)
+surrogate(CriterionCE(), sums, sums, average=False)
+surrogate(criterion, sums, sums, mean=False)  # type: ignore[call-arg]
+CriterionDice(255)  # type: ignore[call-arg]
+CriterionDice(classes="presnt")  # type: ignore[arg-type]
+CriterionFocal(ignore_label=255)  # type: ignore[call-arg]
+wrap_ddp(net, find_unused=True)  # type: ignore[call-arg]
+all_reduce_gradients(net.parameters(), False)  # type: ignore[call-arg]
+gradient_penalty(net, logits, logits, kind="wgan")  # type: ignore[arg-type]
+"""
+
+
+def test_examples_and_blocks_pass_a_strict_type_checker(tmp_path: Path) -> None:
+    """Each ignored error of the last file is one that the checker must find: one that it does not find is an error."""
+    (tmp_path / "misuses.py").write_text(MISUSES)
+    for block in blocks():
+        if block.page.stem == "own-loop" and block.language == "python":
+            (tmp_path / f"block_{len(list(tmp_path.iterdir()))}.py").write_text(block.text)
+    files = [*SCRIPTS, *sorted(tmp_path.iterdir())]
+    cache = ["--config-file=", f"--cache-dir={ROOT / '.mypy_cache/examples'}", "--follow-imports=silent"]
+    words = ["--strict", "--disable-error-code=import-untyped", *cache, *map(str, files)]
+    shown, errors, status = mypy.api.run(words)
+    assert (status, errors) == (0, ""), shown

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.losses import AdditiveCriterion, Outputs, Statistics
+from segapp.losses import AdditiveCriterion, Outputs, Statistics, heads_of
 
 
 class SmallNet(nn.Module):
@@ -22,7 +22,8 @@ class SmallNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (N, C, H/4, W/4) of normalized images (N, 3, H, W)."""
-        return self.classifier(self.backbone(images))
+        logits: Tensor = self.classifier(self.backbone(images))
+        return logits
 
 
 class BrierLoss(AdditiveCriterion):
@@ -36,7 +37,7 @@ class BrierLoss(AdditiveCriterion):
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
         """Return (sum of squares, number of valid pixels): sums, so the loss is exact for any batch split."""
-        logits = F.interpolate(outputs[0].float(), target.shape[-2:], mode="bilinear", align_corners=True)
+        logits = F.interpolate(heads_of(outputs)[0].float(), target.shape[-2:], mode="bilinear", align_corners=True)
         valid = target != self.ignore_index
         classes = F.one_hot(torch.where(valid, target, 0).long(), logits.shape[1]).movedim(-1, 1)
         squares = (logits.softmax(1) - classes).square().sum(1)
