@@ -5,7 +5,7 @@ Use it for models that do not fit on one device. Results and state-dict keys are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -160,7 +160,7 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
 
 
 def balance_stages(module: nn.Module, device_ids: Iterable[DeviceLike], *inputs: Any) -> dict[str, torch.device]:
-    """Return stages and devices for `place_stages`: the module's direct children, balanced by measured memory.
+    """Return stages and devices for `place_stages`, balanced by measured memory: its children, or an only child's.
 
     The devices are filled in order; `measure_stages` has the same `inputs`.
 
@@ -168,6 +168,15 @@ def balance_stages(module: nn.Module, device_ids: Iterable[DeviceLike], *inputs:
         ValueError: the module cannot run without values.
     """
     devices = resolve_devices(device_ids)
-    costs = measure_stages(module, [name for name, _ in module.named_children()], *inputs)
+    costs = measure_stages(module, _parts_that_run(module), *inputs)
     numbers = plan_stages(list(costs.values()), len(devices))
     return {name: devices[number] for name, number in zip(costs, numbers, strict=True)}
+
+
+def _parts_that_run(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of a module's children; instead of an only child or of a list, which is not called, its own."""
+    children = dict(module.named_children())
+    for name, child in children.items():
+        is_divided = len(children) == 1 or isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        inner = list(_parts_that_run(child, f"{prefix}{name}.")) if is_divided else []
+        yield from inner or [f"{prefix}{name}"]

@@ -105,6 +105,28 @@ def test_measured_memory_counts_parameters_and_activations():
     assert balance_stages(net, ["cpu", "cpu"], x) == {name: torch.device("cpu") for name in "012"}
 
 
+def test_only_children_and_lists_are_divided_further():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.blocks = nn.Linear(9, 9), nn.ModuleList(nn.Sequential(nn.Linear(9, 9)) for _ in range(3))
+            self.empty, self.head = nn.ModuleList(), nn.Linear(9, 30)
+
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    custom = nn.Module()
+    custom.network = nn.Sequential(Listed())
+    custom.forward = lambda x: custom.network(x)
+    names = [f"network.0.{name}" for name in ("stem", "blocks.0", "blocks.1", "blocks.2", "head")]
+    stages = balance_stages(custom, ["cpu", "cpu"], torch.randn(5, 9))
+    assert list(stages) == names
+    place_stages(custom, stages)
+
+
 def test_what_runs_between_stages_belongs_to_none():
     class Between(nn.Sequential):
         def forward(self, x):

@@ -223,8 +223,8 @@ class Teacher:
         """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the nodes of the features if asked for."""
         model, normalizer = self._on[images.device]
         with torch.inference_mode():
-            heads, features = model.compute_with_features(normalizer(images))
-            nodes = node_features(features, PAIR_GRID) if with_nodes else None
+            heads, features = outputs_of(model, normalizer(images), with_features=with_nodes)
+            nodes = None if features is None else node_features(features, PAIR_GRID)
         # Autograd cannot save an inference tensor for the backward pass, but it can save a copy of these small ones.
         return heads[0].clone(), None if nodes is None else nodes.clone()
 
@@ -265,13 +265,13 @@ class DistilledInput(NormalizedInput):
         factors = self._factors
         normalized = self.normalized(images)
         with sample_masks(keys):
-            heads, features = self.model.compute_with_features(normalized)
+            heads, features = outputs_of(self.model, normalized, with_features=PAIR_WISE in factors)
         taught, teacher_nodes = self.teacher(images, with_nodes=PAIR_WISE in factors)
         values: list[Tensor] = []
         maps: tuple[Tensor, ...] = ()
         if PIXEL_WISE in factors:
             values.append(pixel_wise_divergence(heads[0], taught, self._temperature, align_corners=self._align_corners))
-        if teacher_nodes is not None:
+        if features is not None and teacher_nodes is not None:
             values.append(pair_wise_difference(node_features(features, PAIR_GRID), teacher_nodes))
         if self.critic is not None:
             fake = critic_input(normalized, heads[0], self._critic_size)
@@ -281,6 +281,11 @@ class DistilledInput(NormalizedInput):
                 real = critic_input(normalized, taught, self._critic_size)
             maps = (real, fake.detach())
         return heads, torch.stack(values, 1), maps
+
+
+def outputs_of(model: SegmentationModel, images: Tensor, *, with_features: bool) -> tuple[tuple[Tensor, ...], Any]:
+    """Return all logits, and the features before the last layer if asked for, which custom models do not have."""
+    return model.compute_with_features(images) if with_features else (model.compute_logits(images), None)
 
 
 class TeacherIdentity(StepParticipant):
@@ -332,10 +337,10 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
             key="distill.teacher",
         )
     for key, library in (("model", config.model.library), ("distill.teacher", trained.config.model.library)):
-        if library == "python":
+        if library == "python" and PAIR_WISE in _factors(config):
             raise ConfigError(
-                f"{key} is a custom model (library python), and distill cannot find its features before the last "
-                "layer: use a model of torchvision or smp, or remove distill",
+                f"{key} is a custom model, whose features before the last layer distill.pair_wise cannot find: use a "
+                "model of torchvision or smp, or set distill.pair_wise=0",
                 key=key,
             )
     own, taught = build_pixels(config.data), build_pixels(trained.config.data)

@@ -255,6 +255,21 @@ def test_unusable_teacher_is_refused(plain: dict[str, Any], teacher: Path, tmp_p
     assert "nowhere" in found.stderr
 
 
+def test_custom_models_distill_without_the_pair_wise_term(plain: dict[str, Any], tmp_path: Path) -> None:
+    model = {"library": "python", "name": "tests.support.own_parts:Net", "options": {}}
+    custom: Any = {"model": {**model, "encoder": None}}
+    shapes: Any = {"data": {"crop_px": [48, 64]}, "log": {"tensorboard": False}}
+    taught = merged(plain, model={**model, "options": {"width": 6}}, train={"epochs": 2, "batch_size": 4}, **shapes)
+    assert train(taught, tmp_path / "teacher") == 0
+    with pytest.raises(ConfigError, match=r"^model is a custom model, whose features .* set distill\.pair_wise=0$"):
+        train(student(plain, tmp_path / "teacher", **custom), tmp_path / "pairs")
+    for name, parallel in (("single", {"mode": "single"}), ("dp", {**DP, "gpu0_bsz": 0})):
+        options = {"distill": {"pair_wise": 0, "holistic": 0}, "parallel": parallel}
+        assert train(student(plain, tmp_path / "teacher", **custom, **options), tmp_path / name) == 0
+    assert_same_course(tmp_path / "dp", tmp_path / "single")
+    assert terms(tmp_path / "dp")[0].keys() == {"loss", "pixel_wise"}
+
+
 @pytest.mark.slow
 def test_resume_refuses_other_teacher_but_accepts_a_moved_one(
     plain: dict[str, Any], teacher: Path, tmp_path: Path
