@@ -137,6 +137,10 @@ def train(
     if print_config:
         print(explain_config(request.config), end="")
         return
+    if "RANK" not in os.environ:  # all ranks find the same problem, and rank 0 reports it
+        from segapp.assembly.paths import check_paths
+
+        check_paths(request.config, is_new=request.is_new)
     if smoke:
         from segapp.commands.smoke import run_smoke
 
@@ -332,13 +336,17 @@ def evaluate(
 
     If you list several models, segapp evaluates the mean of their class probabilities, as segapp predict does.
     """
-    from segapp.commands.evaluate import EvalOptions, evaluate_target
+    from segapp.assembly.paths import check_data_of
 
     json_file = next((word for word in targets if json_out and word.endswith(".json")), None)
     if [json_file] == targets:
         raise ConfigError(f"--json {json_file} is the file to write: also name a run or a checkpoint")
-    options = EvalOptions(split, slide, tta, data_root, devices, config)
     targets = [word for word in targets if word != json_file]
+    if config is None:
+        check_data_of(targets, data_root, split)
+    from segapp.commands.evaluate import EvalOptions, evaluate_target
+
+    options = EvalOptions(split, slide, tta, data_root, devices, config)
     evaluate_target(targets, options, is_json=json_out, json_file=None if json_file is None else Path(json_file))
 
 

@@ -141,3 +141,14 @@ Transforms = Annotated[
     list[dict[str, dict[str, Any]]] | None,
     BeforeValidator(parse_transforms, json_schema_input_type=list[str | dict[str, Any]] | str | None),
 ]
+
+
+def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one dict with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flat_settings(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + str(key)] = value
+    return flat

@@ -101,7 +101,7 @@ def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[...
             )
         where, attribute = split_name(name)
         what = f"{key} = {name}"
-        found: Any = _import_file(where, find_source(name), what) if is_file_name(where) else _import(where, what)
+        found: Any = _import_file(part_file(name, what), what) if is_file_name(where) else _import(where, what)
         for word in attribute.split("."):
             if not hasattr(found, word):
                 hint = did_you_mean(word, [each for each in dir(found) if not each.startswith("__")], most=3)
@@ -116,12 +116,17 @@ def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[...
         raise
 
 
-def _import_file(where: str, source: Path | None, what: str) -> ModuleType:
-    if source is None:
+def part_file(name: str, what: str) -> Path:
+    """Return the file of a component `file.py:factory`; raise ConfigError if there is none."""
+    if (source := find_source(name)) is None:
         raise ConfigError(
-            f"{what}: there is no file {where}: the path is relative to the config file or to the current folder "
-            f"({os.getcwd()})"
+            f"{what}: there is no file {split_name(name)[0]}: the path is relative to the config file or to the "
+            f"current folder ({os.getcwd()})"
         )
+    return source
+
+
+def _import_file(source: Path, what: str) -> ModuleType:
     if not source.stem.isidentifier():
         raise ConfigError(f"{what}: {source.stem} is not a valid module name: rename the file, e.g. to my_parts.py")
     return _import(source.stem, what, source)

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from segapp.accelerator import random_states_kept
-from segapp.compat.torch import BatchNorm
 from segapp.parallel.recompute import activations_kept
 from segapp.parallel.scatter_gather import map_tensors, tensors_in
-from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from segapp.parallel.sync_batchnorm import SyncBatchNorm, plain_batchnorms, revert_sync_batchnorm
 
 
 def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
@@ -31,7 +30,7 @@ def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
         *inputs: example inputs with any number of samples; only shapes and dtypes are used, nothing is computed and no
         memory is allocated.
     """
-    plain = [layer for layer in _plain_batchnorms(module).values() if layer.training or layer.running_mean is None]
+    plain = [layer for layer in plain_batchnorms(module).values() if layer.training or layer.running_mean is None]
     if not plain:
         return 1
     num_values: list[int] = []
@@ -79,7 +78,7 @@ def no_samples_problem(
         >>> no_samples_problem(nn.BatchNorm2d(3), torch.zeros(2, 3, 8, 8))
         "BatchNorm layer '' is not synchronized (sync_bn: true), and its statistics need samples"
     """
-    for name, layer in _plain_batchnorms(module).items():
+    for name, layer in plain_batchnorms(module).items():
         if layer.training:
             return f"BatchNorm layer {name!r} is not synchronized (sync_bn: true), and its statistics need samples"
     synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm) and layer.training]
@@ -126,12 +125,12 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
         >>> unused_parameters(net, torch.zeros(2, 2))
         ['spare.weight']
     """
-    synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    synced = [(layer, type(layer)) for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     trained = {name: torch.empty_like(value, device="meta", requires_grad=True) for name, value in named.items()}
     state = {name: value.to("meta") for name, value in (*module.named_parameters(), *module.named_buffers())}
     try:
-        for layer in synced:  # no exchange with the other ranks
+        for layer, _ in synced:  # no exchange with the other ranks
             revert_sync_batchnorm(layer)
         with activations_kept():  # the backward pass is outside of `functional_call`, which replaces the parameters
             outputs = functional_call(
@@ -140,18 +139,13 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
     except (RuntimeError, NotImplementedError, ValueError, TypeError, KeyError):
         return []
     finally:
-        for layer in synced:
-            convert_sync_batchnorm(layer)
+        for layer, kind in synced:
+            layer.__class__ = kind
     sums = [output.float().sum() for output in tensors_in(outputs) if output.requires_grad]
     if not sums or not trained:
         return []
     gradients = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
     return [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
-
-
-def _plain_batchnorms(module: nn.Module) -> dict[str, BatchNorm]:
-    layers = module.named_modules()
-    return {name: m for name, m in layers if isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm)}
 
 
 def _as_two_samples(tensor: Tensor) -> Tensor:

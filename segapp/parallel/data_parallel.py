@@ -7,6 +7,7 @@ device 0 never holds the whole batch's logits. `BalancedDataParallel` gathers, l
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.chunks import check_gpu0_bsz, plan_chunks
+from segapp.parallel.dropout import with_masks
 from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, keep_workers
 from segapp.parallel.replicas import check_replicable, replicate, write_back_buffers
 from segapp.parallel.scatter_gather import (
@@ -85,6 +87,7 @@ class DataParallelModel(nn.Module):
         self.mode: Mode = mode
         self.timeout_s = timeout_s
         self.last_split: tuple[int, ...] = (0,) * len(self.devices)
+        self._warnings: list[str] = []  # a list, which copies of this module in replicas share
         self.gpu0_bsz = gpu0_bsz
         plan_chunks(full_batch or 1, len(self.devices), gpu0_bsz, shares=shares)  # raises for an impossible split
 
@@ -156,27 +159,31 @@ class DataParallelModel(nn.Module):
         outputs = self.scatter((args, kwargs))
         splits = dict(zip(outputs.positions, outputs.sizes, strict=True))
         self.last_split = tuple(splits.get(i, 0) for i in range(len(self.devices)))
-        outputs[:] = self._run_chunks(outputs.positions, outputs)
+        outputs[:] = self._run_chunks(outputs)
         if all(isinstance(output, ReplicaOutputs) for output in outputs):  # of a wrapper within this one
             sizes, devices = (
                 [value for output in outputs for value in getattr(output, name)] for name in ("sizes", "devices")
             )
-            return ReplicaOutputs(itertools.chain(*outputs), sizes, devices, self.devices[0], self.dim, self.mode)
+            outputs = ReplicaOutputs(itertools.chain(*outputs), sizes, devices, self.devices[0], self.dim, self.mode)
+        if not self._warnings and len(set(outputs.sizes)) > 1 and _has_means(outputs):
+            self._warnings.append(_mean_of_means(self.module, outputs))
+            warnings.warn(self._warnings[0], stacklevel=1)
         return outputs
 
-    def _run_chunks(self, used: Sequence[int], chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        """Run the chunks on the devices with these numbers."""
+    def _run_chunks(self, chunks: ReplicaOutputs) -> list[Any]:
+        """Run chunks of positional and keyword arguments where they are."""
         if len(self.devices) == 1:
             self._check_placement(itertools.islice(self.module.parameters(), 1))  # torch checks the others itself
             ((args, kwargs),) = chunks
             return [self.module(*args, **kwargs)]
         keep_workers(self)
         self._check_placement(self.module.parameters())
-        devices = [self.devices[i] for i in used]
-        is_home = devices == [self.devices[0]]  # a short batch only on device 0 needs no copy
+        devices = chunks.devices
+        is_home = devices == self.devices[:1]  # a short batch only on device 0 needs no copy
         replicas = [self.module] if is_home else replicate(self.module, devices)
         calls = [partial(replica, *args, **kwargs) for replica, (args, kwargs) in zip(replicas, chunks, strict=True)]
-        outputs = ReplicaThreads[Any](devices, self.mode, self.timeout_s, used).run(calls)
+        threads = ReplicaThreads[Any](devices, self.mode, self.timeout_s, chunks.positions, len(self.devices))
+        outputs = threads.run(with_masks(calls, chunks.sizes, self.module))
         if not is_home:
             write_back_buffers(self.module, replicas[0])
         return outputs
@@ -320,6 +327,23 @@ class DataParallelCriterion(nn.Module):
             return False
         tensors = [*self.criterion.parameters(), *self.criterion.buffers()]
         return bool(tensors) and list(devices) != [tensors[0].device]
+
+
+def _has_means(outputs: ReplicaOutputs) -> bool:
+    """Return True for a scalar, also next to outputs of the samples or in a mapping; a tuple of scalars may be sums."""
+    columns = list(zip(*(tensors_in(output) for output in outputs), strict=False))
+    if not any(tensor.is_floating_point() and not tensor.dim() for tensor, *_ in columns):
+        return False
+    shapes = [[tensor.shape[outputs.dim :][:1] for tensor in column] for column in columns]
+    return not isinstance(outputs[0], tuple | list) or [(size,) for size in outputs.sizes] in shapes
+
+
+def _mean_of_means(module: nn.Module, outputs: ReplicaOutputs) -> str:
+    return (
+        f"forward() of {type(module).__name__} returned a scalar for chunks of {list(outputs.sizes)} samples, and a"
+        " mean of means is not the mean of the batch: compute the loss with DataParallelCriterion, or return"
+        " criterion.statistics(outputs, target), add these sums over the chunks, and call criterion.finalize"
+    )
 
 
 def _split_target(target: Any, outputs: ReplicaOutputs) -> list[Any]:

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from segapp.compat.torch import BatchNorm, set_group_timeout
+from segapp.compat.torch import set_group_timeout
 from segapp.parallel.launch import STORE_VARIABLE, die_with_parent, signal_children
 from segapp.parallel.scatter_gather import DeviceLike, buckets, layers_group, resolve_devices, use_layers_group
-from segapp.parallel.sync_batchnorm import SyncBatchNorm
+from segapp.parallel.sync_batchnorm import plain_batchnorms
 
 JOIN_S = 600.0
 """Maximum time to wait for the other ranks."""
@@ -201,7 +201,7 @@ def wrap_ddp(
     The module is on its device, which is None on the CPU; the other options are those of `DistributedDataParallel`.
     """
     # The running statistics of plain BatchNorm differ between ranks: copy rank 0's buffers in every forward pass.
-    sync_buffers = any(isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
+    sync_buffers = bool(plain_batchnorms(module))
     known = signature(DistributedDataParallel.__init__).parameters
     chosen: dict[str, Any] = {}
     if "lazy_bucket_allocation" in known:

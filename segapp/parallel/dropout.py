@@ -16,8 +16,10 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +29,8 @@ from segapp.parallel.recompute import computed_once
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of SplitMix64: one for its sequence, and two for the multiplications that mix a number of it."""
@@ -106,31 +110,67 @@ class _ForwardKeys:
     It counts the calls of each layer, because every call of a layer needs other masks.
     """
 
-    def __init__(self, keys: Tensor) -> None:
+    def __init__(self, keys: Tensor, calls: Mapping[int, int] = MappingProxyType({})) -> None:
+        self.keys = keys
         self._keys = {keys.device: keys}
-        self._calls: dict[int, int] = {}
+        self._calls = dict(calls)
+
+    def cut(self, sizes: Sequence[int]) -> list[_ForwardKeys]:
+        """Return the keys of consecutive samples, whose layers continue to count."""
+        return [_ForwardKeys(keys, self._calls) for keys in self.keys.split_with_sizes(list(sizes))]
+
+    def run_part(self, part: _ForwardKeys, call: Callable[[], T]) -> T:
+        """Return the result of a call that uses a part of these keys, and count its calls of layers."""
+        with _current(part):
+            result = call()
+        self._calls.update(part._calls)  # every part has the same
+        return result
 
     def keys_of_call(self, layer: int, device: torch.device) -> Tensor:
         """Return the keys (N) of a layer's next call."""
         if device not in self._keys:
-            self._keys[device] = next(iter(self._keys.values())).to(device, non_blocking=True)
+            self._keys[device] = self.keys.to(device, non_blocking=True)
         keys, call = self._keys[device][:, layer], self._calls.get(layer, 0)
         self._calls[layer] = call + 1
         return keys if not call else keys * _signed(pow(_CALL_MULTIPLIER, call, 2**64))
 
 
-@contextlib.contextmanager
-def sample_masks(keys: Tensor | None) -> Iterator[None]:
+def sample_masks(keys: Tensor | None) -> contextlib.AbstractContextManager[None]:
     """Let layers make their masks from keys (N, L) of `SampleMasks` in the `with` statement, in this thread.
 
-    If `keys` is None, they draw from the generator of their device, like torch's layers.
+    The replicas of a `DataParallelModel` use the keys of their samples. If `keys` is None, layers draw from the
+    generator of their device, like torch's.
     """
+    return _current(None if keys is None else _ForwardKeys(keys))
+
+
+@contextlib.contextmanager
+def _current(keys: _ForwardKeys | None) -> Iterator[None]:
     outer = getattr(_thread_local, "current", None)
-    _thread_local.current = None if keys is None else _ForwardKeys(keys)
+    _thread_local.current = keys
     try:
         yield
     finally:
         _thread_local.current = outer
+
+
+def with_masks(calls: Sequence[Callable[[], T]], sizes: Sequence[int], module: nn.Module) -> list[Callable[[], T]]:
+    """Return the calls of a module's replicas on chunks of these sizes, with the chunks' keys of this thread.
+
+    Raises:
+        ValueError: layers need a key for each sample of the batch, and there are more or fewer.
+    """
+    current: _ForwardKeys | None = getattr(_thread_local, "current", None)
+    if current is None or len(calls) == 1:  # a single call runs in this thread
+        return list(calls)
+    if len(current.keys) != sum(sizes):
+        if any(isinstance(layer, _Masked) and layer.training for layer in module.modules()):
+            raise ValueError(
+                f"sample_masks has keys of {len(current.keys)} samples, and the batch has {sum(sizes)}: give one row"
+                " per sample, or None"
+            )
+        return list(calls)
+    return [partial(current.run_part, part, call) for part, call in zip(current.cut(sizes), calls, strict=True)]
 
 
 def _keys_of_call(layer: int, device: torch.device) -> Tensor | None:

@@ -191,15 +191,20 @@ class RecomputedBlock(nn.Module):
     """Base class of the classes that `set_recompute` gives to blocks."""
 
     recompute_plan: SimpleNamespace
-    """What copies for other devices share: the block's name, the numbers of the devices on which it is recomputed, and
+    """What copies for other devices share: the block's name, `num_sets`, the numbers of the sets with the block, and
     `is_checked` after a pass that has changed no buffer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output; see its own class."""
-        replica, run = current_replica(), super().forward
-        number = 0 if replica is None else replica.position
-        is_kept = getattr(_thread_local, "is_off", False) or number not in self.recompute_plan.devices
-        if is_kept or not torch.is_grad_enabled():
+        replica, run, plan = current_replica(), super().forward, self.recompute_plan
+        if getattr(_thread_local, "is_off", False) or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if replica is not None and plan.num_sets not in (1, replica.group.num_devices):
+            raise ValueError(
+                f"set_recompute got {plan.num_sets} sets for a model on {replica.group.num_devices} devices: give one"
+                " set for all devices, or one for each"
+            )
+        if not _is_in_set(plan, 0 if replica is None else replica.position):
             return run(*args, **kwargs)
         args, kwargs = map_tensors(lambda tensor: tensor, (args, kwargs))  # a list may grow later, as in DenseNet
         block_pass = _BlockPass(self, (args, kwargs))
@@ -232,11 +237,12 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
 
     Args:
         network: any module.
-        sets: names of submodules, none within another: one set per device of a `DataParallelModel`, or one set for a
-            network on one device, in stages, or of a rank; ranks may differ.
+        sets: names of submodules, none within another: one set for all devices, or one per device of the (innermost)
+            `DataParallelModel`. Ranks may differ.
 
     Raises:
-        ValueError: a block lies within another, is compiled, or has a `forward` that its class does not have.
+        ValueError: a block lies within another, is compiled, or has a `forward` that its class does not have; in a
+            later forward pass, the model has another number of devices than there are sets.
         RuntimeError: in a later step, a block's inputs or buffers change so that it cannot be recomputed.
 
     Example:
@@ -260,7 +266,9 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
         devices = {i for i, blocks in enumerate(sets) if name in blocks}
-        block.__dict__["recompute_plan"] = SimpleNamespace(name=name, devices=devices, is_checked=False)
+        block.__dict__["recompute_plan"] = SimpleNamespace(
+            name=name, devices=devices, num_sets=len(sets), is_checked=False
+        )
 
 
 def is_recomputable(block: nn.Module) -> bool:
@@ -269,6 +277,11 @@ def is_recomputable(block: nn.Module) -> bool:
 
 
 def recomputed_blocks(network: nn.Module, num_devices: int = 1) -> BlockSets:
-    """Return the names that `set_recompute` got for each device, in the order of the network."""
+    """Return the names that `set_recompute` chose for each device, in the order of the network."""
     plans = [part.recompute_plan for part in network.modules() if isinstance(part, RecomputedBlock)]
-    return tuple(tuple(plan.name for plan in plans if i in plan.devices) for i in range(num_devices))
+    return tuple(tuple(plan.name for plan in plans if _is_in_set(plan, i)) for i in range(num_devices))
+
+
+def _is_in_set(plan: SimpleNamespace, position: int) -> bool:
+    """Return True if the set of a device, or the set of all devices, has the block."""
+    return (position if plan.num_sets > 1 else 0) in plan.devices

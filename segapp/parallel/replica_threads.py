@@ -149,8 +149,8 @@ class ReplicaThreads(Generic[T]):
     all its values there, so the outermost replica 0 combines the values of all replicas of all groups. Within a group
     in lockstep, groups also run in lockstep.
 
-    There is one device per replica; `positions` are their numbers among all devices, by default 0, 1, and so on. The
-    group waits at most `timeout_s` for a missing replica, at an exchange or at the end.
+    There is one device per replica; `positions` are their numbers among all `num_devices`, by default 0, 1, and so on.
+    The group waits at most `timeout_s` for a missing replica, at an exchange or at the end.
     """
 
     def __init__(
@@ -159,11 +159,13 @@ class ReplicaThreads(Generic[T]):
         mode: Mode = "threads",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         positions: Sequence[int] = (),
+        num_devices: int | None = None,
     ) -> None:
         if mode not in ("threads", "lockstep"):
             raise ValueError(f"mode={mode!r} is not known: use 'threads' or 'lockstep'")
         self.devices = tuple(devices)
         self.positions = tuple(positions) or tuple(range(len(self.devices)))
+        self.num_devices = num_devices or len(self.devices)
         self.timeout_s = timeout_s
         # A single call runs in the caller's thread, which already has these states.
         self._entered = _caller_states(self.devices) if len(self.devices) > 1 else _make_current

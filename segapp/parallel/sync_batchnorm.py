@@ -20,15 +20,18 @@ Shapes: N samples, C channels, P parts (replicas or ranks); x is (N, C, ...).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from segapp.accelerator import wide
-from segapp.compat.torch import BatchNorm, is_replica, module_slots
-from segapp.parallel.recompute import computed_once
+from segapp.compat.torch import BatchNorm, is_replica
+from segapp.parallel.recompute import RecomputedBlock, computed_once
 from segapp.parallel.replica_threads import current_replica
 from segapp.parallel.scatter_gather import (
     all_reduce_in_place,
@@ -318,6 +321,9 @@ class SyncBatchNorm(BatchNorm):
     a replica may have a single value per channel, and a rank may have none. For an undivided batch, and in evaluation,
     it calls torch's BatchNorm. Half inputs are normalized with float32 statistics. The parameters are the same.
 
+    A converted layer is still an instance of its own class, whose methods come first; it cannot replace those with two
+    underscores.
+
     Raises:
         ValueError: the whole batch has one value per channel.
         RuntimeError: a replica's layer runs outside its forward pass, as in torch's activation checkpointing without
@@ -326,9 +332,16 @@ class SyncBatchNorm(BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalized input, (N, C) or (N, C, ...), with the same shape and dtype; see `nn.BatchNorm2d`."""
+        if isinstance(input, torch.fx.Proxy) and type(self) is SyncBatchNorm:
+            # A call of this layer, as for a converted layer and for torch's own.
+            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
         self._check_input_dim(input)
-        if (not self.training and self.running_mean is not None) or not computed_once(self._is_divided):
-            return super().forward(input)
+        if input.dim() < 2 or input.size(1) != self.num_features:
+            raise ValueError(
+                f"{self.__name()} expects input of shape (N, {self.num_features}, ...), got {tuple(input.shape)}"
+            )
+        if (not self.training and self.running_mean is not None) or not computed_once(self.__is_divided):
+            return BatchNorm.forward(self, input)
         x = input.contiguous(memory_format=memory_format_of(input))
         weight, bias = (None if value is None else value.to(_statistics_dtype(x)) for value in (self.weight, self.bias))
         part = _Part()
@@ -336,60 +349,60 @@ class SyncBatchNorm(BatchNorm):
         joined = [dummy]  # not joined if it is recomputed, as only the saved tensors of that graph are used
 
         def exchanged() -> _BatchStatistics:
-            joined[0] = self._exchange(part, x, dummy)
+            joined[0] = self.__exchange(part, x, dummy)
             return part.statistics
 
         part.statistics = computed_once(exchanged)
         return cast(Tensor, _NormalizePart.apply(part, dummy.grad_fn, x, weight, bias, joined[0]))
 
-    def _is_divided(self) -> bool:
+    def __is_divided(self) -> bool:
         """Return True if this layer has only a part of the batch, as a replica or as a rank."""
         replica = current_replica()
         if replica is None and is_replica(self):
             raise RuntimeError(
-                f"{self._name()} runs outside its replica's forward pass, without the other replicas:"
-                " use set_recompute for activation checkpointing, which repeats no exchange, or sync_bn: false"
+                f"{self.__name()} runs outside its replica's forward pass, without the other replicas:"
+                " use segapp.parallel.set_recompute for activation checkpointing, which repeats no exchange"
             )
         if replica is None or not replica.has_others:
             return self.training and has_other_ranks()
         if has_other_ranks():
             raise RuntimeError(
-                f"{self._name()} would synchronize over replicas and ranks at the same time: give every rank one device"
+                f"{self.__name()} would synchronize over replicas and over ranks: give every rank one device"
             )
         return True
 
-    def _exchange(self, part: _Part, x: Tensor, dummy: Tensor) -> Tensor:
+    def __exchange(self, part: _Part, x: Tensor, dummy: Tensor) -> Tensor:
         """Give a part its statistics, and return the joined dummy."""
-        replica, values = current_replica(), (part, x, self._moments(x), dummy)
+        replica, values = current_replica(), (part, x, self.__moments(x), dummy)
         if replica is None:
-            return self._join([values])[0]
-        return cast(Tensor, replica.exchange(f"{self._name()} with {self.num_features} channels", values, self._join))
+            return self.__join([values])[0]
+        return cast(Tensor, replica.exchange(f"{self.__name()} with {self.num_features} channels", values, self.__join))
 
     @property
-    def _is_tracked(self) -> bool:
+    def __is_tracked(self) -> bool:
         return self.training and self.track_running_stats and self.running_mean is not None
 
-    def _uses_kernels(self, x: Tensor) -> bool:
+    def __uses_kernels(self, x: Tensor) -> bool:
         """Return True if torch's kernels can join and track the moments, as they can with a constant momentum."""
-        if not has_kernels(x) or not self._is_tracked:
+        if not has_kernels(x) or not self.__is_tracked:
             return has_kernels(x)
         return self.momentum is not None and cast(Tensor, self.running_mean).dtype == _statistics_dtype(x)
 
     @torch.no_grad()
-    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def __moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return a part's C means and variances; for the kernels, 1 / sqrt(variance + eps) instead of variances."""
-        if self._uses_kernels(x) and x.numel():
+        if self.__uses_kernels(x) and x.numel():
             return torch.batch_norm_stats(x, self.eps)
         mean_C, variance_C = moments_of(x)
-        return mean_C, torch.ones_like(mean_C) if self._uses_kernels(x) else variance_C
+        return mean_C, torch.ones_like(mean_C) if self.__uses_kernels(x) else variance_C
 
-    def _join(self, values: list[tuple[_Part, Tensor, tuple[Tensor, Tensor], Tensor]]) -> list[Tensor]:
+    def __join(self, values: list[tuple[_Part, Tensor, tuple[Tensor, Tensor], Tensor]]) -> list[Tensor]:
         """Give the parts of this process (all replicas, or this rank) their statistics; return the joined dummies."""
         parts, xs, pairs, dummies = zip(*values, strict=True)
         nodes = [dummy.grad_fn for dummy in dummies]
         if len({node is None for node in nodes}) > 1:
-            raise ValueError(f"only some replicas compute gradients at {self._name()}: let all or none of them do so")
-        over_ranks, by_kernels = len(parts) == 1, self._uses_kernels(xs[0])
+            raise ValueError(f"only some replicas compute gradients at {self.__name()}: let all or none of them do so")
+        over_ranks, by_kernels = len(parts) == 1, self.__uses_kernels(xs[0])
         num_values = [_count_of(x) for x in xs]
         with torch.no_grad():
             moments, counts = gather_moments(pairs, num_values, over_ranks=over_ranks, by_kernels=by_kernels)
@@ -397,9 +410,9 @@ class SyncBatchNorm(BatchNorm):
             if sum(num_values) == 1 and not (over_ranks and round(counts[1].sum().item()) > 1):
                 raise ValueError(
                     "Expected more than 1 value per channel when training, got 1 in the whole batch at"
-                    f" {self._name()}: use a larger batch or crop"
+                    f" {self.__name()}: use a larger batch or crop"
                 )
-            joined = self._join_moments(moments, *counts, xs[0])
+            joined = self.__join_moments(moments, *counts, xs[0])
             for part, x in zip(parts, xs, strict=True):
                 mean_C, scale_C = _pair_on(x.device, joined)
                 part.statistics = _BatchStatistics(
@@ -407,22 +420,24 @@ class SyncBatchNorm(BatchNorm):
                 )
         return [_JoinSums.apply(parts, nodes, over_ranks, *dummies)] * len(parts)
 
-    def _join_moments(self, moments: Sequence[Tensor], weights: Tensor, count: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def __join_moments(
+        self, moments: Sequence[Tensor], weights: Tensor, count: Any, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Join the parts' moments and track them; return the first two fields of `_BatchStatistics`."""
-        if self._is_tracked:
+        if self.__is_tracked:
             cast(Tensor, self.num_batches_tracked).add_(1)
-        if self._uses_kernels(x):
-            running_mean_C, running_var_C = (self.running_mean, self.running_var) if self._is_tracked else (None, None)
+        if self.__uses_kernels(x):
+            running_mean_C, running_var_C = (self.running_mean, self.running_var) if self.__is_tracked else (None, None)
             (means_PC, invstds_PC), momentum = moments, self.momentum or 0.0
             return torch.batch_norm_gather_stats_with_counts(
                 means_PC, means_PC, invstds_PC, running_mean_C, running_var_C, momentum, self.eps, weights
             )
         mean_C, variance_C = (moment_C.to(_statistics_dtype(x)) for moment_C in join_moments(moments, weights))
-        if self._is_tracked:
-            self._track(mean_C, variance_C * (count / (count - 1)))
+        if self.__is_tracked:
+            self.__track(mean_C, variance_C * (count / (count - 1)))
         return mean_C, variance_C
 
-    def _track(self, mean_C: Tensor, variance_C: Tensor) -> None:
+    def __track(self, mean_C: Tensor, variance_C: Tensor) -> None:
         """Move the running mean and variance towards the batch's mean and unbiased variance."""
         weight: Any = self.momentum
         if weight is None:  # the mean over all batches; the division stays on the device
@@ -433,52 +448,90 @@ class SyncBatchNorm(BatchNorm):
             running.lerp_(value.to(running.dtype), weight)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2 or input.size(1) != self.num_features:
-            raise ValueError(
-                f"{self._name()} expects input of shape (N, {self.num_features}, ...), got {tuple(input.shape)}"
-            )
+        """Accept any number of dimensions; a converted layer has the check of its class."""
 
-    def _name(self) -> str:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind, reduced = vars(type(self)).get("batchnorm_class"), super().__reduce_ex__(protocol)
+        return reduced if kind is None else (_new_layer, (kind,), *reduced[2:])
+
+    def __name(self) -> str:
         return f"SyncBatchNorm {self.__dict__.get('_replica_name', '')}".rstrip()
 
 
-class _SyncBatchNormAct(SyncBatchNorm):
-    """A converted layer that includes dropout and activation, like timm's BatchNormAct2d."""
+@cache
+def _synchronized(kind: Any) -> Any:
+    """Return the class of converted layers of a class; torch.fx makes each of them one node, because of its module."""
+    name = f"Sync{kind.__name__.removeprefix('Sync')}"
+    bases: tuple[Any, ...] = (kind, SyncBatchNorm)
+    attributes = {"__module__": BatchNorm.__module__, "__doc__": kind.__doc__, "batchnorm_class": kind}
+    if kind is nn.SyncBatchNorm:  # not an instance of torch's, which DistributedDataParallel refuses on CPUs
+        bases = bases[1:]
+    elif _is_of_timm(kind):
+        attributes["forward"] = lambda self, x: self.act(self.drop(SyncBatchNorm.forward(self, x)))
+    return type(name, bases, attributes)
 
-    drop: nn.Module
-    act: nn.Module
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the activation of the normalized input."""
-        return cast(Tensor, self.act(self.drop(super().forward(input))))
+def _new_layer(kind: Any) -> Any:
+    """Return a converted layer without attributes, to be unpickled."""
+    return object.__new__(_synchronized(kind))
+
+
+def _is_of_timm(kind: type) -> bool:
+    """Return True for a class whose forward computes BatchNorm itself, dropout and an activation."""
+    return kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.")
+
+
+def _obstacle(layer: nn.Module) -> str | None:
+    """Return why a BatchNorm layer cannot be synchronized, to follow its name; None if it can."""
+    kind = type(layer)
+    if isinstance(layer, LazyModuleMixin):
+        return "has no channels yet: run the module once before"
+    if isinstance(layer, RecomputedBlock):
+        return "is a block of set_recompute: call set_recompute after the conversion"
+    bases = () if kind is nn.SyncBatchNorm or _is_of_timm(kind) else kind.__mro__[: kind.__mro__.index(BatchNorm)]
+    if "forward" in vars(layer) or any("forward" in vars(base) and not _extends_forward(base) for base in bases):
+        return (
+            "has a forward that does not only extend BatchNorm's: let its class call super().forward(input) for the"
+            " whole input, or replace the layer with a plain one"
+        )
+    return None
+
+
+def _extends_forward(kind: type) -> bool:
+    """Return True if the forward of a class calls the next class's, and neither divides nor normalizes a batch."""
+    code = getattr(inspect.unwrap(vars(kind)["forward"]), "__code__", None)
+    names = frozenset(() if code is None else code.co_names)
+    return {"super", "forward"} <= names and names.isdisjoint({"batch_norm", "chunk", "split", "tensor_split"})
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Turn every BatchNorm layer of a module into a `SyncBatchNorm`, in place, and return the module.
 
-    The layers stay the same objects: parameters, buffers, hooks, state-dict keys and references remain valid.
+    The layers stay the same objects and instances of their classes: parameters, buffers, hooks, state-dict keys and
+    references remain valid. A class of your own is converted if its forward, if any, extends `super().forward(input)`.
 
     Raises:
-        TypeError: a layer's class extends BatchNorm with further behavior.
+        TypeError: a layer cannot be synchronized, because its class computes BatchNorm itself; no layer is converted.
     """
-    for name, layer in module.named_modules():
-        if not isinstance(layer, BatchNorm) or isinstance(layer, SyncBatchNorm):
-            continue
-        original = type(layer)
-        has_act = isinstance(layer, nn.BatchNorm2d) and set(module_slots(layer)) == {"drop", "act"}
-        if original not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm) and not has_act:
-            raise TypeError(
-                f"{name or 'the module'} is a {original.__name__}, which extends BatchNorm in a way that cannot be"
-                " synchronized: replace it with nn.BatchNorm2d, or use sync_bn: false"
-            )
-        layer.__class__ = _SyncBatchNormAct if has_act else SyncBatchNorm
-        layer.__dict__["_batchnorm_class"] = original
+    plain = plain_batchnorms(module)
+    for name, layer in plain.items():
+        if obstacle := _obstacle(layer):
+            raise TypeError(f"{name or 'the module'} ({type(layer).__name__}) {obstacle}")
+    for layer in plain.values():
+        layer.__class__ = _synchronized(cast(Any, type(layer)))
     return module
+
+
+def plain_batchnorms(module: nn.Module) -> dict[str, BatchNorm]:
+    """Return the BatchNorm layers that are not synchronized, by name."""
+    layers = module.named_modules()
+    return {name: m for name, m in layers if isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm)}
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Turn every `SyncBatchNorm` back into its original class, by default `nn.BatchNorm2d`, and return the module."""
     for layer in list(module.modules()):
         if isinstance(layer, SyncBatchNorm):
-            layer.__class__ = layer.__dict__.pop("_batchnorm_class", nn.BatchNorm2d)
+            kind: Any = getattr(layer, "batchnorm_class", nn.BatchNorm2d)
+            layer.__class__ = kind
     return module

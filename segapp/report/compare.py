@@ -19,17 +19,12 @@ from segapp.report.charts import Frame
 from segapp.report.differences import MIN_IMAGES
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
-from segapp.report.run_report import (
-    differing_settings,
-    read_config,
-    read_run_report,
-    without_events,
-)
+from segapp.report.run_report import read_run_report, without_events
 from segapp.run import words
 from segapp.run.folder import RunFolder, find_run, runs_of
 from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
-from segapp.view.runs import summarize
+from segapp.view.runs import differing_settings, read_settings, summarize
 
 MAX_CLASSES = 20
 """Number of classes in the terminal: the classes with the largest differences."""
@@ -66,8 +61,7 @@ def compare_runs(
         raise ConfigError(f"compare needs at least two runs, and got {len(runs)}: segapp compare RUN RUN")
     folders = [find_run(run) for run in runs]
     rows = [_row_of(folder) for folder in folders]
-    differences = differing_settings([read_config(folder) for folder in folders])
-    differences.pop("name", None)
+    differences = differing_settings([read_settings(folder) for folder in folders])
     same, why_not = None, None if has_images else "left out because of --no-images"
     if has_images:
         from segapp.report.images import compare_on_images

@@ -4,14 +4,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, RunError, without_secrets
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, read_tail
-from segapp.training.trackers import flat_settings
 from segapp.view.history import LossHistory
 from segapp.view.runs import run_state
 from segapp.view.source import SeriesReader, fold_file
@@ -90,10 +88,3 @@ def read_config(folder: RunFolder) -> RunConfig | None:
         return load_config(folder.config_yaml)
     except ConfigError:
         return None
-
-
-def differing_settings(configs: Sequence[RunConfig | None]) -> dict[str, list[Any]]:
-    """Return the config keys whose values differ, with the value in each config; "?" if a config is missing."""
-    flat = [flat_settings(config.model_dump(mode="json")) if config else {} for config in configs]
-    found = {key: [values.get(key, "?") for values in flat] for key in sorted({key for each in flat for key in each})}
-    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}

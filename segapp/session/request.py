@@ -39,6 +39,13 @@ class TrainRequest:
     """Notes that are printed first."""
     limit: ImageLimit | None = None
 
+    @property
+    def is_new(self) -> bool:
+        """True if no checkpoint is there to continue from."""
+        return self.checkpoint is None and (
+            self.folder is None or CheckpointFolder(self.folder.checkpoints).is_untouched()
+        )
+
 
 def plan_request(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
     """Decide what to train and where; nothing is changed on disk.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from segapp.config import RunConfig
+from segapp.config.values import flat_settings
 from segapp.errors import ConfigError, without_secrets
 from segapp.run.events import Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
@@ -218,14 +219,3 @@ def make_trackers(
         uri = whole if without_secrets(whole) == log.mlflow else log.mlflow
         add("mlflow", "mlflow-skinny", lambda: MlflowTracker(uri, config.name, settings, run_id, folder.name))
     return listeners
-
-
-def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one dict with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flat_settings(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + str(key)] = value
-    return flat

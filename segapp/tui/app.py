@@ -41,7 +41,7 @@ from segapp.view.plot import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
-from segapp.view.wording import LogLine, event_text
+from segapp.view.wording import LogLine, event_text, setup
 
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes with and without new events; the lines above change at every tick."""
@@ -214,7 +214,8 @@ class MonitorApp(App[None]):
             return False
         line = width - 2
         unseen = self.shown.unseen()
-        head = header.header(view, status, name, line, is_readonly=self.readonly, num_alerts=len(unseen))
+        about = setup(self.shown.settings())
+        head = header.header(view, status, name, line, about=about, is_readonly=self.readonly)
         self._text("head").show(head)
         self._text("progress").show(header.progress_line(view, status, line))
         found = header.banner(view, status, name, line, unseen)
@@ -330,6 +331,10 @@ class MonitorApp(App[None]):
         else:
             self.action_seen()
         self.show_view()
+
+    def action_config(self) -> None:
+        """Show the config of the run, with the changes since its start."""
+        self.push_screen(ScrolledDialog(f"Config of {self.shown.name}", self.shown.config(), is_wide=True))
 
     def action_help(self) -> None:
         found = keys.help_lines(keys.available(self.readonly))

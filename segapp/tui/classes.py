@@ -1,7 +1,9 @@
 """The class pane: the IoU of each class and its change since the previous evaluation."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.cells import cell_len
 from textual.binding import BindingType
@@ -9,11 +11,14 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
 
+from segapp.run.words import duration, number
+from segapp.scores import count_scored, of_classes
 from segapp.tui.header import LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, SearchLine, progress
 from segapp.view.plot import CLASS, class_iou
+from segapp.view.source import Status
 from segapp.view.view import View
-from segapp.view.wording import best_miou, fit_cells, miou
+from segapp.view.wording import best_miou, fit_cells
 
 FALL = -0.02
 """Minimum change of IoU between two evaluations for which a class is marked."""
@@ -25,42 +30,56 @@ class ClassRow:
 
     index: int
     name: str
-    iou: float | None
-    """None if the class is in neither prediction nor target."""
+    iou: float
     delta: float | None
 
 
-def class_rows(view: View, wanted: str = "") -> list[ClassRow]:
-    """Return the classes of the last evaluation, worst first and absent ones last, filtered by a part of the name."""
-    if not view.vals:
-        return [ClassRow(i, name, None, None) for i, name in enumerate(view.classes)]
-    num_classes = len(view.vals[-1].iou)
+def first_evaluation(view: View, status: Status, settings: Mapping[str, Any]) -> str:
+    """Return when the first evaluation comes, by the settings of the run: after epoch 5, in about 12m05s."""
+    start, step, every_steps = view.start, view.step, settings.get("eval.every_steps")
+    if status.is_over or view.evaluating is not None:
+        return "the run ended before its first evaluation" if status.is_over else "the first evaluation is running"
+    if start is None or step is None or not start.steps_per_epoch or "eval.every_epochs" not in settings:
+        return "no evaluation yet"
+    stride = every_steps or settings["eval.every_epochs"] * start.steps_per_epoch
+    at = min((step.step // stride + 1) * stride, start.steps or start.epochs * start.steps_per_epoch)
+    where = f"step {at}" if every_steps else f"epoch {-(-at // start.steps_per_epoch)}"
+    left_s = (at - step.step) * (step.step_s or math.nan) - max(0.0, status.now_s - step.t)
+    when = "" if view.is_paused or math.isnan(left_s) else f", in about {duration(left_s)}"
+    return f"first evaluation after {where}{when}"
+
+
+def class_rows(view: View, wanted: str = "") -> tuple[list[ClassRow], list[str]]:
+    """Return the classes of the last evaluation, worst first, and the names of the absent ones, with `wanted` in it."""
     earlier = (view.vals[i] for i in reversed(range(len(view.vals) - 1)))
-    before = next((val for val in earlier if len(val.iou) == num_classes), None)
-    rows = []
+    before = next((val for val in earlier if len(val.iou) == len(view.vals[-1].iou)), None)
+    rows, absent = [], []
     for i, name in enumerate(view.classes):
-        iou = class_iou(view.vals[-1], i)
-        old = class_iou(before, i)
-        rows.append(ClassRow(i, name, iou, iou - old if iou is not None and old is not None else None))
-    rows = [row for row in rows if wanted.casefold() in row.name.casefold()]
-    return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
+        iou, old = class_iou(view.vals.last, i), class_iou(before, i)
+        if wanted.casefold() in name.casefold():
+            if iou is None:
+                absent.append(name)
+            else:
+                rows.append(ClassRow(i, name, iou, None if old is None else iou - old))
+    return sorted(rows, key=lambda row: row.iou), absent
 
 
 def classes_content(view: View, size: Size, *, wanted: str = "", cursor: int | None = None) -> Content:
-    """Return the classes one below the other; in several columns if they would not all be visible."""
-    if not view.classes:
-        return Content.styled("no classes yet", "$text-muted")
-    rows = class_rows(view, wanted)
-    if not rows:
+    """Return the classes one below the other, in several columns if they would not all be visible; then the absent."""
+    rows, absent = class_rows(view, wanted)
+    if not rows and not absent:
         return Content.styled("no class has this name: press esc to show all", "$text-muted")
-    num_columns = min(max(1, size.width // 46), -(-len(rows) // max(1, size.height)))
+    height = max(1, size.height - bool(absent))
+    num_columns = min(max(1, size.width // 46), -(-len(rows) // height) or 1)
     width = (size.width - 2 * (num_columns - 1)) // num_columns
-    longest = max(cell_len(row.name) for row in rows)
+    longest = max((cell_len(row.name) for row in rows), default=0)
     name_width = max(6, min(longest, width // 2 - 8, 28 if width < 80 else 60))
     widths = width, name_width
     cells = [_row_content(row, widths, is_selected=i == cursor) for i, row in enumerate(rows)]
     num_rows = -(-len(cells) // num_columns)
     lines = [Content("  ").join(cells[i::num_rows]) for i in range(num_rows)]
+    if absent:
+        lines.append(Content.styled(f"absent: {', '.join(absent)}", "$text-muted"))
     return Content("\n").join(lines)
 
 
@@ -69,9 +88,6 @@ def _row_content(row: ClassRow, widths: tuple[int, int], *, is_selected: bool) -
     width, name_width = widths
     bar_width = width - name_width - 17
     name = fit_cells(row.name, name_width), "reverse" if is_selected else ""
-    if row.iou is None:
-        empty = " " * max(0, width - name_width - 16)
-        return Content.assemble(name, (f" {empty} {'-':>5}{' ' * 9}", "$text-muted"))
     if row.delta is None:
         change, style = "", ""
     else:
@@ -96,8 +112,9 @@ def classes_title(view: View, wanted: str, width: int) -> Content:
     last, best = view.vals.last, view.best
     parts = [
         LinePart(0, "3 Classes", "bold"),
-        LinePart(1, f"e{last.epoch} mIoU {miou(last)}") if last else None,
+        LinePart(1, f"e{last.epoch} mIoU {number(last.miou)}") if last else None,
         LinePart(2, f"best {best_miou(best, last)}", "$text-success") if best and last else None,
+        LinePart(3, of_classes(count_scored(last.iou), len(last.iou)), "$text-muted") if last else None,
         LinePart(1, f"/{wanted}", "$text-warning") if wanted else None,
     ]
     return fit_parts(parts, width)
@@ -129,23 +146,29 @@ class ClassesPane(Vertical):
         self._shown: tuple[object, ...] = ()
         self._view: View | None = None
 
-    def show(self, view: View) -> None:
-        """Show the table of a view; it is made anew after a change of the evaluations, the options or the size."""
+    def show(self, view: View, due: str) -> None:
+        """Show the table, or before the first evaluation when it is due; made anew after a change of what it shows."""
         self._view = view
         wanted = self.search.text
         size = Size(max(1, self._box.scrollable_content_region.width), max(1, self.size.height - 2))
-        shown = wanted, self.cursor, size, id(view), view.start, view.vals.last
+        shown = wanted, self.cursor, size, id(view), view.start, view.vals.last or due
         if shown == self._shown:
             return
         self._shown = shown
-        self._lines.show(classes_content(view, size, wanted=wanted, cursor=self.cursor))
-        self.names = [row.name for row in class_rows(view, wanted)]
+        is_due = view.vals.last is None
+        found = (
+            Content.styled(due, "$text-muted")
+            if is_due
+            else classes_content(view, size, wanted=wanted, cursor=self.cursor)
+        )
+        self._lines.show(found)
+        self.names = [] if is_due else [row.name for row in class_rows(view, wanted)[0]]
 
     def action_move(self, by: int) -> None:
         if not self.names or self._view is None:
             return
         self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self.names) - 1)
-        self.show(self._view)
+        self.show(self._view, "")
         height = max(1, self._box.size.height)
         if self._lines.size.height > height:  # one column
             top = self._box.scroll_y

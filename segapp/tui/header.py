@@ -25,6 +25,8 @@ from segapp.view.wording import clip
 from segapp.view.wording import loss as loss_text
 
 MIN_WIDTH, MIN_HEIGHT = 60, 15
+NEW_S = 10.0
+"""Age of the last event from which it is shown."""
 
 STATE_STYLES = {
     "live": "$text-success bold",
@@ -82,22 +84,23 @@ def state_content(view: View, status: Status) -> Content:
     return Content.styled(f"{dot} {word.upper()}{phase}", STATE_STYLES[word])
 
 
-def header(view: View, status: Status, name: str, width: int, *, is_readonly: bool, num_alerts: int = 0) -> Content:
-    """Return the first line: name, state, unseen alerts, position, and the age of the last event."""
+def header(view: View, status: Status, name: str, width: int, *, about: str, is_readonly: bool) -> Content:
+    """Return the first line: name, state, what is trained, position, and the age of the last event if it is not new."""
     start, step = view.start, view.step
     parts = [
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
         LinePart(1, clip(name, max(8, width // 4)), "bold"),
         LinePart(0, state_content(view, status)),
-        LinePart(1, f"{num_alerts} alert{'s' * (num_alerts > 1)}", "$text-error bold") if num_alerts else None,
+        LinePart(3, about, "$text-accent"),
         LinePart(2, _epoch(view)) if view.epoch is not None else None,
         LinePart(4, _steps(view)) if step is not None and start is not None else None,
         LinePart(5, f"lr {learning_rate(view.lr)}") if view.lr is not None else None,
         LinePart(7, printable(start.precision)) if start is not None and start.precision is not None else None,
         LinePart(7, f"up {duration(_up_s(view, status))}") if start is not None else None,
-        LinePart(8, f"pid {status.pid}", "$text-muted") if status.pid is not None else None,
         LinePart(6, "read-only", "$text-warning") if is_readonly else None,
-        LinePart(3, age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold"),
+        LinePart(3, age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")
+        if status.age_s is None or status.age_s >= NEW_S
+        else None,
     ]
     return fit_parts(parts, width)
 

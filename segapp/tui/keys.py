@@ -55,6 +55,7 @@ KEYS = (
         words="search"),
     Key("details", "d", "", "show the alert or the selected event in full", words="event"),
     Key("seen", "a", "", "dismiss the alert in the banner", words="acknowledge"),
+    Key("config", "C", "", "show the config, and what has been changed since the start", words="settings"),
     Key("runs", "R", "Runs", "list the runs, and open one", words="list"),
     Key("undo_gpu0", "u", "", "undo the gpu0_bsz change", "cancel"),
     Key("pane('loss')", "1", "", "show the chart"),

@@ -9,7 +9,7 @@ from textual.widget import Widget
 
 from segapp.tui import header
 from segapp.tui.chart import LossChart
-from segapp.tui.classes import ClassesPane, classes_title
+from segapp.tui.classes import ClassesPane, classes_title, first_evaluation
 from segapp.tui.devices import gpu0_content, gpu_content, gpu_legend, why_no_split
 from segapp.tui.events import EventsPane
 from segapp.tui.pictures import PictureView
@@ -117,7 +117,7 @@ class Columns(Horizontal):
             self.gpu0.show(gpu0_content(view, status, width, can_edit=can_edit))
             set_title(self.gpu0, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
-            self.table.show(view)
+            self.table.show(view, first_evaluation(view, run.source.status(), run.settings()))
             room = self.table.size.width - (4 if plan.has_left else 44)
             self._set_title(self.table, classes_title(view, self.table.search.text, room))
 

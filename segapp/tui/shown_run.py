@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
-from segapp.errors import CommandError
+from textual.content import Content
+
+from segapp.errors import CommandError, without_secrets
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.commands import Command, format_command, send_command
 from segapp.run.events import CommandAnswer, Event, Oom
+from segapp.run.files import read_of_run
 from segapp.run.words import printable
 from segapp.tui.header import state_label, unseen_alerts
+from segapp.view.runs import read_settings
 from segapp.view.source import LiveSource, LogTail, Status
 from segapp.view.view import Raised, View
 
@@ -29,6 +33,7 @@ class ShownRun:
         """Kind of alert -> time of the last one that the user has acknowledged."""
         self._trainer_ended = has_trainer_ended
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
+        self._settings_of, self._settings = 0, dict[str, Any]()
         self._unanswered: dict[str, str] = {}
         """Commands without a final answer: id -> text."""
 
@@ -54,6 +59,29 @@ class ShownRun:
     @cached_property
     def _plan(self) -> SavedMemoryPlan | None:
         return read_saved_plan(self.source.folder.saved_plan)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the config as `read_settings` does; read again after a resume."""
+        if self._settings_of != self.view.num_starts or not self._settings:
+            self._settings_of, self._settings = self.view.num_starts, read_settings(self.source.folder)
+        return self._settings
+
+    def config(self) -> Content:
+        """Return the config of the run as text; settings that commands have changed since are marked."""
+        try:
+            text = without_secrets(read_of_run(self.source.folder.config_yaml).decode(errors="backslashreplace"))
+        except OSError as error:
+            text = f"config.yaml cannot be read: {error.strerror}"
+        lines = [Content(printable(line)) for line in text.splitlines()]
+        for name, answer in self.view.changes.items():
+            value = self.view.gpu0.value if name == "gpu0_bsz" else (answer.changes or {})[name]
+            note = Content.styled(
+                f"  # now {name}: {value}, by {answer.by} at step {answer.step}", "$text-warning bold"
+            )
+            found = (i for i, line in enumerate(lines) if line.plain.strip().startswith(f"{name}:"))
+            at = next(found, len(lines))
+            lines[at : at + 1] = [line + note for line in lines[at : at + 1] or [Content("")]]
+        return Content("\n").join(lines)
 
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the peaks that the run's plan predicted for the present split; empty without a plan.

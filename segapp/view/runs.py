@@ -8,18 +8,20 @@ Otherwise, the events are read.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from segapp.errors import StorageError
+from segapp.errors import ConfigError, StorageError
 from segapp.run.events import RunEnd
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder, last_start_s, run_folders, run_paths
@@ -30,9 +32,13 @@ from segapp.view.plot import class_iou
 from segapp.view.source import LiveSource, fold_file
 from segapp.view.view import EventFold, View
 
+_WITHOUT_EFFECT = ("log.", "checkpoint.", "data.workers", "data.cache", "data.root")
+"""Beginnings of the config keys that do not change the results of a run."""
+
+_NUM_POINTS = 64
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
-_VERSION = 2
+_VERSION = 3
 """Increase it if `facts_of` or the fold changes, so that summaries of an earlier version are not used."""
 
 _SETTLED_S = 2.0
@@ -50,7 +56,11 @@ class RunSummary:
     """Key figures of the run in a comparison."""
     times: dict[str, Any]
     """The end of the run, and the times that its state depends on."""
+    curves: dict[str, list[float | None]]
+    """`epoch`, `miou` and `loss` of at most `_NUM_POINTS` evaluations."""
     facts: StateFacts
+    settings: dict[str, Any] = field(default_factory=dict)
+    """`read_settings` of the run."""
 
     @property
     def state(self) -> State:
@@ -145,12 +155,44 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
         "last_step_s": view.step_times_s[-1] if view.step_times_s else None,
         "step_interval_s": view.step_interval_s,
     }
-    return {"shown": shown, "figures": figures, "times": times}
+    points = view.vals.values("epoch"), view.vals.values("miou"), view.vals.values("loss")
+    every = -(-len(view.vals) // _NUM_POINTS) or 1
+    kept = ([None if math.isnan(value) else value for value in values[::-every][::-1].tolist()] for values in points)
+    curves = dict(zip(("epoch", "miou", "loss"), kept, strict=True))
+    return {"shown": shown, "figures": figures, "times": times, "curves": curves}
 
 
 def _fields(source: object | None, *names: str) -> dict[str, Any]:
     """Return fields of an event or a file by their names; None for each if it does not exist."""
     return {name: None if source is None else getattr(source, name) for name in names}
+
+
+def read_settings(folder: RunFolder) -> dict[str, Any]:
+    """Return the config of a run as dotted keys and values, without its name; nothing if it cannot be read."""
+    from segapp.config.values import flat_settings  # takes 0.1 s
+    from segapp.config.yaml_reader import parse_yaml
+
+    with contextlib.suppress(OSError, ConfigError):
+        raw, _ = parse_yaml(read_of_run(folder.config_yaml).decode(errors="backslashreplace"))
+        return {key: value for key, value in flat_settings(raw or {}).items() if key != "name"}
+    return {}
+
+
+def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the config keys whose values differ, with the value in each config; "?" if it is missing.
+
+    The most telling keys come first: with more values that are not the most frequent one. Keys that do not change
+    results, and the seed, come last.
+    """
+    keys = dict.fromkeys(key for each in settings for key in each)
+    rows = {key: [each.get(key, "?") for each in settings] for key in keys}
+    found = {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+    def rank(key: str) -> tuple[bool, int, bool]:
+        most = max(Counter(map(repr, found[key])).values())
+        return key == "seed" or key.startswith(_WITHOUT_EFFECT), most, not key.endswith(".name")
+
+    return {key: found[key] for key in sorted(found, key=rank)}
 
 
 def small_view() -> View:
@@ -170,7 +212,7 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
     if found is None:
         view, before = small_view(), identity_of(folder.events)
         fold_file(view, folder.events)
-        found = facts_of(view)
+        found = facts_of(view) | {"settings": read_settings(folder)}
         keep(folder, found, before)
     return summary_of(folder, found, time.time() if now_s is None else now_s)
 
@@ -267,6 +309,7 @@ class FollowedRun:
         self._seen: tuple[object, ...] = ()
         self._source: LiveSource | None = None
         self._identity: list[int] | None = None
+        self._settings: dict[str, Any] = {}
 
     @property
     def sweep(self) -> str:
@@ -310,9 +353,10 @@ class FollowedRun:
             return
         if self._source is None:
             self._source, self._identity = _SkimmedSource(self.folder, self._clock), identity_of(self.folder.events)
+            self._settings = read_settings(self.folder)
         self.is_behind = self._source.poll(budget_s)
         if not self.is_behind:
-            found = facts_of(self._source.view)
+            found = facts_of(self._source.view) | {"settings": self._settings}
             self.summary, self.is_read = RunSummary(self.folder, **found, facts=self._source.facts()), True
             if self.summary.state not in _OPEN:
                 keep(self.folder, found, self._identity)

@@ -110,6 +110,8 @@ class View:
     """Accepted commands without a final answer."""
     answers: dict[str, events.CommandAnswer] = field(default_factory=dict)
     """Final answers, by id; the last 200."""
+    changes: dict[str, events.CommandAnswer] = field(default_factory=dict)
+    """Setting -> the last command that changed it."""
     phase: str | None = None
     """Phase of the last heartbeat: train, eval, save, paused, start."""
     is_paused: bool = False
@@ -471,6 +473,7 @@ class EventFold:
             return
         view.pending.pop(event.id, None)
         view.answers[event.id] = event
+        view.changes |= dict.fromkeys(event.changes or (), event)
         if len(view.answers) > 200:
             del view.answers[next(iter(view.answers))]
         if event.status == "applied" and event.command in ("pause", "resume"):

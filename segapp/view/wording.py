@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
@@ -75,6 +76,14 @@ def best_miou(best: events.Val, last: events.Val) -> str:
     return f"{number(best.miou) if has_same else miou(best)} e{best.epoch}"
 
 
+def setup(settings: Mapping[str, Any]) -> str:
+    """Return model, data and optimizer of a config: deeplabv3_resnet50 · cityscapes · adamw 0.014."""
+    data, root = settings.get("data.format"), PurePath(str(settings.get("data.root"))).name
+    optimizer = " ".join(str(settings[key]) for key in ("optim.name", "optim.lr") if key in settings)
+    parts = settings.get("model.name"), root if data in ("folder", "list") else data, optimizer
+    return printable(" · ".join(str(part) for part in parts if part))
+
+
 def fit_cells(text: str, width: int) -> str:
     """Return the text in exactly `width` cells: cut with an ellipsis, or padded; wide characters count as two."""
     if width <= 0:
@@ -101,7 +110,8 @@ def _start(event: events.RunStart) -> str:
 
 
 def _val(event: events.Val, classes: Sequence[str], previous: events.Val | None) -> str:
-    parts = [f"e{event.epoch} mIoU {miou(event)}"]
+    is_same = previous is not None and count_scored(previous.iou) == count_scored(event.iou)
+    parts = [f"e{event.epoch} mIoU {number(event.miou) if is_same else miou(event)}"]
     if previous is not None and previous.miou is not None and event.miou is not None:
         parts[0] += f" ({event.miou - previous.miou:+.3f})"
     parts.append(f"loss {loss(event.loss)}")

@@ -10,7 +10,14 @@ from timm.layers import DropPath
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from segapp.parallel import SampleMasks, mask_by_sample, sample_masks, set_recompute
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelModel,
+    SampleMasks,
+    mask_by_sample,
+    sample_masks,
+    set_recompute,
+)
 
 LAYERS = {
     "Dropout": (nn.Dropout(0.3), (8, 5, 6)),
@@ -182,3 +189,54 @@ def test_compiled_masks_are_the_eager_ones():
                 outputs.append(run(x))
         torch.testing.assert_close(*outputs)
         assert torch.equal(outputs[0] == 0, outputs[1] == 0)
+
+
+def three_calls():
+    """Return a network that calls one of its layers three times, with its keys."""
+    drop = nn.Dropout(0.4)
+    block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3), drop)
+    net = nn.Sequential(nn.Linear(3, 6), drop, block, nn.Linear(6, 6), drop).double()
+    mask_by_sample(net)
+    set_recompute(net, [["2"]])
+    return net, SampleMasks(net, 3)
+
+
+def from_chunks(net):
+    before = DataParallelModel(nn.Identity(), ["cpu"] * 3, gpu0_bsz=1)
+    model = BalancedDataParallel(4, net, ["cpu"] * 3)
+    return lambda x: model(before(x))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda net: BalancedDataParallel(None, net, ["cpu"] * 3, shares=[0, 3, 2]),
+        lambda net: BalancedDataParallel(1, net, ["cpu"] * 3, mode="lockstep"),
+        lambda net: BalancedDataParallel(5, net, ["cpu"] * 2),
+        lambda net: BalancedDataParallel(3, BalancedDataParallel(0, net, ["cpu"] * 3), ["cpu"] * 2),
+        from_chunks,
+    ],
+    ids=["uneven", "lockstep", "one device used", "nested", "chunks"],
+)
+def test_masks_around_a_model_reach_its_replicas(wrap):
+    """The network runs three times in one `with` statement, in the middle as a bare module."""
+    net, masks = three_calls()
+    x, found, model = torch.randn(5, 3, dtype=torch.float64), [], wrap(net)
+    for networks in ((net, net, net), (model, net, model)):
+        with sample_masks(masks.keys(epoch=2, first=3, count=5)):
+            outputs = torch.cat([each(x) for each in networks])
+        found.append([outputs, *torch.autograd.grad((outputs**2).sum(), list(net.parameters()))])
+    for value, truth in zip(*found, strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-12)
+    assert found[0][0].eq(0).any()
+
+
+def test_keys_of_another_number_of_samples_are_refused():
+    net, masks = three_calls()
+    model = BalancedDataParallel(1, net, ["cpu"] * 2)
+    with sample_masks(masks.keys(1, 0, 4)):
+        with pytest.raises(
+            ValueError, match="keys of 4 samples, and the batch has 5: give one row per sample, or None"
+        ):
+            model(torch.ones(5, 3, dtype=torch.float64))
+        assert model.eval()(torch.ones(5, 3, dtype=torch.float64)).shape == (5, 6), "nothing is dropped"

@@ -2,11 +2,15 @@
 
 import copy
 import math
+import warnings
+from collections import UserDict
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from segapp.losses import CriterionCE, CriterionDice, CriterionSum
 from segapp.parallel import (
     BalancedDataParallel,
     DataParallelCriterion,
@@ -160,3 +164,46 @@ def test_unconverted_batchnorm_fails_the_exactness_check():
     PlainCE()(truth(images), target).backward()
     DataParallelCriterion(PlainCE())(DataParallelModel(net, ["cpu"] * 3)(images), target).backward()
     assert relative_error(grads_of(net), grads_of(truth)) > 1e-2
+
+
+class LossInForward(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.conv, self.kind = nn.Conv2d(3, 4, 1).double(), kind
+
+    def forward(self, images, target):
+        logits = self.conv(images)
+        mean = F.cross_entropy(logits, target, ignore_index=255)
+        criterion = CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice())])
+        return {
+            "mean": mean,
+            "with logits": (logits, mean),
+            "mapping": UserDict(loss=mean, aux=mean),
+            "sums": CriterionCE().statistics(logits, target),
+            "sums per class": criterion.statistics(logits, target),
+            "with a count": (logits, torch.tensor(len(images))),
+        }[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["mean", "with logits", "mapping", "sums", "sums per class", "with a count"])
+def test_means_of_uneven_chunks_are_warned_of_once(kind):
+    net = LossInForward(kind)
+    images, target = make_batch(7)
+    for shares, num_warnings in (([1, 3, 3], 1), ([0, 3, 2], 1), ([1, 1, 1], 0)):
+        num_samples = 6 if shares == [1, 1, 1] else 7
+        model = DataParallelModel(net, ["cpu"] * 3, shares=shares)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                outputs = model(images[:num_samples], target[:num_samples])
+        found = [str(each.message) for each in caught]
+        assert len(found) == (num_warnings if kind in ("mean", "with logits", "mapping") else 0)
+        assert all(f"LossInForward returned a scalar for chunks of {list(outputs.sizes)}" in each for each in found)
+
+
+def test_statistics_from_forward_give_the_loss_of_the_batch():
+    images, target = make_batch(7)
+    net = LossInForward("sums")
+    sums = BalancedDataParallel(1, net, ["cpu"] * 3)(images, target)
+    truth = CriterionCE()(net.conv(images), target)
+    assert relative_error([CriterionCE().finalize([each.sum() for each in sums])], [truth]) <= 1e-12

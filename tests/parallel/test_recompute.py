@@ -3,12 +3,13 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from segapp.parallel import DataParallelModel, convert_sync_batchnorm, set_recompute
+from segapp.parallel import DataParallelModel, convert_sync_batchnorm, recomputed_blocks, set_recompute
 from segapp.parallel.batchnorm_guard import unused_parameters
 from segapp.parallel.recompute import RecomputedBlock
 
@@ -231,3 +232,27 @@ def test_buffer_that_each_pass_changes_is_an_error():
     set_recompute(net, [["0"]])
     with pytest.raises(RuntimeError, match=r"0\.scale is a buffer that each forward pass changes"):
         net(torch.randn(2, 4))
+
+
+def note(calls, name, *_):
+    calls.append(name)
+
+
+def test_one_set_holds_for_all_devices_and_two_do_not():
+    x = torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    for sets, shares, expected in (
+        ([["2"]], [1, 1, 1], {"1": 3, "2": 6}),
+        ([["2"]], [0, 3, 2], {"1": 2, "2": 4}),
+        ([["1"], ["2"], ["1"]], [0, 3, 2], {"1": 3, "2": 3}),
+    ):
+        net, calls = network(), []
+        set_recompute(net, sets)
+        for name in expected:
+            net.get_submodule(name).second.register_forward_hook(partial(note, calls, name))
+        DataParallelModel(net, ["cpu"] * 3, shares=shares)(x).gather().sum().backward()
+        assert {name: calls.count(name) for name in expected} == expected
+        assert recomputed_blocks(net, 3) == tuple(tuple(blocks) for blocks in (sets * 3 if len(sets) == 1 else sets))
+    for num_sets, num_samples in ((2, 5), (2, 1), (4, 5)):
+        set_recompute(net, [["1"]] * num_sets)
+        with pytest.raises(Exception, match=rf"set_recompute got {num_sets} sets for a model on 3 devices: give one"):
+            DataParallelModel(net, ["cpu"] * 3)(x[:num_samples])

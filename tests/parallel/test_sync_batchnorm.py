@@ -1,12 +1,15 @@
 """SyncBatchNorm equals torch's BatchNorm on the whole batch and saves no more for backward."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.feature_extraction import create_feature_extractor
 
 from segapp.parallel import (
     BalancedDataParallel,
@@ -15,6 +18,7 @@ from segapp.parallel import (
     allreduce,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
+    set_recompute,
     sync_batchnorm,
 )
 from segapp.parallel.replica_threads import ReplicaThreads
@@ -232,7 +236,9 @@ def test_checkpointing_without_set_recompute_is_refused():
             return checkpoint(self.layers, x, use_reentrant=False)
 
     outputs = DataParallelModel(Checkpointed(), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
-    with pytest.raises(RuntimeError, match="use set_recompute for activation checkpointing"):
+    with pytest.raises(
+        RuntimeError, match=r"use segapp\.parallel\.set_recompute for activation checkpointing, .* exchange$"
+    ):
         sum(output.sum() for output in outputs).backward()
 
 
@@ -244,7 +250,8 @@ def test_conversion_keeps_keys_and_hooks_and_is_reversible():
     shared.register_forward_hook(lambda *_: calls.append(1))
     parameters, keys = list(net.parameters()), list(net.state_dict())
     assert convert_sync_batchnorm(net) is net
-    assert [type(m) for m in net[1]] == [SyncBatchNorm, SyncBatchNorm]
+    assert [isinstance(m, SyncBatchNorm) for m in net.modules()] == [False, True, False, True, True, False]
+    assert [repr(m).partition("(")[0] for m in net[1]] == ["SyncBatchNorm2d", "SyncBatchNorm3d"]
     assert net[3] is shared
     assert type(net[2]) is nn.InstanceNorm2d
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
@@ -255,34 +262,193 @@ def test_conversion_keeps_keys_and_hooks_and_is_reversible():
     revert_sync_batchnorm(copy.deepcopy(net))
     revert_sync_batchnorm(net)
     assert [type(net[0]), *(type(m) for m in net[1])] == [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
-    assert "_batchnorm_class" not in vars(shared)
     assert type(revert_sync_batchnorm(SyncBatchNorm(3))) is nn.BatchNorm2d
-    assert type(convert_sync_batchnorm(nn.BatchNorm2d(3))) is SyncBatchNorm
+    assert type(revert_sync_batchnorm(convert_sync_batchnorm(nn.SyncBatchNorm(3)))) is nn.SyncBatchNorm
+    assert pickle.loads(pickle.dumps([SyncBatchNorm])) == [SyncBatchNorm]
 
 
-class BatchNormAct(nn.BatchNorm2d):
-    """BatchNorm with dropout and activation, as in timm."""
+class Gained(nn.BatchNorm2d):
+    """BatchNorm with an input of its own, and with names that SyncBatchNorm has too."""
 
-    def __init__(self, num_features):
-        super().__init__(num_features)
-        self.drop, self.act = nn.Identity(), nn.ReLU()
+    def __init__(self, num_features, power):
+        super().__init__(num_features, eps=0.01)
+        self.power = power
 
-    def forward(self, x):
-        return self.act(self.drop(super().forward(x)))
+    def _name(self):
+        raise AssertionError
+
+    _track = _moments = _join = _exchange = _name
+
+    def _check_input_dim(self, x):
+        assert x.dim() in (3, 4)
+
+    def forward(self, x, gain):
+        return super().forward(x) * gain.view(-1, 1, *[1] * (x.dim() - 2)) ** self.power
 
 
-class Odd(nn.BatchNorm2d):
+class Tanh:
+    def forward(self, *inputs):
+        return super().forward(*inputs).tanh()
+
+
+class GainedTanh(Tanh, Gained):
     pass
 
 
-def test_layers_with_activation_convert_and_unknown_are_refused():
-    truth = BatchNormAct(3).double()
+class Plain(nn.BatchNorm2d):
+    pass
+
+
+class Named(Plain):
+    def forward(self, x):
+        return super(Named, self).forward(x) + 1  # noqa: UP008
+
+
+SHARES = {"device_ids": ["cpu"] * 3, "shares": (0, 3, 2)}
+GAIN = torch.linspace(0.5, 2, 5, dtype=torch.float64)
+OWN_LAYERS = {
+    "plain": (lambda: Plain(4), ()),
+    "named": (lambda: Named(4), ()),
+    "gained": (lambda: Gained(4, 3), (GAIN,)),
+    "mixed": (lambda: GainedTanh(4, 2), (GAIN,)),
+    "timm": (lambda: BatchNormAct2d(4, drop_layer=lambda: nn.Threshold(-0.5, 3.0), act_layer=nn.Tanh), ()),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_own_layers_convert_copy_and_revert_exactly(name):
+    build, others = OWN_LAYERS[name]
+    torch.manual_seed(0)
+    truth = build().double()
+    nn.init.normal_(truth.weight)
     layer = convert_sync_batchnorm(copy.deepcopy(truth))
-    x = torch.randn(5, 3, 2, 2, dtype=torch.float64)
-    torch.testing.assert_close(BalancedDataParallel(1, layer, ["cpu"] * 3)(x), truth(x))
-    assert type(revert_sync_batchnorm(layer)) is BatchNormAct
-    with pytest.raises(TypeError, match="0 is a Odd, which extends BatchNorm"):
-        convert_sync_batchnorm(nn.Sequential(Odd(2)))
+    x, weights = torch.randn(2, 5, 4, 3, 7, dtype=torch.float64)
+    expected = outcome(truth, lambda x: truth(x, *others), x, weights)
+    for synced in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer):
+        assert isinstance(synced, type(truth))
+        assert type(synced) is type(layer)
+        model = DataParallelModel(synced, **SHARES)
+        found = outcome(synced, lambda x, model=model: torch.cat(list(model(x, *others))), x, weights)
+        assert relative_error(found, expected) <= 1e-12
+    assert relative_error([layer.eval()(x, *others)], [truth.eval()(x, *others)]) <= 1e-12
+    assert type(revert_sync_batchnorm(layer)) is type(truth)
+
+
+class OwnMath(nn.BatchNorm2d):
+    def forward(self, x):
+        return nn.functional.batch_norm(x, None, None, training=True) if self.training else super().forward(x)
+
+
+class Direct(nn.BatchNorm2d):
+    def forward(self, x):
+        return nn.BatchNorm2d.forward(self, x)
+
+
+class Ghost(nn.BatchNorm2d):
+    def forward(self, x):
+        first, second = x.chunk(2)
+        return torch.cat([super().forward(first), super().forward(second)])
+
+
+class CopiedFromTimm(nn.BatchNorm2d):
+    """Activation and dropout in another order: it has timm's attributes."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.drop, self.act = nn.Dropout(), nn.ReLU()
+
+    def forward(self, x):
+        return self.drop(self.act(nn.functional.batch_norm(x, None, None, training=True)))
+
+
+class OfTorch(nn.SyncBatchNorm):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def changed_instance(num_features):
+    layer = nn.BatchNorm2d(num_features)
+    layer.forward = lambda x: x
+    return layer
+
+
+def recomputed(num_features):
+    net = nn.Sequential(nn.BatchNorm2d(num_features))
+    set_recompute(net, [["0"]])
+    return net[0]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        *(
+            (kind, r"1 \(\w+\) has a forward .* super\(\)")
+            for kind in (OwnMath, Direct, Ghost, CopiedFromTimm, OfTorch)
+        ),
+        (changed_instance, r"1 \(BatchNorm2d\) has a forward"),
+        (recomputed, r"1 \(BatchNorm2d\) is a block of set_recompute: call set_recompute after"),
+        (lambda _: nn.LazyBatchNorm2d(), r"1 \(LazyBatchNorm2d\) has no channels yet: run the module once"),
+    ],
+)
+def test_layers_that_cannot_be_synchronized_are_refused(build, words):
+    net = nn.Sequential(nn.BatchNorm2d(3), build(3))
+    with pytest.raises(TypeError, match=words) as refused:
+        convert_sync_batchnorm(net)
+    assert "sync_bn" not in str(refused.value)
+    assert type(net[0]) is nn.BatchNorm2d, "a refused network stays as it is"
+
+
+class Twice(SyncBatchNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1, bias=False), norm
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu() + x
+
+
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda net: create_feature_extractor(net, ["1.norm", "3"])])
+def test_tracers_make_one_node_of_each_layer(trace):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), *map(Block, (nn.BatchNorm2d(4), Named(4), SyncBatchNorm(4)))).double()
+    truth, calls = revert_sync_batchnorm(copy.deepcopy(net)), []
+    net[1].norm.register_forward_hook(lambda *_: calls.append(1))
+    traced = trace(convert_sync_batchnorm(net))
+    nodes = [node.target for node in traced.graph.nodes if node.op == "call_module" and "norm" in node.target]
+    assert (nodes, calls) == (["1.norm", "2.norm", "3.norm"], [])
+    x = torch.randn(5, 3, 9, 7, dtype=torch.float64)
+    outputs = DataParallelModel(traced, **SHARES)(x)
+    inner = truth[1].norm(truth[1].conv(truth[0](x)))
+    truth[1].norm.load_state_dict(revert_sync_batchnorm(copy.deepcopy(net[1].norm)).state_dict())
+    if isinstance(outputs[0], dict):
+        assert relative_error([torch.cat([output["1.norm"] for output in outputs])], [inner]) <= 1e-12
+        outputs = [output["3"] for output in outputs]
+    assert calls == [1, 1]
+    whole = truth(x)
+    torch.cat(list(outputs)).pow(3).sum().backward()
+    whole.pow(3).sum().backward()
+    assert relative_error([torch.cat(list(outputs)), *grads_of(net)], [whole, *grads_of(truth)]) <= 1e-11
+    assert state_error(net[3], truth[3]) <= 1e-12
+    with pytest.raises(torch.fx.proxy.TraceError):  # a node would call its forward, and the trace double that again
+        trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(Twice(4)), *net[2:]))
+
+
+def test_loops_over_batchnorm_classes_find_converted_layers():
+    net = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Named(4)))
+    for layer in net.children():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.eval().requires_grad_(False)
+        else:
+            layer.half()
+    assert [p.dtype for p in net.parameters()] == [torch.float16] * 2 + [torch.float32] * 4
+    assert [layer.training for layer in net] == [True, False, False]
+    with pytest.raises(ValueError, match="expected 4D input"):
+        net[1](torch.randn(5, 4))
 
 
 def test_values_of_other_ranks_count(monkeypatch):

@@ -71,7 +71,9 @@ def test_first_line_names_the_precision_of_the_steps(fresh: RecordedRun) -> None
     view, status = folded(fresh), Status("live", now_s=fresh.clock.now_s)
 
     def line(start: RunStart) -> list[str]:
-        return header.header(replace(view, start=start), status, "run", 160, is_readonly=False).plain.split("  ")
+        return header.header(replace(view, start=start), status, "run", 160, about="", is_readonly=False).plain.split(
+            "  "
+        )
 
     assert view.start is not None
     assert view.start.precision is None  # an older run

@@ -18,13 +18,21 @@ import pytest
 
 from segapp.api import history
 from segapp.report import compare_runs, write_report
-from segapp.run.events import Checkpoint, EventLog, EventReader, EventWriter, Step, reader, writer
+from segapp.run.events import Checkpoint, EventLog, EventReader, EventWriter, Step, Val, reader, writer
 from segapp.run.folder import RunFolder
 from segapp.scores import EpochLoss
 from segapp.training.inbox import Inbox, applied_after
 from segapp.training.recovery import fallbacks_after
 from segapp.view import runs as view_runs
-from segapp.view.runs import RunList, facts_of, list_runs, read_kept, summarize
+from segapp.view.runs import (
+    RunList,
+    differing_settings,
+    facts_of,
+    list_runs,
+    read_kept,
+    read_settings,
+    summarize,
+)
 from segapp.view.source import fold_file
 from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import RecordedRun
@@ -71,13 +79,14 @@ def said(path: Path) -> dict[str, Any]:
     view = View()
     fold_file(view, path / "events.jsonl")
     found: dict[str, Any] = json.loads(json.dumps(facts_of(view)))
-    return found
+    return found | {"settings": read_settings(RunFolder(path))}
 
 
 def shown(path: Path) -> dict[str, Any]:
     """What the summary of a run says."""
     summary = summarize(path)
-    return {"shown": summary.shown, "figures": summary.figures, "times": summary.times}
+    names = ("shown", "figures", "times", "curves", "settings")
+    return {name: getattr(summary, name) for name in names}
 
 
 def test_every_prefix_of_the_events_has_its_summary(tmp_path: Path) -> None:
@@ -85,6 +94,7 @@ def test_every_prefix_of_the_events_has_its_summary(tmp_path: Path) -> None:
     whole = eventful(tmp_path / "whole").folder.events.read_bytes().splitlines(keepends=True)
     run = RunFolder.create(path=tmp_path / "run")
     run.write_info()
+    run.write_config("name: a\noptim: {lr: 0.014}\n")
     states = set()
     with run.events.open("ab", buffering=0) as file:
         for line in whole:
@@ -95,8 +105,32 @@ def test_every_prefix_of_the_events_has_its_summary(tmp_path: Path) -> None:
                 assert shown(run.path) == expected
                 assert read_kept(run) == expected == shown(run.path)
             states.add(expected["times"]["end_status"])
+    assert expected["settings"] == {"optim.lr": 0.014}
+    assert expected["curves"]["epoch"] == [1, 2, 4]
     assert len(whole) > 30
     assert states == {None, "stopped"}
+
+
+def test_settings_that_tell_most_come_first() -> None:
+    def run(lr: float, name: str, **others: Any) -> dict[str, Any]:
+        same = {"train.epochs": 20, "data.crop_px": [512, 512]}
+        return {"log.every_steps": round(lr * 1e4), "seed": lr, "optim.lr": lr, "model.name": name, **same, **others}
+
+    runs = [run(0.1, "a"), run(0.2, "b"), run(0.3, "a", **{"data.crop_px": [512, 500]}), run(0.1, "b", extra=None)]
+    found = differing_settings(runs)
+    assert list(found) == ["model.name", "optim.lr", "data.crop_px", "extra", "log.every_steps", "seed"]
+    assert found["optim.lr"] == [0.1, 0.2, 0.3, 0.1]
+    assert found["extra"] == ["?", "?", "?", None]
+    assert differing_settings(runs[:1]) == differing_settings([]) == {}
+
+
+def test_curves_keep_the_last_of_many_evaluations(tmp_path: Path) -> None:
+    view = View()
+    vals = [Val(epoch=n, step=n, loss=None, miou=n / 1000, iou=[0.5], seq=n, t=float(n)) for n in range(1, 131)]
+    EventFold(view).add([val.model_dump() for val in vals])
+    curves = facts_of(view)["curves"]
+    assert curves["epoch"] == list(range(1, 131, 3))
+    assert (curves["miou"][-1], curves["loss"][-1]) == (0.13, None)
 
 
 @pytest.mark.parametrize("has_time", [False, True])
@@ -155,7 +189,7 @@ DAMAGES = {
     "zeros": lambda text: bytes(len(text)),
     "list": lambda text: b"[]",
     "byte": lambda text: b"\xff" + text,
-    "version": lambda text: text.replace(b'"identity": [2,', b'"identity": [1,'),
+    "version": lambda text: text.replace(b'"identity": [3,', b'"identity": [2,'),
 }
 
 

@@ -14,7 +14,9 @@ from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts.pairing import (
     FolderLayout,
     RootGuard,
+    existing_folder,
     find_images,
+    list_lines,
     listed_pairs,
     match_masks,
 )
@@ -182,16 +184,7 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
         ConfigError: The format is unknown.
     """
     known = _format(location.format)
-    folder = Path(location.root)
-    how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {known.source}"
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise DataError(
-            f"data root {shown(folder)} {what}: {_meant_folder(folder)}{how_to_get}",
-            key="data.root",
-            path=folder,
-            value=location.root,
-        )
+    folder, how_to_get = Path(location.root), check_root(location)
     guard = RootGuard(folder, is_open=location.allow_outside_root)
     if not known.layouts:
         list_file = _list_file(location, split)
@@ -211,6 +204,33 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     ]
     guard.check_all(pairs)
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.name)))
+
+
+def check_root(location: DataLocation) -> str:
+    """Return what a format expects and where to get it; raise DataError if the root is not a folder."""
+    known, folder = _format(location.format), Path(location.root)
+    how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {known.source}"
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise DataError(
+            f"data root {shown(folder)} {what}: {_meant_folder(folder)}{how_to_get}",
+            key="data.root",
+            path=folder,
+            value=location.root,
+        )
+    return how_to_get
+
+
+def check_split(location: DataLocation, split: str) -> None:
+    """Raise DataError if the root, or the folder or list of a split, is missing; the images are not looked for."""
+    how_to_get = check_root(location)
+    if not _format(location.format).layouts:
+        list_lines(_list_file(location, split), how_to_get)
+        return
+    base, layout = _choose_layout(_format(location.format), location, split)
+    existing_folder(base / layout.image_dir, how_to_get)
+    if layout.split_file is not None:
+        list_lines(base / layout.split_file, how_to_get)
 
 
 def _list_file(location: DataLocation, split: str) -> Path:

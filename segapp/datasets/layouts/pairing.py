@@ -136,7 +136,7 @@ class FolderLayout:
 
 def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: str) -> dict[str, Path]:
     """Return the images of the split by key: the path below the image folder without its ending."""
-    folder = _existing(base / layout.image_dir, how_to_get)
+    folder = existing_folder(base / layout.image_dir, how_to_get)
     files = list(_walk(folder, guard))
     suffixes = (layout.image_suffix,) if layout.image_suffix else IMAGE_SUFFIXES
     found = _by_key(folder, files, suffixes)
@@ -155,7 +155,7 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
     keys = _Keys(found)
     images: dict[str, Path] = {}
     missing: list[str] = []
-    for line in _lines(list_file, how_to_get):
+    for line in list_lines(list_file, how_to_get):
         key = keys.find(line) or keys.find(_cut(line, suffixes) or line)
         if key is None:
             missing.append(line)
@@ -172,7 +172,7 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
     return images
 
 
-def _existing(folder: Path, how_to_get: str) -> Path:
+def existing_folder(folder: Path, how_to_get: str) -> Path:
     """Return the folder; if it does not exist, raise DataError with the names of its sibling folders."""
     folder = on_disk(folder)
     if folder.is_dir():
@@ -203,7 +203,7 @@ def match_masks(
         PartialError: Some images have no mask.
         DataError: The mask folder is missing, or an image would be its own mask.
     """
-    folder = _existing(base / layout.mask_dir, how_to_get)
+    folder = existing_folder(base / layout.mask_dir, how_to_get)
     files = list(_walk(folder, guard))
     masks = _by_key(folder, files, layout.mask_suffixes or IMAGE_SUFFIXES)
     keys = _Keys(masks)
@@ -289,7 +289,7 @@ def _walk(folder: Path, guard: RootGuard) -> Iterator[Path]:
         yield from (Path(place.path, name) for name in place.files)
 
 
-def _lines(path: Path, how_to_get: str) -> list[str]:
+def list_lines(path: Path, how_to_get: str) -> list[str]:
     """Return the lines of a list file except blank lines and comments; undecodable bytes in names are kept."""
     try:
         with open_regular(path) as file:
@@ -319,7 +319,7 @@ def listed_pairs(
     A line names an image and `num_masks` masks, relative to the roots of `images` and `masks`.
     """
     pairs: dict[str, ImagePair] = {}
-    for line in _lines(list_file, how_to_get):
+    for line in list_lines(list_file, how_to_get):
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
         if len(parts) != 1 + num_masks:
             what = "a mask: write both" if num_masks == 1 else f"{num_masks} masks, one for each class: write all"

@@ -181,7 +181,10 @@ class StepAssembler:
                     key="train.deterministic",
                 )
         if self._is_synced(layout):
-            convert_sync_batchnorm(model)
+            try:
+                convert_sync_batchnorm(model)
+            except TypeError as error:
+                raise ConfigError(f"{error}, or set parallel.sync_bn=false", key="parallel.sync_bn") from error
         mask_by_sample(model)
         Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
         if uses_channels_last(self.config.train, model, layout.devices[0]):

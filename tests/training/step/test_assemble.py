@@ -41,6 +41,15 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
         assert assembler.assemble(parts, layout, ranks=ranks).network.split_of(4) == [1, 3]
 
 
+def test_batchnorm_that_cannot_be_synchronised_names_the_key(tiny: dict[str, Any]) -> None:
+    assembler = assembler_of(merged(tiny))
+    model = assembler.build_model(with_weights=False)
+    model.norm = torch.nn.LazyBatchNorm2d()
+    with pytest.raises(ConfigError, match=r"norm \(LazyBatchNorm2d\) has .* before, or set parallel\.sync_bn=false$"):
+        assembler.prepare(model, StepLayout("dp", ONE_CPU.devices * 2))
+    assembler.prepare(model, ONE_CPU)
+
+
 def test_channels_last_weights_where_they_are_faster(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for is_asked in (True, False):
         monkeypatch.setattr("segapp.training.step.assembler.uses_channels_last", lambda *_, is_asked=is_asked: is_asked)
