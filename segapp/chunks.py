@@ -7,9 +7,10 @@ form.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 Mode = Literal["single", "dp", "ddp", "model"]
 """How the devices of a training work together: `parallel.mode` without auto."""
@@ -99,15 +100,15 @@ def plan_chunks(
         >>> plan_chunks(5, 3, 4), plan_chunks(5, 3, 4, full_batch=8), plan_chunks(4, 3, shares=[2, 3, 3])
         ((4, 1, 0), (2, 2, 1), (1, 2, 1))
     """
-    _check_count("num_samples", num_samples, least=0)
-    _check_count("num_devices", num_devices, least=1)
+    num_samples = _check_count("num_samples", num_samples, least=0)
+    num_devices = _check_count("num_devices", num_devices, least=1)
     if full_batch is not None:
-        _check_count("full_batch", full_batch, least=1)
+        full_batch = _check_count("full_batch", full_batch, least=1)
     if shares is not None:
         return _scale_shares(num_samples, _check_shares(shares, num_devices, gpu0_bsz, full_batch))
     if gpu0_bsz is None:
         return _even(num_samples, num_devices)
-    check_gpu0_bsz(gpu0_bsz, num_devices, full_batch)
+    gpu0_bsz = check_gpu0_bsz(gpu0_bsz, num_devices, full_batch)
     if num_devices == 1:
         return (num_samples,)
     own = min(gpu0_bsz, num_samples)
@@ -193,8 +194,8 @@ def check_split(
     return SplitCheck(split, (), tuple(notes))
 
 
-def check_gpu0_bsz(gpu0_bsz: int, num_devices: int, full_batch: int | None = None) -> None:
-    """Raise an error if no split is possible with this `gpu0_bsz`.
+def check_gpu0_bsz(gpu0_bsz: int, num_devices: int, full_batch: int | None = None) -> int:
+    """Return `gpu0_bsz` as an int; raise an error if no split is possible with it.
 
     Args:
         gpu0_bsz: Samples of device 0 in a full batch.
@@ -205,11 +206,12 @@ def check_gpu0_bsz(gpu0_bsz: int, num_devices: int, full_batch: int | None = Non
         TypeError: It is not an integer.
         ValueError: It is negative, above the full batch, or 0 on a single device.
     """
-    _check_count("gpu0_bsz", gpu0_bsz, least=0, more="None splits evenly")
+    gpu0_bsz = _check_count("gpu0_bsz", gpu0_bsz, least=0, more="None splits evenly")
     if gpu0_bsz == 0 and num_devices == 1:
         raise ValueError("gpu0_bsz=0 gives the only device no samples: use None, or add a device")
     if full_batch is not None and gpu0_bsz > full_batch:
         raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
+    return gpu0_bsz
 
 
 def _even(num_samples: int, num_devices: int) -> tuple[int, ...]:
@@ -231,8 +233,7 @@ def _scale_shares(num_samples: int, shares: Sequence[int]) -> tuple[int, ...]:
 def _check_shares(
     shares: Sequence[int], num_devices: int, gpu0_bsz: int | None, full_batch: int | None
 ) -> Sequence[int]:
-    for i, share in enumerate(shares):
-        _check_count(f"shares[{i}]", share, least=0)
+    shares = [_check_count(f"shares[{i}]", share, least=0) for i, share in enumerate(shares)]
     if gpu0_bsz is not None and (not shares or gpu0_bsz != shares[0]):
         raise ValueError(f"gpu0_bsz={gpu0_bsz} contradicts shares={list(shares)}: give one of the two")
     if len(shares) != num_devices:
@@ -246,11 +247,15 @@ def _check_shares(
     return shares
 
 
-def _check_count(name: str, value: object, least: int, more: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not a whole number: use {least} or more{', ' + more if more else ''}")
-    if value < least:
-        raise ValueError(f"{name}={value} is too small: use {least} or more{', ' + more if more else ''}")
+def _check_count(name: str, value: SupportsIndex, least: int, more: str = "") -> int:
+    """Return the number as an int, whatever type of integer it has."""
+    wanted = f"use {least} or more{', ' + more if more else ''}"
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name}={value!r} is not a whole number: {wanted}")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{name}={number} is too small: {wanted}")
+    return number
 
 
 def _suggest(batch_size: int, num_devices: int) -> list[int]:

@@ -158,8 +158,11 @@ def apply_to_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) 
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True after `torch.compile(module)` or `module.compile()`."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    """Return True after `torch.compile(module)` or `module.compile()`, and for a module of `torch.jit`."""
+    is_jit = isinstance(module, torch.jit.ScriptModule)
+    return (
+        is_jit or type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def shallow_replica(module: nn.Module) -> nn.Module:

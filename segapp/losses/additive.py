@@ -95,6 +95,9 @@ class AdditiveCriterion(nn.Module):
 
     def forward(self, outputs: Outputs, target: Tensor) -> Tensor:
         """Return the scalar loss of a step with one chunk; see `statistics` for the arguments."""
+        refuse = None if isinstance(outputs, Tensor) else getattr(outputs, "__torch_function__", None)
+        if refuse is not None:
+            refuse(type(self))  # outputs of a DataParallelModel, which name the class that takes them
         return self.finalize(self.statistics(outputs, target))
 
 

@@ -18,7 +18,8 @@ from segapp.failpoints import failpoint
 from segapp.memory.counters import IDLE, DeviceMemoryTracker
 from segapp.memory.peaks import PHASES
 from segapp.memory.split_check import format_split
-from segapp.parallel import ReplicaError, current_replica
+from segapp.parallel import current_replica
+from segapp.parallel.replica_threads import failed_replica
 from segapp.run import events
 from segapp.run.words import first_line
 
@@ -106,12 +107,11 @@ def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -
 
     The caller adds the position of the training and its reaction. `first` is the index of this process's first device.
     """
-    replica = error if isinstance(error, ReplicaError) else None
-    name = memory.devices[first].device if memory.devices else "cpu"
+    position, failed = failed_replica(error) or (0, memory.devices[first].device if memory.devices else "cpu")
     requested = _REQUESTED.search(str(error))
     report = events.Oom(
-        device=name if replica is None else str(replica.device),
-        index=first if replica is None else first + replica.replica,
+        device=str(failed),
+        index=first + position,
         phase=memory.phase if memory.phase in (*PHASES, IDLE) else "start",
         step=0,
         action="",

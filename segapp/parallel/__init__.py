@@ -12,7 +12,7 @@ from segapp.parallel.dropout import SampleMasks, mask_by_sample, sample_masks
 from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.parallel.penalties import gradient_penalty
 from segapp.parallel.recompute import recomputed_blocks, set_recompute
-from segapp.parallel.replica_threads import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
+from segapp.parallel.replica_threads import ReplicaDesyncError, current_replica
 from segapp.parallel.scatter_gather import ReplicaOutputs, allreduce, sum_over_ranks
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -21,8 +21,6 @@ __all__ = [
     "DataParallelCriterion",
     "DataParallelModel",
     "ReplicaDesyncError",
-    "ReplicaError",
-    "ReplicaOutOfMemoryError",
     "ReplicaOutputs",
     "SampleMasks",
     "SyncBatchNorm",

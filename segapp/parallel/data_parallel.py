@@ -6,16 +6,19 @@ device 0 never holds the whole batch's logits. `BalancedDataParallel` gathers, l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Never, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from segapp.chunks import check_gpu0_bsz, plan_chunks
+from segapp.compat.torch import STATE_DICT_METADATA
 from segapp.parallel.dropout import with_masks
 from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, keep_workers
 from segapp.parallel.replicas import check_replicable, replicate, write_back_buffers
@@ -30,17 +33,39 @@ from segapp.parallel.scatter_gather import (
     to_device,
 )
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _runs_uncompiled(method: _Method) -> _Method:
+    """Decorate a method that runs replicas: `torch.compile` breaks its graph there, because it cannot trace threads."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            raise TypeError(f"{type(self).__name__} runs in threads and cannot be exported: export its module")
+        if torch.compiler.is_compiling():
+            reason = "segapp.parallel runs replicas in threads, which cannot be part of a graph: leave out fullgraph"
+            disabled = torch.compiler.disable(method, reason=reason)  # type: ignore[no-untyped-call]
+            return disabled(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return cast(_Method, run)
+
+
+def _resolve_any(device_ids: Iterable[DeviceLike] | None) -> tuple[torch.device, ...]:
+    """Return the devices like `resolve_devices`; none for an empty list."""
+    return () if isinstance(device_ids, list | tuple) and not device_ids else resolve_devices(device_ids)
+
 
 class DataParallelModel(nn.Module):
     """Run a module on several devices; each output stays on the device that computed it.
 
-    State dicts have the bare module's keys, when saved and when loaded. The first four parameters are the same as in
-    `torch.nn.DataParallel`, with `gpu0_bsz` instead of `output_device`; the others are keyword options.
+    State dicts have keys with `module.`, as in `torch.nn.DataParallel`; keys without it are loaded, too.
 
     Args:
         module: the module, its parameters on device 0.
         device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
-            CPU if there is none.
+            CPU if there is none. An empty list runs the module itself, wherever it is.
         gpu0_bsz: samples of device 0 in a full batch; see `plan_chunks`.
         dim: the dimension of the samples in inputs and outputs.
         shares: samples of every device in a full batch, instead of `gpu0_bsz`.
@@ -66,18 +91,23 @@ class DataParallelModel(nn.Module):
         self,
         module: nn.Module,
         device_ids: Iterable[DeviceLike] | None = None,
+        *positional: Never,
         gpu0_bsz: int | None = None,
         dim: int = 0,
-        *,
         shares: Sequence[int] | None = None,
         full_batch: int | None = None,
         mode: Mode = "threads",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        super().__init__()
+        if positional:
+            raise TypeError(
+                f"DataParallelModel(module, device_ids, {', '.join(map(repr, positional))}): write gpu0_bsz=... or"
+                " dim=...; there is no output_device, because each output stays on its device"
+            )
+        nn.Module.__init__(self)  # not the next class, which may be nn.DataParallel
         if not isinstance(module, nn.Module):
             raise TypeError(f"module={module!r} is not an nn.Module: the arguments may be in another order")
-        self.devices = resolve_devices(device_ids)
+        self.devices = _resolve_any(device_ids)
         if len(self.devices) > 1:
             check_replicable(module)
         self.module = module
@@ -86,15 +116,10 @@ class DataParallelModel(nn.Module):
         self.full_batch = full_batch
         self.mode: Mode = mode
         self.timeout_s = timeout_s
-        self.last_split: tuple[int, ...] = (0,) * len(self.devices)
         self._warnings: list[str] = []  # a list, which copies of this module in replicas share
+        self.device_ids = list(self.devices)  # as `torch.nn.DataParallel` names them
         self.gpu0_bsz = gpu0_bsz
-        plan_chunks(full_batch or 1, len(self.devices), gpu0_bsz, shares=shares)  # raises for an impossible split
-
-    @property
-    def device_ids(self) -> list[torch.device]:
-        """The devices; `torch.nn.DataParallel` has the same attribute."""
-        return list(self.devices)
+        self.last_split: tuple[int, ...] = (0,) * len(self.plan(full_batch or 1))  # raises for an impossible split
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -104,13 +129,13 @@ class DataParallelModel(nn.Module):
     @gpu0_bsz.setter
     def gpu0_bsz(self, value: int | None) -> None:
         if value is not None:
-            check_gpu0_bsz(value, len(self.devices), self.full_batch)
+            value = check_gpu0_bsz(value, len(self.devices) or 1, self.full_batch)
         self._gpu0_bsz = value
 
     def plan(self, num_samples: int) -> tuple[int, ...]:
         """Return the samples per device for a batch of this size, with zeros."""
         return plan_chunks(
-            num_samples, len(self.devices), self.gpu0_bsz, full_batch=self.full_batch, shares=self.shares
+            num_samples, len(self.devices) or 1, self.gpu0_bsz, full_batch=self.full_batch, shares=self.shares
         )
 
     def scatter(self, batch: Any) -> ReplicaOutputs:
@@ -118,6 +143,9 @@ class DataParallelModel(nn.Module):
 
         The batch may have any nesting; tensors next to `ReplicaOutputs`, which are chunks already, are cut like these.
         """
+        if not self.devices:
+            home = next((tensor.device for tensor in tensors_in(batch)), torch.device("cpu"))
+            return ReplicaOutputs([batch], [batch_size(batch, self.dim) or 0], [home], dim=self.dim, mode=self.mode)
         given = next(tensors_in(batch, ReplicaOutputs), None)
         if given is None:
             split = self.plan(batch_size(batch, self.dim) or 0)
@@ -142,6 +170,7 @@ class DataParallelModel(nn.Module):
             free.remove(found[-1])
         return found
 
+    @_runs_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chunks of a batch, given as positional or keyword arguments in any nesting.
 
@@ -158,7 +187,7 @@ class DataParallelModel(nn.Module):
         """
         outputs = self.scatter((args, kwargs))
         splits = dict(zip(outputs.positions, outputs.sizes, strict=True))
-        self.last_split = tuple(splits.get(i, 0) for i in range(len(self.devices)))
+        self.last_split = tuple(splits.get(i, 0) for i in range(len(self.devices) or 1))
         outputs[:] = self._run_chunks(outputs)
         if all(isinstance(output, ReplicaOutputs) for output in outputs):  # of a wrapper within this one
             sizes, devices = (
@@ -172,7 +201,7 @@ class DataParallelModel(nn.Module):
 
     def _run_chunks(self, chunks: ReplicaOutputs) -> list[Any]:
         """Run chunks of positional and keyword arguments where they are."""
-        if len(self.devices) == 1:
+        if len(self.devices) < 2:
             self._check_placement(itertools.islice(self.module.parameters(), 1))  # torch checks the others itself
             ((args, kwargs),) = chunks
             return [self.module(*args, **kwargs)]
@@ -189,8 +218,7 @@ class DataParallelModel(nn.Module):
         return outputs
 
     def _check_placement(self, parameters: Iterable[Tensor]) -> None:
-        home = self.devices[0]
-        for parameter in parameters:
+        for parameter, home in zip(parameters, itertools.cycle(self.devices[:1]), strict=False):
             if parameter.device != home:
                 name = next(name for name, other in self.module.named_parameters() if other is parameter)
                 raise ValueError(
@@ -198,27 +226,51 @@ class DataParallelModel(nn.Module):
                     f" call module.to({str(home)!r}) first"
                 )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the bare module's state dict: keys without `module.`."""
-        return self.module.state_dict(*args, **kwargs)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the bare module's state dict."""
-        return self.module.load_state_dict(state_dict, strict, assign)
+        """Load a state dict of this module, of `DataParallel` or DDP, or of the bare module."""
+        if isinstance(state_dict, Mapping) and self._lack_prefix(state_dict):
+            metadata = getattr(state_dict, STATE_DICT_METADATA, {})
+            state_dict = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
+            renamed = {f"module.{path}".rstrip("."): versions for path, versions in metadata.items()}
+            setattr(state_dict, STATE_DICT_METADATA, renamed)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load from the state dict of an outer module, whose keys for this wrapper also lack `module.`."""
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+        """Load from the state dict of an outer module, which may have contained the bare module."""
+        keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+        if prefix and self._lack_prefix(keys):
+            for key in keys:
+                state_dict[f"{prefix}module.{key}"] = state_dict.pop(prefix + key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _lack_prefix(self, keys: Iterable[str]) -> bool:
+        """Return True for keys of the bare module, which may itself have a child `module`."""
+        bare = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+        bare += [name for name, _ in self.module.named_buffers(remove_duplicate=False)]
+        num_bare, num_own = len({*keys} & {*bare}), len({*keys} & {f"module.{name}" for name in bare})
+        return num_bare > num_own or (num_bare == num_own and not all(key.startswith("module.") for key in keys))
 
-class BalancedDataParallel(DataParallelModel):
+
+_PARTS = ("scatter", "replicate", "parallel_apply", "gather")
+"""Methods of `nn.DataParallel` that `BalancedDataParallel` does not call."""
+
+
+def _refuse_part(owner: Any, *_: Any, **__: Any) -> Never:
+    raise TypeError(
+        f"{getattr(owner, '__name__', type(owner).__name__)}: BalancedDataParallel does not call nn.DataParallel's"
+        f" {', '.join(_PARTS)}: override forward around super().forward(), or use the outputs of a DataParallelModel"
+    )
+
+
+class BalancedDataParallel(DataParallelModel, nn.DataParallel[nn.Module]):  # type: ignore[misc]  # devices, not indices
     """`torch.nn.DataParallel` with a given share for device 0: the outputs are gathered on one device.
 
     Gathering puts the whole batch's outputs on `output_device`; `DataParallelModel` with `DataParallelCriterion` does
     not. The name and the order of the arguments come from transformer-xl's class. Unlike that class, this one accepts
     every `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments.
+
+    It is an `nn.DataParallel` in `isinstance`, but does not call its `scatter`, `replicate`, `parallel_apply` and
+    `gather`, so a subclass cannot override them; `scatter` is the method of `DataParallelModel`.
 
     Args:
         gpu0_bsz: samples of device 0 in a full batch, or None for an even split; see `plan_chunks`.
@@ -226,7 +278,7 @@ class BalancedDataParallel(DataParallelModel):
         device_ids: as for `DataParallelModel`.
         output_device: device of the gathered outputs; device 0 by default.
         dim: the dimension of the samples.
-        **options: `shares`, `full_batch`, `mode` and `timeout_s` of `DataParallelModel`.
+        shares, full_batch, mode, timeout_s: as for `DataParallelModel`.
 
     Example:
         >>> model = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu", "cpu"])
@@ -241,14 +293,44 @@ class BalancedDataParallel(DataParallelModel):
         device_ids: Iterable[DeviceLike] | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
-        **options: Any,
+        *,
+        shares: Sequence[int] | None = None,
+        full_batch: int | None = None,
+        mode: Mode = "threads",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        super().__init__(module, device_ids, gpu0_bsz, dim, **options)
-        self.output_device = self.devices[0] if output_device is None else resolve_devices([output_device])[0]
+        super().__init__(
+            module,
+            device_ids,
+            gpu0_bsz=gpu0_bsz,
+            dim=dim,
+            shares=shares,
+            full_batch=full_batch,
+            mode=mode,
+            timeout_s=timeout_s,
+        )
+        home = self.devices[0] if self.devices else None
+        target = home if output_device is None else resolve_devices([output_device])[0]
+        self.src_device_obj, self.output_device = home, target  # type: ignore[assignment]  # devices, not indices
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in _PARTS:
+            if getattr(cls, name) is not getattr(BalancedDataParallel, name):
+                _refuse_part(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PARTS:
+            _refuse_part(self)
+        super().__setattr__(name, value)
+
+    replicate = parallel_apply = gather = _refuse_part
+
+    @_runs_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chunks of a batch and return their joined outputs, like the bare module."""
-        return super().forward(*args, **kwargs).gather(self.output_device)
+        outputs = super().forward(*args, **kwargs)
+        return outputs.gather(self.output_device) if self.devices else outputs[0]
 
 
 class DataParallelCriterion(nn.Module):
@@ -276,7 +358,7 @@ class DataParallelCriterion(nn.Module):
                     " finalize(totals) -> scalar"
                 )
         self.criterion = criterion
-        self.devices = None if device_ids is None else resolve_devices(device_ids)
+        self.devices = () if device_ids is None else _resolve_any(device_ids)
 
     def forward(self, outputs: Any, target: Any) -> Tensor:
         """Return the scalar loss on device 0; see `statistics` for the arguments."""
@@ -286,6 +368,7 @@ class DataParallelCriterion(nn.Module):
         """Return the scalar loss from statistics, which may also be summed over micro-batches and ranks."""
         return cast(Tensor, self.criterion.finalize(tuple(totals)))
 
+    @_runs_uncompiled
     def statistics(self, outputs: Any, target: Any) -> tuple[Tensor, ...]:
         """Return the whole batch's sums on device 0, differentiable.
 
@@ -302,13 +385,13 @@ class DataParallelCriterion(nn.Module):
         if isinstance(outputs, ReplicaOutputs):
             chunks = outputs
         else:
-            main = None if self.devices is None else self.devices[0]
+            main = self.devices[0] if self.devices else None
             chunks = ReplicaOutputs(outputs if isinstance(outputs, list) else [outputs], main_device=main)
         targets = _split_target(target, chunks)
         keep_workers(self)
         copies = replicate(self.criterion, chunks.devices) if self._needs_copies(chunks.devices) else []
         criteria: list[Any] = copies or [self.criterion] * len(chunks)
-        rows = ReplicaThreads[Any](chunks.devices, chunks.mode).run(
+        rows = ReplicaThreads[Any](chunks.devices, chunks.mode, positions=chunks.positions).run(
             [partial(copy.statistics, *pair) for copy, *pair in zip(criteria, chunks, targets, strict=True)]
         )
         if copies:

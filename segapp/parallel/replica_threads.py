@@ -4,7 +4,7 @@ Inside a replica, `current_replica().exchange(...)` is a barrier with values: ev
 combines all of them in replica order, and each gets its result. The backward pass has no barrier.
 
 A replica that raises, ends early, or reaches another exchange aborts the others: they get an error, and the first cause
-is raised with its replica and device.
+is raised as it is, with its replica and device in its notes.
 
 All replicas, including the first, run in threads (`Worker`), so the caller can wait for each with a timeout and abandon
 one that hangs. The same thread runs the same device in every step: cuDNN keeps its choice of algorithms per thread, so
@@ -46,21 +46,9 @@ _GRACE_S = 1.0
 _SAME_LAYERS = "every replica must run the same synchronized layers, whatever its samples are"
 
 
-class ReplicaError(RuntimeError):
-    """A replica raised an error: `__cause__`. `replica` and `device` identify it."""
-
-    def __init__(self, replica: int, device: torch.device, message: str) -> None:
-        super().__init__(f"replica {replica} on {device}: {message}")
-        self.replica = replica
-        self.device = device
-        self._message = message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.replica, self.device, self._message)
-
-
-class ReplicaOutOfMemoryError(ReplicaError, torch.OutOfMemoryError):
-    """A replica ran out of memory; also caught as `torch.OutOfMemoryError`, like the error of a single device."""
+def failed_replica(error: BaseException) -> tuple[int, torch.device] | None:
+    """Return the number and the device of the replica that raised an error; None for any other error."""
+    return getattr(error, "_replica", None)
 
 
 class ReplicaDesyncError(RuntimeError):
@@ -196,8 +184,7 @@ class ReplicaThreads(Generic[T]):
         """Run the calls, one per device, and return their results in replica order.
 
         Raises:
-            ReplicaError: a call raised; the first error is the cause.
-            ReplicaOutOfMemoryError: a call ran out of memory.
+            BaseException: the first error of a call; its notes name the replica.
             ReplicaDesyncError: a replica did not reach an exchange in time, or cannot.
         """
         if len(calls) == 1:
@@ -216,7 +203,10 @@ class ReplicaThreads(Generic[T]):
         if self._failure is not None:
             # Late replicas still see a failure; the error is released, with the tensors in its traceback.
             failure, self._failure = self._failure, (None, _ReleasedError("the group has failed"))
-            raise self._as_error(*failure)
+            try:
+                raise self._with_notes(*failure)
+            finally:
+                del failure  # the traceback has this frame
         return [self._results[i] for i in range(len(calls))]
 
     def exchange(self, index: int, key: str, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
@@ -277,7 +267,11 @@ class ReplicaThreads(Generic[T]):
             if self.is_lockstep:
                 self._wait_for_turn(index, "the start", timeout_s=None)
             with self._entered(self.devices[index]):
-                self._results[index] = call()
+                try:
+                    self._results[index] = call()
+                except BaseException as error:  # contextlib would set attributes, which a frozen error refuses
+                    with self._changed:
+                        self._fail(index, error)
         except BaseException as error:
             with self._changed:
                 self._fail(index, error)
@@ -361,18 +355,19 @@ class ReplicaThreads(Generic[T]):
         if self._failure is not None:
             raise _ReleasedError("another replica failed")
 
-    def _as_error(self, index: int | None, error: BaseException) -> BaseException:
+    def _with_notes(self, index: int | None, error: BaseException) -> BaseException:
+        """Return the error with notes about its replica, in a form that also a frozen error allows."""
         if index is None or isinstance(error, KeyboardInterrupt):
             return error
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if out_of_memory:
+        if isinstance(error, torch.OutOfMemoryError):
             traceback.clear_frames(error.__traceback__)  # frees the tensors in its local variables
-        message = f"{type(error).__name__}: {error}"
-        if "more than 1 value per channel" in message:
-            message += ": use convert_sync_batchnorm(model), or a gpu0_bsz that leaves no device a single sample"
-        wrapped = (ReplicaOutOfMemoryError if out_of_memory else ReplicaError)(index, self.devices[index], message)
-        wrapped.__cause__ = error
-        return wrapped
+        position, device = error.__dict__["_replica"] = self.positions[index], self.devices[index]
+        notes = [f"raised in replica {position} on {device}"]
+        if len(self.devices) > 1 and "more than 1 value per channel" in str(error):
+            notes.append("use convert_sync_batchnorm(model), or a gpu0_bsz that leaves no device a single sample")
+        known = error.__dict__.setdefault("__notes__", [])
+        known.extend(note for note in notes if note not in known)  # an error may be raised again and again
+        return error
 
 
 def _make_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

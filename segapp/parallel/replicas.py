@@ -127,7 +127,7 @@ def check_replicable(module: nn.Module) -> None:
         if is_compiled(part):
             raise TypeError(
                 f"{path or name} is compiled, and compiled code runs the original instead of the copy on each device:"
-                " use one device, one process per device (parallel mode ddp), or leave out torch.compile"
+                " use one device, one process per device (parallel mode ddp), or leave out torch.compile and torch.jit"
             )
         for key, parameter in (*parameter_slots(part).items(), *buffer_slots(part).items()):
             if parameter is not None and is_lazy(parameter):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Never, SupportsIndex, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,8 @@ def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[tor
 
 
 def _resolve_device(device_id: DeviceLike) -> torch.device:
+    if isinstance(device_id, SupportsIndex) and not isinstance(device_id, bool):
+        device_id = operator.index(device_id)  # also one of NumPy's integers
     if isinstance(device_id, bool) or not isinstance(device_id, str | int | torch.device):
         raise TypeError(f"device {device_id!r} is not a CUDA index, a string or a torch.device: use e.g. 0 or 'cuda:0'")
     try:
@@ -195,8 +198,14 @@ class ReplicaOutputs(list[Any]):
         self.dim = dim
         self.mode: Mode = mode
 
+    def _refuse(self, *_: object) -> Never:
+        """Refuse arithmetic, of which a list would repeat or append its elements."""
+        self.__torch_function__("arithmetic")
+
+    __add__ = __iadd__ = __sub__ = __mul__ = __rmul__ = __imul__ = __truediv__ = __neg__ = _refuse
+
     @classmethod
-    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+    def __torch_function__(cls, function: Any, *_: Any) -> Never:
         """Refuse to be treated as a tensor, and name the class that computes the loss."""
         name = getattr(function, "__name__", str(function))
         raise TypeError(
@@ -273,6 +282,8 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
     if isinstance(first, ReplicaOutputs):
         return cast(T, gather([output.gather(device) for output in cast(Any, outputs)], device, dim))
     if _children(first) is None:
+        if len(outputs) > 1 and getattr(first, "ndim", None):
+            raise TypeError(f"replicas returned arrays ({type(first).__name__}), which are not joined: return tensors")
         if any(output is not first and not _is_equal(output, first) for output in outputs):
             raise TypeError(f"replicas returned different values, such as {first!r}: return tensors, or equal values")
         return cast(T, first)

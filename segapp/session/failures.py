@@ -20,20 +20,17 @@ from segapp.errors import (
 from segapp.losses.additive import PlainLossError
 from segapp.memory.oom import is_out_of_memory
 from segapp.models.inspection import ONE_VALUE
-from segapp.parallel import ReplicaError
+from segapp.parallel.replica_threads import failed_replica
 
 _OF_A_COLLECTIVE = re.compile(
     r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE
 )
 
 
-def as_segapp_error(
-    error: Exception, parts: Mapping[str, str] = MappingProxyType({}), *, num_devices: int = 1
-) -> SegappError:
+def as_segapp_error(error: Exception, parts: Mapping[str, str] = MappingProxyType({})) -> SegappError:
     """Return the error that tells a user what failed; an unexpected error becomes a RunError with its type.
 
-    `parts` has the custom component of each key of the config. If the process has one device, the error within a
-    replica is shown instead of the replica's.
+    `parts` has the custom component of each key of the config.
     """
     if isinstance(error, SegappError):
         return error
@@ -55,21 +52,18 @@ def as_segapp_error(
         return StorageError(
             f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"
         )
-    cause = error.__cause__ if isinstance(error, ReplicaError) and isinstance(error.__cause__, Exception) else error
-    if isinstance(cause, PlainLossError):
+    if isinstance(error, PlainLossError):
         losses = " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss."))
-        return RunError(f"{losses or 'the loss'}: {cause}: segapp check-part --config FILE checks it").see("own-parts")
-    place = raised_at(cause, parts)
+        return RunError(f"{losses or 'the loss'}: {error}: segapp check-part --config FILE checks it").see("own-parts")
+    place = raised_at(error, parts)
     if place is not None:
         part, line = place
-        said = str(cause).strip().partition("\n")[0]
         return RunError(
-            f"{part} raised {type(cause).__name__} at {line}: {said}: correct it; segapp check-part --config FILE "
+            f"{part} raised {type(error).__name__} at {line}: {first}: correct it; segapp check-part --config FILE "
             "shows the component in every way that a training uses it"
         ).see("own-parts")
-    if isinstance(error, ReplicaError):
-        is_alone = cause is not error and num_devices == 1
-        return as_segapp_error(cause) if is_alone else DistributedError(first)
     if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
         return DistributedError(f"another rank does not answer ({first}): read its output and stacks.log")
-    return RunError(f"unexpected {type(error).__name__}: {first}")
+    replica = failed_replica(error)
+    where = "" if replica is None else " in replica {} on {}".format(*replica)
+    return RunError(f"unexpected {type(error).__name__}{where}: {first}")

@@ -315,7 +315,7 @@ def _reported(
         except StopRequest as stop:
             end("stopped", f"{stop}: {note_stop()}", stop.by)
         except Exception as error:
-            known = as_segapp_error(error, component_names(request.config), num_devices=len(devices.devices))
+            known = as_segapp_error(error, component_names(request.config))
             logger.exception("training failed")
             stage.is_failed, stage.code = True, known.exit_code
             console.is_error_shown = True  # on stderr, by the code that catches the error raised here

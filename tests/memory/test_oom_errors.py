@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 from segapp.errors import ConfigError
 from segapp.memory.oom import is_out_of_memory
-from segapp.parallel import ReplicaError
 
-CUDA_0 = torch.device("cuda:0")
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
 ENGINE = "FIND was unable to find an engine to execute this computation after trying 9 plans."
 
@@ -53,7 +51,7 @@ def chained(error: Exception, cause: Exception) -> Exception:
         dist.DistBackendError(f"{NCCL}version 2.28.9\nLast error:\nFailed to CUDA calloc async 608 bytes"),
         RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
-        chained(ReplicaError(1, CUDA_0, "cuDNN"), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
+        chained(LookupError("cuDNN"), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
         chained(ValueError("step failed"), chained(RuntimeError("x"), RuntimeError("CUDA out of memory."))),
     ],
     ids=lambda error: str(error)[:40],
@@ -91,7 +89,7 @@ def test_words_of_the_installed_nccl_are_recognised() -> None:
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         torch.AcceleratorError("CUDA error: device-side assert triggered"),
         chained(torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access")),
-        chained(ReplicaError(1, CUDA_0, "x"), RuntimeError("CUDA error: unspecified launch failure")),
+        chained(LookupError("x"), RuntimeError("CUDA error: unspecified launch failure")),
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear with a non-contiguous input."),
         RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),

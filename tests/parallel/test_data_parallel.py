@@ -5,15 +5,19 @@ import io
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.optim.swa_utils import AveragedModel
 
+from segapp.losses import CriterionCE
 from segapp.parallel import (
     BalancedDataParallel,
     DataParallelCriterion,
     DataParallelModel,
-    ReplicaError,
     convert_sync_batchnorm,
 )
 from segapp.parallel.data_parallel import ReplicaOutputs
@@ -103,16 +107,165 @@ def test_batch_along_another_dim_matches_one_device():
     assert model.last_split == (1, 3, 2)
 
 
-def test_state_dict_has_no_prefix_and_loads_both_ways():
-    module = SmallNet()
-    model = DataParallelModel(module, ["cpu"] * 2)
-    assert list(model.state_dict()) == list(SmallNet().state_dict())
-    assert model.load_state_dict(SmallNet().state_dict()).missing_keys == []
-    holder = nn.ModuleDict({"net": model})
-    assert list(holder.state_dict()) == [f"net.{key}" for key in module.state_dict()]
-    other = SmallNet().state_dict()
-    holder.load_state_dict({f"net.{key}": value for key, value in other.items()})
-    assert all(torch.equal(value, other[key]) for key, value in module.state_dict().items())
+class WithChildModule(nn.Module):
+    """A module whose own child is called `module`, as the child of every wrapper is."""
+
+    _version = 3
+
+    def __init__(self, has_scale=True):
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        if has_scale:
+            self.scale = nn.Parameter(torch.rand(()))
+        self.version_read = None
+
+    def forward(self, x):
+        return self.module(x)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.version_read = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("build", [SmallNet, WithChildModule, lambda: WithChildModule(has_scale=False)])
+@pytest.mark.parametrize("wrap", [lambda module: module, nn.DataParallel, lambda m: DataParallelModel(m, ["cpu"] * 2)])
+def test_state_dicts_load_with_and_without_module(build, wrap):
+    model, saved = BalancedDataParallel(1, build(), ["cpu"] * 3), wrap(build()).state_dict()
+    keys, truth = list(saved), [value.clone() for value in saved.values()]
+    assert list(model.state_dict()) == [f"module.{key}" for key in model.module.state_dict()]
+    assert {name for name, _ in model.named_parameters()} <= set(model.state_dict())
+    assert model.load_state_dict(saved).missing_keys == []
+    assert all(map(torch.equal, model.state_dict().values(), truth))
+    assert list(saved) == keys, "the caller's state dict is unchanged"
+    assert getattr(model.module, "version_read", 3) == 3
+    with pytest.raises(RuntimeError, match=r'Missing key.*"module\.'):
+        model.load_state_dict({keys[0]: truth[0], "other.weight": truth[0]})
+
+
+@pytest.mark.parametrize("prefix", ["net.", "net.module."])
+def test_wrapper_within_a_module_loads_both_forms(prefix):
+    holder, other = nn.ModuleDict({"net": BalancedDataParallel(1, WithChildModule(), ["cpu"] * 3)}), WithChildModule()
+    assert list(holder.state_dict()) == [f"net.module.{key}" for key in other.state_dict()]
+    holder.load_state_dict({f"{prefix}{key}": value for key, value in other.state_dict().items()})
+    assert all(map(torch.equal, holder.state_dict().values(), other.state_dict().values()))
+
+
+def test_hooks_of_state_dicts_run_on_the_wrapper():
+    model, seen = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu"] * 3), []
+    model.register_state_dict_post_hook(lambda _model, state, *_: seen.append(("saved", *state)))
+    model.register_load_state_dict_pre_hook(lambda _model, state, *_: seen.append(("loads", *state)))
+    model.register_load_state_dict_post_hook(lambda _model, keys: keys.missing_keys.remove("module.bias"))
+    model.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
+    assert model.module.weight.tolist() == [[3.0, 4.0]]
+    model.state_dict()
+    assert seen == [("loads", "module.weight"), ("saved", "module.weight", "module.bias")]
+
+
+def test_averages_and_distributed_checkpoints_use_the_same_keys():
+    model = BalancedDataParallel(1, nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2)), ["cpu"] * 3)
+    average = {key: value.clone() for key, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        average[name].add_(parameter.detach(), alpha=2)
+    set_model_state_dict(model, average)
+    assert all(torch.equal(value, average[key]) for key, value in get_model_state_dict(model).items())
+    copied = AveragedModel(model, use_buffers=True)
+    copied.update_parameters(model)
+    assert all(map(torch.equal, copied.module.state_dict().values(), average.values()))
+
+
+class TestDataParallel:
+    """`BalancedDataParallel` in place of `nn.DataParallel`."""
+
+    def test_is_one_with_its_attributes(self):
+        model = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu"] * 3, dim=1)
+        assert isinstance(model, nn.DataParallel)
+        assert not isinstance(DataParallelModel(nn.Linear(2, 1), ["cpu"]), nn.DataParallel), "outputs are not gathered"
+        cpu = torch.device("cpu")
+        assert (model.device_ids, model.output_device, model.src_device_obj, model.dim) == ([cpu] * 3, cpu, cpu, 1)
+
+    @pytest.mark.parametrize("name", ["scatter", "replicate", "parallel_apply", "gather"])
+    def test_overriding_what_is_never_called_is_refused(self, name):
+        part = type("Mixin", (), {name: lambda self, *args: None})
+        for bases, body in (((BalancedDataParallel,), {name: getattr(part, name)}), ((part, BalancedDataParallel), {})):
+            with pytest.raises(TypeError, match=rf"^Mine: .*{name}.* override forward"):
+                type("Mine", bases, body)
+        model = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu"] * 3)
+        with pytest.raises(TypeError, match="override forward"):
+            setattr(model, name, print)
+        with pytest.raises(TypeError, match="override forward" if name != "scatter" else "positional arguments"):
+            getattr(model, name)([torch.zeros(1)], 0)
+
+        class Doubled(BalancedDataParallel):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        x = torch.randn(7, 2)
+        assert torch.allclose(Doubled(1, model.module, ["cpu"] * 3)(x), 2 * model(x))
+
+    @pytest.mark.parametrize("device_ids", [[], ()])
+    def test_no_devices_run_the_module_where_it_is(self, device_ids):
+        module, x = nn.Linear(2, 1, device="meta"), torch.zeros(7, 2, device="meta")
+        model = BalancedDataParallel(None, module, device_ids)
+        assert (model(x).device.type, model.device_ids, model.last_split) == ("meta", [], (7,))
+        outputs = DataParallelModel(module, device_ids)(x)
+        assert (outputs.sizes, outputs.main_device.type, outputs.gather().shape) == ((7,), "meta", (7, 1))
+        target, logits = torch.tensor([1, 0, 1]), torch.randn(3, 2)
+        criterion = DataParallelCriterion(PlainCE(), device_ids)
+        assert torch.allclose(criterion([(logits[:1],), (logits[1:],)], target), F.cross_entropy(logits, target))
+
+    def test_positions_and_unknown_keywords_are_refused(self):
+        with pytest.raises(TypeError, match=r"device_ids, 0\): write gpu0_bsz=.*no output_device"):
+            DataParallelModel(nn.Linear(1, 1), ["cpu"] * 3, 0)
+        with pytest.raises(TypeError, match="full_bach"):
+            BalancedDataParallel(1, nn.Linear(1, 1), ["cpu"] * 3, full_bach=3)
+
+    def test_compiled_calls_run_the_same_code(self):
+        net, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)), torch.randn(7, 3, 2, 5)
+        model, target = BalancedDataParallel(1, net, ["cpu"] * 3), torch.randint(0, 2, (7, 2, 5))
+        outputs, criterion = DataParallelModel(net, ["cpu"] * 3, gpu0_bsz=1), DataParallelCriterion(CriterionCE())
+        for num_samples in (7, 3, 2):
+            part, loss = x[:num_samples], F.cross_entropy(net(x[:num_samples]), target[:num_samples])
+            assert torch.allclose(torch.compile(model, backend="eager")(part), net(part))
+            assert model.last_split == model.plan(num_samples)
+            chunks = torch.compile(outputs, backend="eager")(part)
+            assert isinstance(chunks, ReplicaOutputs)
+            assert torch.allclose(torch.compile(criterion, backend="eager")(chunks, target[:num_samples]), loss)
+            whole = torch.compile(lambda part, labels: criterion(outputs(part * 1), labels) * 2, backend="eager")
+            assert torch.allclose(whole(part, target[:num_samples]), 2 * loss)
+        torch.compiler.reset()  # the code above is cached
+        with pytest.raises(Exception, match="runs replicas in threads, which cannot be part of a graph"):
+            torch.compile(model, backend="eager", fullgraph=True)(x)
+        with pytest.raises(TypeError, match="BalancedDataParallel runs in threads and cannot be exported"):
+            torch.export.export(model, (x,))
+
+
+def test_outputs_are_no_tensor_in_arithmetic_and_losses():
+    outputs = DataParallelModel(nn.Conv2d(3, 2, 1), ["cpu"] * 3, gpu0_bsz=1)(torch.randn(7, 3, 2, 2))
+    two = torch.tensor(2)
+    for compute in (
+        lambda: outputs * 2,
+        lambda: 2 * outputs,
+        lambda: outputs + outputs,
+        lambda: outputs - two,
+        lambda: outputs / 2,
+        lambda: -outputs,
+        lambda: CriterionCE()(outputs, torch.zeros(7, 2, 2).long()),
+    ):
+        with pytest.raises(TypeError, match=r"DataParallelCriterion\(criterion\)\(outputs, target\)"):
+            compute()
+    assert [*outputs, *outputs][3] is outputs[0]
+
+
+def test_integers_of_numpy_are_integers():
+    for number in (np.int64(2), np.uint8(2), torch.tensor(2)):
+        model = BalancedDataParallel(number, nn.Identity(), ["cpu"] * 3, full_batch=np.int64(7))
+        model(torch.zeros(7, 1))
+        assert (model.last_split, {type(size) for size in (model.gpu0_bsz, *model.last_split)}) == ((2, 3, 2), {int})
+    for wrong in (True, np.bool_(True), 2.0, "2"):
+        with pytest.raises(TypeError, match="is not a whole number"):
+            BalancedDataParallel(wrong, nn.Identity(), ["cpu"] * 3)
+    with pytest.raises(ValueError, match="device 0: "):
+        DataParallelModel(nn.Identity(), [np.int64(0)] if not torch.cuda.is_available() else [np.int64(99)])
 
 
 def test_wrapper_can_be_copied_pickled_and_switched_mode():
@@ -276,10 +429,12 @@ def test_bad_models_devices_and_splits_are_refused():
         DataParallelModel(torch.compile(nn.Linear(1, 1), backend="eager"), ["cpu"] * 2)
     with pytest.raises(ValueError, match="no shape yet"):
         DataParallelModel(nn.LazyLinear(1), ["cpu"] * 2)
+    with pytest.raises(TypeError, match=r"1 is compiled.*leave out torch.compile and torch.jit"):
+        DataParallelModel(nn.Sequential(nn.ReLU(), torch.jit.script(nn.Linear(1, 1))), ["cpu"] * 2)
     with pytest.raises(ValueError, match="gpu0_bsz=-1"):
-        DataParallelModel(nn.Linear(1, 1), ["cpu"] * 2, -1)
+        DataParallelModel(nn.Linear(1, 1), ["cpu"] * 2, gpu0_bsz=-1)
     with pytest.raises(ValueError, match="add a device"):
-        DataParallelModel(nn.Linear(1, 1), ["cpu"], 0)
+        DataParallelModel(nn.Linear(1, 1), ["cpu"], gpu0_bsz=0)
     with pytest.raises(ValueError, match=r"weight of Linear is on meta and device 0 is cpu: call module.to\('cpu'\)"):
         DataParallelModel(nn.Linear(1, 1, device="meta"), ["cpu"] * 2)(torch.ones(2, 1))
     with pytest.raises(ValueError, match="is not known"):
@@ -294,9 +449,26 @@ def test_compiled_module_runs_on_one_device():
 def test_batchnorm_on_single_values_error_names_next_move():
     pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
     x = torch.randn(5, 3, 4, 4)
-    with pytest.raises(ReplicaError, match="use convert_sync_batchnorm"):
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
         DataParallelModel(pooled, ["cpu"] * 3, gpu0_bsz=1)(x)
-    assert len(DataParallelModel(convert_sync_batchnorm(pooled), ["cpu"] * 3, gpu0_bsz=1)(x)) == 3
+    assert caught.value.__notes__[0] == "raised in replica 0 on cpu"
+    assert caught.value.__notes__[1].startswith("use convert_sync_batchnorm(model)")
+    synced = DataParallelModel(convert_sync_batchnorm(pooled), ["cpu"] * 3, gpu0_bsz=1)
+    assert len(synced(x)) == 3
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        synced(x[:1])
+    assert caught.value.__notes__ == ["raised in replica 0 on cpu"], "synchronization would not help"
+
+
+def test_replicas_that_return_arrays_are_named():
+    class Arrays(nn.Module):
+        def forward(self, x):
+            return x, np.full(1, 0.5)
+
+    x = torch.zeros(7, 1)
+    with pytest.raises(TypeError, match=r"arrays \(ndarray\), which are not joined: return tensors"):
+        BalancedDataParallel(1, Arrays(), ["cpu"] * 3)(x)
+    assert BalancedDataParallel(1, Arrays(), ["cpu"])(x)[1].tolist() == [0.5], "one device joins nothing"
 
 
 class TestCriterion:

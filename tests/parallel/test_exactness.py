@@ -28,7 +28,9 @@ def step_on_one_device(net, criterion, batches):
 
 
 def step_in_parallel(case, net, criterion, batches):
-    model = DataParallelModel(convert_sync_batchnorm(net), ["cpu"] * case.num_devices, case.gpu0_bsz, mode=case.mode)
+    model = DataParallelModel(
+        convert_sync_batchnorm(net), ["cpu"] * case.num_devices, gpu0_bsz=case.gpu0_bsz, mode=case.mode
+    )
     parallel = DataParallelCriterion(criterion)
     rows = [parallel.statistics(model(images), target) for images, target in batches]
     loss = parallel.finalize(tuple(sum(column) for column in zip(*rows, strict=True)))
@@ -85,7 +87,7 @@ def test_every_gpu0_bsz_matches_one_device_with_frozen_norm(num_devices):
         for gpu0_bsz in (None, *range(num_samples + 1)):
             net = copy.deepcopy(truth)
             net.zero_grad()
-            model = DataParallelModel(net, ["cpu"] * num_devices, gpu0_bsz)
+            model = DataParallelModel(net, ["cpu"] * num_devices, gpu0_bsz=gpu0_bsz)
             loss = DataParallelCriterion(PlainCE())(model(images), target)
             loss.backward()
             assert relative_error([loss.detach()], [true_loss.detach()]) <= 1e-12

@@ -43,7 +43,7 @@ def test_penalties_match_their_formulas_at_every_split(kind, samples):
         for gpu0_bsz in (None, 0, 1, 4, 6) if num_devices > 1 else (None,):
             critic = convert_sync_batchnorm(copy.deepcopy(truth))
             critic.zero_grad()
-            model = DataParallelModel(critic, ["cpu"] * num_devices, gpu0_bsz)
+            model = DataParallelModel(critic, ["cpu"] * num_devices, gpu0_bsz=gpu0_bsz)
             scores = [torch.cat(list(model(x))).mean() for x in (fake, real)]
             loss = scores[0] - scores[1] + 10 * gradient_penalty(model, kind=kind, **samples)
             loss.backward()

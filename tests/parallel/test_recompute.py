@@ -38,7 +38,7 @@ def outcome(sets, *, num_devices=1, is_synced=False, gpu0_bsz=None, penalty=0.0,
     if is_synced:
         convert_sync_batchnorm(net)
     set_recompute(net, sets)
-    run = DataParallelModel(net, ["cpu"] * num_devices, gpu0_bsz, mode="lockstep") if num_devices > 1 else net
+    run = DataParallelModel(net, ["cpu"] * num_devices, gpu0_bsz=gpu0_bsz, mode="lockstep") if num_devices > 1 else net
     torch.manual_seed(2)
     found = []
     for _ in range(passes):

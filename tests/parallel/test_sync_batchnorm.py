@@ -131,7 +131,7 @@ def test_gradients_are_exact_where_the_loss_needs_one_part(is_differentiable):
 def test_replicas_that_differ_in_gradients_are_refused():
     layer = SyncBatchNorm(2, affine=False)
     parts = [torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)]
-    with pytest.raises(RuntimeError, match="only some replicas compute gradients at SyncBatchNorm"):
+    with pytest.raises(ValueError, match="only some replicas compute gradients at SyncBatchNorm"):
         ReplicaThreads([CPU] * 2).run([lambda part=part: layer(part) for part in parts])
 
 
@@ -222,7 +222,7 @@ def test_single_values_are_refused_only_for_the_whole_batch():
 
 
 def test_wrong_number_of_channels_is_named_with_its_layer():
-    with pytest.raises(RuntimeError, match=r"SyncBatchNorm 1 expects input of shape \(N, 5, ...\), got \(2, 3, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"SyncBatchNorm 1 expects input of shape \(N, 5, ...\), got \(2, 3, 2, 2\)"):
         DataParallelModel(nn.Sequential(nn.Identity(), SyncBatchNorm(5)), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
 
 

@@ -32,7 +32,7 @@ def test_parallel_loss_equals_criterion_on_the_whole_batch(gpu0_bsz):
     expected = criterion(truth(images), target)
     expected.backward()
     for wrap in (
-        lambda net: DataParallelModel(net, ["cpu"] * 3, gpu0_bsz),
+        lambda net: DataParallelModel(net, ["cpu"] * 3, gpu0_bsz=gpu0_bsz),
         lambda net: BalancedDataParallel(gpu0_bsz, net, ["cpu"] * 3),
     ):
         net = convert_sync_batchnorm(copy.deepcopy(start))

@@ -19,7 +19,7 @@ DeviceIds = Sequence[Any]
 
 def one_step(net: nn.Module, device_ids: DeviceIds, gpu0_bsz: int | None, images: Tensor, target: Tensor) -> Tensor:
     """Return the loss of one step with gradients on device 0."""
-    outputs = DataParallelModel(net, device_ids, gpu0_bsz)(images)
+    outputs = DataParallelModel(net, device_ids, gpu0_bsz=gpu0_bsz)(images)
     loss = DataParallelCriterion(PlainCE())(outputs, target)
     loss.backward()
     return loss.detach()

@@ -359,7 +359,7 @@ class StepAssembler:
                 replicas = DataParallelModel(
                     inner,
                     layout.devices,
-                    layout.gpu0_bsz,
+                    gpu0_bsz=layout.gpu0_bsz,
                     shares=layout.shares,
                     full_batch=batch_size if layout.shares is None else None,
                     mode=backend.replica_mode(layout.devices),

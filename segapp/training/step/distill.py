@@ -439,7 +439,7 @@ def build_distillation(config: RunConfig, network: TrainedNetwork, inner: Distil
         own = DataParallelModel(
             critic,
             student.devices,
-            student.gpu0_bsz,
+            gpu0_bsz=student.gpu0_bsz,
             shares=student.shares,
             full_batch=student.full_batch,
             mode=student.mode,

@@ -34,7 +34,7 @@ def rebuild_on(module: nn.Module, device: str) -> nn.Module:
 def full_step(gpu0_bsz: int | None) -> list[str]:
     net = rebuild_on(convert_sync_batchnorm(SmallNet()), "fake:0")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    model = DataParallelModel(net, ["fake:0", "fake:1", "fake:2"], gpu0_bsz)
+    model = DataParallelModel(net, ["fake:0", "fake:1", "fake:2"], gpu0_bsz=gpu0_bsz)
     criterion = DataParallelCriterion(PlainCE(weight=torch.empty(4, device="fake:0")))
     outputs = model(torch.empty(7, 3, 11, 11))
     loss = criterion(outputs, torch.empty(7, 11, 11, dtype=torch.long))

@@ -256,7 +256,7 @@ def record(num_devices: int, sync_bn: bool = True, gpu0_bsz: int | None = None) 
         convert_sync_batchnorm(net)
     else:
         net.eval()
-    model = DataParallelModel(net, [f"fake:{i}" for i in range(num_devices)], gpu0_bsz)
+    model = DataParallelModel(net, [f"fake:{i}" for i in range(num_devices)], gpu0_bsz=gpu0_bsz)
     criterion = DataParallelCriterion(PlainCE(weight=torch.empty(4, device="fake:0")))
     recording = Recording()
     with mock.patch.object(replicas, "_BUCKET_BYTES", 100), recording.waits(), recording.collectives(), recording:

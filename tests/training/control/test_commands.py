@@ -36,7 +36,7 @@ MIDDLE = TrainingPosition(epoch=2, step=15, next_epoch=3, epochs=9)
 
 def replicated(num_devices: int, gpu0_bsz: int | None = None) -> ReplicatedNetwork:
     model: Any = nn.Linear(1, 1)
-    replicas = DataParallelModel(model, ["cpu"] * num_devices, gpu0_bsz, full_batch=8)
+    replicas = DataParallelModel(model, ["cpu"] * num_devices, gpu0_bsz=gpu0_bsz, full_batch=8)
     return ReplicatedNetwork(model, replicas, torch.device("cpu"))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import examine, release
-from segapp.parallel import ReplicaError
+from segapp.parallel import DataParallelModel, current_replica
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventReader, EventWriter
 from segapp.run.folder import RunFolder
@@ -38,6 +38,29 @@ def context(tmp_path: Path) -> RunContext:
     return RunContext(folder, log, Ranks(), None, memory)  # type: ignore[arg-type]
 
 
+def of_replica(position: int, message: str) -> RuntimeError:
+    """An error with the mark of `ReplicaThreads`, which cannot run on a GPU that does not exist."""
+    error = RuntimeError(message)
+    error.__dict__["_replica"] = position, torch.device(f"cuda:{position}")
+    return error
+
+
+def test_report_has_the_device_of_the_replica_that_failed() -> None:
+    class Full(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            replica = current_replica()
+            if replica is not None and replica.index == 1:  # the second that runs, on device 2
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return images
+
+    memory = DeviceMemoryTracker([DeviceInfo("cpu", total_mib=mib) for mib in (100.0, 200.0, 300.0)])
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        DataParallelModel(Full(), ["cpu"] * 3, gpu0_bsz=0)(torch.zeros(7, 2))
+    report = examine(caught.value, memory)
+    assert (report.device, report.index, report.total_mib) == ("cpu", 2, 300.0)
+    assert report.problem == "CUDA out of memory. Tried to allocate 20.00 MiB"
+
+
 def reported(context: RunContext, error: Exception) -> dict[str, Any]:
     sizes: Any = {"accumulate": 1, "eval_batch_size": 1, "crop_px": (32, 32)}
     controller: Any = types.SimpleNamespace(batch_split=types.SimpleNamespace(batch_size=1))
@@ -51,7 +74,7 @@ def reported(context: RunContext, error: Exception) -> dict[str, Any]:
 
 
 def test_report_is_whole_where_cuda_calls_raise(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ReplicaError(1, torch.device("cuda:1"), "CUDA out of memory. Tried to allocate 2.00 GiB")
+    error = of_replica(1, "CUDA out of memory. Tried to allocate 2.00 GiB")
     monkeypatch.setattr(torch, "cuda", Dead("cuda"))
     event = reported(context, error)
     assert (event["device"], event["index"], event["requested_mib"]) == ("cuda:1", 1, 2048.0)
@@ -74,7 +97,7 @@ def test_report_has_the_counters_of_the_gpu(
         empty_cache=lambda: None,
     )
     monkeypatch.setattr(torch, "cuda", fake)
-    event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
+    event = reported(context, of_replica(0, "CUDA error: out of memory"))
     assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
     assert event["others_mib"] == others_mib
 
@@ -98,7 +121,7 @@ def test_report_has_the_unused_share_of_the_allocator(
     context: RunContext, monkeypatch: pytest.MonkeyPatch, allocated: int, reserved: int, expected: float | None
 ) -> None:
     on_cuda(monkeypatch, allocated=allocated, reserved=reserved)
-    report = examine(ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"), context.device_memory)
+    report = examine(of_replica(0, "CUDA error: out of memory"), context.device_memory)
     assert report.fragmentation == expected
 
 
@@ -119,9 +142,9 @@ def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: b
         try:
             deeper()
         except RuntimeError as inner:
-            raise ReplicaError(1, torch.device("cuda:1"), "no memory") from (inner if has_cause else None)
+            raise LookupError("no memory") from (inner if has_cause else None)
 
-    with pytest.raises(ReplicaError) as caught:
+    with pytest.raises(LookupError) as caught:
         step()
     assert [ref() is None for ref in held] == [False, False]
     release(caught.value, torch.device("cpu"))

@@ -162,7 +162,7 @@ def test_replicas_update_the_common_storage(gpu0_bsz: int | None) -> None:
     guard.remember()
     before = values(ours)
     images = torch.randn(6, 3, 8, 8)
-    networks = [DataParallelModel(module, ["cpu"] * 3, gpu0_bsz, full_batch=6) for module in (plain, ours)]
+    networks = [DataParallelModel(module, ["cpu"] * 3, gpu0_bsz=gpu0_bsz, full_batch=6) for module in (plain, ours)]
     outputs = [network(images) for network in networks]
     for theirs, found in zip(*outputs, strict=True):
         assert torch.equal(theirs, found)
