@@ -19,6 +19,7 @@ from segapp.tui.widgets import StripWidget
 from segapp.view import plot
 from segapp.view.history import SMOOTHINGS, LossHistory
 from segapp.view.plot import NO_POINTS, Curve, CurveColumns, Scale, curve_of, draw_columns, metric_title, pack_dots
+from segapp.view.runs import RunSummary
 from segapp.view.view import View
 from segapp.view.wording import loss
 
@@ -129,7 +130,7 @@ class LossChart(StripWidget):
             return
         before, size = self._strips, self.content_size
         self.make()
-        readout = "log" if self.is_log else "linear"
+        readout = "log" if self.is_log else ""
         if readout != self._subtitle:
             self._subtitle = readout
             self.border_subtitle = Content(readout)  # redraws the whole widget
@@ -197,10 +198,14 @@ class LossChart(StripWidget):
         canvas.curve(average, scale, _AVERAGE)
         canvas.clipped(raw, scale, _BAD)
         self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
-        labels = [label + "│" for label in plot.row_labels(scale, height, GUTTER)]
+        return [self._legend(width), *self._framed(canvas, scale, raw)]
+
+    def _framed(self, canvas: Canvas, scale: plot.Scale, raw: plot.CurveColumns) -> list[Strip]:
+        """Return a plot with its labels and its axis."""
+        labels = [label + "│" for label in plot.row_labels(scale, canvas.height, GUTTER)]
         styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
-        axis = self._axis_line(raw, width).strips(styles, [" " * GUTTER + "└"])
-        return [self._legend(width), *canvas.strips(styles, labels), *axis]
+        axis = self._axis_line(raw, canvas.width).strips(styles, [" " * GUTTER + "└"])
+        return [*canvas.strips(styles, labels), *axis]
 
     def _message(self, text: str, style: int) -> Strip:
         return Strip([Segment(" " * GUTTER + text, self._style(style))], GUTTER + len(text))
@@ -273,3 +278,35 @@ class LossChart(StripWidget):
 
     def _style(self, index: int) -> Style:
         return self.get_component_rich_style(f"loss-chart--{_CLASSES[index]}")
+
+
+class RunsChart(LossChart, can_focus=False):
+    """Draws a metric of the evaluations of several runs over their epochs, on one scale; the last run stands out."""
+
+    def show_runs(self, metric: str, runs: Sequence[RunSummary]) -> None:
+        """Draw a metric of runs, `miou` or `loss`, anew."""
+        self.metric, self._runs = metric, runs
+        if not self.is_current:
+            self.refresh()
+
+    def key(self) -> tuple[object, ...]:
+        return *self._runs, self.content_size
+
+    def build(self) -> list[Strip]:
+        """Return the plot, or why there is none."""
+        width, height = self.content_size.width - GUTTER - 1, self.content_size.height - 1
+        found = [np.array([run.curves["epoch"], run.curves[self.metric]], float) for run in self._runs]
+        curves = [points[:, np.isfinite(points).all(0)] for points in found]
+        epochs, values = np.concatenate(curves, axis=1) if curves else np.empty((2, 0))
+        if width < 4 or height < 2 or not len(values):
+            return [self._message("no evaluation yet", _AXIS)]
+        self._x_range = plot.padded_range(float(epochs.min()), float(epochs.max()))
+        columns = [self._joined(x, y) for x, y in curves]
+        scale = plot.choose_scale(columns[-1], values, is_log=False)
+        assert scale is not None
+        canvas = Canvas(width, height)
+        for each in columns:
+            canvas.curve(each, scale, _AVERAGE if each is columns[-1] else _RAW)
+        for x, y in curves[-1].T[-1:]:
+            self._draw_point(canvas, scale, x, y, "◆", _AVERAGE)
+        return self._framed(canvas, scale, columns[-1])

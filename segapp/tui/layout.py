@@ -18,7 +18,7 @@ from segapp.tui.widgets import LiteralText, set_title
 from segapp.view.plot import chart_title, step_field
 from segapp.view.source import newest_pictures
 
-WIDE = 100
+WIDE, SMALL_WIDTH = 100, 160
 PANES = ("loss", "gpu", "classes", "events", "pictures")
 """Panes in the order of their keys 1 to 5."""
 
@@ -36,6 +36,8 @@ class ScreenLayout:
     """Names of `PANES`, and `gpu0`; empty if only a notice fits."""
     right_width: int = 0
     has_throughput: bool = False
+    has_small: bool = False
+    """True if there is room for small charts of other metrics."""
 
     @property
     def is_notice(self) -> bool:
@@ -61,7 +63,8 @@ def plan_layout(width: int, height: int, pane: str = "loss", *, is_zoomed: bool 
     elif pane == "events":
         left = {"events"}
     right_width = min(68, 48 + max(0, width - 100) // 4)
-    return ScreenLayout(frozenset(left | {"gpu", "gpu0", "classes"}), right_width, has_throughput=height >= 22)
+    has_small = width >= SMALL_WIDTH and height >= 30 and "loss" in left
+    return ScreenLayout(frozenset(left | {"gpu", "gpu0", "classes"}), right_width, height >= 22, has_small)
 
 
 class Columns(Horizontal):
@@ -70,6 +73,9 @@ class Columns(Horizontal):
     def __init__(self, *, has_color: bool) -> None:
         self._layout = ScreenLayout(frozenset())
         self.chart = LossChart(id="loss", classes="pane")
+        self._small = [LossChart(classes="pane") for _ in range(3)]
+        for chart in self._small:
+            chart.can_focus = False
         self.pictures = PictureView(has_color=has_color, id="pictures", classes="pane")
         self.events, self.table = EventsPane(), ClassesPane()
         self._device_lines = LiteralText(classes="lines")
@@ -77,7 +83,9 @@ class Columns(Horizontal):
         self.devices.can_focus = True
         self.gpu0 = LiteralText(id="gpu0", classes="pane lines")
         self._throughput = LiteralText(id="throughput", classes="lines")
-        self._left = Vertical(self.chart, self.pictures, self._throughput, self.events, id="left")
+        self._small_column = Vertical(*self._small, id="small")
+        self._charts = Horizontal(self.chart, self._small_column, id="charts")
+        self._left = Vertical(self._charts, self.pictures, self._throughput, self.events, id="left")
         self._right = Vertical(self.devices, self.gpu0, self.table, id="right")
         super().__init__(self._left, self._right, id="main")
 
@@ -87,6 +95,7 @@ class Columns(Horizontal):
         for name in (*PANES, "gpu0"):
             self.query_one(f"#{name}").display = name in plan.panes
         self._left.display, self._right.display = plan.has_left, bool(plan.panes - _LEFT)
+        self._charts.display, self._small_column.display = "loss" in plan.panes, plan.has_small
         self._throughput.display = plan.has_throughput
         self._right.styles.width = plan.right_width if plan.has_left else "1fr"
         self.devices.set_class("classes" not in plan.panes, "-tall")
@@ -96,10 +105,14 @@ class Columns(Horizontal):
         """Update the visible panes."""
         view, plan = run.view, self._layout
         if "loss" in plan.panes:
-            metric = self.chart.metric
-            self._set_title(self.chart, Content.styled(f"1 {chart_title(metric)}", "bold"))
-            field = step_field(metric)
-            self.chart.show(view, None if field is None else run.source.series(field))
+            self._set_title(self.chart, Content.styled(f"1 {chart_title(self.chart.metric)}", "bold"))
+            others = [name for name in ("loss", "miou", "lr", "images_per_s") if name != self.chart.metric]
+            for small, metric in zip(self._small if plan.has_small else (), others, strict=False):
+                small.metric = metric
+                set_title(small, Content.styled(chart_title(metric), "bold"))
+            for chart in (self.chart, *self._small)[: 4 if plan.has_small else 1]:
+                field = step_field(chart.metric)
+                chart.show(view, None if field is None else run.source.series(field))
         if "pictures" in plan.panes:
             self.pictures.show(newest_pictures(run.source.folder.samples), view)
             self._set_title(self.pictures, Content.styled("5 Images", "bold"))

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
 from segapp.run.folder import RunFolder
-from segapp.run.words import age, number, plural, printable
+from segapp.run.words import age, duration, number, plural, printable
 from segapp.scores import with_count
 from segapp.tui import keys
+from segapp.tui.chart import RunsChart
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
-from segapp.tui.widgets import LiteralText, SearchLine, drawable
-from segapp.view.runs import FollowedRun, RunList
-from segapp.view.wording import clip, fit_cells
+from segapp.tui.widgets import LiteralText, SearchLine, drawable, set_title
+from segapp.view.runs import FollowedRun, RunList, differing_settings
+from segapp.view.wording import clip, fit_cells, loss, setup
 
-_SCORE = 13
-"""Cells of a score with its classes: 0.557 (17/19)."""
+PREVIEW_WIDTH, SIDE = 140, 60
+"""Minimum columns of a terminal with a preview of the selected run, and the columns of the preview."""
 
 
 class RunsScreen(Screen[RunFolder | None]):
@@ -40,7 +42,7 @@ class RunsScreen(Screen[RunFolder | None]):
         super().__init__()
         self.runs = runs
         self._shown: list[FollowedRun] = []
-        self._columns = 0, 0
+        self._columns, self._columns_of = columns_of([]), list[tuple[Any, Any]]()
         self._drawn: dict[int, object] = {}
         """What each row was made of."""
 
@@ -48,7 +50,12 @@ class RunsScreen(Screen[RunFolder | None]):
         yield LiteralText(id="runs-title", classes="lines")
         yield SearchLine("part of the name of a run or sweep", id="run-filter", lines="run-lines")
         yield LiteralText(id="runs-header", classes="lines")
-        yield OptionList(id="run-lines", compact=True)
+        with Horizontal():
+            yield OptionList(id="run-lines", compact=True)
+            with Vertical(id="run-side"):
+                yield LiteralText(id="run-preview", classes="lines")
+                yield RunsChart(id="run-miou", classes="pane")
+                yield RunsChart(id="run-loss", classes="pane")
         yield LiteralText(id="runs-keys", classes="lines")
 
     def on_mount(self) -> None:
@@ -60,17 +67,22 @@ class RunsScreen(Screen[RunFolder | None]):
         self.call_after_refresh(self._show)
 
     def _tick(self) -> None:
-        if self.runs.poll():
+        is_reading = self.runs.poll()
+        if is_reading:
             self.set_timer(0.01, self._tick)
-        self._show()
+        self._show(is_reading=is_reading)
 
-    def _show(self) -> None:
+    def _show(self, *, is_reading: bool = False) -> None:
         """Show the title and the visible rows; others are made when they are scrolled into view."""
         wanted = self.query_one(SearchLine).text
         shown = [run for run in self.runs.runs if wanted.casefold() in run.name.casefold()]
         if shown != self._shown:
             self._list(shown)
+        made_of = [(run.summary.settings, run.summary.shown["best_miou"]) for run in shown]
+        if made_of != self._columns_of and not is_reading:
+            self._columns, self._columns_of, self._drawn = columns_of(shown), made_of, {}
         self._show_rows()
+        self._show_preview()
         live = sum(run.is_followed and run.is_read and run.summary.state in ("live", "busy") for run in self.runs.runs)
         sweeps = len({run.sweep for run in self.runs.runs} - {""})
         of_sweeps = f", {plural(sweeps, 'sweep')}" if sweeps else ""
@@ -79,18 +91,18 @@ class RunsScreen(Screen[RunFolder | None]):
         found = f"  /{wanted}: {len(shown)}" if wanted else ""
         title = Content.assemble(("segapp  ", "$text-muted"), (count, "bold"), (found, "$text-muted"))
         self.query_one("#runs-title", LiteralText).show(title)
-        self.query_one("#runs-header", LiteralText).show(run_header(self._row_cells, self._columns))
+        self.query_one("#runs-header", LiteralText).show(run_row(None, self._row_cells, self._columns))
         items = (("enter", "Open"), ("esc", "Back"), ("/", "Find"), ("q", "Leave"))  # fmt: skip
         self.query_one("#runs-keys", LiteralText).show(keys.bar(items, self.size.width))
 
     @property
     def _row_cells(self) -> int:
-        return max(20, self.size.width - 3)
+        return max(20, self.size.width - 3 - (SIDE if self.size.width >= PREVIEW_WIDTH else 0))
 
     def _list(self, shown: list[FollowedRun]) -> None:
         """List other runs, still as empty rows."""
         listed, selected = self.query_one("#run-lines", OptionList), self._selected
-        self._shown, self._columns, self._drawn = shown, name_widths(self.runs.runs), {}
+        self._shown, self._drawn = shown, {}
         listed.clear_options()
         listed.add_options([" "] * len(shown))
         if shown:
@@ -104,6 +116,25 @@ class RunsScreen(Screen[RunFolder | None]):
             if self._drawn.get(i) != made_of:
                 self._drawn[i] = made_of
                 listed.replace_option_prompt_at_index(i, drawable(self, run_row(run, self._row_cells, self._columns)))
+
+    def _show_preview(self) -> None:
+        """Show the selected run, and its curves before those of the other visible runs."""
+        side, selected = self.query_one("#run-side"), self._selected
+        side.display = self.size.width >= PREVIEW_WIDTH and selected is not None
+        if selected is None or not side.display:
+            return
+        self.query_one("#run-preview", LiteralText).show(preview(selected, self._columns))
+        top = self.query_one("#run-lines", OptionList).scroll_offset.y
+        others = [run.summary for run in self._shown[top : top + self.size.height] if run is not selected]
+        for metric, title in (("miou", "mIoU"), ("loss", "Validation loss")):
+            chart = self.query_one(f"#run-{metric}", RunsChart)
+            set_title(
+                chart, Content.assemble((title, "bold"), (f", with {len(others)} other runs behind", "$text-muted"))
+            )
+            chart.show_runs(metric, [*others, selected.summary])
+
+    def on_option_list_option_highlighted(self) -> None:
+        self._show_preview()
 
     @property
     def _selected(self) -> FollowedRun | None:
@@ -128,49 +159,83 @@ class RunsScreen(Screen[RunFolder | None]):
         self._show()
 
 
-def name_widths(runs: Sequence[FollowedRun]) -> tuple[int, int]:
-    """Return the widths, in cells, of the names of runs and of sweeps; 0 if no run belongs to a sweep."""
-    names = max([12, *(len(run.folder.path.name) for run in runs)])
-    return min(names, 36), min(max([0, *(len(run.sweep) for run in runs)]), 20)
+class Column(NamedTuple):
+    """A column of the list."""
+
+    title: str
+    rank: int
+    """Columns with the highest rank are left out first."""
+    width: int
+    """Cells; negative: flush right; 0: not shown."""
+    text: Callable[[FollowedRun], str]
+    style: str = ""
 
 
-def run_header(width: int, columns: tuple[int, int]) -> Content:
-    """Return the titles of the columns of `run_row`."""
-    titles = [LinePart(0, f"  {fit_cells('RUN', columns[0])}"), *(
-        LinePart(rank, title.ljust(cells) if is_left else title.rjust(cells))
-        for rank, title, cells, is_left in (
-            (1, "SWEEP"[: columns[1]], columns[1], True),
-            (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", _SCORE, False), (2, "BEST", _SCORE, False),
-            (5, "IMG/S", 7, False), (6, "DEVICES", 7, True), (3, "AGE", 12, False),
-        )
-    )]  # fmt: skip
-    return Content.styled(fit_parts(titles, width).plain, "$text-muted")
+def columns_of(runs: Sequence[FollowedRun]) -> list[Column]:
+    """Return the columns of runs: name, state, results, and the settings in which the runs differ."""
+    shown = [run.summary.shown for run in runs]
+    counts = {(facts["best_num_scored"], facts["num_classes"]) for facts in shown if facts["best_miou"]}
+    best = {num: max(facts["best_miou"] or 0 for facts in shown if facts["num_classes"] == num) for _, num in counts}
+
+    def best_text(run: FollowedRun) -> str:
+        facts = run.summary.shown
+        star = "★" if facts["best_miou"] == best.get(facts["num_classes"]) else ""
+        score = star + number(facts["best_miou"])
+        return with_count(score, facts["best_num_scored"], facts["num_classes"]) if len(counts) > 1 else score
+
+    def live(name: str, form: Callable[[float | None], str]) -> Callable[[FollowedRun], str]:
+        return lambda run: form(run.summary.shown[name]) if run.summary.state in ("live", "busy") else "-"
+
+    return [
+        Column("RUN", 0, min(max([12, *(len(run.folder.path.name) for run in runs)]), 36),
+               lambda run: run.folder.path.name, "bold"),
+        Column("SWEEP", 1, min(max([0, *(len(run.sweep) for run in runs)]), 20), lambda run: run.sweep, "$text-muted"),
+        Column("STATE", 0, 9, lambda run: run.summary.state if run.is_read else "reading"),
+        Column("EPOCH", 3, -9, lambda run: run.summary.progress),
+        Column("BEST", 1, -14 if len(counts) > 1 else -6, best_text),
+        Column("MIOU", 7, -6, lambda run: number(run.summary.shown["miou"])),
+        Column("LOSS", 5, -10, lambda run: loss(run.summary.shown["loss"]) if run.summary.shown["loss_epoch"] else "-"),
+        *_setting_columns(runs),
+        Column("ETA", 8, -7, live("eta_run_s", duration)),
+        Column("IMG/S", 20, -7, live("images_per_s", number)),
+        Column("DEVICES", 21, 7, lambda run: run.devices),
+        Column("AGE", 9, -12, lambda run: age(run.age_s), "$text-muted"),
+    ]  # fmt: skip
+
+
+def _setting_columns(runs: Sequence[FollowedRun]) -> list[Column]:
+    """Return a column for each setting that differs, the most telling first; one for settings that change together."""
+    columns: dict[tuple[int, ...], Column] = {}
+    for key, values in differing_settings([run.summary.settings for run in runs if run.summary.settings]).items():
+        texts = list(map(str, values))
+        parent, _, name = key.rpartition(".")
+        title = parent.rpartition(".")[2] if name == "name" else name
+        rank = (2, 4, 6)[len(columns)] if len(columns) < 3 else 10 + len(columns)
+        found = Column(title, rank, min(max(map(len, (title, *texts))), 20),
+                       lambda run, key=key: str(run.summary.settings.get(key, "?")))  # type: ignore[misc]  # fmt: skip
+        columns.setdefault(tuple(map(texts.index, texts)), found)
+    return list(columns.values())
+
+
+def run_row(run: FollowedRun | None, width: int, columns: Sequence[Column]) -> Content:
+    """Return one line of the list, None: the titles; columns that do not fit are left out."""
+    parts = []
+    for column in columns:
+        text = printable(column.text(run)) if run is not None else column.title
+        style = "$text-muted" if run is None else STATE_STYLES[text] if column.title == "STATE" else column.style
+        fitted = fit_cells(text, column.width) if column.width > 0 else clip(text, -column.width).rjust(-column.width)
+        parts.append(LinePart(column.rank, fitted, style))
+    return Content("  ") + fit_parts(parts, width - 2)
+
+
+def preview(run: FollowedRun, columns: Sequence[Column]) -> Content:
+    """Return all columns of a run, one below the other, and why it ended."""
+    reason = run.summary.times["reason"] if run.summary.facts.end_status else None
+    rows = {column.title: column.text(run) for column in columns if column.width} | ({"END": reason} if reason else {})
+    lines = [Content.assemble((f"{title:<14} ", "$text-muted"), printable(text)) for title, text in rows.items()]
+    return Content("\n").join([Content.styled(setup(run.summary.settings), "$text-accent"), *lines])
 
 
 def _shown_path(path: Path) -> str:
     """Return a path relative to the working directory, if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _score(facts: Mapping[str, Any], prefix: str = "") -> str:
-    score = with_count(number(facts[f"{prefix}miou"]), facts[f"{prefix}num_scored"], facts["num_classes"])
-    return score.rjust(_SCORE)
-
-
-def run_row(run: FollowedRun, width: int, columns: tuple[int, int]) -> Content:
-    """Return one line of the list; columns that do not fit are left out."""
-    name, facts = fit_cells(printable(run.folder.path.name), columns[0]), run.summary.shown
-    state = run.summary.state if run.is_read else "reading"
-    speed = number(facts["images_per_s"]) if state in ("live", "busy") else "-"
-    parts = [
-        LinePart(0, f"  {name}", "bold"),
-        LinePart(1, fit_cells(printable(run.sweep), columns[1]), "$text-muted"),
-        LinePart(0, state.ljust(9), STATE_STYLES[state]),
-        LinePart(1, clip(run.summary.progress, 9).rjust(9)),
-        LinePart(2, _score(facts)),
-        LinePart(2, _score(facts, "best_")),
-        LinePart(5, speed.rjust(7)),
-        LinePart(6, run.devices.ljust(7)),
-        LinePart(3, age(run.age_s).rjust(12), "$text-muted"),
-    ]
-    return fit_parts(parts, width)

@@ -32,7 +32,7 @@ from segapp.view.plot import class_iou
 from segapp.view.source import LiveSource, fold_file
 from segapp.view.view import EventFold, View
 
-_WITHOUT_EFFECT = ("log.", "checkpoint.", "data.workers", "data.cache", "data.root")
+_WITHOUT_EFFECT = ("seed", "log.", "checkpoint.", "data.workers", "data.cache", "data.root")
 """Beginnings of the config keys that do not change the results of a run."""
 
 _NUM_POINTS = 64
@@ -186,13 +186,13 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[
     """
     keys = dict.fromkeys(key for each in settings for key in each)
     rows = {key: [each.get(key, "?") for each in settings] for key in keys}
-    found = {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
-
-    def rank(key: str) -> tuple[bool, int, bool]:
-        most = max(Counter(map(repr, found[key])).values())
-        return key == "seed" or key.startswith(_WITHOUT_EFFECT), most, not key.endswith(".name")
-
-    return {key: found[key] for key in sorted(found, key=rank)}
+    most = {
+        key: max(Counter(map(repr, values)).values())
+        for key, values in rows.items()
+        if values.count(values[0]) < len(values)
+    }
+    order = sorted(most, key=lambda key: (key.startswith(_WITHOUT_EFFECT), most[key], not key.endswith(".name")))
+    return {key: rows[key] for key in order}
 
 
 def small_view() -> View:

@@ -148,12 +148,10 @@ class LiveSource:
 
     def series(self, field: str) -> LossHistory:
         """Return the values of a number of the `step` events; each call reads a slice of the file."""
-        reader = self._series.get(field)
-        if reader is None:
-            self._series = {field: SeriesReader(self.folder.events, field)}  # the one that is shown
-            reader = self._series[field]
-        reader.poll()
-        return reader.history
+        if field not in self._series:
+            self._series[field] = SeriesReader(self.folder.events, field)
+        self._series[field].poll()
+        return self._series[field].history
 
     def facts(self) -> StateFacts:
         """Return the facts from which the state is derived.

@@ -145,6 +145,34 @@ def test_chart_fills_its_pane_and_shows_new_steps(fresh: RecordedRun) -> None:
     run_screen(fresh, act)
 
 
+def test_wide_screen_has_small_charts_of_the_other_metrics(fresh: RecordedRun) -> None:
+    fresh.epoch()
+    fresh.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        charts = list(app.query(LossChart))
+
+        def titles() -> list[str]:
+            return [re.sub(r"\[.*?\]|\d ", "", str(chart.border_title)) for chart in charts]
+
+        assert titles() == ["Loss", "mIoU", "Learning rate", "Images/s"]
+        drawn = ["".join(strip.text for strip in chart._strips) for chart in charts]
+        last, step = app.view.vals[-1], app.view.step
+        assert step is not None
+        assert f"val {number(last.miou)}" in drawn[1]
+        assert f"last {number(step.lr)}" in drawn[2]
+        assert f"last {number(step.images_per_s)}" in drawn[3]
+        fresh.train(3)
+        await settle(app, pilot)
+        assert "".join(strip.text for strip in charts[3]._strips) != drawn[3]
+        await press(app, pilot, "v")
+        assert titles() == ["mIoU", "Loss", "Learning rate", "Images/s"]
+        await press(app, pilot, "i")
+        assert "Learning rate" not in screen_text(app)
+
+    run_screen(fresh, act, (160, 40))
+
+
 def test_chart_draws_steps_evaluations_and_the_best(run: RecordedRun) -> None:
     run.epoch(loss=0.9)
 

@@ -48,6 +48,9 @@ def test_layout_gives_room_to_lines_and_columns_by_size() -> None:
     assert [plan_layout(120, height).has_throughput for height in (21, 22)] == [False, True]
     assert [plan_layout(80, height).has_throughput for height in (19, 20)] == [False, True]
     assert not plan_layout(80, 30, "gpu").has_throughput
+    assert [plan_layout(*size).has_small for size in ((160, 30), (159, 30), (160, 29))] == [True, False, False]
+    assert not plan_layout(160, 30, "pictures").has_small
+    assert not plan_layout(160, 30, is_zoomed=True).has_small
     assert (plan_layout(80, 24, "gpu").has_left, plan_layout(80, 24).has_left) == (False, True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from segapp.run.folder import RunFolder
 from segapp.run.words import announce, last_announced
 from segapp.tui import runs_screen
 from segapp.tui.app import MonitorApp
-from segapp.tui.chart import LossChart
-from segapp.tui.runs_screen import name_widths, run_header, run_row
+from segapp.tui.chart import LossChart, RunsChart
+from segapp.tui.runs_screen import columns_of, run_row
 from segapp.view.runs import FollowedRun, RunList, run_state
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
@@ -108,13 +109,88 @@ def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
 def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> None:
     followed = RunList(runs[0].folder.path.parent)
     read_on(followed)
-    columns = name_widths(followed.runs)
-    titles = run_header(120, columns).plain
+    columns = columns_of(followed.runs)
+    titles = run_row(None, 150, columns).plain
     for run in followed.runs:
-        row = run_row(run, 120, columns).plain.ljust(120)
-        for title in ("EPOCH", "MIOU", "BEST", "IMG/S", "AGE"):
+        row = run_row(run, 150, columns).plain.ljust(150)
+        for title in ("EPOCH", "BEST", "MIOU", "LOSS", "ETA", "IMG/S", "AGE"):
             end = titles.index(title) + len(title)
             assert row[end - 1] != " " == row[end]
+
+
+def differing(root: Path, name: str, epochs: int, **others: Any) -> RecordedRun:
+    """A run of a sweep over learning rate and encoder; its momentum belongs to its optimizer."""
+    run = recorded(root, name, epochs, "finished")
+    values = {"optim.name": "sgd", "optim.momentum": 0.9, "optim.lr": 0.01, "model.encoder": "resnet50", **others}
+    lines = [f"  {key.partition('.')[2]}: {value}" for key, value in values.items()]
+    run.folder.write_config("\n".join(["optim:", *lines[:3], "model:", *lines[3:], ""]))
+    return run
+
+
+def test_list_says_which_run_won_and_in_what_it_differs(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    differing(root, "a", 2)
+    winner = differing(root, "b", 7, **{"optim.name": "adamw", "optim.momentum": 0.0, "optim.lr": 0.014})
+    differing(root, "c", 4, **{"optim.lr": 0.003, "model.encoder": "mit_b2"})
+    damaged = recorded(root, "d", 1, "failed")
+    damaged.folder.write_config("optim: {lr: [")
+    RecordedRun(root / "e", steps_per_epoch=10).end("failed", "no data")
+    followed = RunList(root)
+    read_on(followed)
+    columns = columns_of(followed.runs)
+    titles = [column.title for column in columns]
+    assert titles[titles.index("LOSS") + 1 : titles.index("ETA")] == ["lr", "optim", "encoder"]  # momentum is optim's
+    rows = {run.name: run_row(run, 200, columns).plain.split() for run in followed.runs}
+    best = json.loads([line for line in winner.folder.events.read_text().splitlines() if '"val"' in line][-1])["miou"]
+    assert rows["b"][3:5] == [f"★{best:.3f}", f"{best:.3f}"]
+    assert not any("★" in word for name in "acde" for word in rows[name])
+    assert {name: rows[name][6:9] for name in "abcd"} == {
+        "a": ["0.01", "sgd", "resnet50"], "b": ["0.014", "adamw", "resnet50"], "c": ["0.003", "sgd", "mit_b2"],
+        "d": ["?", "?", "?"],
+    }  # fmt: skip
+    assert rows["e"][3:6] == ["-", "-", "-"]
+    narrow = run_row(None, 78, columns).plain.split()
+    assert narrow == ["RUN", "STATE", "EPOCH", "BEST", "LOSS", "lr", "optim"]
+    with_classes = RecordedRun(root / "f", classes=["x", "y"], steps_per_epoch=10)
+    with_classes.epoch()
+    with_classes.end()
+    read_on(followed)
+    rows = {run.name: run_row(run, 200, columns_of(followed.runs)).plain for run in followed.runs}
+    assert "★" in rows["f"], "it has other classes, so it competes with no other run"
+    assert "(2/2)" in rows["f"]
+    assert f"★{best:.3f} (11/11)" in rows["b"]
+
+
+def test_preview_follows_the_cursor_on_one_scale(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for i, epochs in enumerate((2, 8, 5)):
+        run = differing(root, f"run-{i}", epochs, **{"optim.lr": (0.01, 0.02, 0.03)[i]})
+        os.utime(run.folder.run_json, (i, i))
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        listed = app.screen
+        assert isinstance(listed, runs_screen.RunsScreen)
+        while listed.runs.poll(budget_s=60.0):
+            pass
+        listed._tick()
+        await pilot.pause()
+        axes = set()
+        for i in (2, 1, 0):
+            shown = [line[-60:] for line in screen_text(app).splitlines()]
+            assert re.search(rf"RUN +run-{i}\b", "\n".join(shown))
+            assert re.search(rf"lr +0.0{i + 1}\b", "\n".join(shown))
+            assert any("mIoU, with 2 other runs behind" in line for line in shown)
+            axes.add(tuple(re.findall(r"0\.\d+ +│", "\n".join(shown))))
+            charts = list(app.screen.query(RunsChart))
+            assert [len(chart._runs) for chart in charts] == [3, 3]
+            assert all(chart._runs[-1].folder.name == f"run-{i}" for chart in charts)
+            await press(app, pilot, "down")
+        assert len(axes) == 1 <= len(axes.pop()), "the scale does not depend on the selected run"
+        await pilot.resize_terminal(120, 36)
+        await pilot.pause()
+        assert "other runs behind" not in screen_text(app)
+
+    run_screen(LiveSource(run.folder), act, (160, 40), starts_with_list=True)
 
 
 def test_list_opens_runs_and_goes_back(runs: list[RecordedRun]) -> None:
@@ -156,8 +232,8 @@ def test_only_visible_rows_of_a_long_list_are_made(
         os.utime(run.folder.run_json, (i, i))
     made, row = list[str](), runs_screen.run_row
 
-    def counted(run: FollowedRun, *sizes: Any) -> Any:
-        if run.is_read:
+    def counted(run: FollowedRun | None, *sizes: Any) -> Any:
+        if run is not None and run.is_read:
             made.append(run.name)
         return row(run, *sizes)
 
