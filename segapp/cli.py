@@ -155,6 +155,9 @@ def train(
     from segapp.run.words import announce, outlast_readers
 
     outlast_readers()
+    if request.folder is not None and "RANK" not in os.environ:
+        request.folder.acquire(print)  # until torch is imported, viewers see that this process resumes the run
+        request.folder.release()
     if not sys.stderr.isatty():
         announce("importing torch")  # on a terminal, every command prints this
     from segapp.session.session import run_session

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,7 +50,7 @@ class TrainerProcess:
         self, folder: RunFolder, process: subprocess.Popen[bytes], log_start: int, events: EventReader
     ) -> None:
         self.folder, self.process = folder, process
-        self._log_start, self._events = log_start, events
+        self._log_start, self._events, self._has_begun = log_start, events, False
 
     @property
     def exit_code(self) -> int | None:
@@ -64,14 +65,17 @@ class TrainerProcess:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            while self.process.poll() is None and time.monotonic() < deadline_s:
-                if any(raw["type"] == "run_start" for raw in self._events.read_raw()):
-                    return True
+            while self.process.poll() is None and time.monotonic() < deadline_s and not self.has_begun():
                 time.sleep(_POLL_S)
         except KeyboardInterrupt:
             self.process.send_signal(signal.SIGINT)
             self.process.wait()
-        return any(raw["type"] == "run_start" for raw in self._events.read_raw())
+        return self.has_begun()
+
+    def has_begun(self) -> bool:
+        """Return True if the training has begun."""
+        self._has_begun |= any(raw["type"] == "run_start" for raw in self._events.read_raw())
+        return self._has_begun
 
     def after_screen(self) -> int:
         """Return the exit code after the user has left the TUI: the trainer's if it has ended, else 0."""
@@ -79,7 +83,7 @@ class TrainerProcess:
             return 0
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S)
-        return 0 if self.exit_code is None else self.print_end()
+        return self.print_end() if self.exit_code or not self.has_begun() else 0
 
     def print_end(self) -> int:
         """Print the trainer's error on stderr, or its last line, and return its exit code.
@@ -88,15 +92,16 @@ class TrainerProcess:
         """
         code = self.exit_code or 0
         lines = self._lines()
-        error = self.error_lines()
-        if error and code not in (0, EXIT_STOPPED_AND_SAVED):  # ranks that restarted may have failed before
-            print("\n".join(map(printable, error)), file=sys.stderr, flush=True)
-            if self.folder.is_made and not any(str(self.folder.log) in line for line in error):
-                remove_failed_start(self.folder)
-        elif lines and code in (0, EXIT_STOPPED_AND_SAVED):
-            print(printable(lines[-1]), flush=True)
-        elif code:
-            print(f"error: the trainer ended with exit code {code}: see {self.folder.log}", file=sys.stderr, flush=True)
+        if code in (0, EXIT_STOPPED_AND_SAVED):  # ranks that restarted may have failed before
+            if lines:
+                print(printable(lines[-1]), flush=True)
+            return code
+        ended = f"error: the trainer ended with exit code {code}: see {self.folder.log}"
+        error = self.error_lines() or [ended]
+        again = [] if self.has_begun() else [f"to start again: {shlex.join(['segapp', *sys.argv[1:]])}"]
+        print("\n".join(map(printable, [*error, *again])), file=sys.stderr, flush=True)
+        if self.folder.is_made and not any(str(self.folder.log) in line for line in error):
+            remove_failed_start(self.folder)
         return code
 
     def error_lines(self) -> list[str]:

@@ -9,6 +9,7 @@ no call waits for a GPU.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -36,6 +37,9 @@ MEMORY_S = 2.0
 
 HEARTBEAT_S = 5.0
 """Seconds between two heartbeats."""
+
+STEP_S = 1.0
+"""Seconds after an event with a step, after which a heartbeat has the present step if it is another one."""
 
 _PROFILED_STEPS = 2  # the first may have begun before the profile
 
@@ -321,7 +325,10 @@ BUSY_FRAC = 0.7
 
 
 class MemorySampler:
-    """Context manager whose thread emits a `memory` event every 2 s and a `heartbeat` every 5 s.
+    """Context manager whose thread emits a `memory` event every 2 s and a `heartbeat` every 5 s, or more often.
+
+    The step of the last event is at most `STEP_S` old while steps are made: `told` returns it with the time of the
+    event, which is one of this thread or of any other.
 
     It makes no GPU call: torch's counters are on the host. Other threads run nvidia-smi and query the CUDA driver, and
     their latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event. A checkpoint
@@ -335,6 +342,7 @@ class MemorySampler:
         device_memory: DeviceMemoryTracker,
         *,
         step: Callable[[], int | None] = lambda: None,
+        told: Callable[[], tuple[int | None, float]] = lambda: (None, math.inf),
         saving_s: Callable[[], float | None] = lambda: None,
         gpus: GpuPoller | None = None,
         memory_s: float = MEMORY_S,
@@ -345,7 +353,7 @@ class MemorySampler:
         self._idle_advice = idle_advice
         self._samples: list[tuple[str, float]] = []
         self.emit, self.device_memory = emit, device_memory
-        self._step, self._saving_s = step, saving_s
+        self._step, self._told, self._saving_s = step, told, saving_s
         has_gpus = any(place.uuid for place in device_memory.devices)
         self._gpus = gpus or (GpuPoller(own_used_mib=device_memory.driver_used_mib) if has_gpus else None)
         self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
@@ -404,9 +412,9 @@ class MemorySampler:
     def _run(self) -> None:
         next_memory_s = next_beat_s = time.monotonic()
         while True:
-            now_s = time.monotonic()
+            now_s, (told_step, told_s) = time.monotonic(), self._told()
             try:
-                if now_s >= next_beat_s:
+                if now_s >= next_beat_s or (now_s >= told_s + STEP_S and self._step() != told_step):
                     next_beat_s = now_s + min(self._heartbeat_s, self._blocked_s)
                     self.beat()
                 if self.device_memory.phase == "start":  # `run_start` comes first, the first sample shortly after it
@@ -416,7 +424,8 @@ class MemorySampler:
                     self.sample()
             except Exception:  # an error here must end neither the training nor this thread
                 logger.exception("memory sampler")
-            if self._stop.wait(max(0.01, min(next_memory_s, next_beat_s) - time.monotonic())):
+            next_look_s = max(told_s + STEP_S, now_s + STEP_S / 2)
+            if self._stop.wait(max(0.01, min(next_memory_s, next_beat_s, next_look_s) - time.monotonic())):
                 return
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import sys
 import time
@@ -244,6 +245,12 @@ class RunFolder:
             return RunInfo.model_validate({**raw, "schema_version": raw.get("schema", SCHEMA)}) if raw else None
         except ValidationError:
             return None
+
+    def train_command(self) -> str | None:
+        """Return the command that started the run; None if it is unknown."""
+        info = self.read_info()
+        words = [word for word in info.argv[1:] if word != "--plain"] if info is not None else []
+        return shlex.join(["segapp", *words]) if words else None
 
     def write_config(self, text: str) -> None:
         """Write `config.yaml`."""

@@ -160,6 +160,8 @@ class ProcessId(BaseModel):
     """Start time, Unix seconds."""
     machine: str | None = None
     """Identifier of its machine, as `machine_id` returns it; None if unknown."""
+    acquired_s: float | None = None
+    """Time at which it locked the run, Unix seconds; None outside of the file `lock`."""
 
 
 def this_process() -> ProcessId:

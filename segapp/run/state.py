@@ -8,7 +8,7 @@ from typing import Any, Literal
 from segapp.run.events import EventReader
 from segapp.run.files import boot_id
 from segapp.run.folder import RunFolder
-from segapp.run.lock import is_alive
+from segapp.run.lock import ProcessId, is_alive
 
 State = Literal["live", "busy", "stale", "lost", "crashed", "finished", "stopped", "failed"]
 
@@ -26,12 +26,14 @@ class StateFacts:
 
     end_status: Literal["finished", "stopped", "failed"] | None = None
     """Status of `run_end`, if no training began after it."""
+    is_starting: bool = False
+    """True if a process has taken the run since its last `run_start` or `run_end`."""
     is_trainer_alive: bool | None = None
     """True if a process holds the run's lock, or still runs; None if unknown on this host."""
     event_age_s: float | None = None
     """Time since the last event of any type; None if there is none."""
     step_age_s: float | None = None
-    """Time since the last `step`."""
+    """Time since the last step that the present process has made."""
     step_interval_s: float = 0.0
     """Median time between two `step` events."""
 
@@ -43,6 +45,8 @@ def derive_state(facts: StateFacts) -> State:
     alive, no recent events. lost: on another host, no recent events. crashed: the process is gone, without a `run_end`.
     finished, stopped, failed: the status of `run_end`.
     """
+    if facts.is_starting:
+        return "busy"
     if facts.end_status is not None:
         return facts.end_status
     if facts.is_trainer_alive is False:
@@ -79,12 +83,13 @@ def _was_written_since_boot(folder: RunFolder) -> bool:
         return False
 
 
-def was_acquired_after(folder: RunFolder, end_s: float) -> bool:
-    """Return True if a trainer locked the run again after its end, and has not yet written a `run_start`."""
-    try:
-        return bool(folder.is_locked()) and folder.lock.stat().st_mtime > end_s
-    except OSError:
-        return False
+def starting_since(holder: ProcessId | None, is_alive: bool | None, trained_s: float) -> float | None:
+    """Return when the process that holds a run took it, if it runs and has not begun to train; None otherwise.
+
+    `trained_s`: time of the last start, step or end of a training.
+    """
+    taken_s = None if holder is None else holder.acquired_s
+    return taken_s if taken_s is not None and taken_s > trained_s and is_alive else None
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:

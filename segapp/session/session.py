@@ -51,7 +51,7 @@ from segapp.planning.auto import is_planned, resolve_auto
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
 from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
-from segapp.run.words import announce, first_line, printable
+from segapp.run.words import announce, printable
 from segapp.session.failures import as_segapp_error
 from segapp.session.ranks import RANK_DEVICES, devices_of_launcher, joined_ranks, launch_ranks
 from segapp.session.request import TrainRequest, taken_note
@@ -60,7 +60,7 @@ from segapp.session.trainer import build_trainer
 from segapp.training.console import PlainReporter
 from segapp.training.context import DeviceLocations, RunContext, shares_note, topology_event
 from segapp.training.recovery import report_reverted_split
-from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.training.trackers import make_trackers
 from segapp.training.trainer import Trainer
 from segapp.training.watchdog import Watchdog, rank_words
@@ -287,8 +287,8 @@ def _reported(
     device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
     memory, locations = DeviceMemoryTracker(device_infos), _device_locations(devices, ranks)
 
-    def end(status: Literal["finished", "stopped", "failed"], reason: str, by: StoppedBy | None = None) -> None:
-        event_log.emit(RunEnd(status=status, reason=reason, exit_code=stage.code, step=stage.step(), stopped_by=by))
+    def end(status: Literal["finished", "stopped", "failed"], reason: str, **more: Any) -> None:
+        event_log.emit(RunEnd(status=status, reason=reason, exit_code=stage.code, step=stage.step(), **more))
 
     def report(reason: str) -> None:
         console.is_error_shown, stage.code = True, DistributedError.exit_code
@@ -302,7 +302,7 @@ def _reported(
     def end_start(_code: int) -> None:
         if stage.trainer is None and not stage.code:
             reason = f"{signals.signal_name}: {note_stop()}"
-            end_process(stage.code, lambda: end("stopped", reason, "signal"), report_s=0.5)
+            end_process(stage.code, lambda: end("stopped", reason, stopped_by="signal"), report_s=0.5)
 
     signals.where = lambda: memory.activity
     if signals.end_start is not None:
@@ -313,14 +313,14 @@ def _reported(
             if stage.reason is not None:
                 end("finished", stage.reason)
         except StopRequest as stop:
-            end("stopped", f"{stop}: {note_stop()}", stop.by)
+            end("stopped", f"{stop}: {note_stop()}", stopped_by=stop.by)
         except Exception as error:
             known = as_segapp_error(error, component_names(request.config))
             logger.exception("training failed")
             stage.is_failed, stage.code = True, known.exit_code
             console.is_error_shown = True  # on stderr, by the code that catches the error raised here
             # The report of an out-of-memory error is a separate event.
-            end("failed", first_line(known))
+            end("failed", " ".join(str(known).split())[:2000], topic=known.topic)
             if known is error:
                 raise
             shown = type(known)(f"{known}\n(traceback in {folder.log_of(ranks.rank)})")
@@ -412,6 +412,7 @@ def _watched(
         context.event_log.emit,
         context.device_memory,
         step=stage.step,
+        told=lambda: context.event_log.told,
         saving_s=stage.saving_s,
         blocked_s=config.checkpoint.grace_s,
         idle_advice=idle_advice,

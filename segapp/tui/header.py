@@ -1,7 +1,6 @@
 """The lines around the panes: state, progress, throughput, and alerts."""
 
 import math
-import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from textual.content import Content
 from segapp.run.words import (
     age,
     duration,
-    last_announced,
     learning_rate,
     number,
     percent,
@@ -21,7 +19,7 @@ from segapp.run.words import (
 from segapp.tui.widgets import progress
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
-from segapp.view.wording import clip
+from segapp.view.wording import clip, finished_line
 from segapp.view.wording import loss as loss_text
 
 MIN_WIDTH, MIN_HEIGHT = 60, 15
@@ -31,6 +29,8 @@ NEW_S = 10.0
 STATE_STYLES = {
     "live": "$text-success bold",
     "busy": "$text-primary bold",
+    "starting": "$text-primary bold",
+    "resuming": "$text-primary bold",
     "reading": "$text-primary bold",
     "paused": "$text-warning bold",
     "stale": "$text-warning bold",
@@ -68,9 +68,14 @@ def fit_parts(parts: Sequence[LinePart | None], width: int, gap: int = 2) -> Con
 
 
 def state_label(status: Status) -> str:
-    """Return the state of the run; `gone` if its folder was removed, `reading` while the history is read."""
+    """Return the state of the run; `gone` if its folder was removed, `reading` while the history is read.
+
+    It is `starting` or `resuming` until the first step.
+    """
     if not status.is_there:
         return "gone"
+    if status.starting_s is not None:
+        return "resuming" if status.is_resumed else "starting"
     return "reading" if status.loaded_frac < 1 else status.state
 
 
@@ -86,20 +91,20 @@ def state_content(view: View, status: Status) -> Content:
 
 def header(view: View, status: Status, name: str, width: int, *, about: str, is_readonly: bool) -> Content:
     """Return the first line: name, state, what is trained, position, and the age of the last event if it is not new."""
-    start, step = view.start, view.step
+    start, muted = view.start, "$text-muted" if status.has_old_numbers else ""
     parts = [
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
         LinePart(1, clip(name, max(8, width // 4)), "bold"),
         LinePart(0, state_content(view, status)),
         LinePart(3, about, "$text-accent"),
         LinePart(2, _epoch(view)) if view.epoch is not None else None,
-        LinePart(4, _steps(view)) if step is not None and start is not None else None,
-        LinePart(5, f"lr {learning_rate(view.lr)}") if view.lr is not None else None,
+        LinePart(4, _steps(view), muted) if view.at_step is not None and start is not None else None,
+        LinePart(5, f"lr {learning_rate(view.lr)}", muted) if view.lr is not None else None,
         LinePart(7, printable(start.precision)) if start is not None and start.precision is not None else None,
         LinePart(7, f"up {duration(_up_s(view, status))}") if start is not None else None,
         LinePart(6, "read-only", "$text-warning") if is_readonly else None,
         LinePart(3, age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")
-        if status.age_s is None or status.age_s >= NEW_S
+        if status.age_s is not None and status.age_s >= NEW_S and status.starting_s is None
         else None,
     ]
     return fit_parts(parts, width)
@@ -111,11 +116,10 @@ def _epoch(view: View) -> str:
 
 def _steps(view: View) -> str:
     assert view.start is not None
-    assert view.step is not None
+    at_step, per_epoch = view.at_step or 0, view.start.steps_per_epoch
     if view.start.steps is not None:
-        return f"step {view.step.step}/{view.start.steps}"
-    per_epoch = view.start.steps_per_epoch
-    return f"step {max(0, view.step.step - ((view.epoch or 1) - 1) * per_epoch)}/{per_epoch}"
+        return f"step {at_step}/{view.start.steps}"
+    return f"step {min(max(0, at_step - ((view.epoch or 1) - 1) * per_epoch), per_epoch)}/{per_epoch}"
 
 
 def _up_s(view: View, status: Status) -> float | None:
@@ -127,7 +131,7 @@ def epoch_fraction(view: View) -> float | None:
     """Return the finished fraction of the epoch."""
     if view.start is None or view.epoch is None or not view.start.steps_per_epoch:
         return None
-    done = (view.step.step if view.step else 0) - (view.epoch - 1) * view.start.steps_per_epoch
+    done = (view.at_step or 0) - (view.epoch - 1) * view.start.steps_per_epoch
     return min(max(done / view.start.steps_per_epoch, 0.0), 1.0)
 
 
@@ -136,18 +140,18 @@ def run_fraction(view: View) -> float | None:
     if view.start is None:
         return None
     total = view.start.steps or view.start.epochs * view.start.steps_per_epoch
-    return min((view.step.step if view.step else 0) / total, 1.0) if total else None
+    return min((view.at_step or 0) / total, 1.0) if total else None
 
 
 def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
     """Return the seconds to the end of the epoch and of the run; None if unknown."""
     step = view.step
-    if step is None or status.is_over or view.is_paused:
+    if step is None or status.has_old_numbers or view.is_paused:
         return None, None
     since_s = max(0.0, status.now_s - step.t - view.away_s)
 
     def left_s(eta_s: float | None) -> float | None:
-        return None if eta_s is None or not math.isfinite(eta_s) else max(0.0, eta_s - since_s)
+        return None if eta_s is None or not since_s < eta_s < math.inf else eta_s - since_s
 
     of_epoch = step.eta_epoch_s if step.epoch == view.epoch else None  # no step of a new epoch has reported it yet
     return left_s(of_epoch), left_s(step.eta_run_s)
@@ -194,16 +198,24 @@ def _one_progress(word: str, frac: float, eta_s: float | None, width: int) -> Co
     )
 
 
-def throughput_line(view: View, width: int) -> Content:
+def dimmed(content: Content, status: Status) -> Content:
+    """Return numbers of the steps or the devices without colors if they are the last ones of a process that is gone."""
+    return Content.styled(content.plain, "$text-muted") if status.has_old_numbers else content
+
+
+def throughput_line(view: View, status: Status, width: int) -> Content:
     """Return the throughput line: images per second, step time, data wait, gradient norm."""
     step = view.step
     if step is None:
-        return Content.styled("no step yet", "$text-muted")
+        return Content.styled(
+            "no step yet" if view.moved_s is None else "no loss yet: see log.every_steps", "$text-muted"
+        )
     terms = list((step.terms or {}).items())
     wait_style = "$text-warning bold" if (step.data_wait_frac or 0.0) > 0.2 else ""
     step_s = step.step_s or 0.0
     step_time = f"{step_s * 1000:.0f} ms" if step_s < 10 else f"{step_s:.1f} s"
     parts = [
+        LinePart(0, "last") if status.has_old_numbers else None,
         LinePart(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
         LinePart(2, f"step {step_time}") if step.step_s is not None else None,
         LinePart(1, Content.assemble("waiting for data ", (percent(step.data_wait_frac), wait_style))),
@@ -212,7 +224,7 @@ def throughput_line(view: View, width: int) -> Content:
         LinePart(5, f"scale {step.loss_scale:g}") if step.loss_scale is not None else None,
         *(LinePart(6 + i, f"{name} {number(value)}") for i, (name, value) in enumerate(terms)),
     ]
-    return fit_parts(parts, width)
+    return dimmed(fit_parts(parts, width), status)
 
 
 def device_kind(device: str | None) -> str:
@@ -230,12 +242,19 @@ def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
     return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]
 
 
-def banner(view: View, status: Status, name: str, width: int, unseen: Sequence[Raised]) -> Content | None:
-    """Return the problem or alert that the user must see; None if there is none."""
-    word, again = state_label(status), f"to continue: `segapp train --resume {shlex.quote(name)}`"
+def banner(
+    view: View, status: Status, width: int, unseen: Sequence[Raised], *, run: str, again: str, doing: str
+) -> Content | None:
+    """Return the start or end of the training, a problem or an alert that the user must see; None if there is none.
+
+    `run`: the argument that names the run; `again`: how to continue; `doing`: what a start waits for.
+    """
+    word = state_label(status)
+    if word in ("starting", "resuming"):
+        return Content.assemble((_from_where(view, status), "bold"), (printable(doing), "$text-primary bold"))
     where = f" on {printable(status.host)}" if status.host else ""
     problems = {
-        "gone": (f"{name}: the run folder was removed; this is its last known state", "$text-error bold"),
+        "gone": (f"{run}: the run folder was removed; this is its last known state", "$text-error bold"),
         "crashed": (f"the trainer's process has died: trainer.log says why; {again}", "$text-error bold"),
         "stale": ("the trainer is running but writes no events: it may be stuck", "$text-warning bold"),
         "lost": (
@@ -244,11 +263,25 @@ def banner(view: View, status: Status, name: str, width: int, unseen: Sequence[R
         ),
     }
     if view.end is not None:
-        ended = f"{word}: {printable(view.end.reason or 'no reason given')}; {again}"
-        problems |= {"failed": (ended, "$text-error bold"), "stopped": (ended, "$text-warning bold")}
+        more = f"; more: segapp docs {printable(view.end.topic)}" if view.end.topic else ""
+        ended = f"{word}: {printable(view.end.reason or 'no reason given')}; {again}{more}"
+        problems |= {
+            "failed": (ended, "$text-error bold"),
+            "stopped": (ended, "$text-warning bold"),
+            "finished": (finished_line(view.best, run), "$text-success bold"),
+        }
     if word in problems:
         return Content.styled(*problems[word])
     return _alert(unseen, width) if unseen else None
+
+
+def _from_where(view: View, status: Status) -> str:
+    """Return the beginning of the sentence about a start: what is known about the step from which it continues."""
+    if view.start is None or not status.is_resumed:
+        return "starting: "
+    if view.start.t >= (status.starting_s or 0.0):
+        return f"resuming from step {view.start.resumed_from_step}: "
+    return f"resuming, last saved at step {view.checkpoint.step}: " if view.checkpoint is not None else "resuming: "
 
 
 def _alert(unseen: Sequence[Raised], width: int) -> Content:
@@ -264,20 +297,6 @@ def _alert(unseen: Sequence[Raised], width: int) -> Content:
     return Content.assemble((text, "$text-error bold"), (gap + hint, "$text-muted"))
 
 
-def starting(view: View, status: Status, log_lines: list[str], num_lines: int) -> Content:
-    """Return the activity of a trainer before its first step, and the last lines of its log."""
-    doing = last_announced(log_lines) or "the trainer's process"
-    if view.end is not None:
-        reason = printable(view.end.reason or "no reason given")
-        title = Content.styled(f"{view.end.status}: {reason}", "$text-error bold")
-    elif status.is_over:
-        title = Content.styled("the trainer ended before its first step", "$text-error bold")
-    else:
-        title = Content.assemble(("starting: ", "bold"), (printable(doing), "$text-primary bold"))
-    lines = [line for line in log_lines if line.strip()][-num_lines:]
-    return Content.assemble(title, "\n\n", ("\n".join(lines), "$text-muted"))
-
-
 def notice(view: View, status: Status, name: str, width: int, height: int) -> Content:
     """Return the content for a terminal that is too small for panes: the state, and the size needed."""
     good, bad = "$text-success", "$text-error bold"
@@ -287,7 +306,8 @@ def notice(view: View, status: Status, name: str, width: int, height: int) -> Co
         (str(MIN_HEIGHT), good if height >= MIN_HEIGHT else bad),
         f", has {width}x{height}",
     )  # fmt: skip
-    loss = f"loss {loss_text(view.loss.mean)}" if view.step is not None else "no step yet"
+    last = "last " if status.has_old_numbers else ""
+    loss = f"{last}loss {loss_text(view.loss.mean)}" if view.step is not None else "no step yet"
     lines = [
         Content.styled(clip(name, max(1, width)), "bold"),
         state_content(view, status),

@@ -16,7 +16,7 @@ from segapp.tui.pictures import PictureView
 from segapp.tui.shown_run import ShownRun
 from segapp.tui.widgets import LiteralText, set_title
 from segapp.view.plot import chart_title, step_field
-from segapp.view.source import newest_pictures
+from segapp.view.source import Status, newest_pictures
 
 WIDE, SMALL_WIDTH = 100, 160
 PANES = ("loss", "gpu", "classes", "events", "pictures")
@@ -103,7 +103,7 @@ class Columns(Horizontal):
 
     def show(self, run: ShownRun, *, is_readonly: bool) -> None:
         """Update the visible panes."""
-        view, plan = run.view, self._layout
+        view, plan, status = run.view, self._layout, run.source.status()
         if "loss" in plan.panes:
             self._set_title(self.chart, Content.styled(f"1 {chart_title(self.chart.metric)}", "bold"))
             others = [name for name in ("loss", "miou", "lr", "images_per_s") if name != self.chart.metric]
@@ -118,14 +118,14 @@ class Columns(Horizontal):
             self._set_title(self.pictures, Content.styled("5 Images", "bold"))
         if plan.has_throughput:
             width = max(1, self._throughput.size.width - 2)
-            self._throughput.show(header.throughput_line(view, width))
+            self._throughput.show(header.throughput_line(view, status, width))
         if "events" in plan.panes:
             self._set_title(self.events, self.events.show(view))
         if "gpu" in plan.panes:
-            self._show_devices(run)
+            self._show_devices(run, status)
         self.gpu0.display = "gpu0" in plan.panes and why_no_split(view) is None
         if self.gpu0.display:
-            width, status = max(1, self.gpu0.content_size.width), run.source.status()
+            width = max(1, self.gpu0.content_size.width)
             can_edit = not (is_readonly or status.is_over)
             self.gpu0.show(gpu0_content(view, status, width, can_edit=can_edit))
             set_title(self.gpu0, Content.styled("gpu0_bsz", "bold"))
@@ -134,7 +134,7 @@ class Columns(Horizontal):
             room = self.table.size.width - (4 if plan.has_left else 44)
             self._set_title(self.table, classes_title(view, self.table.search.text, room))
 
-    def _show_devices(self, run: ShownRun) -> None:
+    def _show_devices(self, run: ShownRun, status: Status) -> None:
         """Show the devices; they scroll if the classes and gpu0_bsz leave too little room."""
         view, room, predicted_mib = run.view, self._right.size.height, run.predicted_mib()
         most = max(int(0.4 * room), room - len(view.classes) - 8) - 2  # gpu0_bsz has five rows, with its border
@@ -142,8 +142,9 @@ class Columns(Horizontal):
         self.devices.styles.max_height = most + 2 if is_shared else "100%"
         num_rows = most if is_shared else self.devices.size.height
         size = Size(max(1, self.devices.scrollable_content_region.width), num_rows)
-        self._device_lines.show(gpu_content(view, predicted_mib, size))
-        title = Content.assemble(("2 Memory  ", "bold"), gpu_legend(predicted_mib))
+        self._device_lines.show(header.dimmed(gpu_content(view, predicted_mib, size), status))
+        last = "last  " if status.has_old_numbers else ""
+        title = Content.assemble(("2 Memory  ", "bold"), last, gpu_legend(predicted_mib))
         self._set_title(self.devices, title)
 
     def _set_title(self, pane: Widget, title: Content) -> None:

@@ -1,7 +1,8 @@
 """The shown run: its events, the alerts that the user has seen, its log, its plan, and the commands sent to it."""
 
+import shlex
+import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.commands import Command, format_command, send_command
 from segapp.run.events import CommandAnswer, Event, Oom
 from segapp.run.files import read_of_run
-from segapp.run.words import printable
+from segapp.run.words import duration, last_announced, printable
 from segapp.tui.header import state_label, unseen_alerts
 from segapp.view.runs import read_settings
 from segapp.view.source import LiveSource, LogTail, Status
@@ -31,11 +32,11 @@ class ShownRun:
         self.name = printable(source.folder.name)
         self._seen_s: dict[str, float] = {}
         """Kind of alert -> time of the last one that the user has acknowledged."""
-        self._trainer_ended = has_trainer_ended
+        self._trainer_ended, self._opened_s = has_trainer_ended, time.time()
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
         self._settings_of, self._settings = 0, dict[str, Any]()
-        self._unanswered: dict[str, str | None] = {}
-        """Commands without a final answer: id -> status of the last answer."""
+        self._unanswered: dict[str, str] = {}
+        """Commands without a final answer: id -> text."""
 
     @property
     def view(self) -> View:
@@ -44,12 +45,29 @@ class ShownRun:
 
     def has_trainer_ended(self) -> bool:
         """Return True if the trainer that was started with this TUI has ended before it has trained."""
-        return self._trainer_ended is not None and self.view.start is None and self._trainer_ended()
+        return self._trainer_ended is not None and not self._has_begun(self._opened_s) and self._trainer_ended()
 
-    def status(self) -> Status:
-        """Return the status; a trainer that has just been started is not considered crashed."""
-        status, is_starting = self.source.status(), self._trainer_ended is not None and self.view.start is None
-        return replace(status, state="busy") if is_starting and status.state == "crashed" else status
+    def _has_begun(self, since_s: float) -> bool:
+        return self.view.start is not None and self.view.start.t >= since_s
+
+    @property
+    def argument(self) -> str:
+        """The word that names the run on a command line."""
+        return shlex.quote(printable(self.source.folder.argument))
+
+    def again(self) -> str:
+        """Return how to continue the training, or how to start it again if it has never begun."""
+        command = None if self.view.start is not None else self.source.folder.train_command()
+        return f"to start again: `{command}`" if command else f"to continue: `segapp train --resume {self.argument}`"
+
+    def doing(self, status: Status) -> str:
+        """Return what a trainer that starts waits for, and since when."""
+        since_s, lines = status.starting_s or status.now_s, self.log_lines()
+        has_begun, has_log = self._has_begun(since_s), self._log_tail.written_s > since_s - 1
+        what = (last_announced(lines) if has_log else None) or ("first step" if has_begun else "the trainer's process")
+        if has_log and not has_begun:
+            since_s = self._log_tail.written_s
+        return f"{what}, {duration(status.now_s - since_s)}"
 
     def log_lines(self) -> list[str]:
         """Return the last lines of the log."""
@@ -105,45 +123,40 @@ class ShownRun:
         return bool(unseen)
 
     def notable_event(self) -> Event | None:
-        """Return the banner's alert, or else the end of the run, or else the newest event of the log."""
+        """Return the end of the training, or else the banner's alert, or else the newest event of the log."""
+        if self.view.end is not None:
+            return self.view.end
         unseen = self.unseen()
         logged = [line.event for line in self.view.log if line.event is not None]
         if not unseen:
-            return self.view.end or (logged[-1] if logged else None)
+            return logged[-1] if logged else None
         alert = unseen[-1].last
         reports = [event for event in logged if isinstance(event, Oom) and abs(event.t - alert.t) < 60]
         return reports[-1] if alert.kind == "oom" and reports else alert  # the report has the advice
 
-    def refusal(self, command: Command, *, is_readonly: bool) -> str | None:
-        """Return why a command cannot be sent; None if there is a trainer to handle it."""
-        text, status = format_command(command), self.status()
+    def send(self, command: Command, *, is_readonly: bool) -> Message:
+        """Write a command to the run's inbox, unless there is no trainer to handle it; return what was done."""
+        text, status = format_command(command), self.source.status()
         if is_readonly:
-            return f"{text}: this view is read-only"
-        return f"{text} was not sent: the run has ended ({state_label(status)})" if status.is_over else None
-
-    def send(self, command: Command) -> Message:
-        """Write a command to the run's inbox; return what was done."""
-        text, state = format_command(command), self.status().state
+            return f"{text}: this view is read-only", "warning"
+        if status.is_over:
+            return f"{text} was not sent: the run has ended ({state_label(status)})", "warning"
         try:
-            self._unanswered[send_command(self.source.folder.path, command)] = None
+            self._unanswered[send_command(self.source.folder.path, command)] = text
         except CommandError as error:
             return str(error), "error"
-        waits = "" if state in ("live", "busy") else f"; the trainer is {state}, so its answer may take long"
+        waits = (
+            "" if status.state in ("live", "busy") else f"; the trainer is {status.state}, so its answer may take long"
+        )
         return f"sent: {text}{waits}", "information"
 
     def take_answers(self) -> list[Message]:
-        """Return the answers to commands of this view that have arrived since the last call."""
-        found = []
-        for command_id, status in list(self._unanswered.items()):
-            answer = self.view.answers.get(command_id) or self.view.pending.get(command_id)
-            if answer is not None and answer.status != status:
-                self._unanswered[command_id] = answer.status
-                found.append(_message(answer))
-            if command_id in self.view.answers:
-                del self._unanswered[command_id]
-        return found
+        """Return the answers to commands that have arrived since the last call."""
+        answers = self.view.answers
+        answered = [command_id for command_id in self._unanswered if command_id in answers]
+        return [_answer(answers[command_id], self._unanswered.pop(command_id)) for command_id in answered]
 
 
-def _message(answer: CommandAnswer) -> Message:
+def _answer(answer: CommandAnswer, text: str) -> Message:
     reason = f": {answer.reason}" if answer.reason else ""
-    return f"{answer.command} {answer.status}{reason}", "error" if answer.status == "rejected" else "information"
+    return f"{text} {answer.status}{reason}", "error" if answer.status == "rejected" else "information"

@@ -47,10 +47,8 @@ class LiteralText(Widget):
             return
         lines: list[tuple[object, ...]] = [(line.plain, *line.spans) for line in content.split(allow_blank=True)]
         before, self._content, self._lines = self._lines, content, lines
-        if len(lines) != len(before) or not content.plain:
+        if len(lines) != len(before) or not content.plain or self.styles.text_wrap != "nowrap":
             self.refresh(layout=True)
-        elif self.styles.text_wrap != "nowrap":
-            self.refresh()
         else:
             width = self.content_size.width
             self.refresh(*(Region(0, y, width, 1) for y, line in enumerate(lines) if line != before[y]))

@@ -25,7 +25,7 @@ from segapp.errors import ConfigError, StorageError
 from segapp.run.events import RunEnd
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder, last_start_s, run_folders, run_paths
-from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, read_tail, was_acquired_after
+from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, read_tail, starting_since
 from segapp.scores import SCORES, count_scored
 from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
@@ -77,7 +77,7 @@ class RunSummary:
         """Return the fields of `segapp status --json` and `segapp ls --json`; None if unknown."""
         info = self.folder.read_info()
         process = self.folder.read_holder() or (info.process if info else None)
-        is_over = self.facts.end_status is not None
+        is_over = self.facts.end_status == self.state
         return {
             "name": self.folder.name,
             "path": str(self.folder.path),
@@ -101,7 +101,7 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
         "phase": view.phase,
         "epoch": view.epoch,
         **_fields(start, "epochs"),
-        "step": step.step if step else start.resumed_from_step if start else None,
+        "step": view.at_step,
         **_fields(start, "steps", "steps_per_epoch", "batch_size", "num_params"),
         "num_classes": len(classes) or None,
         "loss": view.loss.mean,  # None if no loss of `loss_epoch` was finite
@@ -138,7 +138,7 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
         "last_val_loss": shown["val_loss"],
         "num_evaluations": len(view.vals),
         "epochs": view.epoch or 0,
-        "steps": step.step if step else 0,
+        "steps": view.at_step or 0,
         "images_per_s": shown["images_per_s"],
         "duration_s": None if view.first_start_s is None or view.last_s is None else view.last_s - view.first_start_s,
         "num_params": shown["num_params"],
@@ -150,9 +150,9 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
     times = {
         **_fields(end, "reason", "exit_code"),
         "end_status": end.status if end else None,
-        "end_s": end.t if end else None,
+        "trained_s": view.trained_s,
         "last_s": view.last_s,
-        "last_step_s": view.step_times_s[-1] if view.step_times_s else None,
+        "last_step_s": view.moved_s,
         "step_interval_s": view.step_interval_s,
     }
     points = view.vals.values("epoch"), view.vals.values("miou"), view.vals.values("loss")
@@ -233,10 +233,11 @@ def summary_of(folder: RunFolder, found: dict[str, dict[str, Any]], now_s: float
     """Return the summary of a run from `facts_of` its events, its folder, and the present time."""
     times = found["times"]
     last_s, step_s = times["last_s"], times["last_step_s"]
-    is_again = times["end_status"] is not None and was_acquired_after(folder, times["end_s"])
+    is_alive = is_trainer_alive(folder)
     facts = StateFacts(
-        end_status=None if is_again else times["end_status"],
-        is_trainer_alive=is_trainer_alive(folder),
+        end_status=times["end_status"],
+        is_starting=starting_since(folder.read_holder(), is_alive, times["trained_s"]) is not None,
+        is_trainer_alive=is_alive,
         event_age_s=None if last_s is None else max(0.0, now_s - last_s),
         step_age_s=None if step_s is None else max(0.0, now_s - step_s),
         step_interval_s=times["step_interval_s"],

@@ -12,7 +12,7 @@ from segapp.run.events import EventReader, StepColumn, StepRun
 from segapp.run.files import open_of_run
 from segapp.run.folder import RunFolder
 from segapp.run.lock import ProcessId
-from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, was_acquired_after
+from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, starting_since
 from segapp.run.words import printable
 from segapp.view.history import LossHistory
 from segapp.view.view import EventFold, View
@@ -66,11 +66,20 @@ class Status:
     pid: int | None = None
     skew_s: float = 0.0
     """Seconds by which the trainer's clock is ahead of this host's; 0 if small."""
+    starting_s: float | None = None
+    """When a process that has not yet made a step took the run, or began to train; None if there is none."""
+    is_resumed: bool = False
+    """True if that process continues a training."""
 
     @property
     def is_over(self) -> bool:
         """True if no trainer will answer a command."""
         return not self.is_there or self.state in ("finished", "stopped", "failed", "crashed")
+
+    @property
+    def has_old_numbers(self) -> bool:
+        """True if the numbers of the steps and of the devices are not of a process that trains."""
+        return self.is_over or self.starting_s is not None
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,6 @@ class _TrainerFacts:
     checked_s: float
     is_there: bool
     is_alive: bool | None
-    is_again: bool
-    """True if a trainer holds the folder again, after the end of the training."""
     process: ProcessId | None
     """The holder of the folder, else the process that created it."""
 
@@ -132,11 +139,11 @@ class LiveSource:
             if items and self._is_void:  # the file was replaced or removed; the old view stays until there are events
                 self._fold, self._is_void = EventFold(self.new_view()), False
                 self._is_caught_up, self._num_read = False, 0
-            step_before = self.view.last_step_s
+            step_before = self.view.moved_s
             self._fold.add(items)
             if items and self._is_caught_up:
                 self._arrived = self._monotonic()
-                if self.view.last_step_s != step_before:
+                if self.view.moved_s != step_before:
                     self._step_arrived = self._arrived
             left_now = self._reader.num_bytes_left
             self._num_read += max(0, left - left_now)
@@ -160,10 +167,11 @@ class LiveSource:
         """
         view, trainer = self.view, self._trainer_facts()
         return StateFacts(
-            end_status=view.end.status if view.end is not None and not trainer.is_again else None,
+            end_status=view.end.status if view.end is not None else None,
+            is_starting=self._taken_s() is not None,
             is_trainer_alive=trainer.is_alive,
             event_age_s=self._age_s(view.last_s, self._arrived),
-            step_age_s=self._age_s(view.last_step_s, self._step_arrived),
+            step_age_s=None if view.moved_s is None else self._age_s(view.moved_s, self._step_arrived),
             step_interval_s=view.step_interval_s,
         )
 
@@ -173,9 +181,10 @@ class LiveSource:
         skew_s = self._skew_s(now_s)
         left = self._reader.num_bytes_left
         is_reading = left > 0 and not self._is_caught_up
-        process = trainer.process
+        process, state, view, taken_s = trainer.process, derive_state(facts), self.view, self._taken_s()
+        began_s = view.start.t if view.start is not None and view.moved_s is None else None
         return Status(
-            state="busy" if is_reading else derive_state(facts),  # the end may be in what is not read yet
+            state="busy" if is_reading else state,  # the end may be in what is not read yet
             is_there=trainer.is_there,
             age_s=facts.event_age_s,
             now_s=now_s + skew_s,
@@ -183,7 +192,14 @@ class LiveSource:
             host=process.host if process else None,
             pid=process.pid if process else None,
             skew_s=skew_s,
+            starting_s=taken_s or began_s if state in ("live", "busy") and not is_reading else None,
+            is_resumed=view.start is not None and (taken_s or view.start.resumed_from_step) is not None,
         )
+
+    def _taken_s(self) -> float | None:
+        """Return when a process took the folder that has not begun to train; None if there is none."""
+        trainer = self._trainer_facts()
+        return starting_since(trainer.process, trainer.is_alive, self.view.trained_s)
 
     def _skew_s(self, now_s: float) -> float:
         if self.view.last_s is None or self._arrived is None:
@@ -206,7 +222,6 @@ class LiveSource:
                 now,
                 is_there,
                 is_alive=is_trainer_alive(self.folder) if is_there else False,
-                is_again=self.view.end is not None and was_acquired_after(self.folder, self.view.end.t),
                 process=self.folder.read_holder() or (info.process if info else None),
             )
         return self._trainer
@@ -243,12 +258,15 @@ class LogTail:
         self._path, self._max_bytes = path, max_bytes
         self._offset: int | None = None
         self._rest = b""
+        self.written_s = 0.0
+        """When the file was last written, Unix seconds."""
 
     def read(self) -> list[str]:
         """Return the new whole lines, printable; none if the file cannot be read."""
         try:
             with open(open_of_run(self._path), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+                facts = os.fstat(file.fileno())
+                size, self.written_s = facts.st_size, facts.st_mtime
                 is_first = self._offset is None or size < self._offset
                 start = max(0, size - self._max_bytes) if is_first else max(self._offset or 0, size - self._max_bytes)
                 file.seek(start)

@@ -88,6 +88,10 @@ class View:
     epoch: int | None = None
     lr: float | None = None
     step: events.Step | None = None
+    at_step: int | None = None
+    """The newest step that an event names; heartbeats name steps that have no event of their own."""
+    moved_s: float | None = None
+    """Time of the event that first named it; None: the present process has not made a step."""
     history: LossHistory = field(default_factory=LossHistory)
     loss: EpochLoss = field(default_factory=EpochLoss)
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
@@ -133,6 +137,12 @@ class View:
     """Number of events with invalid fields."""
     written_checker: SplitChecker | None = None
     """As written by the trainer, with the peaks of the steps since."""
+
+    @property
+    def trained_s(self) -> float:
+        """Time of the last start, step or end of a training; 0 if there was none."""
+        ends = (self.start, self.end)
+        return max(*(event.t for event in ends if event is not None), self.last_step_s or 0.0, self.moved_s or 0.0)
 
     @property
     def num_devices(self) -> int:
@@ -237,6 +247,8 @@ class EventFold:
             elif run is not None and kind != "memory":
                 self._note_last_of(run, beats)
                 run, beats = None, []
+            if kind in ("heartbeat", "memory"):
+                self._note_position(item)
             view.num_events += 1
             if kind == "step":
                 if self._note_step(item):
@@ -296,6 +308,7 @@ class EventFold:
             view.num_bad += 1
             return False
         self._raw_step = raw
+        self._note_position(raw)
         view.last_s = view.last_step_s = t
         view.phase = "train"
         self._set_paused(False, t)
@@ -305,6 +318,11 @@ class EventFold:
             self._note_split(split)
         self._note_measured_peaks(raw.get("peaks_mib"))
         return True
+
+    def _note_position(self, raw: dict[str, Any]) -> None:
+        view, step = self.view, raw.get("step")
+        if type(step) is int and (view.at_step or 0) < step < 2**53:
+            view.at_step, view.moved_s = step, as_float(raw["t"])
 
     def _note_measured_peaks(self, peaks_mib: Any) -> None:
         """Fold the peaks with the present split; they are the peaks of the whole epoch so far."""
@@ -401,6 +419,7 @@ class EventFold:
         view.start = event
         view.classes = [printable(name) for name in event.classes]
         view.end, view.phase, view.evaluating, view.recompute = None, "start", None, None
+        view.at_step, view.moved_s = event.resumed_from_step, None
         self._set_paused(False, event.t)
         self._end_commands()
         view.gpu0.value = event.gpu0_bsz

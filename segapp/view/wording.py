@@ -76,6 +76,12 @@ def best_miou(best: events.Val, last: events.Val) -> str:
     return f"{number(best.miou) if has_same else miou(best)} e{best.epoch}"
 
 
+def finished_line(best: events.Val | None, run: str) -> str:
+    """Return the result of a finished run and the next commands in one line; `run` is the argument that names it."""
+    found = "finished" if best is None else f"best mIoU {number(best.miou)} at epoch {best.epoch}"
+    return f"{found} · segapp eval {run} · segapp report {run}"
+
+
 def setup(settings: Mapping[str, Any]) -> str:
     """Return model, data and optimizer of a config: deeplabv3_resnet50 · cityscapes · adamw 0.014."""
     data, root = settings.get("data.format"), PurePath(str(settings.get("data.root"))).name
@@ -171,5 +177,7 @@ def _gpu0_bsz(event: events.Gpu0Bsz) -> str:
 def event_text(event: events.Event) -> str:
     """Return the fields of an event that have a value, each as `name: value`."""
     fields = event.model_dump(exclude={"v"}, exclude_none=True)
+    if topic := fields.pop("topic", None):
+        fields["more"] = f"segapp docs {topic}"
     text = "\n".join(f"{name}: {value}" for name, value in fields.items())
     return "\n".join(map(printable, text.splitlines()))

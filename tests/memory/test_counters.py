@@ -24,7 +24,7 @@ from segapp.memory.counters import (
     host_memory_mib,
 )
 from segapp.memory.gpus import GpuPoller, GpuStatus
-from segapp.run.events import EventWriter
+from segapp.run.events import EventLog, EventWriter, Step
 from segapp.run.folder import RunFolder
 from tests.support.fake_smi import THREE_GPUS, fake_smi
 from tests.support.fault_table import case
@@ -271,21 +271,41 @@ def test_monitor_error_ends_neither_monitor_nor_training(tmp_path: Path, monkeyp
             time.sleep(0.05)
 
 
-def test_intervals_are_those_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "A `memory` event is written every 2 s and a `heartbeat` every 5 s": on a clock that the waits move."""
+@pytest.mark.parametrize(
+    ("step_s", "log_every", "num_beats"),
+    [(1e9, 1, 5), (0.03, 10, 5), (0.3, 100, 21), (7.0, 100, 6)],  # no step; fast steps in the log; few steps in it
+)
+def test_intervals_are_those_of_the_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, log_every: int, num_beats: int
+) -> None:
+    """ "A `memory` event is written every 2 s and a `heartbeat` every 5 s": on a clock that the waits move.
+
+    More heartbeats are only for steps that the last second of the log does not name.
+    """
     run = RunFolder.create(path=tmp_path / "run")
     watch = DeviceMemoryTracker([DeviceInfo("cpu")], [Counters()])
     watch.mark("data")
-    monitor = MemorySampler(EventWriter(run.events).write, watch)
-    now_s = 1000.0
+    log, now_s, ages = EventLog(EventWriter(run.events)), 1000.0, list[float]()
+
+    def step() -> int:
+        return int((now_s - 1000.0) / step_s)
 
     def wait(seconds: float) -> bool:
         nonlocal now_s
-        now_s += seconds
+        end_s = now_s + seconds
+        while now_s < end_s - 1e-9:
+            before, now_s = step(), min(end_s, now_s + 0.03)
+            if step() // log_every > before // log_every:
+                log.emit(Step(epoch=1, step=step(), loss=1.0, lr=0.1))
+            ages.append(now_s - 1000.0 - ((log.told[0] or 0) + 1) * step_s)  # since the first step not named
         return now_s > 1020.5
 
+    monitor = MemorySampler(log.emit, watch, step=step, told=lambda: log.told)
+
     monkeypatch.setattr(sampler_module, "time", types.SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("segapp.run.events.writer.time", types.SimpleNamespace(monotonic=lambda: now_s, time=time.time))
     monkeypatch.setattr(monitor, "_stop", types.SimpleNamespace(wait=wait))
     monitor._run()
     assert len(events(run.path, "memory")) == 11  # at 0, 2, ..., 20 s
-    assert len(events(run.path, "heartbeat")) == 5  # at 0, 5, ..., 20 s
+    assert len(events(run.path, "heartbeat")) == num_beats  # at least at 0, 5, ..., 20 s
+    assert max(ages) < 1.5  # the screen looks every half second

@@ -46,7 +46,8 @@ def test_further_heads_are_left_out_in_an_evaluation() -> None:
     model, images = build(Net()), torch.rand(1, 3, 4, 5)
     assert [tuple(head.shape) for head in model(images)] == [(1, 2, 4, 5), (1, 3, 4, 5)]
     assert [tuple(head.shape) for head in model.eval()(images)] == [(1, 2, 4, 5)]
-    assert model.compute_with_features(images)[1] is None
+    with pytest.raises(TypeError, match="own:Net has no features"):
+        model.compute_with_features(images)
 
 
 def test_logits_of_another_shape_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -246,10 +247,15 @@ class RecordedRun:
         self.write(RunEnd(status=status, reason=reason, exit_code=0, step=self.step), 0.1)  # type: ignore[arg-type]
         self.writer.close()
 
+    def hold(self) -> None:
+        """Lock the folder, as the process that has written the events did before the first of them."""
+        with self.folder.events.open() as file:
+            first_s = float(json.loads(file.readline())["t"])
+        with mock.patch("segapp.run.folder.time.time", return_value=first_s - 1):
+            self.folder.acquire()
+
     def shift_to_now(self, age_s: float = 0.4) -> None:
         """Shift all times in the file so that the last event has this age; more events can be written afterwards."""
-        import json
-
         self.writer.close()
         lines = [json.loads(line) for line in self.folder.events.read_text().splitlines()]
         delta = time.time() - age_s - lines[-1]["t"]
@@ -275,5 +281,5 @@ def live_run(path: Path, **keywords: object) -> RecordedRun:
         run.change_gpu0(6, apply=False, command_id="ba9876543210")
     run.train(3)
     run.shift_to_now()
-    run.folder.acquire()
+    run.hold()
     return run

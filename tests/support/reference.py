@@ -263,7 +263,8 @@ def events_page() -> str:
         "removes the lines that its checkpoint does not contain: a program that follows the file must start again when "
         "the file becomes shorter. Readers must ignore an incomplete last line, and skip types and fields that they do "
         "not know. Numbers that are not finite are null. A thread of the trainer writes a `memory` event every 2 s and "
-        "a `heartbeat` every 5 s. Fields without *required* may be missing.\n",
+        "a `heartbeat` every 5 s, or every 2 s while steps have no events. Fields without *required* may be "
+        "missing.\n",
         "From Python, use `segapp.run.events.EventReader`, or `on_event` ([python](../tasks/python.md)). "
         "`segapp status RUN --json` prints the state that follows from the events.\n",
         "Every line has:\n",

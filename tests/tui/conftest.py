@@ -17,6 +17,6 @@ def fresh(tmp_path: Path) -> Any:
     run.epoch()
     run.train(5)
     run.shift_to_now()
-    run.folder.acquire()
+    run.hold()
     yield run
     run.folder.release()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from textual.content import Content
 
-from segapp.run.events import Alert, Device, RunEnd, RunStart, Step
+from segapp.run.events import Alert, Checkpoint, Device, RunEnd, RunStart, Step, Val
 from segapp.tui import header
 from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
@@ -24,6 +25,7 @@ def view() -> View:
     )  # fmt: skip
     view.classes = view.start.classes
     view.epoch, view.lr, view.phase, view.split = 3, 0.005, "train", (3, 5)
+    view.at_step, view.moved_s = 50, 140.0
     view.step = Step(
         epoch=3, step=50, loss=0.5, lr=0.005, images_per_s=12.5, data_wait_frac=0.25, grad_norm=1.5, skipped=2,
         step_s=0.64, loss_scale=1024.0, terms={"pixel": 0.25}, eta_epoch_s=16.0, eta_run_s=76.0, t=140.0,
@@ -87,35 +89,43 @@ def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
     assert ascii_text(header.progress_line(view, LIVE, 40).plain).startswith("run ==-..... 31.2%")
     assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.5, 50 / 160)
     assert header.etas_s(view, replace(LIVE, now_s=139.0)) == (16.0, 76.0)  # by a clock behind the trainer's
-    assert header.etas_s(view, replace(LIVE, now_s=170.0)) == (0.0, 46.0)
+    assert header.etas_s(view, replace(LIVE, now_s=170.0)) == (None, 46.0)
     view.evaluating = Evaluating(100.0, 120.0, 25, 100)
     line = ascii_text(header.progress_line(view, LIVE, 110).plain)
     assert line.startswith(f"eval {'=' * 5}{'.' * 15} 25/100 images ETA 30s   run ")
     assert "eval" not in ascii_text(header.progress_line(view, replace(LIVE, state="crashed"), 110).plain)
-    view.evaluating, view.step = None, None
+    view.evaluating, view.step, view.at_step = None, None, None
     assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.0, 0.0)
     view.epoch = None
     assert ascii_text(header.progress_line(view, LIVE, 110).plain).strip() == f"run {'.' * 30} 0.0%"
 
 
 def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
-    line = ascii_text(header.throughput_line(view, 200).plain)
+    line = ascii_text(header.throughput_line(view, LIVE, 200).plain)
     assert line == ("12.5 img/s  step 640 ms  waiting for data 25%  grad norm 1.50  skipped 2  scale 1024  pixel 0.250")
-    assert ascii_text(header.throughput_line(view, 34).plain) == "12.5 img/s  waiting for data 25%"
+    assert ascii_text(header.throughput_line(view, LIVE, 34).plain) == "12.5 img/s  waiting for data 25%"
     assert view.step is not None
     view.step = view.step.model_copy(update={"step_s": 12.34, "skipped": 0, "terms": None, "loss_scale": None})
-    assert ascii_text(header.throughput_line(view, 200).plain).endswith(
+    assert ascii_text(header.throughput_line(view, LIVE, 200).plain).endswith(
         "step 12.3 s  waiting for data 25%  grad norm 1.50"
     )
-    found = header.throughput_line(view, 200)
+    found = header.throughput_line(view, LIVE, 200)
     assert {found.plain[span.start : span.end]: span.style for span in found.spans}["25%"] == "$text-warning bold"
-    assert ascii_text(header.throughput_line(View(), 200).plain) == "no step yet"
+    assert ascii_text(header.throughput_line(View(), LIVE, 200).plain) == "no step yet"
+    last = header.throughput_line(view, Status("finished"), 200)
+    assert last.plain == f"last  {found.plain}"
+    assert {span.style for span in last.spans} == {"$text-muted"}
+
+
+def banner(view: View, status: Status, width: int, *unseen: Raised) -> Content | None:
+    again = "to continue: `segapp train --resume 'my run'`"
+    return header.banner(view, status, width, unseen, run="'my run'", again=again, doing="importing torch, 6s")
 
 
 @pytest.mark.parametrize(
     ("status", "end", "shown"),
     [
-        (replace(LIVE, is_there=False), None, "my run: the run folder was removed; this is its last known state"),
+        (replace(LIVE, is_there=False), None, "'my run': the run folder was removed; this is its last known state"),
         (Status("crashed"), None,
          "the trainer's process has died: trainer.log says why; to continue: `segapp train --resume 'my run'`"),
         (Status("failed"), "disk full", "failed: disk full; to continue: `segapp train --resume 'my run'`"),
@@ -124,14 +134,23 @@ def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
         (Status("lost", host="box"), None,
          "no events from the trainer on box, and its process cannot be checked from this host"),
         (Status("lost"), None, "no events from the trainer, and its process cannot be checked from this host"),
-        (Status("finished"), "8 epochs", None),
+        (Status("finished"), "8 epochs", "best mIoU 0.476 at epoch 3 · segapp eval 'my run' · segapp report 'my run'"),
+        (replace(LIVE, starting_s=50.0, is_resumed=True), None,
+         "resuming from step 40: importing torch, 6s"),
+        (replace(LIVE, starting_s=51.0, is_resumed=True), None,
+         "resuming, last saved at step 42: importing torch, 6s"),
+        (replace(LIVE, starting_s=51.0), None, "starting: importing torch, 6s"),
         (LIVE, None, None),
     ],
 )  # fmt: skip
 def test_banner_says_what_has_happened(view: View, status: Status, end: str | None, shown: str | None) -> None:
     if end is not None:
         view.end = RunEnd(status=status.state, reason=end, exit_code=1)
-    found = header.banner(view, status, "my run", 100, ())
+    assert view.start is not None
+    view.start = view.start.model_copy(update={"resumed_from_step": 40})
+    view.checkpoint = Checkpoint(path="checkpoints/last.pt", epoch=3, step=42, is_best=False)
+    view.best = Val(epoch=3, step=60, loss=0.5, miou=0.476, iou=[0.476], pixel_accuracy=0.9)
+    found = banner(view, status, 100)
     assert (found.plain if found is not None else None) == shown
 
 
@@ -145,15 +164,15 @@ def test_banner_says_what_has_happened(view: View, status: Status, end: str | No
 )
 def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int, shown: str) -> None:
     raised = Raised(Alert(kind="hang", message="no progress", t=9.0), 3)
-    found = header.banner(view, LIVE, "run", width, [raised])
+    found = banner(view, LIVE, width, raised)
     assert found is not None
     assert found.plain == shown
-    assert header.banner(view, Status("stale"), "run", width, [raised]) != found
+    assert banner(view, Status("stale"), width, raised) != found
     newer = Raised(Alert(kind="oom", message="out of memory", t=10.0), 1)
     view.alerts = {"hang": raised, "oom": newer}
     unseen = header.unseen_alerts(view, {"hang": 8.9})
     assert unseen == [raised, newer]
-    found = header.banner(view, LIVE, "run", 99, unseen)
+    found = banner(view, LIVE, 99, *unseen)
     assert found is not None
     assert found.plain == "oom: out of memory  a dismiss, d details  1 more"
     assert header.unseen_alerts(view, {"hang": 9.0, "oom": 11.0}) == []
@@ -170,13 +189,3 @@ def test_screen_too_small_for_panes_says_so(view: View) -> None:
         found = header.notice(view, LIVE, "a", width, height)
         styles = {found.plain[span.start : span.end]: span.style for span in found.spans}
         assert [side for side in ("60", "15") if styles[side] == "$text-success"] == [good]
-
-
-def test_start_shows_the_step_and_the_end_of_the_log(view: View) -> None:
-    log = ["one", "starting: reading data", "", "two", "three"]
-    assert header.starting(View(), LIVE, log, 2).plain == "starting: reading data\n\ntwo\nthree"
-    assert header.starting(View(), LIVE, [], 2).plain == "starting: the trainer's process\n\n"
-    crashed = header.starting(View(), Status("crashed"), log, 1).plain
-    assert crashed == "the trainer ended before its first step\n\nthree"
-    view.end = RunEnd(status="failed", reason="no memory", exit_code=1)
-    assert header.starting(view, Status("failed"), log, 1).plain == "failed: no memory\n\nthree"

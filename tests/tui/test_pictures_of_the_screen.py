@@ -58,7 +58,7 @@ def live(path: Path) -> RecordedRun:
     run = train(RecordedRun(path))
     run.change_gpu0(6, apply=False)
     run.train(20)
-    run.folder.acquire()
+    run.hold()
     return run
 
 
@@ -103,7 +103,7 @@ def full_disk(path: Path) -> RecordedRun:
                   "(117 MB wanted, 2 MB free): free space or move the run; it trains on, from the checkpoint of epoch "
                   "3 if it is stopped")  # fmt: skip
     run.train(20)
-    run.folder.acquire()
+    run.hold()
     return run
 
 
@@ -117,7 +117,7 @@ def out_of_memory(path: Path) -> RecordedRun:
     )  # fmt: skip
     run.alert("oom", "cuda:0 is out of memory in backward: gpu0_bsz 6 is reverted to 4")
     run.train(10)
-    run.folder.acquire()
+    run.hold()
     return run
 
 
@@ -143,7 +143,7 @@ def long_run(path: Path) -> RecordedRun:
     with run.folder.events.open("a") as file:
         file.write("\n".join(lines) + "\n")
     run.clock.now_s = began_s + 77_700
-    run.folder.acquire()
+    run.hold()
     return run
 
 
@@ -152,7 +152,7 @@ def eight_gpus_with_history(path: Path) -> RecordedRun:
     run.train(150)
     run.change_gpu0(6)
     run.train(150)
-    run.folder.acquire()
+    run.hold()
     return run
 
 
@@ -161,7 +161,7 @@ def pictures(path: Path) -> RecordedRun:
     for _ in range(3):
         run.epoch()
         run.draw_samples()
-    run.folder.acquire()
+    run.hold()
     return run
 
 
@@ -289,5 +289,10 @@ def test_screen_equals_its_stored_snapshot(case: Case, tmp_path: Path, monkeypat
 def test_first_second_equals_its_stored_snapshot(tmp_path: Path) -> None:
     folder = RunFolder.create(path=tmp_path / "runs" / "camvid-042")
     folder.log.write_text("starting: importing torch\nstarting: reading 2,975 files\n")
-    app = MonitorApp(LiveSource(folder), has_trainer_ended=lambda: False)
-    stored("first_second-120x36", shoot(app, (120, 36), (), Clock(1_760_000_000.0)))
+    now_s = 1_760_000_000.0
+    os.utime(folder.log, (now_s - 6, now_s - 6))
+    with mock.patch("segapp.run.folder.time.time", return_value=now_s - 8):
+        folder.acquire()
+    app = MonitorApp(LiveSource(folder, clock=lambda: now_s), has_trainer_ended=lambda: False)
+    stored("first_second-120x36", shoot(app, (120, 36), (), Clock(now_s)))
+    folder.release()

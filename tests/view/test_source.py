@@ -143,7 +143,7 @@ def test_clock_difference_does_not_change_the_state(tmp_path: Path, skew_s: floa
     run = small_run(tmp_path / "run")
     run.shift_to_now(age_s=-skew_s)
     run.clock.now_s = time.time() + skew_s
-    run.folder.acquire()
+    run.hold()
     source = LiveSource(run.folder)
     read_all(source)
     run.train(3)

@@ -397,6 +397,8 @@ class RunEnd(_Event):
     epoch: int | None = None
     stopped_by: Literal["signal", "command"] | None = None
     """Cause of a stop: a signal, such as a scheduler's, or a command from a person or a program."""
+    topic: Text | None = None
+    """The page of `segapp docs` about the failure, if there is one."""
 
 
 Event = (

@@ -354,6 +354,8 @@ class EventLog:
     def __init__(self, writer: EventWriter | None, listeners: Iterable[EventListener] = ()) -> None:
         self.writer = writer
         self._listeners = list(listeners)
+        self.told: tuple[int | None, float] = (None, 0.0)
+        """The newest step that an event named, and the monotonic time of the event."""
 
     def add_listeners(self, listeners: Iterable[EventListener]) -> None:
         """Add listeners, which get the events from now on."""
@@ -363,6 +365,8 @@ class EventLog:
         """Write one event and pass it to the listeners."""
         if self.writer is not None:
             self.writer.write(event)
+        if (step := getattr(event, "step", None)) is not None:
+            self.told = step, time.monotonic()
         for listener in self._listeners:
             listener.handle(event)
 
