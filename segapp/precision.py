@@ -7,7 +7,7 @@ device only if the optimizer does not read `found_inf`, as torch's fused ones do
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,7 @@ _CAST_TOGETHER = 64
 """Half gradients that are cast in one launch; casting all of them together would need additional memory."""
 
 
-class LossScaler:
+class LossScaler(nn.Module):
     """Dynamic loss scaling for fp16 gradients (Micikevicius et al., Mixed Precision Training, 2018).
 
     The scale doubles after `growth_interval` finite steps and halves after a non-finite one, on the device. torch's
@@ -33,22 +33,14 @@ class LossScaler:
     """
 
     def __init__(self, device: torch.device, *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        super().__init__()
         self.growth_interval = growth_interval
-        self.scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
-        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
+        self.scale = nn.Buffer(torch.tensor(init_scale, dtype=torch.float32, device=device))
+        self.growth_tracker = nn.Buffer(torch.tensor(0, dtype=torch.int32, device=device))
 
     def update(self, is_bad: Tensor) -> None:
         """Adapt the scale after a step; `is_bad`, 0-dim float32, is nonzero if a gradient was not finite."""
         amp_update_scale_(self.scale, self.growth_tracker, is_bad, 2.0, 0.5, self.growth_interval)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return scale and growth counter."""
-        return {"scale": self.scale, "growth_tracker": self.growth_tracker}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_dict`."""
-        self.scale.copy_(state["scale"])
-        self.growth_tracker.copy_(state["growth_tracker"])
 
 
 def half_except_batchnorm(model: nn.Module) -> nn.Module:
@@ -143,19 +135,14 @@ class Precision:
                 parameter.grad = None
 
     @torch.no_grad()
-    def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
-        if self.scaler is not None and gradients:
-            inverse = wide(self.scaler.scale).reciprocal().float()
-            for device in {g.device for g in gradients}:
-                foreach_mul_([g for g in gradients if g.device == device], inverse.to(device))
-
-    @torch.no_grad()
     def finish_gradients(self, optimizer: torch.optim.Optimizer, clip_grad_norm: float | None = None) -> Tensor:
         """Unscale the gradients, in place, and clip them to a norm; return their norm before, on the first device."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
-        self.unscale(gradients)
+        if self.scaler is not None:
+            inverse = wide(self.scaler.scale).reciprocal().float()
+            for device in {gradient.device for gradient in gradients}:
+                foreach_mul_([each for each in gradients if each.device == device], inverse.to(device))
         grad_norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, grad_norm)
@@ -170,18 +157,14 @@ class Precision:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.masters_to_model()
-        self.update(is_bad)
+        if self.scaler is not None:
+            self.scaler.update(is_bad.float())
 
     @torch.no_grad()
     def masters_to_model(self) -> None:
         """Copy updated master weights into the half model."""
         if self._pairs:
             foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
-
-    def update(self, is_bad: Tensor) -> None:
-        """Adapt the loss scale after a step; `is_bad` is nonzero if a gradient was not finite."""
-        if self.scaler is not None:
-            self.scaler.update(is_bad.float())
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale and master weights; empty in fp32 and bf16."""

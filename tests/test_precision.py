@@ -127,7 +127,7 @@ def test_scaler_state_round_trip_is_exact() -> None:
     precision = Precision("fp16", CPU)
     model = precision.prepare(nn.Linear(2, 2))
     precision.master_weights(model.parameters())
-    precision.update(torch.tensor(1.0))
+    precision.scaler.update(torch.tensor(1.0))
     state = precision.state_dict()
     other = Precision("fp16", CPU)
     masters = other.master_weights(other.prepare(nn.Linear(2, 2)).parameters())

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
 from segapp.memory.peaks import BlocksPerDevice, NetworkFacts, PeakModel, PlannedPeaks
-from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
+from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker
 from segapp.run.files import read_of_run, write_atomic
 
 CONTEXT_MIB = 500.0
@@ -182,8 +182,8 @@ class Planner:
 
     def all_fit(self, tensors_mib: Sequence[float]) -> bool:
         """Return True if every GPU has the memory for its tensors."""
-        sizes = (gpu.total_mib for gpu in self.gpus)
-        return all(map(fits, self.overhead.required_mib(tensors_mib), sizes))
+        required_mib = self.overhead.required_mib(tensors_mib)
+        return all(mib <= gpu.total_mib for mib, gpu in zip(required_mib, self.gpus, strict=True))
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
         """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons.

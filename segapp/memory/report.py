@@ -8,7 +8,6 @@ from typing import Any
 
 from segapp.memory.peaks import KINDS
 from segapp.memory.plan import Fit, MemoryPlan, PlanRow
-from segapp.memory.split_check import fits
 from segapp.run.words import aligned
 
 MAX_ROWS = 40
@@ -100,8 +99,8 @@ def gpu_lines(plan: MemoryPlan, row: PlanRow) -> list[str]:
         phase, overhead_mib = row.phase[i], row.peak_mib[i] - row.tensors_mib[i]
         by_kind = peaks[i][phase].by_kind if phase in peaks[i] else {}
         parts = {kind: by_kind.get(kind, 0.0) for kind in KINDS} | {"overhead": overhead_mib}
-        over = "" if fits(row.peak_mib[i], gpu.total_mib) else "  OVER"
         free = gpu.total_mib - row.peak_mib[i]
+        over = "  OVER" if free < 0 else ""
         lines.append(
             f"  {gpu.name or f'GPU {i}':8s} {row.peak_mib[i]:.0f} of {gpu.total_mib:.0f} MiB, "
             f"{phase}, {free:+.0f} free{over}"

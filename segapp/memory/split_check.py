@@ -176,7 +176,7 @@ class SplitChecker:
         tight_frac = self.tensor_frac - (FULL_FRAC - TIGHT_FRAC)
         if is_bound and frac > tight_frac:
             return "tight", f"{need} at most: no other split was measured yet"
-        if not fits(mib / self.tensor_frac, total):
+        if mib / self.tensor_frac > total:
             return "won't fit", f"{need}: give it fewer samples"
         if frac > tight_frac:
             return "tight", f"{need}: little memory is left"
@@ -280,11 +280,6 @@ class SplitChecker:
             return cls(**known)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the facts of a split: {error}") from None
-
-
-def fits(required_mib: float, total_mib: float) -> bool:
-    """Return True if a device has the memory that tensors, driver, and the allocator's rounding and fragments need."""
-    return required_mib <= total_mib
 
 
 def tensor_frac(environ: Mapping[str, str]) -> float:

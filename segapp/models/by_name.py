@@ -45,17 +45,13 @@ class PythonModel(SegmentationModel):
         )
         self.network = network
 
-    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return the network's logits, the main ones (N, C, h, w) first; in evaluation only the main ones."""
+    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], None]:
+        """Return the network's logits, the main ones (N, C, h, w) first, in evaluation only these; and no features."""
         heads = heads_of(self.network(images_NCHW))
         shape, wanted = tuple(heads[0].shape), (images_NCHW.shape[0], self.num_classes)
         if len(shape) != 4 or shape[:2] != wanted:
             raise ValueError(f"the logits have the shape {shape}: return ({wanted[0]}, {wanted[1]}, h, w)")
-        return heads if self.training else heads[:1]
-
-    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Raise TypeError: the features before the last layer of a custom network are unknown."""
-        raise TypeError(f"{self.name} has no features for distillation")
+        return heads if self.training else heads[:1], None
 
 
 def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_channels: int) -> PythonModel:

@@ -99,8 +99,8 @@ class SegmentationModel(nn.Module):
         return self.compute_with_features(images_NCHW)[0]
 
     @abstractmethod
-    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the result of `compute_logits`, and the features (N, K, h, w) before the last layer."""
+    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the result of `compute_logits`, and the features (N, K, h, w) before the last layer, if known."""
 
     def forward(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
         """Return the logits (N, C, h, w) of normalized images (N, B, H, W), and auxiliary logits in training mode.

@@ -26,6 +26,7 @@ from segapp.parallel.scatter_gather import (
     DeviceLike,
     ReplicaOutputs,
     batch_size,
+    map_tensors,
     reduce_add,
     resolve_devices,
     scatter,
@@ -55,6 +56,13 @@ def _runs_uncompiled(method: _Method) -> _Method:
 def _resolve_any(device_ids: Iterable[DeviceLike] | None) -> tuple[torch.device, ...]:
     """Return the devices like `resolve_devices`; none for an empty list."""
     return () if isinstance(device_ids, list | tuple) and not device_ids else resolve_devices(device_ids)
+
+
+_MEAN_OF_MEANS = (
+    "forward() of {} returned a scalar for chunks of {} samples, and a mean of means is not the mean of the batch:"
+    " compute the loss with DataParallelCriterion, or return criterion.statistics(outputs, target), add these sums over"
+    " the chunks, and call criterion.finalize"
+)
 
 
 class DataParallelModel(nn.Module):
@@ -143,10 +151,12 @@ class DataParallelModel(nn.Module):
 
         The batch may have any nesting; tensors next to `ReplicaOutputs`, which are chunks already, are cut like these.
         """
+        given = next(tensors_in(batch, ReplicaOutputs), None)
         if not self.devices:
+            if given is not None:
+                batch = map_tensors(ReplicaOutputs.gather, batch, ReplicaOutputs)
             home = next((tensor.device for tensor in tensors_in(batch)), torch.device("cpu"))
             return ReplicaOutputs([batch], [batch_size(batch, self.dim) or 0], [home], dim=self.dim, mode=self.mode)
-        given = next(tensors_in(batch, ReplicaOutputs), None)
         if given is None:
             split = self.plan(batch_size(batch, self.dim) or 0)
             used: Sequence[int] = [i for i, size in enumerate(split) if size] or [0]
@@ -193,9 +203,11 @@ class DataParallelModel(nn.Module):
             sizes, devices = (
                 [value for output in outputs for value in getattr(output, name)] for name in ("sizes", "devices")
             )
-            outputs = ReplicaOutputs(itertools.chain(*outputs), sizes, devices, self.devices[0], self.dim, self.mode)
+            outputs = ReplicaOutputs(
+                itertools.chain(*outputs), sizes, devices, outputs.main_device, self.dim, self.mode
+            )
         if not self._warnings and len(set(outputs.sizes)) > 1 and _has_means(outputs):
-            self._warnings.append(_mean_of_means(self.module, outputs))
+            self._warnings.append(_MEAN_OF_MEANS.format(type(self.module).__name__, list(outputs.sizes)))
             warnings.warn(self._warnings[0], stacklevel=1)
         return outputs
 
@@ -330,7 +342,7 @@ class BalancedDataParallel(DataParallelModel, nn.DataParallel[nn.Module]):  # ty
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chunks of a batch and return their joined outputs, like the bare module."""
         outputs = super().forward(*args, **kwargs)
-        return outputs.gather(self.output_device) if self.devices else outputs[0]
+        return outputs.gather(self.output_device) if self.devices or len(outputs) > 1 else outputs[0]
 
 
 class DataParallelCriterion(nn.Module):
@@ -419,14 +431,6 @@ def _has_means(outputs: ReplicaOutputs) -> bool:
         return False
     shapes = [[tensor.shape[outputs.dim :][:1] for tensor in column] for column in columns]
     return not isinstance(outputs[0], tuple | list) or [(size,) for size in outputs.sizes] in shapes
-
-
-def _mean_of_means(module: nn.Module, outputs: ReplicaOutputs) -> str:
-    return (
-        f"forward() of {type(module).__name__} returned a scalar for chunks of {list(outputs.sizes)} samples, and a"
-        " mean of means is not the mean of the batch: compute the loss with DataParallelCriterion, or return"
-        " criterion.statistics(outputs, target), add these sums over the chunks, and call criterion.finalize"
-    )
 
 
 def _split_target(target: Any, outputs: ReplicaOutputs) -> list[Any]:

@@ -198,7 +198,7 @@ def wrap_ddp(
     gradient penalty: a parameter without gradient silently leaves its bucket unreduced. Use the bare module and
     `all_reduce_gradients`.
 
-    The module is on its device, which is None on the CPU; the other options are those of `DistributedDataParallel`.
+    The device is None on the CPU; the other options are parameters of `DistributedDataParallel`.
     """
     # The running statistics of plain BatchNorm differ between ranks: copy rank 0's buffers in every forward pass.
     sync_buffers = bool(plain_batchnorms(module))

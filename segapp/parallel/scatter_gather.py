@@ -71,10 +71,6 @@ def _resolve_device(device_id: DeviceLike) -> torch.device:
     return device
 
 
-def _fields(item: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(item) if hasattr(item, field.name)]
-
-
 def _children(item: Any) -> list[Any] | None:
     """Return the elements of a tuple, list, deque, mapping or dataclass; None for anything else, a leaf."""
     if isinstance(item, tuple | list | deque | UserList):
@@ -82,20 +78,20 @@ def _children(item: Any) -> list[Any] | None:
     if isinstance(item, Mapping):
         return [item[key] for key in item]
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return [getattr(item, name) for name in _fields(item)]
+        return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
     return None
 
 
 def _refill(item: Any, children: Sequence[Any]) -> Any:
-    """Return a container of the same type with other elements; itself if they are the same, unless it may grow."""
+    """Return a container of the same type with other elements."""
     if isinstance(item, tuple):
         return type(item)(*children) if hasattr(item, "_fields") else type(item)(children)
     if isinstance(item, Mapping):
         return _refill_mapping(item, dict(zip(item, children, strict=True)))
     filled = copy.copy(item)
     if dataclasses.is_dataclass(item):
-        for name, child in zip(_fields(item), children, strict=True):
-            object.__setattr__(filled, name, child)
+        for field, child in zip(dataclasses.fields(item), children, strict=True):
+            object.__setattr__(filled, field.name, child)
     else:
         filled.clear()
         filled.extend(children)
@@ -105,10 +101,13 @@ def _refill(item: Any, children: Sequence[Any]) -> Any:
 def _refill_mapping(item: Any, values: dict[Any, Any]) -> Any:
     if not isinstance(item, MutableMapping):
         return item if all(item[key] is value for key, value in values.items()) else type(item)(values)
-    # A shallow copy of a class of one's own may share its values, or also have them as attributes: a deep copy, which
-    # takes the new values for the old ones, has neither, and shares the other attributes.
-    shared = [*item, *(value for value in getattr(item, "__dict__", {}).values() if not isinstance(value, dict))]
-    filled = copy.deepcopy(item, {**{id(x): x for x in shared}, **{id(item[key]): values[key] for key in item}})
+    # A shallow copy of a class of one's own may share its values, or also have them as attributes. So this is a deep
+    # copy that takes the new values for the old ones, and shares what holds no tensors.
+    attributes = getattr(item, "__dict__", {}).values()
+    shared = [*item, *(value for value in attributes if next(tensors_in(value), None) is None)]
+    filled: Any = copy.deepcopy(item, {**{id(x): x for x in shared}, **{id(item[key]): values[key] for key in item}})
+    if getattr(item, "__dict__", None) is item:  # its keys are its attributes
+        filled.__dict__ = filled
     for key, value in values.items():
         filled[key] = value
     return filled

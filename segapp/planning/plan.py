@@ -33,7 +33,7 @@ from segapp.memory.plan import (
     PlanRow,
     context_mib,
 )
-from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, fits, tensor_frac
+from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, tensor_frac
 from segapp.planning.pool import SimulationPool
 from segapp.run.words import printable
 
@@ -117,9 +117,7 @@ class RecomputeSearch:
         if not recomputed.all_fit(tensors_mib):
             return None
         needed = zip(self._gpus, row.peak_mib, recomputed.overhead.required_mib(tensors_mib), strict=True)
-        shares = [
-            (most - gpu.total_mib) / (most - least) for gpu, most, least in needed if not fits(most, gpu.total_mib)
-        ]
+        shares = [(most - gpu.total_mib) / (most - least) for gpu, most, least in needed if most > gpu.total_mib]
         return plain_s + max(shares, default=0.0) * (recomputed_s - plain_s)
 
     def _fewest(self, row: PlanRow, accumulate: int) -> Fit | None:
@@ -148,7 +146,7 @@ class RecomputeSearch:
         while least != most:
             counts = [(low + high) // 2 for low, high in zip(least, most, strict=True)]
             fit = with_first(*counts)
-            fitting = [fits(mib, gpu.total_mib) for mib, gpu in zip(fit.peak_mib, self._gpus, strict=True)]
+            fitting = [mib <= gpu.total_mib for mib, gpu in zip(fit.peak_mib, self._gpus, strict=True)]
             for i, is_enough in enumerate(fitting if self._num_choices > 1 else [fit.fits]):
                 if is_enough:
                     most[i] = counts[i]

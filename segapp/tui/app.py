@@ -1,43 +1,44 @@
-"""The TUI of a run: its contents, updated twice per second, and its keys; commands go to the run's inbox."""
+"""The TUI of a run: its contents, updated twice per second, and its keys; commands go to the run's inbox.
+
+What reaches beyond the screen needs more than a key: stopping and `gpu0_bsz` have a dialog, every command waits for 3 s
+in which it can be taken back, and a key that is part of typed text sends nothing.
+"""
 
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from time import monotonic
+from typing import Any, ClassVar
 
 from textual import events
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.content import Content
 from textual.geometry import Size
 from textual.screen import Screen
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 
 from segapp.errors import RunError
 from segapp.failpoints import failpoint
-from segapp.run.commands import CheckpointCommand, Command, PauseCommand, ResumeCommand, StopCommand
+from segapp.run.commands import CheckpointCommand, Command, PauseCommand, ResumeCommand, StopCommand, format_command
 from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
 from segapp.tui import header, keys, layout
-from segapp.tui.devices import undo_gpu0, why_no_split
-from segapp.tui.dialogs import (
-    Gpu0Screen,
-    ScrolledDialog,
-    StopScreen,
-)
+from segapp.tui.devices import undoing, why_no_split
+from segapp.tui.dialogs import Choice, ChoiceScreen, Gpu0Screen, ScrolledDialog, StopScreen
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
 from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up
 from segapp.tui.themes import set_up_themes
 from segapp.tui.widgets import LiteralText
-from segapp.view.plot import metric_names
+from segapp.view.plot import CLASS, metric_names, metric_title
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
@@ -46,6 +47,19 @@ from segapp.view.wording import LogLine, event_text, finished_line, setup
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes with and without new events; the lines above change at every tick."""
 LEAVE_S = 5.0
+HOLD_S = 3.0
+"""Time in which a command can be taken back before it is sent."""
+TYPING_S = 0.6
+"""Keys of text that follow each other faster are typed text: they send nothing, and take back what was not sent yet."""
+SAID_S = {"information": 8.0, "warning": 20.0, "error": 20.0}
+"""Time for which a message stays."""
+
+
+class RunScreen(Screen[None]):
+    """The screen of a run; its keys act here only, not in the list of runs or in a dialog."""
+
+    KEYS = keys.KEYS
+    BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(KEYS)]
 
 
 class MonitorApp(App[None]):
@@ -56,7 +70,7 @@ class MonitorApp(App[None]):
 
     TITLE = "segapp"
     CSS_PATH = "app.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [(key.keys, key.action, key.help) for key in keys.KEYS if key.is_bound]
+    ENABLE_COMMAND_PALETTE = False  # Textual's has two lines an entry, in alphabetical order, and draws blocks in ASCII
 
     def __init__(
         self,
@@ -82,7 +96,13 @@ class MonitorApp(App[None]):
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = False
         self._is_starting: bool | None = None
+        self._held: list[tuple[float, Command]] = []
+        """Commands that have not been sent yet, and when each will be."""
+        self._typed_s, self._said_until_s = 0.0, 0.0
         set_up_themes(self)
+
+    def get_default_screen(self) -> Screen[None]:
+        return RunScreen(id="_default")
 
     @property
     def view(self) -> View:
@@ -100,8 +120,9 @@ class MonitorApp(App[None]):
         yield LiteralText(id="banner", classes="lines")
         yield LiteralText(id="starting", classes="wrapped")
         yield self.columns
-        yield LiteralText(id="keys", classes="lines")
+        yield keys.KeyBar(id="keys", classes="lines")
         yield LiteralText(id="notice")
+        yield LiteralText(classes="said")
 
     def on_mount(self) -> None:
         self.app_resume_signal.subscribe(self, lambda _: self.action_redraw())
@@ -140,8 +161,11 @@ class MonitorApp(App[None]):
         if self.shown.has_trainer_ended():
             self.exit()
             return
+        self._send_held(monotonic())
         for message in self.shown.take_answers():
             self.say(*message)
+        if monotonic() > self._said_until_s:
+            self.say("")
         self._num_ticks += 1
         if self._num_ticks >= (IDLE_EVERY if self.view.num_events == self._num_drawn else PANES_EVERY):
             self.show_view()
@@ -164,6 +188,7 @@ class MonitorApp(App[None]):
     def _open(self, folder: RunFolder | None) -> None:
         if folder is None or folder.path == self.shown.source.folder.path:
             return
+        self._send_held()
         source = LiveSource(folder)
         self.shown = ShownRun(source)
         self._is_starting = None
@@ -198,10 +223,9 @@ class MonitorApp(App[None]):
         plan = self.layout_plan
         if not self._show_status() or plan is None:
             return
-        view, (width, _) = self.view, self._screen_size or self.size
-        self._num_ticks, self._num_drawn = 0, view.num_events
+        self._num_ticks, self._num_drawn = 0, self.view.num_events
         self.columns.show(self.shown, is_readonly=self.readonly)
-        self._show_keys(self.pane, width)
+        self._show_keys(self.pane)
 
     def _show_status(self) -> bool:
         """Update the lines above the panes; return True if there are panes below them."""
@@ -234,22 +258,32 @@ class MonitorApp(App[None]):
             lines = [line for line in self.shown.log_lines() if line.strip()] if view.end is None else []
             text = "\n".join(lines[-max(3, self._text("starting").size.height - 2) :])
             self._text("starting").show(Content.styled(text, "$text-muted"))
-            self._show_keys("starting", self.size.width)
+            self._show_keys("starting")
         return not is_starting
 
-    def _show_keys(self, pane: str, width: int) -> None:
+    def _show_keys(self, pane: str) -> None:
         """Show the keys that act in a pane."""
-        labels = {"toggle_pause": "Resume" if self.view.is_paused else "Pause"}
-        is_readonly = self.readonly or self.status().is_over or pane == "starting"  # no trainer can answer yet
-        shown = keys.here(keys.available(is_readonly), pane)
-        self._text("keys").show(keys.key_bar(shown, labels, width))
+        bar = self.query_one("#keys", keys.KeyBar)
+        bar.offer(keys.here(self._offered(keys.KEYS), pane), Pause="Resume" if self.view.is_paused else "Pause")
+
+    def _offered(self, table: Iterable[keys.Key]) -> list[keys.Key]:
+        """Return the keys of a table that can have an effect: no trainer answers before the start and after the end."""
+        return keys.available(table, sends=not (self.readonly or self.status().is_over or self._is_starting))
 
     def _text(self, name: str) -> LiteralText:
         return self.query_one(f"#{name}", LiteralText)
 
     def say(self, text: str, severity: Severity = "information") -> None:
-        """Show a literal message for a few seconds."""
-        self.notify(printable(text), severity=severity, markup=False, timeout=8)
+        """Show a literal message above the keys for some seconds, instead of the one before."""
+        style = {"information": "$foreground", "warning": "$text-warning", "error": "$text-error bold"}[severity]
+        self._said_until_s = monotonic() + SAID_S[severity] if text else math.inf
+        for line in (line for screen in self.screen_stack for line in screen.query(LiteralText).filter(".said")):
+            line.display = bool(text)
+            line.show(Content.styled(printable(text), style))
+
+    def notify(self, message: str, *, severity: Severity = "information", **_: Any) -> None:
+        """Show a message of Textual's like any other."""
+        self.say(message, severity)
 
     def action_pane(self, name: str) -> None:
         self.pane = name
@@ -338,26 +372,95 @@ class MonitorApp(App[None]):
         """Show the config of the run, with the changes since its start."""
         self.push_screen(ScrolledDialog(f"Config of {self.shown.name}", self.shown.config(), is_wide=True))
 
+    def _keys_of_screen(self) -> list[keys.Key]:
+        """Return the keys of the screen that is open: the run, the list of runs, a dialog."""
+        return self._offered(getattr(self.screen, "KEYS", ()))
+
     def action_help(self) -> None:
-        found = keys.help_lines(keys.available(self.readonly))
+        """Show the keys of the open screen; in a run, those that act in the selected pane."""
+        pane = self.pane if isinstance(self.screen, RunScreen) else ""
+        found = keys.help_lines(keys.here(self._keys_of_screen(), pane), pane)
         self.push_screen(ScrolledDialog("Keys", found))
 
-    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Yield the commands of the palette: every key's action, every metric, and Textual's, such as the theme."""
-        for title, hint, action in keys.palette(keys.available(self.readonly), self.view):
-            yield SystemCommand(title, hint, partial(self.run_action, action))
-        yield from super().get_system_commands(screen)
+    def action_commands(self) -> None:
+        """Show the command palette: the actions of the open screen."""
+        screen = self.screen
+        choices = [
+            Choice(key.help, key.action, keys.shown_key(key), key.words)
+            for key in self._keys_of_screen()
+            if ": " in key.help
+        ]
+        choices.sort(key=lambda choice: choice.title.startswith("Screen"))
+        self._choose("Menu", choices, lambda action: self.run_action(action, default_namespace=screen))
+
+    def _choose(self, title: str, choices: list[Choice], then: Callable[[str], Any]) -> None:
+        self.push_screen(ChoiceScreen(title, choices), lambda value: then(value) if value else None)
+
+    def action_metrics(self) -> None:
+        """List the metrics and the classes; the chart shows the chosen one."""
+        names = (*metric_names(self.view), *(CLASS + name for name in self.view.classes))
+        choices = [Choice(printable(metric_title(name)), name) for name in names]
+        self._choose("Metric or class", choices, self.action_show_metric)
+
+    def action_theme(self) -> None:
+        names = sorted(self.available_themes, key=lambda name: (not name.startswith("segapp"), name))
+        self._choose("Theme", [Choice(name, name) for name in names], lambda name: setattr(self, "theme", name))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disable the keys that the view does not offer."""
-        return not (self.readonly and action in {key.action for key in keys.KEYS if key.ctl})
+        return not (self.readonly and keys.is_command(action))
+
+    async def on_event(self, event: events.Event) -> None:
+        """Handle an event; a key that is part of typed text sends nothing."""
+        is_text = isinstance(event, events.Key) and (event.is_printable or event.key == "enter")
+        if is_text and not event.is_forwarded and self._is_typed(event.key):  # type: ignore[attr-defined]
+            return
+        await super().on_event(event)
+
+    def _is_typed(self, key: str) -> bool:
+        """Return True if a key that reaches beyond the screen came as part of typed text; take back what is held."""
+        now_s = monotonic()
+        gap_s, self._typed_s = now_s - self._typed_s, now_s
+        if gap_s >= TYPING_S or isinstance(self.focused, Input):
+            return False
+        if self._held and key != "u":
+            self._take_back("typed text follows")
+        elif key in keys.TYPED and isinstance(self.screen, RunScreen | RunsScreen):
+            self.say(f"{key} was part of typed text and did nothing: press it again", "warning")
+        return key in keys.TYPED and not isinstance(self.screen, ScrolledDialog | ChoiceScreen)
 
     def send(self, command: Command | None) -> None:
-        """Send a command, if there is one, and report the result."""
-        if command is not None:
-            self.say(*self.shown.send(command, is_readonly=self.readonly))
+        """Send a command in some seconds, unless it is taken back, and report the result."""
+        if command is None:
+            return
+        refusal = self.shown.refusal(command, is_readonly=self.readonly)
+        if refusal is not None:
+            self.say(refusal, "warning")
+            return
+        self._held.append((monotonic() + HOLD_S, command))
+        self.say(f"{self._names_held()} in {HOLD_S:g} s: u undoes it")
+
+    def _names_held(self) -> str:
+        return ", ".join(format_command(command) for _, command in self._held)
+
+    def _send_held(self, before_s: float = math.inf) -> None:
+        """Send the commands that were held until a time."""
+        due, self._held = (
+            [command for at_s, command in self._held if at_s <= before_s],
+            [(at_s, command) for at_s, command in self._held if at_s > before_s],
+        )
+        for command in due:
+            self.say(*self.shown.send(command))
+
+    def _take_back(self, why: str) -> None:
+        self.say(f"{self._names_held()}: {why}, not sent", "warning")
+        self._held.clear()
+
+    async def action_quit(self) -> None:
+        self.action_detach()
 
     def action_detach(self) -> None:
+        self._send_held()
         self.exit()
 
     def action_suspend_process(self) -> None:
@@ -385,8 +488,8 @@ class MonitorApp(App[None]):
         if status.is_over:
             self.say(f"stop: the run is {header.state_label(status)} already", "warning")
             return
-        dialog = StopScreen(status.pid, status.host)
-        self.push_screen(dialog, lambda choice: self.send(StopCommand(when=choice) if choice else None))
+        dialog = StopScreen(self.view, status)
+        self.push_screen(dialog, lambda when: self.send(StopCommand.model_validate({"when": when}) if when else None))
 
     def action_edit_gpu0(self) -> None:
         """Ask for `gpu0_bsz`, or show why the batch of the run cannot be split."""
@@ -396,11 +499,15 @@ class MonitorApp(App[None]):
         else:
             self.say(f"gpu0_bsz: {why}")
 
-    def action_undo_gpu0(self) -> None:
-        command = undo_gpu0(self.view.gpu0)
-        if command is None:
-            self.say("gpu0_bsz has not been changed: there is nothing to undo")
-        self.send(command)
+    def action_undo(self) -> None:
+        """Take back what is not sent yet, or else the newest command that still can be."""
+        command = undoing(self.view)
+        if self._held:
+            self._take_back("taken back")
+        elif command is None:
+            self.say("nothing to undo: u takes back a new gpu0_bsz, a stop after this epoch, and what is not sent yet")
+        else:
+            self.send(command)
 
 
 def run_ui(

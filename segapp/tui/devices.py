@@ -14,7 +14,7 @@ from segapp.run.words import dots, duration, gib, percent, printable, share_text
 from segapp.tui.header import LinePart, device_kind, device_label, etas_s, fit_parts
 from segapp.tui.widgets import progress
 from segapp.view.source import Status
-from segapp.view.view import Gpu0, View, is_gpu
+from segapp.view.view import View, is_gpu
 from segapp.view.wording import clip, recomputed, topology
 
 WORD_STYLES = {
@@ -183,11 +183,12 @@ def _pending_lines(view: View, status: Status) -> list[Content]:
     ]
 
 
-def undo_gpu0(gpu0: Gpu0) -> Command | None:
-    """Return the command that cancels the pending change or restores the previous value; None if there is none."""
-    if gpu0.pending is not None:
-        return CancelCommand(id=gpu0.pending.id)
-    return SetCommand(gpu0_bsz=gpu0.previous[-1]) if gpu0.previous else None
+def undoing(view: View) -> Command | None:
+    """Return the command that cancels the newest pending one, or restores the previous `gpu0_bsz`; None without any."""
+    pending = [*view.pending, *([view.gpu0.pending.id] if view.gpu0.pending is not None else [])]
+    if pending:
+        return CancelCommand(id=pending[-1])
+    return SetCommand(gpu0_bsz=view.gpu0.previous[-1]) if view.gpu0.previous else None
 
 
 def why_no_split(view: View) -> str | None:

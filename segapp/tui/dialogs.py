@@ -1,28 +1,35 @@
-"""The dialogs: a text such as the help page, how to stop, and `gpu0_bsz`."""
+"""The dialogs: a text such as the help page, a list of choices, how to stop, and `gpu0_bsz`."""
 
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, Static
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
 
 from segapp.errors import CommandError
 from segapp.run.commands import SetCommand, parse_command
-from segapp.run.words import dots, memory_text, printable, share_text
+from segapp.run.words import dots, duration, memory_text, printable, share_text
+from segapp.tui.header import etas_s
+from segapp.tui.keys import Key, bindings
 from segapp.tui.widgets import drawable
+from segapp.view.source import Status
 from segapp.view.view import View
 
-StopChoice = Literal["epoch", "now"]
+_HELP = Key("app.help", "f1,question_mark", "", "show the keys, or close them")
+"""While an input line has the focus, `?` is a part of its text."""
 
 
 class ScrolledDialog(ModalScreen[None]):
     """A text in a box that scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,q,enter,space,question_mark,h,d", "dismiss", "close"),
+        ("escape,q,enter,space,question_mark,h,f1,d", "dismiss", "close"),
         ("j", "scroll(1)", "down"),
         ("k", "scroll(-1)", "up"),
     ]
@@ -41,39 +48,122 @@ class ScrolledDialog(ModalScreen[None]):
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
 
-class StopScreen(ModalScreen[StopChoice | None]):
-    """Asks how to stop the training; a second ctrl+c stops it now, every other key but `e` and `n` cancels."""
+class Choice(NamedTuple):
+    """An entry of a list."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        ("e", "dismiss('epoch')", "after this epoch"),
-        Binding("n,ctrl+c", "dismiss('now')", "now", priority=True),
-        ("escape,enter,q,space,S,c", "dismiss", "continue"),
-    ]
+    title: str
+    value: str
+    key: str = ""
+    """The key that does the same, shown at the right."""
+    words: str = ""
+    """Other words under which it is found."""
 
-    def __init__(self, pid: int | None, host: str | None) -> None:
+
+class ChoiceScreen(ModalScreen[str | None]):
+    """A list with a line to search it; closes with the value of the chosen entry, or None."""
+
+    KEYS: ClassVar[tuple[Key, ...]] = (
+        Key("dismiss", "escape", "", "close"),
+        Key("move('cursor_down')", "down", "", "next"),
+        Key("move('cursor_up')", "up", "", "previous"),
+        Key("move('page_down')", "pagedown", "", "next page"),
+        Key("move('page_up')", "pageup", "", "previous page"),
+        _HELP,
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
+    HINT: ClassVar[str] = "type to find"
+
+    def __init__(self, title: str, choices: Sequence[Choice], note: str = "") -> None:
         super().__init__()
-        self._pid, self._host = pid, host
+        self._title, self._choices, self._note = title, choices, note
+        self._found: list[Choice] = []
 
     def compose(self) -> ComposeResult:
-        choices = {
-            "e": "stop after this epoch, with a checkpoint",
-            "n, ctrl+c": "stop now: save a checkpoint and end",
-            "esc": "continue training",
-        }
-        lines = [Content.assemble((f" {key:<9} ", "$text-accent bold"), text) for key, text in choices.items()]
-        if self._pid is not None:
-            where = f" on {printable(self._host)}" if self._host else ""
-            last = f"If the trainer does not answer{where}: kill {self._pid} saves a checkpoint, kill -9 does not."
-            lines.append(Content.styled(last, "$text-muted"))
-        with VerticalScroll(classes="dialog") as box:
-            box.border_title = Content("Stop the training?")
-            yield Static(Content("\n").join(lines), classes="lines", markup=False)
+        with Vertical(classes="dialog -list") as box:
+            box.border_title, box.border_subtitle = Content(self._title), Content("enter to choose  esc to close")
+            if self.HINT:
+                yield Input(placeholder=self.HINT, compact=True)
+            yield OptionList(compact=True)
+            if self._note:
+                yield Static(Content.styled(self._note, "$text-muted"), classes="wrapped")
+
+    def on_mount(self) -> None:
+        self.call_after_refresh(self._show)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._show)
+
+    def _show(self) -> None:
+        """List the entries that have every word of the search text."""
+        words = "".join(line.value for line in self.query(Input)).casefold().split()
+        listed = self.query_one(OptionList)
+        self._found = [
+            each for each in self._choices if all(word in f"{each.title} {each.words}".casefold() for word in words)
+        ]
+        room = listed.scrollable_content_region.width
+        rows = [
+            Content.assemble(each.title.ljust(room - len(each.key) - 1), (f" {each.key}", "$text-accent bold"))
+            for each in self._found
+        ]
+        listed.clear_options()
+        listed.add_options([drawable(self, row) for row in rows] or [Option("nothing has this name", disabled=True)])
+        listed.highlighted = 0 if rows else None
+
+    def action_move(self, how: str) -> None:
+        getattr(self.query_one(OptionList), f"action_{how}")()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self._show()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.query_one(OptionList).action_select()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.dismiss(self._found[event.option_index].value)
+
+
+class StopScreen(ChoiceScreen):
+    """Asks how to stop the training, with the focus on continuing; a second ctrl+c means now."""
+
+    KEYS = (
+        Key("dismiss", "escape,n", "", "keep training; also any other letter"),
+        Key("dismiss('epoch')", "e", "", "stop after this epoch, with a checkpoint"),
+        Key("dismiss('now')", "x,ctrl+c", "", "save a checkpoint now, and stop"),
+        _HELP,
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS), Binding("ctrl+c", "dismiss('now')", priority=True)]
+    HINT = ""
+
+    def __init__(self, view: View, status: Status) -> None:
+        eta_s, step = etas_s(view, status)[0], view.step.step if view.step is not None else 0
+        where = f" on {printable(status.host)}" if status.host else ""
+        last = f"If the trainer does not answer{where}: kill {status.pid} saves a checkpoint, kill -9 does not."
+        choices = (
+            Choice("Keep training", "", "esc, n"),
+            Choice(f"After this epoch{f', ~{duration(eta_s)}' if eta_s is not None else ''}", "epoch", "e"),
+            Choice(f"Now: saves step {step}", "now", "x"),
+        )
+        super().__init__("Stop the training?", choices, last if status.pid is not None else "")
+
+    def on_key(self, event: events.Key) -> None:
+        """Keep training at any other key of a text, because it is typed text."""
+        if event.is_printable and event.key not in ("e", "x", "question_mark"):
+            event.stop()
+            self.dismiss("")
 
 
 class Gpu0Screen(ModalScreen[SetCommand | None]):
     """Asks for the images of the first device, and checks them at every key; closes with the command, or None."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [("escape", "dismiss", "cancel")]
+    KEYS = (
+        Key("dismiss", "escape", "", "close; nothing is sent"),
+        Key("submit", "enter", "", "send it", is_bound=False),
+        _HELP,
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
     AUTO_FOCUS = "Input"
 
     def __init__(self, view: View) -> None:
@@ -105,13 +195,18 @@ class Gpu0Screen(ModalScreen[SetCommand | None]):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
-        command, text = self.check(event.value) if event.value else (None, self._hint)
-        style = "$text-muted" if not event.value else "$text-error" if command is None else "$text-success"
-        self.query_one("#verdict", Static).update(drawable(self, Content.styled(text, style)))
+        self._show(event.value)
+
+    def _show(self, value: str, prefix: str = "") -> None:
+        command, text = self.check(value) if value else (None, self._hint)
+        style = "$text-muted" if not value else "$text-error" if command is None else "$text-success"
+        self.query_one("#verdict", Static).update(drawable(self, Content.styled(prefix + text, style)))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Close with the command, if there is one."""
+        """Close with the command, or say that there is none to send."""
         event.stop()
         command = self.check(event.value)[0] if event.value else None
         if command is not None:
             self.dismiss(command)
+        else:
+            self._show(event.value, "not sent: ")

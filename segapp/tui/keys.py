@@ -1,79 +1,96 @@
-"""The table of keys; bindings, key bar, help page and command palette are built from it."""
+"""The keys of the screens; bindings, key bar, help page and command palette are built from their tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from textual import events
+from textual.binding import Binding
 from textual.content import Content
+from textual.style import Style
 
-from segapp.view.plot import CLASS, metric_names, metric_title
-from segapp.view.view import View
+from segapp.tui.widgets import LiteralText
 
-_SHOWN = {
-    "question_mark": "?",
-    "slash": "/",
-    "left": "←",
-    "escape": "esc",
-}
+_SHOWN = {"question_mark": "?", "slash": "/", "left": "←→", "down": "↓↑", "escape": "esc", "ctrl+p": "^p"}
 
 
 class Key(NamedTuple):
     """One action and its keys."""
 
     action: str
-    """Name of the app's action."""
+    """Name of the action of the app or of the screen."""
     keys: str
-    """Comma-separated; the key bar shows the first."""
+    """Comma-separated; the key bar shows the first. Empty: only the command palette has the action."""
     label: str
     """Label in the key bar; empty: not in the bar."""
     help: str
-    ctl: str = ""
-    """The equivalent `segapp ctl` command of an action that sends one; a read-only view does not offer it."""
+    """`Group: what it does`; without a group, the command palette leaves it out."""
     panes: str = ""
     """Names of the panes, separated by spaces, in which the action has an effect; empty: everywhere."""
     words: str = ""
     """Common words under which the command palette finds the action."""
+    sends: bool = False
+    """True if it sends a command to the run; a read-only view does not offer it."""
     is_bound: bool = True
     """False for a key that the focused widget handles itself."""
 
 
+LEAVE = Key("app.detach", "q", "Leave", "Screen: leave; the training continues", words="quit exit detach")
+COMMON = (
+    Key("app.theme", "", "", "Screen: theme ...", words="colors light dark"),
+    Key("app.screenshot", "", "", "Screen: save a picture (SVG)", words="screenshot"),
+    Key("app.redraw", "r", "", "draw the screen again"),
+    Key("app.suspend_process", "ctrl+z", "", "return to the shell until fg; the training continues"),
+    Key("app.commands", "ctrl+p", "Menu", "every action by its name"),
+    Key("app.help", "question_mark,h,f1", "Help", "Screen: the keys"),
+)
 KEYS = (
-    Key("detach", "q,ctrl+q", "Leave", "leave; the training continues", words="quit, exit, detach"),
-    Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume"),
-    Key("edit_gpu0", "b", "gpu0_bsz", "images of the first device (GPU 0) from the next epoch on", "set gpu0_bsz=N",
-        words="batch split"),
-    Key("checkpoint", "c", "Save", "save a checkpoint now", "checkpoint"),
-    Key("stop", "S", "Stop", "stop after this epoch, or now; asks first", "stop, stop --after-epoch",
-        words="end, kill"),
-    Key("metric(1)", "v", "Metric", "next metric in the chart", panes="loss", words="mIoU, learning rate, grad norm"),
-    Key("metric(-1)", "V", "", "previous metric", panes="loss"),
-    Key("move", "left", "Evaluation", "show another evaluation; also right", panes="pictures", is_bound=False),
-    Key("image", "down", "Image", "show another image of the evaluation; also up", panes="pictures", is_bound=False),
-    Key("toggle_log", "y", "Log y", "logarithmic vertical axis", panes="loss"),
-    Key("select", "enter", "Chart", "show the IoU of the selected class in the chart", panes="classes", is_bound=False),
+    LEAVE,
+    Key("app.toggle_pause", "p", "Pause", "Run: pause, or resume", sends=True),
+    Key("app.checkpoint", "c", "Save", "Run: save a checkpoint", sends=True),
+    Key("app.stop", "S", "Stop", "Run: stop after this epoch, or now; asks first", words="end kill", sends=True),
+    Key("app.edit_gpu0", "b", "gpu0_bsz", "Run: change gpu0_bsz from the next epoch on", words="batch split",
+        sends=True),
+    Key("app.undo", "u", "", "Run: take back a command", words="undo cancel", sends=True),
+    Key("app.metric(1)", "v", "Metric", "show the next metric", panes="loss"),
+    Key("app.metric(-1)", "V", "", "show the previous metric", panes="loss"),
+    Key("app.metrics", "", "", "Chart: metric or class ...", words="mIoU learning rate grad norm"),
+    Key("app.toggle_log", "y", "", "Chart: logarithmic axis, or linear", panes="loss"),
+    Key("move", "left", "Evaluation", "show another evaluation", panes="pictures", is_bound=False),
+    Key("image", "down", "Image", "show another image of the evaluation", panes="pictures", is_bound=False),
+    Key("select", "enter", "Chart", "show the selected class in the chart", panes="classes", is_bound=False),
     Key("open", "enter", "Open", "show the selected event in full", panes="events", is_bound=False),
-    Key("filter", "slash", "Find", "find a text in the events or in the classes", panes="events classes",
-        words="search"),
-    Key("details", "d", "", "show the alert or the selected event in full", words="event"),
-    Key("seen", "a", "", "dismiss the alert in the banner", words="acknowledge"),
-    Key("config", "C", "", "show the config, and what has been changed since the start", words="settings"),
-    Key("runs", "R", "Runs", "list the runs, and open one", words="list"),
-    Key("undo_gpu0", "u", "", "undo the gpu0_bsz change", "cancel"),
-    Key("pane('loss')", "1", "", "show the chart"),
-    Key("pane('gpu')", "2", "", "show the devices and gpu0_bsz", words="memory"),
-    Key("pane('classes')", "3", "", "show the IoU of every class"),
-    Key("pane('events')", "4", "", "show the events of the run"),
-    Key("pictures", "i,5", "", "show the sample images, or the chart again", words="images"),
-    Key("zoom", "f", "Zoom", "show only the selected pane, or all panes again", words="full screen"),
-    Key("help", "question_mark,h", "Help", "show this page"),
-    Key("escape", "escape", "", "close, clear, or dismiss an alert"),
-    Key("redraw", "r", "", "redraw the screen"),
-    Key("suspend_process", "ctrl+z", "", "return to the shell until fg; the training continues"),
+    Key("app.filter", "slash", "Find", "Show: find a class or an event", panes="events classes", words="search"),
+    Key("app.pictures", "i,5", "Images", "Show: sample images, or the chart again", words="predictions"),
+    Key("app.config", "C", "", "Run: show its config, and what has changed since its start", words="settings"),
+    Key("app.runs", "R", "Runs", "Runs: list them, and open one"),
+    Key("app.details", "d", "", "Show: the alert or the event in full"),
+    Key("app.seen", "a", "", "Show: dismiss the alert", words="acknowledge"),
+    Key("app.pane('loss')", "1", "", "show the chart"),
+    Key("app.pane('gpu')", "2", "", "show the devices and gpu0_bsz"),
+    Key("app.pane('classes')", "3", "", "show the IoU of every class"),
+    Key("app.pane('events')", "4", "", "show the events of the run"),
+    Key("app.zoom", "f", "Zoom", "Show: only this pane, or all panes", words="full screen"),
+    Key("app.escape", "escape", "", "close, clear, or dismiss the alert"),
+    *COMMON,
 )  # fmt: skip
+_COMMANDS = {key.action for key in KEYS if key.sends}
+TYPED = {name for key in KEYS if key.sends or key is LEAVE for name in key.keys.split(",")}
+"""Keys without an effect in typed text: what they do reaches beyond the screen."""
 
 
-def available(is_readonly: bool) -> list[Key]:
-    """Return the keys that a view offers."""
-    return [key for key in KEYS if not (is_readonly and key.ctl)]
+def bindings(keys: Iterable[Key]) -> list[Binding]:
+    """Return the bindings of a screen."""
+    return [Binding(key.keys, key.action, key.help) for key in keys if key.keys and key.is_bound]
+
+
+def available(keys: Iterable[Key], *, sends: bool) -> list[Key]:
+    """Return the keys that a view offers; those that send commands only if `sends`."""
+    return [key for key in keys if sends or not key.sends]
+
+
+def is_command(action: str) -> bool:
+    """Return True if an action of the app sends a command to the run."""
+    return f"app.{action}" in _COMMANDS
 
 
 def shown_key(key: Key) -> str:
@@ -82,54 +99,51 @@ def shown_key(key: Key) -> str:
     return _SHOWN.get(first, first)
 
 
-def key_bar(keys: Sequence[Key], labels: Mapping[str, str], width: int) -> Content:
-    """Return the key bar: as many keys as fit, in order, and always the last one, which is help in the table."""
-    shown = [key for key in keys if key.label]
-    return bar([(shown_key(key), labels.get(key.action, key.label)) for key in shown], width)
-
-
-def palette(keys: Sequence[Key], view: View) -> Iterator[tuple[str, str, str]]:
-    """Yield title, hint and action of the command palette's entries: keys, metrics and classes of the run."""
-    for key in keys:
-        if key.is_bound:
-            title = f"{key.help} ({key.words})" if key.words else key.help
-            yield title, f"key {shown_key(key)}" + (f", ctl {key.ctl}" if key.ctl else ""), key.action
-    for metric in (*metric_names(view), *(CLASS + name for name in view.classes)):
-        yield f"chart: {metric_title(metric)}", "metric", f"show_metric({metric!r})"
-
-
 def here(keys: Sequence[Key], pane: str) -> list[Key]:
     """Return the keys for a pane: first leaving and the commands, then the keys of this pane."""
     found = [key for key in keys if not key.panes or pane in key.panes.split()]
-    return sorted(found, key=lambda key: (not key.ctl and not key.panes and key.action != "detach",))
+    return sorted(found, key=lambda key: (not key.sends and not key.panes and key is not LEAVE,))
 
 
-def bar(items: Sequence[tuple[str, str]], width: int) -> Content:
-    """Return a line of keys with their labels; keys that do not fit are left out, except the last one."""
-    pieces = [Content.assemble((f" {name} ", "$text-accent bold"), (label, "$foreground")) for name, label in items]
-    while len(pieces) > 1 and sum(piece.cell_length + 1 for piece in pieces) > width:
-        del pieces[-2]
-    return Content(" ").join(pieces)
+class KeyBar(LiteralText):
+    """The last line of a screen: keys with their labels; a click presses the key."""
+
+    def offer(self, keys: Sequence[Key], **labels: str) -> None:
+        """Show keys, some with another label than usual; what does not fit is left out, except the last two.
+
+        In the tables of the screens, these are the command palette and help.
+        """
+        pieces = [
+            Content.assemble(
+                (f" {shown_key(key)} ", "$text-accent bold"), (labels.get(key.label, key.label), "$foreground")
+            ).stylize(Style.from_meta({"key": key.keys.split(",")[0]}))
+            for key in keys
+            if key.label
+        ]
+        while len(pieces) > 2 and sum(piece.cell_length + 1 for piece in pieces) > self.size.width:
+            del pieces[-3]
+        self.show(Content(" ").join(pieces))
+
+    def on_click(self, event: events.Click) -> None:
+        """Press the key that was clicked."""
+        if key := event.style.meta.get("key"):
+            self.app.simulate_key(key)
 
 
-def help_lines(keys: Sequence[Key]) -> Content:
-    """Return the help page: the keys, and the signs of the chart."""
-    lines = [
-        Content.assemble(
-            (f"{shown_key(key):>11}  ", "$text-accent bold"),
-            key.help,
-            (f"  ({key.panes.replace(' ', ', ')})" if key.panes else "", "$text-muted"),
-            (f"  (ctl: {key.ctl})" if key.ctl else "", "$text-muted"),
-        )
-        for key in keys
-    ]
-    signs = (
-        ("◆", "evaluation"), ("★", "best checkpoint"), ("┊", "change of gpu0_bsz, resume"),
-        ("×", "not a finite number"), ("▲", "outside the scale"),
-        ("▲ ▼", "change of IoU since the previous evaluation"),
-        ("!", "a class whose IoU fell by more than 0.02"),
-    )  # fmt: skip
-    legend = [Content.assemble((f"{sign:>11}  ", "$text-success bold"), meaning) for sign, meaning in signs]
-    palette = Content.assemble((f"{'ctrl+p':>11}  ", "$text-accent bold"), "every action by name, themes, screenshot")
-    mouse = Content.assemble((f"{'shift+drag':>11}  ", "$text-accent bold"), "select text with the terminal")
-    return Content("\n").join([*lines, palette, mouse, Content(""), *legend])
+def help_lines(keys: Sequence[Key], pane: str = "") -> Content:
+    """Return the help page: the keys, and the signs of the pane."""
+    lines = [_line(shown_key(key), key.help.split(": ")[-1], "$text-accent bold") for key in keys if key.keys]
+    lines.append(_line("shift+drag", "select text with the terminal", "$text-accent bold"))
+    signs = {
+        "loss": (
+            ("◆", "evaluation"), ("★", "best checkpoint"), ("┊", "change of gpu0_bsz, resume"),
+            ("×", "not a finite number"), ("▲", "outside the scale"),
+        ),
+        "classes": (("▲ ▼", "change of IoU since the previous evaluation"), ("!", "IoU fell by more than 0.02")),
+    }  # fmt: skip
+    legend = [_line(sign, meaning, "$text-success bold") for sign, meaning in signs.get(pane, ())]
+    return Content("\n").join([*lines, *([Content(""), *legend] if legend else [])])
+
+
+def _line(sign: str, meaning: str, style: str) -> Content:
+    return Content.assemble((f"{sign:>10}  ", style), meaning)

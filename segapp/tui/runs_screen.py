@@ -31,11 +31,14 @@ PREVIEW_WIDTH, SIDE = 140, 60
 class RunsScreen(Screen[RunFolder | None]):
     """The runs in a folder; closes with the run to open, or None."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,R", "back", "back"),
-        ("q", "app.detach", "leave"),
-        ("slash", "find", "find"),
-    ]
+    KEYS = (
+        keys.LEAVE,
+        keys.Key("open", "enter", "Open", "Runs: open the selected one"),
+        keys.Key("back", "escape,R", "Back", "Runs: back to the run"),
+        keys.Key("find", "slash", "Find", "Runs: find by name", words="search sweep"),
+        *keys.COMMON,
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(KEYS)]
     AUTO_FOCUS = "#run-lines"
 
     def __init__(self, runs: RunList) -> None:
@@ -56,7 +59,8 @@ class RunsScreen(Screen[RunFolder | None]):
                 yield LiteralText(id="run-preview", classes="lines")
                 yield RunsChart(id="run-miou", classes="pane")
                 yield RunsChart(id="run-loss", classes="pane")
-        yield LiteralText(id="runs-keys", classes="lines")
+        yield keys.KeyBar(id="runs-keys", classes="lines")
+        yield LiteralText(classes="said")
 
     def on_mount(self) -> None:
         self.watch(self.query_one("#run-lines"), "scroll_y", self._show_rows, init=False)
@@ -92,8 +96,7 @@ class RunsScreen(Screen[RunFolder | None]):
         title = Content.assemble(("segapp  ", "$text-muted"), (count, "bold"), (found, "$text-muted"))
         self.query_one("#runs-title", LiteralText).show(title)
         self.query_one("#runs-header", LiteralText).show(run_row(None, self._row_cells, self._columns))
-        items = (("enter", "Open"), ("esc", "Back"), ("/", "Find"), ("q", "Leave"))  # fmt: skip
-        self.query_one("#runs-keys", LiteralText).show(keys.bar(items, self.size.width))
+        self.query_one("#runs-keys", keys.KeyBar).offer(self.KEYS)
 
     @property
     def _row_cells(self) -> int:
@@ -143,6 +146,9 @@ class RunsScreen(Screen[RunFolder | None]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
+        self.action_open()
+
+    def action_open(self) -> None:
         if self._selected is not None:
             self.dismiss(self._selected.folder)
 

@@ -35,8 +35,8 @@ class ShownRun:
         self._trainer_ended, self._opened_s = has_trainer_ended, time.time()
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
         self._settings_of, self._settings = 0, dict[str, Any]()
-        self._unanswered: dict[str, str] = {}
-        """Commands without a final answer: id -> text."""
+        self._unanswered: dict[str, str | None] = {}
+        """Commands without a final answer: id -> status of the last answer."""
 
     @property
     def view(self) -> View:
@@ -134,29 +134,36 @@ class ShownRun:
         reports = [event for event in logged if isinstance(event, Oom) and abs(event.t - alert.t) < 60]
         return reports[-1] if alert.kind == "oom" and reports else alert  # the report has the advice
 
-    def send(self, command: Command, *, is_readonly: bool) -> Message:
-        """Write a command to the run's inbox, unless there is no trainer to handle it; return what was done."""
+    def refusal(self, command: Command, *, is_readonly: bool) -> str | None:
+        """Return why a command cannot be sent; None if there is a trainer to handle it."""
         text, status = format_command(command), self.source.status()
         if is_readonly:
-            return f"{text}: this view is read-only", "warning"
-        if status.is_over:
-            return f"{text} was not sent: the run has ended ({state_label(status)})", "warning"
+            return f"{text}: this view is read-only"
+        return f"{text} was not sent: the run has ended ({state_label(status)})" if status.is_over else None
+
+    def send(self, command: Command) -> Message:
+        """Write a command to the run's inbox; return what was done."""
+        text, state = format_command(command), self.source.status().state
         try:
-            self._unanswered[send_command(self.source.folder.path, command)] = text
+            self._unanswered[send_command(self.source.folder.path, command)] = None
         except CommandError as error:
             return str(error), "error"
-        waits = (
-            "" if status.state in ("live", "busy") else f"; the trainer is {status.state}, so its answer may take long"
-        )
+        waits = "" if state in ("live", "busy") else f"; the trainer is {state}, so its answer may take long"
         return f"sent: {text}{waits}", "information"
 
     def take_answers(self) -> list[Message]:
-        """Return the answers to commands that have arrived since the last call."""
-        answers = self.view.answers
-        answered = [command_id for command_id in self._unanswered if command_id in answers]
-        return [_answer(answers[command_id], self._unanswered.pop(command_id)) for command_id in answered]
+        """Return the answers to commands of this view that have arrived since the last call."""
+        found = []
+        for command_id, status in list(self._unanswered.items()):
+            answer = self.view.answers.get(command_id) or self.view.pending.get(command_id)
+            if answer is not None and answer.status != status:
+                self._unanswered[command_id] = answer.status
+                found.append(_message(answer))
+            if command_id in self.view.answers:
+                del self._unanswered[command_id]
+        return found
 
 
-def _answer(answer: CommandAnswer, text: str) -> Message:
+def _message(answer: CommandAnswer) -> Message:
     reason = f": {answer.reason}" if answer.reason else ""
-    return f"{text} {answer.status}{reason}", "error" if answer.status == "rejected" else "information"
+    return f"{answer.command} {answer.status}{reason}", "error" if answer.status == "rejected" else "information"

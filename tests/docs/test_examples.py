@@ -152,10 +152,9 @@ def test_half_network_on_two_devices_follows_float64() -> None:
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=2e-3)
     assert {p.dtype for p in network.parameters()} == {torch.float16, torch.float32}
-    pairs = ((name, value, dict(plain.named_parameters())[name]) for name, value in network.named_parameters())
-    found = max(
-        float((half - wide).detach().abs().max() / (wide - start[name]).abs().max()) for name, half, wide in pairs
-    )
+    wide = {name: value.detach() for name, value in plain.named_parameters()}
+    halves = ((name, value.detach()) for name, value in network.named_parameters())
+    found = max(float((half - wide[k]).abs().max() / (wide[k] - start[k]).abs().max()) for k, half in halves)
     print(f"fp16: parameters differ from float64 on one device by {found:.1e} of their movement")
     assert found < 0.02
 
@@ -165,7 +164,8 @@ import torch
 from torch import nn
 from segapp.losses import CriterionCE, CriterionDice, CriterionFocal
 from segapp.losses import surrogate, upsample_argmax, upsample_probabilities
-from segapp.parallel import DataParallelCriterion, all_reduce_gradients, allreduce, gradient_penalty
+from segapp.parallel import BalancedDataParallel, DataParallelCriterion, DataParallelModel
+from segapp.parallel import all_reduce_gradients, allreduce, gradient_penalty
 from segapp.parallel.distributed import wrap_ddp
 
 logits, target, net = torch.zeros(1, 3, 4, 4), torch.zeros(1, 8, 8), nn.Linear(2, 1)
@@ -179,6 +179,8 @@ surrogate(criterion, sums, sums, mean=False)  # type: ignore[call-arg]
 CriterionDice(255)  # type: ignore[call-arg]
 CriterionDice(classes="presnt")  # type: ignore[arg-type]
 CriterionFocal(ignore_label=255)  # type: ignore[call-arg]
+BalancedDataParallel(1, net, ["cpu"], timeout=3.0)  # type: ignore[call-arg]
+DataParallelModel(net, ["cpu"], 0)  # type: ignore[arg-type]
 wrap_ddp(net, find_unused=True)  # type: ignore[call-arg]
 all_reduce_gradients(net.parameters(), False)  # type: ignore[call-arg]
 gradient_penalty(net, logits, logits, kind="wgan")  # type: ignore[arg-type]

@@ -11,6 +11,9 @@ from segapp.docs.pages import search_pages
 
 FIRST = 3
 QUESTIONS: list[tuple[str, str]] = [
+    ("GradScaler", "own-loop"),
+    ("CriterionDSN is_target_scattered", "own-loop"),
+    ("loss in forward mean of means", "own-loop"),
     ("Windows WSL", "platforms"),
     ("macOS MPS Apple Silicon", "platforms"),
     ("ROCm AMD", "platforms"),

@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
@@ -48,6 +48,14 @@ class OwnMapping(MutableMapping):
         return len(self._values)
 
 
+class Attributes(dict):
+    """Its keys are also its attributes."""
+
+    def __init__(self, **values):
+        super().__init__(**values)
+        self.__dict__ = self
+
+
 @dataclass
 class Record:
     x: Tensor
@@ -60,6 +68,8 @@ BATCHES = {
     "OrderedDict": lambda x: OrderedDict(name="n", x=x),
     "defaultdict": lambda x: defaultdict(list, name="n", x=x),
     "own mapping": lambda x: OwnMapping(name="n", x=x),
+    "keys as attributes": lambda x: Attributes(name="n", x=x),
+    "two mappings": lambda x: ChainMap({"x": x}, {"name": "n", "x": 0}),
     "mapping proxy": lambda x: types.MappingProxyType({"name": "n", "x": x}),
     "UserList": lambda x: UserList(["n", x]),
     "deque": lambda x: deque(["n", x], maxlen=2),

@@ -91,7 +91,10 @@ def test_nested_outputs_keep_the_order_of_the_samples():
     outputs = outer(images)
     assert outputs.sizes == (1, 2, 2, 2)
     assert torch.equal(outputs.gather(), expected)
-    assert torch.equal(BalancedDataParallel(3, inner, ["cpu"] * 2)(images), expected)
+    for device_ids in (["cpu"] * 2, []):
+        model = BalancedDataParallel(None, inner, device_ids)
+        assert torch.equal(model(images), expected)
+        assert torch.equal(DataParallelModel(nn.Identity(), [])(outputs)[0], expected), "chunks for a module by itself"
     assert (
         relative_error([DataParallelCriterion(CriterionCE())(outputs, target)], [CriterionCE()(expected, target)])
         <= 1e-12

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest import mock
 
 from rich.segment import Segment
 from textual.app import App
@@ -28,9 +29,9 @@ def screen_text(app: App[Any]) -> str:
     return "\n".join("".join(segment.text for segment in row).rstrip() for row in screen_rows(app))
 
 
-def toasts(app: MonitorApp) -> list[str]:
-    """Return the messages that were shown, the last one at the end."""
-    return [notification.message for notification in app._notifications]
+def said(app: MonitorApp) -> str:
+    """Return the message above the keys of the open screen; empty if there is none."""
+    return "".join(str(line.render()) for line in app.screen.query(".said") if line.display)
 
 
 async def settle(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -59,14 +60,19 @@ def run_screen(
     source: LiveSource | RecordedRun,
     act: Callable[[MonitorApp, Pilot[None]], Awaitable[None]],
     size: tuple[int, int] = (120, 36),
+    seconds: tuple[float, float] = (0.0, 0.0),
     **keywords: Any,
 ) -> None:
-    """Show a run and act on the screen."""
+    """Show a run and act on the screen.
+
+    `seconds`: how long a command is held, and the time between keys that counts as typing; a test presses keys fast.
+    """
 
     async def go() -> None:
         app = MonitorApp(source_of(source) if isinstance(source, RecordedRun) else source, **keywords)
-        async with app.run_test(size=size, notifications=True) as pilot:
+        async with app.run_test(size=size) as pilot:
             await settle(app, pilot)
             await act(app, pilot)
 
-    asyncio.run(go())
+    with mock.patch.multiple("segapp.tui.app", HOLD_S=seconds[0], TYPING_S=seconds[1]):
+        asyncio.run(go())

@@ -110,19 +110,9 @@ def test_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, 
 
 
 def test_keys_are_unique_and_control_keys_are_marked() -> None:
-    names = [name for key in keys.KEYS if key.is_bound for name in key.keys.split(",")]
+    names = [name for key in keys.KEYS if key.is_bound and key.keys for name in key.keys.split(",")]
     assert len(names) == len(set(names))
-    assert {"toggle_pause", "edit_gpu0", "undo_gpu0", "checkpoint", "stop"} == {
-        key.action for key in keys.available(False) if key not in keys.available(True)
+    assert {"app.toggle_pause", "app.edit_gpu0", "app.undo", "app.checkpoint", "app.stop"} == {
+        key.action for key in keys.KEYS if key not in keys.available(keys.KEYS, sends=False)
     }
-
-
-@pytest.mark.parametrize("width", [60, 80, 120, 10])
-def test_key_bar_always_shows_help(width: int) -> None:
-    bar = keys.key_bar(keys.KEYS, {}, width).plain
-    assert "?" in bar
-    if width >= 60:
-        assert len(bar) <= width
-        assert "Leave" in bar
-    for pane in ("loss", "gpu", "classes", "events", "pictures", "starting"):
-        assert "?" in keys.key_bar(keys.here(keys.available(False), pane), {}, width).plain
+    assert "space" not in names

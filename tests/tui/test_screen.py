@@ -19,8 +19,8 @@ from segapp.tui import keys
 from segapp.tui.app import MonitorApp
 from segapp.tui.layout import plan_layout
 from segapp.view.source import LiveSource
-from tests.support.recorded_runs import CAMVID, RecordedRun, live_run
-from tests.support.screens import press, run_screen, screen_rows, screen_text, settle, toasts
+from tests.support.recorded_runs import CAMVID, Clock, RecordedRun, live_run
+from tests.support.screens import press, run_screen, said, screen_rows, screen_text, settle
 
 SIZES = [(120, 36), (100, 30), (80, 24), (60, 15), (40, 10)]
 
@@ -64,8 +64,7 @@ def test_wide_screen_shows_every_key_value(live: RecordedRun) -> None:
             "val 0.",
             "5 img", "9 img", "71°", "15.8/22.0 GiB", "5 → 6", "PENDING: epoch 14", "split 5·9·9·9 → 6·9·9·8",
             "mIoU 0.557", "img/s", "waiting for data 4%", "pole", "bicyclist", "alice@box: set gpu0_bsz=6 accepted",
-            "q Leave",
-            "? Help",
+            "q Leave", "? Help",
         ):  # fmt: skip
             assert wanted in text, (wanted, text)
         assert not re.search(r"\ds ago|pid", text)  # fresh
@@ -258,7 +257,7 @@ def test_crash_is_shown_with_the_next_move(tmp_path: Path) -> None:
         assert f"segapptrain--resume{run.folder.path}" in "".join(text.split())
         await press(app, pilot, "c")
         assert sent(run) == []
-        assert "the run has ended" in toasts(app)[-1]
+        assert "the run has ended" in said(app)
 
     run_screen(run, act)
 
@@ -310,7 +309,7 @@ def test_gpu0_bsz_is_changed_and_undone_with_one_key(fresh: RecordedRun) -> None
         assert sent(fresh)[-1] == f"cancel {received.id}"
         fresh.change_gpu0(5, command_id=received.id)
         await settle(app, pilot)
-        assert any("set gpu0_bsz=5 applied" in toast for toast in toasts(app))
+        assert "set gpu0_bsz=5 applied" in said(app)
         assert "applied at epoch" in screen_text(app)
         await press(app, pilot, "u")
         assert sent(fresh)[-1] == "set gpu0_bsz=4"
@@ -325,7 +324,7 @@ def test_gpu0_bsz_is_changed_and_undone_with_one_key(fresh: RecordedRun) -> None
         (["3", "enter"], "", "set gpu0_bsz=3"),
         (["3", "3", "enter"], "refused", None),
         (["0", "enter"], "", "set gpu0_bsz=0"),
-        (["9", "enter"], "won't fit", None),
+        (["9", "enter"], "not sent: won't fit", None),
         (["1", "2", "backspace", "backspace", "3", "enter"], "", "set gpu0_bsz=3"),
         (["9", "escape"], "", None),
         (["enter"], "or even", None),
@@ -346,27 +345,154 @@ def test_split_editor_accepts_and_rejects_values(
     run_screen(fresh, act)
 
 
-def test_pause_resume_checkpoint_and_stop_keys_send_commands(fresh: RecordedRun) -> None:
+def test_pause_resume_and_checkpoint_keys_send_commands(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "space", "c")
+        await press(app, pilot, "space", "p", "c")
         assert sent(fresh) == ["pause", "checkpoint"]
         first = drain_commands(fresh.folder.path)[0]
         fresh.write(CommandAnswer(id=first.id, command="pause", by="a@b", status="applied"))
         fresh.beat("paused", 0.0)
         await settle(app, pilot)
         assert "PAUSED" in screen_text(app)
-        assert "space Resume" in screen_text(app).replace("  ", " ")
-        await press(app, pilot, "space")
-        assert sent(fresh)[-1] == "resume"
-        await press(app, pilot, "S")
-        assert "Stop the training?" in screen_text(app)
-        await press(app, pilot, "escape")
-        assert len(sent(fresh)) == 3
-        await press(app, pilot, "S", "e")
-        await press(app, pilot, "S", "n")
-        assert sent(fresh)[-2:] == ["stop epoch", "stop"]
+        assert "p Resume" in screen_text(app)
+        await press(app, pilot, "space", "p")
+        assert sent(fresh) == ["pause", "checkpoint", "resume"]
 
     run_screen(fresh, act)
+
+
+@pytest.mark.parametrize(
+    ("pressed", "wanted"),
+    [
+        ("n", []), ("enter", []), ("escape", []), ("q", []), ("space", []),
+        ("e", ["stop epoch"]), ("x", ["stop"]), ("down enter", ["stop epoch"]), ("down down enter", ["stop"]),
+    ],
+)  # fmt: skip
+def test_stopping_is_a_list_that_begins_with_training_on(fresh: RecordedRun, pressed: str, wanted: list[str]) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "S")
+        text = screen_text(app)
+        assert re.search(r"Keep training +esc, n.*\n.*After this epoch, ~32s +e .*\n.*Now: saves step 25 +x ", text)
+        await press(app, pilot, *pressed.split())
+        assert sent(fresh) == wanted
+
+    run_screen(fresh, act)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock by which commands are held and keys are typed."""
+    found = Clock(1000.0)
+    monkeypatch.setattr("segapp.tui.app.monotonic", found)
+    return found
+
+
+def test_command_can_be_taken_back_for_three_seconds(fresh: RecordedRun, clock: Clock) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        async def after(seconds: float, *names: str) -> list[str]:
+            clock.now_s += seconds
+            await press(app, pilot, *names)
+            return sent(fresh)
+
+        assert await after(1, "p") == []
+        assert said(app) == "pause in 3 s: u undoes it"
+        assert await after(2.9) == []
+        assert await after(0, "u") == []
+        assert said(app) == "pause: taken back, not sent"
+        assert await after(10) == []
+        await after(1, "S")
+        await after(1, "x")
+        assert await after(2.9) == []
+        assert await after(0.2) == ["stop"]
+        await after(1, "c")
+        await after(1, "R")
+        assert await after(3) == ["stop", "checkpoint"], "the list of runs does not keep it"
+        await after(1, "escape")
+        await after(1, "c")
+        assert await after(1, "q") == ["stop", "checkpoint", "checkpoint"], "leaving sends it"
+
+    run_screen(fresh, act, seconds=(3.0, 0.6))
+
+
+TEXTS = ["reboot the server now", "See the notes", "pause", "Stop x", "p", "cd runs; cp a b2\nls", "S"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_typed_text_sends_nothing(fresh: RecordedRun, clock: Clock, text: str, end: str) -> None:
+    """Text is typed or pasted; a lone key of a command is the only text that sends, and only without enter."""
+    names = [{" ": "space", "\n": "enter", ";": "semicolon"}.get(char, char) for char in text + end]
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        theme = app.theme
+        for name in names:
+            clock.now_s += 0.3
+            await press(app, pilot, name)
+        clock.now_s += 5
+        await settle(app, pilot)
+        assert sent(fresh) == (["pause"] if text + end == "p" else [])
+        assert app.is_running
+        assert app.theme == theme
+
+    fresh.change_gpu0(5)
+    run_screen(fresh, act, seconds=(3.0, 0.6))
+
+
+def test_keys_of_the_run_do_nothing_in_the_list(fresh: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "R", "p", "c", "space", "b", "u", "S", "x")
+        assert sent(fresh) == []
+        assert len(app.screen_stack) == 2
+
+    run_screen(fresh, act)
+
+
+@pytest.mark.parametrize(
+    ("pressed", "has", "lacks"),
+    [
+        ("1", "show the next metric", "open the selected one"),
+        ("R", "open the selected one", "pause, or resume"),
+        ("S", "stop after this epoch, with a checkpoint", "save a checkpoint\n"),
+        ("b", "close; nothing is sent", "open the selected one"),
+    ],
+)
+def test_help_shows_the_keys_of_the_open_screen(fresh: RecordedRun, pressed: str, has: str, lacks: str) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, pressed, "f1" if pressed == "b" else "question_mark")
+        assert "─ Keys ─" in screen_text(app)
+        assert has in screen_text(app)
+        assert lacks not in screen_text(app)
+        await press(app, pilot, "question_mark")
+        assert "─ Keys ─" not in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+def test_keys_below_can_be_clicked(fresh: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        async def click(label: str) -> None:
+            row = screen_text(app).splitlines()[-1]
+            await pilot.click(offset=(row.index(label) + 1, app.size.height - 1))
+            await settle(app, pilot)
+
+        await click("Save")
+        assert sent(fresh) == ["checkpoint"]
+        await click("Stop")
+        assert "Keep training" in screen_text(app)
+        await pilot.click(offset=(60, screen_text(app).splitlines().index(row_with(app, "After this epoch"))))
+        await settle(app, pilot)
+        assert sent(fresh) == ["checkpoint", "stop epoch"]
+        await click("Menu")
+        await press(app, pilot, "escape")
+        await click("Runs")
+        await click("Help")
+        assert "open the selected one" in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+def row_with(app: MonitorApp, text: str) -> str:
+    return next(row for row in screen_text(app).splitlines() if text in row)
 
 
 def test_rejected_command_is_shown_with_its_reason(fresh: RecordedRun) -> None:
@@ -378,22 +504,22 @@ def test_rejected_command_is_shown_with_its_reason(fresh: RecordedRun) -> None:
         )
         fresh.write(answer)
         await settle(app, pilot)
-        assert "checkpoint rejected: [b]the disk is full" in toasts(app)[-1]
+        assert "checkpoint rejected: [b]the disk is full" in said(app)
 
     run_screen(fresh, act)
 
 
 def test_read_only_screen_offers_and_sends_no_command(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "space", "c", "u", "S", "b", "5", "enter")
+        await press(app, pilot, "p", "c", "u", "S", "b", "enter")
         assert sent(fresh) == []
         text = screen_text(app)
         assert "read-only" in text
         for label in ("Pause", "Save", "Stop"):
             assert label not in text.splitlines()[-1]
         await press(app, pilot, "question_mark")
-        assert "save a checkpoint now" not in screen_text(app)
-        assert "next metric in the chart" in screen_text(app)
+        assert "save a checkpoint" not in screen_text(app)
+        assert "show the next metric" in screen_text(app)
 
     run_screen(fresh, act, readonly=True)
 
@@ -402,21 +528,21 @@ def test_unwritable_inbox_is_reported(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         shutil.rmtree(fresh.folder.commands)
         await press(app, pilot, "c")
-        assert "cannot send" in toasts(app)[-1]
+        assert "cannot send" in said(app)
 
     run_screen(fresh, act)
 
 
 PANES = {"loss": "1", "gpu": "2", "classes": "3", "events": "4", "pictures": "5"}
-PRESSED_BEFORE = {"select": ["down"], "escape": ["f"]}
-WITHOUT_EFFECT = {"image", "move", "redraw"}
+PRESSED_BEFORE = {"select": ["down"], "app.escape": ["f"]}
+WITHOUT_EFFECT = {"image", "move", "app.redraw"}
 """The run has no pictures, and the screen is drawn as it was."""
 
 
 def drawn(app: MonitorApp) -> tuple[Any, ...]:
     """Return all that a user notices: cells with their styles, dialogs, messages, clipboard, theme."""
     cells = [[(segment.text, segment.style) for segment in row] for row in screen_rows(app)]
-    return cells, len(app.screen_stack), len(app._notifications), app.clipboard, app.theme
+    return cells, len(app.screen_stack), app.clipboard, app.theme
 
 
 @pytest.mark.slow
@@ -425,8 +551,8 @@ def test_every_key_of_the_table_has_an_effect(live: RecordedRun) -> None:
         idle, shown = set(), drawn(app)
         await settle(app, pilot)
         assert drawn(app) == shown, "without a key nothing changes, so that a change is the key's"
-        for key in keys.available(is_readonly=True):
-            for name in key.keys.split(",") if key.action not in ("runs", "detach") else ():
+        for key in keys.available(keys.KEYS, sends=False):
+            for name in key.keys.split(",") if key.keys and key.action not in ("app.runs", "app.detach") else ():
                 first = [PANES[key.panes.split()[0]]] if key.panes and app.pane not in key.panes.split() else []
                 if first or key.action in PRESSED_BEFORE:
                     await press(app, pilot, *first, *PRESSED_BEFORE.get(key.action, []))
@@ -440,15 +566,21 @@ def test_every_key_of_the_table_has_an_effect(live: RecordedRun) -> None:
     run_screen(live, act, readonly=True)
 
 
-def test_help_lists_the_table_of_keys(live: RecordedRun) -> None:
+@pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
+def test_help_has_every_key_and_is_not_cut(live: RecordedRun, size: tuple[int, int]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "question_mark")
-        text = screen_text(app)
-        for key in keys.available(False):
-            assert key.help in text, key
-        assert "best checkpoint" in text
+        missing = {key.help.split(": ")[-1] for key in keys.KEYS if key.keys}
+        for pane in "12345":
+            await press(app, pilot, pane, "question_mark")
+            for _ in range(60):
+                text = " ".join(screen_text(app).replace("│", " ").split())
+                assert "ctl" not in text.split("─ Keys ─")[1].split("╰")[0]
+                missing -= {each for each in missing if each in text}
+                await press(app, pilot, "j")
+            await press(app, pilot, "escape")
+        assert not missing
 
-    run_screen(live, act, (120, 80))
+    run_screen(live, act, size)
 
 
 def test_zoom_filter_and_chart_keys_act_on_their_panes(live: RecordedRun) -> None:
@@ -470,16 +602,35 @@ def test_zoom_filter_and_chart_keys_act_on_their_panes(live: RecordedRun) -> Non
     run_screen(live, act, (120, 40))
 
 
-def test_command_palette_offers_the_actions(live: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        offered = {command.title for command in app.get_system_commands(app.screen)}
-        assert all(
-            any(title.startswith(key.help) for title in offered) for key in keys.available(False) if key.is_bound
-        )
-        for word in ("quit", "detach", "resume", "Theme", "Screenshot", "learning rate"):
-            assert any(word in title for title in offered), word
+@pytest.mark.parametrize("is_ascii", [False, True])
+def test_menu_is_short_and_begins_with_actions(tmp_path: Path, is_ascii: bool) -> None:
+    run = many_classes(tmp_path / "run")
+    run.folder.acquire()
 
-    run_screen(live, act)
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "ctrl+p")
+        dialog = re.split("[─-] Menu [─-]", screen_text(app))[1].splitlines()
+        entries = [match.groups() for row in dialog if (match := re.search(r"(\w+): (\S.*?) {2,}(\S*) ?[│|]", row))]
+        assert 12 <= len(entries) <= 18
+        assert [group for group, _, _ in entries[:5]] == ["Run"] * 5
+        assert ("Run", "pause, or resume", "p") in entries
+        assert "class number" not in " ".join(text for _, text, _ in entries)
+        assert screen_text(app).isascii() or not is_ascii
+        width = app.screen.query_one(".dialog").region.width
+        assert 0.6 < width / app.size.width < 0.7
+        for words, title in (("quit", "leave"), ("resume", "pause"), ("cancel", "take back"), ("predict", "sample")):
+            await press(app, pilot, *words)
+            assert f": {title}" in screen_text(app), words
+            await press(app, pilot, *["backspace"] * len(words))
+        await press(app, pilot, *"metr", "enter", *"number 149", "enter")
+        assert "IoU class number 149" in screen_text(app)
+        await press(app, pilot, "ctrl+p", *"light", "enter", *"segapp-light", "enter")
+        assert app.theme == "segapp-light"
+        await press(app, pilot, "ctrl+p", *"checkp", "enter")
+        assert sent(run) == ["checkpoint"]
+
+    run_screen(run, act, ascii_only=is_ascii)
+    run.folder.release()
 
 
 def test_screen_without_colour_has_no_colour_codes(live: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,9 +682,7 @@ def test_sample_images_are_shown_and_damaged_ones_reported(fresh: RecordedRun) -
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("second", "wanted"), [("ctrl+c", ["stop"]), ("n", ["stop"]), ("e", ["stop epoch"]), ("escape", [])]
-)
+@pytest.mark.parametrize(("second", "wanted"), [("ctrl+c", ["stop"]), ("n", []), ("escape", [])])
 def test_ctrl_c_asks_how_to_stop(fresh: RecordedRun, second: str, wanted: list[str]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "ctrl+c")
@@ -549,7 +698,7 @@ def test_ctrl_c_asks_how_to_stop(fresh: RecordedRun, second: str, wanted: list[s
 def test_ctrl_c_stops_nothing_in_a_readonly_view(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "ctrl+c", "ctrl+c")
-        assert toasts(app)[-1] == "press q to leave"
+        assert said(app) == "press q to leave"
         assert not sent(fresh)
 
     run_screen(fresh, act, readonly=True)

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 from textual.geometry import Offset
 from textual.pilot import Pilot
-from textual.widgets._toast import Toast
 
-from segapp.run.events import DeviceMemory, EpochStart, EventReader, Heartbeat, Memory, RunStart, Step
-from segapp.tui import header, keys
+from segapp.run.commands import drain_commands
+from segapp.run.events import CommandAnswer, DeviceMemory, EpochStart, EventReader, Heartbeat, Memory, RunStart, Step
+from segapp.tui import header
 from segapp.tui.app import MonitorApp
-from segapp.tui.events import EventsPane
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import RecordedRun
-from tests.support.screens import press, run_screen, screen_text, settle, toasts
+from tests.support.screens import press, run_screen, said, screen_text, settle
 
 
 @pytest.fixture
@@ -146,7 +145,7 @@ def test_run_that_did_not_finish_shows_how_to_resume(
         text = " ".join(screen_text(app).split())
         assert f"{status}: asked to stop; to continue: `segapp train --resume 'my run'`" in text
         await press(app, pilot, "ctrl+c")
-        assert toasts(app)[-1] == "press q to leave"
+        assert said(app) == "press q to leave"
         await pilot.resize_terminal(40, 10)
         await settle(app, pilot)
         assert "press q to leave" in screen_text(app)
@@ -155,22 +154,34 @@ def test_run_that_did_not_finish_shows_how_to_resume(
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-def test_messages_leave_the_newest_events_visible(fresh: RecordedRun, size: tuple[int, int]) -> None:
+def test_answer_is_one_line_above_the_keys(fresh: RecordedRun, size: tuple[int, int]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "4", "c")
-        await pilot.pause(0.2)
-        toast, events = app.screen.query_one(Toast).region, app.query_one(EventsPane).region
-        assert toast.area
-        assert toast.bottom <= events.bottom - 4
-        assert toast.y >= 2
+        await press(app, pilot, "4")
+        before = screen_text(app).splitlines()
+        await press(app, pilot, "c")
+        assert screen_text(app).splitlines()[-2].strip() == "sent: checkpoint"
+        sent = drain_commands(fresh.folder.path)[0]
+        fresh.write(CommandAnswer(id=sent.id, command="checkpoint", by="me@box", status="applied"))
+        await settle(app, pilot)
+        rows = screen_text(app).splitlines()
+        assert rows[-2].strip() == "checkpoint applied"
+        assert sum("checkpoint" in row for row in rows) == 2, "it stands in the events, and once as an answer"
+        differing = [i for i, (old, new) in enumerate(zip(before, rows, strict=True)) if old != new]
+        assert all(i == 0 or "me@box" in rows[i] or i == size[1] - 2 for i in differing), "nothing else is covered"
 
     run_screen(fresh, act, size)
 
 
-def test_wider_key_bar_shows_more_keys(fresh: RecordedRun) -> None:
-    counts = [len(keys.key_bar(keys.here(keys.available(False), "loss"), {}, width).plain.split("  "))
-              for width in (60, 80, 120)]  # fmt: skip
-    assert counts == sorted(set(counts))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("pane", ["1", "2", "3", "4", "5"])
+def test_keys_below_always_show_menu_and_help(fresh: RecordedRun, width: int, pane: str) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, pane)
+        keys = screen_text(app).splitlines()[-1]
+        assert all(label in keys for label in ("q Leave", "p Pause", "S Stop", "^p Menu", "? Help"))
+
+    run_screen(fresh, act, (width, 24))
 
 
 # --- selection and sweeps --------------------------------------------------------------------------------------------

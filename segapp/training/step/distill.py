@@ -223,8 +223,8 @@ class Teacher:
         """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the nodes of the features if asked for."""
         model, normalizer = self._on[images.device]
         with torch.inference_mode():
-            heads, features = outputs_of(model, normalizer(images), with_features=with_nodes)
-            nodes = None if features is None else node_features(features, PAIR_GRID)
+            heads, features = model.compute_with_features(normalizer(images))
+            nodes = node_features(features, PAIR_GRID) if with_nodes and features is not None else None
         # Autograd cannot save an inference tensor for the backward pass, but it can save a copy of these small ones.
         return heads[0].clone(), None if nodes is None else nodes.clone()
 
@@ -265,7 +265,7 @@ class DistilledInput(NormalizedInput):
         factors = self._factors
         normalized = self.normalized(images)
         with sample_masks(keys):
-            heads, features = outputs_of(self.model, normalized, with_features=PAIR_WISE in factors)
+            heads, features = self.model.compute_with_features(normalized)
         taught, teacher_nodes = self.teacher(images, with_nodes=PAIR_WISE in factors)
         values: list[Tensor] = []
         maps: tuple[Tensor, ...] = ()
@@ -281,11 +281,6 @@ class DistilledInput(NormalizedInput):
                 real = critic_input(normalized, taught, self._critic_size)
             maps = (real, fake.detach())
         return heads, torch.stack(values, 1), maps
-
-
-def outputs_of(model: SegmentationModel, images: Tensor, *, with_features: bool) -> tuple[tuple[Tensor, ...], Any]:
-    """Return all logits, and the features before the last layer if asked for, which custom models do not have."""
-    return model.compute_with_features(images) if with_features else (model.compute_logits(images), None)
 
 
 class TeacherIdentity(StepParticipant):
