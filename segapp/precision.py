@@ -63,17 +63,8 @@ def half_except_batchnorm(model: nn.Module) -> nn.Module:
 class Precision:
     """Precision mode of a training: fp32, fp16 (half weights), amp-fp16 or amp-bf16, with the model's (first) device.
 
-    The step of a loop is the same in each mode: `backward` for each micro-batch, `finish_gradients`, `step`.
-
-    Example:
-        >>> precision = Precision("fp16", "cpu")
-        >>> model = precision.prepare(nn.Linear(3, 1))
-        >>> optimizer = torch.optim.SGD(precision.master_weights(model.parameters()), lr=0.1)
-        >>> with precision.autocast():
-        ...     loss = model(torch.ones(2, 3, dtype=precision.input_dtype)).float().square().mean()
-        >>> precision.backward(loss)
-        >>> grad_norm = precision.finish_gradients(optimizer, clip_grad_norm=1.0)
-        >>> precision.step(optimizer, is_bad=~grad_norm.isfinite())
+    A step is the same in each mode: `backward` for each micro-batch, `grad_norm = finish_gradients(optimizer, 1.0)` and
+    `step(optimizer, is_bad=~grad_norm.isfinite())`. The optimizer has the `master_weights`.
     """
 
     def __init__(self, name: str, device: torch.device | str) -> None:
@@ -99,11 +90,6 @@ class Precision:
                 self._pairs.append((parameter, master))
             masters.append(master)
         return masters
-
-    @property
-    def has_masters(self) -> bool:
-        """True if there are fp32 master weights."""
-        return bool(self._pairs)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context for forward passes."""
@@ -153,7 +139,11 @@ class Precision:
 
         The weights stay the same if `is_bad` is true, which lowers the scale, or if `is_skipped` is, which does not.
         """
-        if may_update(optimizer, is_bad if is_skipped is None else is_skipped):
+        is_skipped = is_bad if is_skipped is None else is_skipped
+        if takes_found_inf(optimizer):  # a fused optimizer of torch, which reads it on the device
+            optimizer.found_inf = is_skipped.float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif type(is_skipped) is not Tensor or not bool(is_skipped):  # a simulated tensor has no value
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.masters_to_model()
@@ -183,15 +173,3 @@ class Precision:
         if self._pairs and "masters" in state:
             for (_, master), saved in zip(self._pairs, state["masters"], strict=True):
                 master.copy_(saved)
-
-
-def may_update(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> bool:
-    """Return False if a step is bad and the optimizer would still update the weights.
-
-    torch's fused optimizers read `found_inf` on the device, and then change nothing. For other optimizers, such as
-    custom ones, the host reads the value, which waits for the step, like torch's `GradScaler`.
-    """
-    if takes_found_inf(optimizer):
-        optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-        return True
-    return type(is_bad) is not Tensor or not bool(is_bad)  # a simulated tensor has no value

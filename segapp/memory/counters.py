@@ -208,15 +208,6 @@ class DeviceMemoryTracker:
 
     Logical devices on one real device share its counters. `sample` has the peak of each phase that was run as a whole
     after an earlier `sample`.
-
-    Example:
-        >>> tracker = DeviceMemoryTracker(["cpu"])  # on GPUs: ["cuda:0", "cuda:1"]
-        >>> for step in range(3):
-        ...     for phase in ("forward", "backward", "step", "data"):
-        ...         tracker.mark(phase)
-        ...     (device,) = tracker.sample()
-        >>> device["device"], device["uuid"], sorted(device["phase_peak_mib"])
-        ('cpu', None, ['backward', 'data', 'forward', 'step'])
     """
 
     def __init__(

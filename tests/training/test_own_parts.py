@@ -12,7 +12,7 @@ from segapp.assembly.trained import read_trained
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, DataError, RunError
-from segapp.precision import may_update
+from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest, plan_request
 from segapp.session.session import run_session
@@ -103,11 +103,16 @@ def test_rmsprop_resumes_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_own_optimizer_makes_no_bad_step() -> None:
-    weights = [torch.nn.Parameter(torch.ones(3))]
-    own, fused = torch.optim.RMSprop(weights, lr=0.1), torch.optim.Adam(weights, lr=0.1, fused=True)
-    assert [may_update(own, torch.tensor(is_bad)) for is_bad in (0.0, 1.0)] == [True, False]
-    assert may_update(fused, torch.tensor(1.0))  # it leaves the weights as they are by itself
-    assert fused.found_inf == 1
+    precision = Precision("fp32", "cpu")
+    for kind, options in ((torch.optim.RMSprop, {}), (torch.optim.Adam, {"fused": True})):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer, lowest = kind([weight], lr=0.1, **options), []
+        for is_bad, is_skipped in ((True, None), (False, torch.tensor(True)), (False, None)):
+            weight.grad = torch.ones(3)
+            precision.step(optimizer, torch.tensor(is_bad), is_skipped)
+            lowest.append(float(weight.detach().min()))
+        assert lowest[:2] == [1.0, 1.0]
+        assert lowest[2] < 1.0
 
 
 def test_own_schedule_gives_the_factor_at_every_step(tiny: dict[str, Any], tmp_path: Path) -> None:

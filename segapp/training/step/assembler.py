@@ -349,7 +349,7 @@ class StepAssembler:
                     )
                 split = RankSplit(ranks.world_size, layout.gpu0_bsz, shares=layout.shares, full_batch=batch_size)
                 wrap = partial(backend.wrap_ddp, inner, device, self._example())
-                network = RankNetwork(model, wrap, device, ranks, split, has_masters=precision.has_masters)
+                network = RankNetwork(model, wrap, device, ranks, split, has_masters=precision.name == "fp16")
             elif layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.
                 example = self._example().to(inner.normalizer.dtype).expand(2, -1, -1, -1)
