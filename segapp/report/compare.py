@@ -183,10 +183,8 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     runs, same = found["runs"], found.get("same_images")
     names = [row["name"] for row in runs]
-    if found["differences"]:
-        console.print(_table("differences", names, found["differences"]))
-        console.print()
-    console.print(_table("", names, key_figures(runs)))
+    settings = found["differences"] and {**found["differences"], "": [""] * len(names)}
+    console.print(_table("differences" if settings else "", names, {**settings, **key_figures(runs)}))
     if found.get("note"):
         console.print(Text(printable(found["note"])))
     if same is None:

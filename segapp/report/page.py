@@ -18,7 +18,7 @@ from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import confusion_figure, top_confusions
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
-from segapp.run.words import printable
+from segapp.run.words import number, printable
 from segapp.scores import OTHER_HEADLINES, SCORES
 from segapp.view import wording
 from segapp.view.history import LossHistory
@@ -140,8 +140,9 @@ def miou_curves(reports: Sequence[RunReport]) -> list[ChartCurve]:
     """Return the mIoU over the steps of each run."""
     curves = []
     for color, report in enumerate(reports):
-        vals, label = report.view.vals, report.name if len(reports) > 1 else "mIoU"
+        vals = report.view.vals
         if vals:
+            label = f"{report.name}, last {number(vals[-1].miou)}" if len(reports) > 1 else "mIoU"
             curves.append(ChartCurve(label, vals.values("step"), vals.values("miou"), color % charts.NUM_COLORS, True))
     return curves
 

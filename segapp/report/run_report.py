@@ -71,20 +71,12 @@ def read_run_report(run: str | Path, fields: Sequence[str] = ()) -> RunReport:
     report.series = {name: each.history for name, each in series.items()}
     if report.view.start is None:
         raise without_events(folder)
-    with contextlib.suppress(OSError):  # the config is optional in a report
+    with contextlib.suppress(OSError, ConfigError):  # the config is optional in a report
         report.config_text = without_secrets(read_of_run(folder.config_yaml).decode(errors="backslashreplace"))
-        report.config = read_config(folder)
+        report.config = load_config(folder.config_yaml)
     return report
 
 
 def without_events(folder: RunFolder) -> RunError:
     """Return the error about a run that has no `run_start` yet."""
     return RunError(f"{folder.path} has no events yet: train it first")
-
-
-def read_config(folder: RunFolder) -> RunConfig | None:
-    """Return the config at the start of a run; None if the file cannot be read."""
-    try:
-        return load_config(folder.config_yaml)
-    except ConfigError:
-        return None

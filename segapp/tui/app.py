@@ -192,7 +192,7 @@ class MonitorApp(App[None]):
         source = LiveSource(folder)
         self.shown = ShownRun(source)
         self._is_starting = None
-        self.chart.change(metric="loss")
+        self.chart.metric = "loss"
         self.apply_layout()
         self.tick()
         self.show_view()
@@ -316,13 +316,14 @@ class MonitorApp(App[None]):
         self.action_show_metric(names[(at + by) % len(names)])
 
     def action_show_metric(self, name: str) -> None:
-        self.chart.change(metric=name)
+        self.chart.metric = name
         if self.pane == "pictures" or (self.is_zoomed and self.pane != "loss"):
             self.action_pane("loss")
         self.show_view()
 
     def action_toggle_log(self) -> None:
-        self.chart.change(is_log=not self.chart.is_log)
+        self.chart.is_log = not self.chart.is_log
+        self.show_view()
 
     def action_filter(self) -> None:
         """Open the search line of the events if they are selected, else the search line of the classes."""

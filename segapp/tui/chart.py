@@ -110,7 +110,7 @@ class LossChart(StripWidget):
 
     def __init__(self, **keywords: str) -> None:
         super().__init__(**keywords)
-        self.metric, self.is_log = "loss", False
+        self.metric, self.is_log = "loss", False  # one of `metric_names` or `IoU CLASS`
         self._view = View()
         self._series: LossHistory | None = None
         self._curve = Curve(None, NO_POINTS)
@@ -141,12 +141,6 @@ class LossChart(StripWidget):
             rows = [y for y, (old, new) in pairs if old != new]
             if rows:
                 self.refresh(*(Region(0, y, size.width, 1) for y in rows))
-
-    def change(self, *, metric: str | None = None, is_log: bool | None = None) -> None:
-        """Show another metric, one of `metric_names` or `IoU CLASS`, or another vertical axis; None: as before."""
-        self.metric = self.metric if metric is None else metric
-        self.is_log = self.is_log if is_log is None else is_log
-        self.show(self._view, self._series)
 
     def key(self) -> tuple[object, ...]:
         """Return the values that the chart depends on."""

@@ -11,7 +11,7 @@ from segapp.memory.split_check import FULL_FRAC, TIGHT_FRAC
 from segapp.run.commands import CancelCommand, Command, SetCommand
 from segapp.run.events import DeviceMemory
 from segapp.run.words import dots, duration, gib, percent, printable, share_text
-from segapp.tui.header import LinePart, device_kind, device_label, etas_s, fit_parts
+from segapp.tui.header import LinePart, device_kind, etas_s, fit_parts
 from segapp.tui.widgets import progress
 from segapp.view.source import Status
 from segapp.view.view import View, is_gpu
@@ -161,7 +161,7 @@ def _observed(view: View, predicted: list[float | None] | None, observed: list[f
     first = next(iter(predicted or []), None)
     device = view.devices[0].device if view.devices else None
     before = f" (predicted {gib(first)})" if first is not None else ""
-    return f", {device_label(device, 0)} peak {gib(seen)}{before}"
+    return f", {device_kind(device)}0 peak {gib(seen)}{before}"
 
 
 def _pending_lines(view: View, status: Status) -> list[Content]:

@@ -232,11 +232,6 @@ def device_kind(device: str | None) -> str:
     return "CPU" if device is not None and device.startswith("cpu") else "GPU"
 
 
-def device_label(device: str | None, index: int) -> str:
-    """Return GPU0 for cuda:0, CPU0 for cpu."""
-    return f"{device_kind(device)}{index}"
-
-
 def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
     """Return the alerts that are newer than the last seen one of their kind, the newest last."""
     return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]

@@ -1,5 +1,6 @@
 """The panes in two columns: the visible ones for a size of the terminal, their titles and documentation pages."""
 
+import time
 from dataclasses import dataclass
 
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -72,6 +73,7 @@ class Columns(Horizontal):
 
     def __init__(self, *, has_color: bool) -> None:
         self._layout = ScreenLayout(frozenset())
+        self._drawn: tuple[object, ...] = ()
         self.chart = LossChart(id="loss", classes="pane")
         self._small = [LossChart(classes="pane") for _ in range(3)]
         for chart in self._small:
@@ -105,14 +107,7 @@ class Columns(Horizontal):
         """Update the visible panes."""
         view, plan, status = run.view, self._layout, run.source.status()
         if "loss" in plan.panes:
-            self._set_title(self.chart, Content.styled(f"1 {chart_title(self.chart.metric)}", "bold"))
-            others = [name for name in ("loss", "miou", "lr", "images_per_s") if name != self.chart.metric]
-            for small, metric in zip(self._small if plan.has_small else (), others, strict=False):
-                small.metric = metric
-                set_title(small, Content.styled(chart_title(metric), "bold"))
-            for chart in (self.chart, *self._small)[: 4 if plan.has_small else 1]:
-                field = step_field(chart.metric)
-                chart.show(view, None if field is None else run.source.series(field))
+            self._show_charts(run)
         if "pictures" in plan.panes:
             self.pictures.show(newest_pictures(run.source.folder.samples), view)
             self._set_title(self.pictures, Content.styled("5 Images", "bold"))
@@ -133,6 +128,24 @@ class Columns(Horizontal):
             self.table.show(view, first_evaluation(view, run.source.status(), run.settings()))
             room = self.table.size.width - (4 if plan.has_left else 44)
             self._set_title(self.table, classes_title(view, self.table.search.text, room))
+
+    def _show_charts(self, run: ShownRun) -> None:
+        """Show the chart, and the small ones if something else than the steps has changed, or every five seconds."""
+        metric, has_small = self.chart.metric, self._layout.has_small
+        names = [metric, *(name for name in ("loss", "miou", "lr", "images_per_s") if name != metric)]
+        drawn = id(run.view), metric, has_small, time.monotonic() // 5
+        for chart, name in zip((self.chart, *self._small) if has_small else (self.chart,), names, strict=False):
+            field = step_field(name)
+            series = None if field is None else run.source.series(field)
+            if chart is self.chart or drawn != self._drawn:
+                chart.metric = name
+                chart.show(run.view, series)
+                title = Content.styled(chart_title(name), "bold")
+                if chart is self.chart:
+                    self._set_title(chart, Content.styled("1 ", "bold") + title)
+                else:
+                    set_title(chart, title)
+        self._drawn = drawn
 
     def _show_devices(self, run: ShownRun, status: Status) -> None:
         """Show the devices; they scroll if the classes and gpu0_bsz leave too little room."""

@@ -20,11 +20,13 @@ from segapp.errors import ConfigError, RunError, StorageError
 from segapp.inference.predict.predictor import predict_image
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import ChartCurve, Frame
+from segapp.report.compare import print_comparison
 from segapp.report.confusion import top_confusions
 from segapp.report.differences import iou_of, mean_of_known
 from segapp.report.images import SplitEvaluation, count_split, evaluate_split
 from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves
 from segapp.report.run_report import read_run_report
+from segapp.run import words
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val
 from segapp.run.folder import RunFolder
 from segapp.view.history import LossHistory
@@ -237,7 +239,9 @@ def test_unreportable_run_is_one_clear_error(tmp_path: Path, trained: Path) -> N
         write_report(str(trained), tmp_path / "file" / "page.html", has_pictures=False)
 
 
-def test_comparison_names_the_differing_settings(trained: Path, tmp_path: Path) -> None:
+def test_comparison_names_the_differing_settings(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for name in ("events.jsonl", "run.json"):
@@ -246,6 +250,12 @@ def test_comparison_names_the_differing_settings(trained: Path, tmp_path: Path) 
     (other / "config.yaml").write_text(re.sub(r"(?m)^(\s+)gpu0_bsz: 1$", r"\1gpu0_bsz: 2", text))
     found = compare_runs([str(trained), str(other)], tmp_path / "page.html")
     assert found["differences"] == {"parallel.gpu0_bsz": [1, 2]}
+    capsys.readouterr()
+    print_comparison(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["differences", "parallel.gpu0_bsz"]
+    columns = lines[1].index("1"), lines[1].rindex("2")
+    assert all(lines[3][at - 1] == " " != lines[3][at] for at in columns), "results are in the columns of the settings"
     first, second = found["runs"]
     assert {**first, "name": ""} == {**second, "name": ""}
     assert first["best_miou"] == max(event["miou"] for event in events(trained, "val"))
@@ -297,7 +307,10 @@ def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> N
     assert "band" not in chart
     assert "<title>" not in chart
     curves = miou_curves(reports)
-    assert [(curve.label, curve.color, len(curve.y)) for curve in curves] == [("run", 0, 3), ("other", 1, 1)]
+    last = [words.number(report.view.vals[-1].miou) for report in reports]
+    assert [(curve.label, curve.color, len(curve.y)) for curve in curves] == [
+        (f"run, last {last[0]}", 0, 3), (f"other, last {last[1]}", 1, 1),
+    ]  # fmt: skip
     assert [list(curve.y) for curve in curves] == [[val.miou for val in report.view.vals] for report in reports]
     assert miou_curves(reports[:1])[0].label == "mIoU"
 

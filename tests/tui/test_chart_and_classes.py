@@ -131,12 +131,12 @@ def test_chart_fills_its_pane_and_shows_new_steps(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         chart = app.query_one(LossChart)
         for name in ("loss", "miou"):
-            chart.change(metric=name)
+            app.action_show_metric(name)
             legend, *rows = chart._strips
             assert len(rows) == chart.content_size.height - 1
             assert legend.cell_length <= chart.content_size.width
             assert {row.cell_length for row in rows} == {chart.content_size.width}
-        chart.change(metric="loss")
+        app.action_show_metric("loss")
         for loss in (0.777, 0.555):
             fresh.train(1, loss=loss)
             await settle(app, pilot)
@@ -163,6 +163,9 @@ def test_wide_screen_has_small_charts_of_the_other_metrics(fresh: RecordedRun) -
         assert f"last {number(step.lr)}" in drawn[2]
         assert f"last {number(step.images_per_s)}" in drawn[3]
         fresh.train(3)
+        await settle(app, pilot)
+        assert "".join(strip.text for strip in charts[0]._strips) != drawn[0]
+        app.columns._drawn = ()  # the small charts are drawn every five seconds
         await settle(app, pilot)
         assert "".join(strip.text for strip in charts[3]._strips) != drawn[3]
         await press(app, pilot, "v")
