@@ -26,12 +26,20 @@ from textual.widgets import Input, OptionList
 
 from segapp.errors import RunError
 from segapp.failpoints import failpoint
-from segapp.run.commands import CheckpointCommand, Command, PauseCommand, ResumeCommand, StopCommand, format_command
+from segapp.run.commands import (
+    CheckpointCommand,
+    Command,
+    PauseCommand,
+    ResumeCommand,
+    SetCommand,
+    StopCommand,
+    format_command,
+)
 from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
 from segapp.tui import header, keys, layout
 from segapp.tui.devices import undoing, why_no_split
-from segapp.tui.dialogs import Choice, ChoiceScreen, Gpu0Screen, ScrolledDialog, StopScreen
+from segapp.tui.dialogs import Choice, ChoiceScreen, Gpu0Screen, HelpScreen, ScrolledDialog, StopScreen
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
@@ -51,8 +59,8 @@ HOLD_S = 3.0
 """Time in which a command can be taken back before it is sent."""
 TYPING_S = 0.6
 """Keys of text that follow each other faster are typed text: they send nothing, and take back what was not sent yet."""
-SAID_S = {"information": 8.0, "warning": 20.0, "error": 20.0}
-"""Time for which a message stays."""
+_SAID = {"information": ("$foreground", 8.0), "warning": ("$text-warning", 20.0), "error": ("$text-error bold", 20.0)}
+"""Style of a message, and the seconds for which it stays."""
 
 
 class RunScreen(Screen[None]):
@@ -96,9 +104,9 @@ class MonitorApp(App[None]):
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = False
         self._is_starting: bool | None = None
-        self._held: list[tuple[float, Command]] = []
-        """Commands that have not been sent yet, and when each will be."""
-        self._typed_s, self._said_until_s = 0.0, 0.0
+        self._held: list[Command] = []
+        """Commands that have not been sent yet."""
+        self._send_at_s = self._typed_s = self._said_until_s = 0.0
         set_up_themes(self)
 
     def get_default_screen(self) -> Screen[None]:
@@ -161,7 +169,8 @@ class MonitorApp(App[None]):
         if self.shown.has_trainer_ended():
             self.exit()
             return
-        self._send_held(monotonic())
+        if monotonic() >= self._send_at_s:
+            self._send_held()
         for message in self.shown.take_answers():
             self.say(*message)
         if monotonic() > self._said_until_s:
@@ -275,8 +284,8 @@ class MonitorApp(App[None]):
 
     def say(self, text: str, severity: Severity = "information") -> None:
         """Show a literal message above the keys for some seconds, instead of the one before."""
-        style = {"information": "$foreground", "warning": "$text-warning", "error": "$text-error bold"}[severity]
-        self._said_until_s = monotonic() + SAID_S[severity] if text else math.inf
+        style, said_s = _SAID[severity]
+        self._said_until_s = monotonic() + said_s if text else math.inf
         for line in (line for screen in self.screen_stack for line in screen.query(LiteralText).filter(".said")):
             line.display = bool(text)
             line.show(Content.styled(printable(text), style))
@@ -378,19 +387,18 @@ class MonitorApp(App[None]):
         return self._offered(getattr(self.screen, "KEYS", ()))
 
     def action_help(self) -> None:
-        """Show the keys of the open screen; in a run, those that act in the selected pane."""
+        """Show the keys of the open screen, or close them; in a run, those that act in the selected pane."""
         pane = self.pane if isinstance(self.screen, RunScreen) else ""
         found = keys.help_lines(keys.here(self._keys_of_screen(), pane), pane)
-        self.push_screen(ScrolledDialog("Keys", found))
+        if isinstance(self.screen, HelpScreen):
+            self.screen.dismiss()
+        else:
+            self.push_screen(HelpScreen("Keys", found))
 
     def action_commands(self) -> None:
-        """Show the command palette: the actions of the open screen."""
-        screen = self.screen
-        choices = [
-            Choice(key.help, key.action, keys.shown_key(key), key.words)
-            for key in self._keys_of_screen()
-            if ": " in key.help
-        ]
+        """Show the command palette: the actions of the open screen, those on the screen itself last."""
+        screen, titled = self.screen, [key for key in self._keys_of_screen() if ": " in key.help]
+        choices = [Choice(key.help, key.action, keys.shown_key(key), key.words) for key in titled]
         choices.sort(key=lambda choice: choice.title.startswith("Screen"))
         self._choose("Menu", choices, lambda action: self.run_action(action, default_namespace=screen))
 
@@ -406,10 +414,6 @@ class MonitorApp(App[None]):
     def action_theme(self) -> None:
         names = sorted(self.available_themes, key=lambda name: (not name.startswith("segapp"), name))
         self._choose("Theme", [Choice(name, name) for name in names], lambda name: setattr(self, "theme", name))
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Disable the keys that the view does not offer."""
-        return not (self.readonly and keys.is_command(action))
 
     async def on_event(self, event: events.Event) -> None:
         """Handle an event; a key that is part of typed text sends nothing."""
@@ -430,28 +434,27 @@ class MonitorApp(App[None]):
             self.say(f"{key} was part of typed text and did nothing: press it again", "warning")
         return key in keys.TYPED and not isinstance(self.screen, ScrolledDialog | ChoiceScreen)
 
-    def send(self, command: Command | None) -> None:
-        """Send a command in some seconds, unless it is taken back, and report the result."""
-        if command is None:
-            return
+    def _refuses(self, command: Command) -> bool:
+        """Return True if a command cannot be sent, and say why."""
         refusal = self.shown.refusal(command, is_readonly=self.readonly)
         if refusal is not None:
             self.say(refusal, "warning")
-            return
-        self._held.append((monotonic() + HOLD_S, command))
-        self.say(f"{self._names_held()} in {HOLD_S:g} s: u undoes it")
+        return refusal is not None
+
+    def send(self, command: Command | None) -> None:
+        """Send a command in some seconds, unless it is taken back."""
+        if command is not None and not self._refuses(command):
+            self._held.append(command)
+            self._send_at_s = monotonic() + HOLD_S
+            self.say(f"{self._names_held()} in {HOLD_S:g} s: u undoes it")
 
     def _names_held(self) -> str:
-        return ", ".join(format_command(command) for _, command in self._held)
+        return ", ".join(map(format_command, self._held))
 
-    def _send_held(self, before_s: float = math.inf) -> None:
-        """Send the commands that were held until a time."""
-        due, self._held = (
-            [command for at_s, command in self._held if at_s <= before_s],
-            [(at_s, command) for at_s, command in self._held if at_s > before_s],
-        )
-        for command in due:
+    def _send_held(self) -> None:
+        for command in self._held:
             self.say(*self.shown.send(command))
+        self._held.clear()
 
     def _take_back(self, why: str) -> None:
         self.say(f"{self._names_held()}: {why}, not sent", "warning")
@@ -485,20 +488,19 @@ class MonitorApp(App[None]):
         self.send(CheckpointCommand())
 
     def action_stop(self) -> None:
-        status = self.status()
-        if status.is_over:
-            self.say(f"stop: the run is {header.state_label(status)} already", "warning")
-            return
-        dialog = StopScreen(self.view, status)
-        self.push_screen(dialog, lambda when: self.send(StopCommand.model_validate({"when": when}) if when else None))
+        def stop(when: str | None) -> None:
+            self.send(StopCommand.model_validate({"when": when}) if when else None)
+
+        if not self._refuses(StopCommand()):
+            self.push_screen(StopScreen(self.view, self.status()), stop)
 
     def action_edit_gpu0(self) -> None:
         """Ask for `gpu0_bsz`, or show why the batch of the run cannot be split."""
         why = why_no_split(self.view)
-        if why is None:
-            self.push_screen(Gpu0Screen(self.view), self.send)
-        else:
+        if why is not None:
             self.say(f"gpu0_bsz: {why}")
+        elif not self._refuses(SetCommand(gpu0_bsz=None)):
+            self.push_screen(Gpu0Screen(self.view), self.send)
 
     def action_undo(self) -> None:
         """Take back what is not sent yet, or else the newest command that still can be."""

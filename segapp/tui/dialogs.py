@@ -21,18 +21,15 @@ from segapp.tui.widgets import drawable
 from segapp.view.source import Status
 from segapp.view.view import View
 
-_HELP = Key("app.help", "f1,question_mark", "", "show the keys, or close them")
+_HELP = Key("app.help", "f1,question_mark,h", "", "show the keys, or close them")
 """While an input line has the focus, `?` is a part of its text."""
 
 
 class ScrolledDialog(ModalScreen[None]):
     """A text in a box that scrolls."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,q,enter,space,question_mark,h,f1,d", "dismiss", "close"),
-        ("j", "scroll(1)", "down"),
-        ("k", "scroll(-1)", "up"),
-    ]
+    KEYS = (Key("dismiss", "escape,q,enter,space,d", "", "close"), _HELP)
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
 
     def __init__(self, title: str, content: Content, *, is_wide: bool = False) -> None:
         super().__init__()
@@ -44,8 +41,9 @@ class ScrolledDialog(ModalScreen[None]):
             text = drawable(self, self._content)
             yield Static(text, classes="wrapped" if self._is_wide else "lines", markup=False)
 
-    def action_scroll(self, by: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
+
+class HelpScreen(ScrolledDialog):
+    """The keys of the screen below."""
 
 
 class Choice(NamedTuple):
@@ -62,15 +60,11 @@ class Choice(NamedTuple):
 class ChoiceScreen(ModalScreen[str | None]):
     """A list with a line to search it; closes with the value of the chosen entry, or None."""
 
-    KEYS: ClassVar[tuple[Key, ...]] = (
-        Key("dismiss", "escape", "", "close"),
-        Key("move('cursor_down')", "down", "", "next"),
-        Key("move('cursor_up')", "up", "", "previous"),
-        Key("move('page_down')", "pagedown", "", "next page"),
-        Key("move('page_up')", "pageup", "", "previous page"),
-        _HELP,
-    )
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("escape", "dismiss", "close"),
+        ("down", "move('cursor_down')", "next"), ("pagedown", "move('page_down')", "next page"),
+        ("up", "move('cursor_up')", "previous"), ("pageup", "move('page_up')", "previous page"),
+    ]  # fmt: skip
     HINT: ClassVar[str] = "type to find"
 
     def __init__(self, title: str, choices: Sequence[Choice], note: str = "") -> None:

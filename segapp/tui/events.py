@@ -7,7 +7,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import OptionList
 
-from segapp.tui.widgets import SearchLine, drawable
+from segapp.tui.widgets import SearchLine, drawable, set_title
 from segapp.view.view import View
 from segapp.view.wording import LogLine
 
@@ -56,6 +56,8 @@ class EventsPane(Vertical):
             self._list.add_options([drawable(self, log_content(line)) for line in lines[num_kept:]])
             same = (at for at, line in enumerate(lines) if selected and line[:3] == selected[:3])
             self._list.show_newest_or(next(same, None))
+        below = 0 if self._list.is_following else len(lines) - self._list.scroll_offset.y - self._list.size.height
+        set_title(self, Content(f"{below} newer, End" if below > 0 else ""), "border_subtitle")
         shown = f" /{wanted} {len(lines)} of {len(view.log)}" if wanted else ""
         return Content.assemble(("4 Events", "bold"), (shown, "$text-warning"))
 

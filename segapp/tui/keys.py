@@ -73,7 +73,6 @@ KEYS = (
     Key("app.escape", "escape", "", "close, clear, or dismiss the alert"),
     *COMMON,
 )  # fmt: skip
-_COMMANDS = {key.action for key in KEYS if key.sends}
 TYPED = {name for key in KEYS if key.sends or key is LEAVE for name in key.keys.split(",")}
 """Keys without an effect in typed text: what they do reaches beyond the screen."""
 
@@ -86,11 +85,6 @@ def bindings(keys: Iterable[Key]) -> list[Binding]:
 def available(keys: Iterable[Key], *, sends: bool) -> list[Key]:
     """Return the keys that a view offers; those that send commands only if `sends`."""
     return [key for key in keys if sends or not key.sends]
-
-
-def is_command(action: str) -> bool:
-    """Return True if an action of the app sends a command to the run."""
-    return f"app.{action}" in _COMMANDS
 
 
 def shown_key(key: Key) -> str:

@@ -161,8 +161,16 @@ def test_log_follows_its_end_through_bursts(tmp_path: Path) -> None:
         run.alert("compile", "unseen note")
         await settle(app, pilot)
         assert "unseen note" not in screen_text(app)
+        for i in range(12):
+            run.alert("compile", f"later note {i}")
+        await settle(app, pilot)
+        await settle(app, pilot)
+        assert "─ 13 newer, End ─" in screen_text(app)
         await press(app, pilot, "end")
-        assert "unseen note" in screen_text(app)
+        assert "newer" not in screen_text(app)
+        await press(app, pilot, "slash", *"note", "enter")
+        assert "later note 11" in screen_text(app), "what is found begins at its end"
+        await press(app, pilot, "escape")
         run.alert("compile", "last note")
         await settle(app, pilot)
         assert "last note" in screen_text(app)

@@ -576,7 +576,7 @@ def test_help_has_every_key_and_is_not_cut(live: RecordedRun, size: tuple[int, i
                 text = " ".join(screen_text(app).replace("│", " ").split())
                 assert "ctl" not in text.split("─ Keys ─")[1].split("╰")[0]
                 missing -= {each for each in missing if each in text}
-                await press(app, pilot, "j")
+                await press(app, pilot, "down")
             await press(app, pilot, "escape")
         assert not missing
 
