@@ -59,37 +59,6 @@ def test_shares_and_full_batch_scale_a_short_batch():
         model.gpu0_bsz = 9
 
 
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-
-    def forward(self, first, *, second=None, flag=None, more=()):
-        return {"out": self.linear(first + second["deep"] + more[0]), "flag": flag}
-
-
-def test_nested_and_keyword_inputs_keep_their_structure():
-    module = Mixed()
-    inputs = {"second": {"deep": torch.ones(3, 2)}, "flag": "f", "more": (torch.zeros(3, 2),)}
-    truth = module(torch.ones(3, 2), **inputs)
-    out = BalancedDataParallel(1, module, ["cpu"] * 2)(torch.ones(3, 2), **inputs)
-    torch.testing.assert_close(out["out"], truth["out"])
-    assert out["flag"] == "f"
-    keywords_only = BalancedDataParallel(0, module, ["cpu"] * 2)(first=torch.ones(3, 2), **inputs)
-    torch.testing.assert_close(keywords_only["out"], truth["out"])
-
-
-def test_calls_without_samples_run_once():
-    class Constant(nn.Module):
-        def forward(self, word=None):
-            return torch.ones(2), word
-
-    outputs = DataParallelModel(Constant(), ["cpu"] * 3)(word="w")
-    assert len(outputs) == 1
-    empty = DataParallelModel(nn.Linear(2, 3), ["cpu"] * 3)(torch.ones(0, 2))
-    assert [tuple(output.shape) for output in empty] == [(0, 3)]
-
-
 def test_published_balanced_data_parallel_call_works():
     model = BalancedDataParallel(2, nn.Linear(2, 1), dim=0, device_ids=["cpu", "cpu"])
     assert model(torch.ones(5, 2)).shape == (5, 1)
@@ -458,17 +427,6 @@ def test_batchnorm_on_single_values_error_names_next_move():
     with pytest.raises(ValueError, match="more than 1 value") as caught:
         synced(x[:1])
     assert caught.value.__notes__ == ["raised in replica 0 on cpu"], "synchronization would not help"
-
-
-def test_replicas_that_return_arrays_are_named():
-    class Arrays(nn.Module):
-        def forward(self, x):
-            return x, np.full(1, 0.5)
-
-    x = torch.zeros(7, 1)
-    with pytest.raises(TypeError, match=r"arrays \(ndarray\), which are not joined: return tensors"):
-        BalancedDataParallel(1, Arrays(), ["cpu"] * 3)(x)
-    assert BalancedDataParallel(1, Arrays(), ["cpu"])(x)[1].tolist() == [0.5], "one device joins nothing"
 
 
 class TestCriterion:

@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from segapp.parallel import (
     convert_sync_batchnorm,
     gradient_penalty,
 )
+from segapp.parallel.scatter_gather import map_tensors, tensors_in
 from tests.support.parallel_cases import Critic, SmallNet, grads_of, make_batch, relative_error, state_error
 
 CPUS = ["cpu"] * 3
@@ -47,6 +48,9 @@ class OwnMapping(MutableMapping):
     def __len__(self):
         return len(self._values)
 
+    def __repr__(self):
+        return repr(self._values)
+
 
 class Attributes(dict):
     """Its keys are also its attributes."""
@@ -71,6 +75,8 @@ BATCHES = {
     "keys as attributes": lambda x: Attributes(name="n", x=x),
     "two mappings": lambda x: ChainMap({"x": x}, {"name": "n", "x": 0}),
     "mapping proxy": lambda x: types.MappingProxyType({"name": "n", "x": x}),
+    "named tuple": lambda x: namedtuple("Pair", ["left", "right"])([x], None),
+    "dict of its own": lambda x: type("Tagged", (dict,), {})(x=(x, torch.arange(5)), empty=[]),
     "UserList": lambda x: UserList(["n", x]),
     "deque": lambda x: deque(["n", x], maxlen=2),
     "dataclass": Record,
@@ -79,34 +85,29 @@ BATCHES = {
 
 
 class Doubled(nn.Module):
-    """Returns a container of the same class with its tensors doubled."""
+    """Returns its container with doubled tensors, and a sum."""
 
-    def forward(self, batch, beside=None):
+    def forward(self, batch, *, beside=None):
         self.kinds.add(type(batch))
-        x = (
-            batch.x
-            if hasattr(batch, "x")
-            else batch["x"]
-            if hasattr(batch, "keys")
-            else batch[-1 if len(batch) < 3 else 0]
-        )
-        x = batch.values if isinstance(batch, torch.return_types.max) else x
-        return UserDict(twice=2 * x, plus=x if beside is None else x + beside)
+        doubled = map_tensors(lambda tensor: 2 * tensor, batch)
+        return doubled, next(tensors_in(batch)) + (0 if beside is None else beside[0]["deep"])
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_batch_in_any_container_is_cut(name):
+def test_batch_in_any_container_is_cut_and_joined(name):
     x = torch.arange(10.0, dtype=torch.float64).view(5, 2)
     batch, net = BATCHES[name](x), Doubled()
     net.kinds = set()
     model = BalancedDataParallel(None, net, CPUS, **UNEVEN)
-    for arguments, plus in (({"batch": batch}, x), ({"batch": batch, "beside": 3 * x}, 4 * x)):
-        found = model(**arguments)
-        assert torch.equal(found["twice"], 2 * x)
-        assert torch.equal(found["plus"], plus)
+    for options, total in (({}, x), ({"beside": [{"deep": 3 * x}, "word"]}, 4 * x)):
+        doubled, found = model(batch=batch, **options)
+        assert torch.equal(next(tensors_in(doubled)), 2 * x)
+        assert torch.equal(getattr(doubled, "x", 2 * x), 2 * x)
+        assert torch.equal(found, total)
         assert model.last_split == (0, 3, 2)
-    assert net.kinds == {type(batch)}
-    assert torch.equal(net(batch)["twice"], 2 * x), "the caller's batch is unchanged"
+    assert net.kinds == {type(batch), type(doubled)}
+    assert str(doubled) == str(map_tensors(lambda tensor: 2 * tensor, batch))
+    assert torch.equal(next(tensors_in(batch)), x), "the caller's batch is unchanged"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ def test_batch_that_cannot_be_cut_is_refused(batch, options, words):
     ("output", "words"),
     [
         (lambda x: pack_padded_sequence(x, torch.full((len(x),), 2), batch_first=True), "PackedSequence, which cannot"),
+        (lambda x: [x] * len(x), "different structures of list"),
         (lambda x: {f"y{len(x)}": x}, "different structures of dict"),
         (lambda x: x.numpy(), "arrays .ndarray.*return tensors"),
         (lambda x: x if len(x) == 3 else 2, "one replica returned a tensor and another 2"),
@@ -141,9 +143,9 @@ def test_outputs_that_cannot_be_joined_are_refused(output, words):
         BalancedDataParallel(None, net, CPUS, **UNEVEN)(torch.ones(5, 4, 1))
 
 
-def test_zero_dim_tensors_alone_run_once():
-    outputs = DataParallelModel(nn.Identity(), CPUS, **UNEVEN)(torch.tensor(3.0))
-    assert list(outputs) == [3.0]
+@pytest.mark.parametrize("batch", ["word", torch.tensor(3.0), torch.ones(0, 2)], ids=["no tensor", "0-d", "empty"])
+def test_calls_without_samples_run_once(batch):
+    assert list(DataParallelModel(nn.Identity(), CPUS, **UNEVEN)(batch)) == [batch]
 
 
 class Refined(nn.Module):

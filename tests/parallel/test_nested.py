@@ -55,6 +55,16 @@ def test_nested_steps_match_one_device(levels, mode):
     assert state_error(net, truth) <= 1e-12
 
 
+def test_order_within_outer_lockstep_is_fixed():
+    net = nn.Sequential(nn.Linear(3, 400), nn.Dropout(0.5))
+    model = BalancedDataParallel(3, nest(net, [(1, 1)]), ["cpu"] * 2, mode="lockstep")
+    x, found = torch.randn(7, 3), []
+    for _ in range(20):
+        torch.manual_seed(1)
+        found.append(model(x))
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 @pytest.mark.parametrize("levels", LEVELS[::2])
 def test_nested_penalty_matches_one_device(levels):
     real, fake = (make_batch(7, size=17, seed=seed)[0] for seed in (1, 2))
