@@ -394,11 +394,10 @@ class DataParallelCriterion(nn.Module):
             ValueError: outputs and target do not fit together.
             TypeError: the criterion's statistics are not tensors in a tuple.
         """
-        if isinstance(outputs, ReplicaOutputs):
-            chunks = outputs
-        else:
-            main = self.devices[0] if self.devices else None
-            chunks = ReplicaOutputs(outputs if isinstance(outputs, list) else [outputs], main_device=main)
+        if not isinstance(outputs, ReplicaOutputs):
+            parts = outputs if isinstance(outputs, list) else [outputs]
+            outputs = ReplicaOutputs(parts, main_device=self.devices[0] if self.devices else None)
+        chunks: ReplicaOutputs = outputs
         targets = _split_target(target, chunks)
         keep_workers(self)
         copies = replicate(self.criterion, chunks.devices) if self._needs_copies(chunks.devices) else []

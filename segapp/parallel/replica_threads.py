@@ -1,7 +1,6 @@
 """Run the replicas of a module in one thread each, with exchanges between them, and abort all if one fails.
 
-Inside a replica, `current_replica().exchange(...)` is a barrier with values: every replica passes a value, replica 0
-combines all of them in replica order, and each gets its result. The backward pass has no barrier.
+Inside a replica, `current_replica().exchange(...)` is a barrier with values. The backward pass has no barrier.
 
 A replica that raises, ends early, or reaches another exchange aborts the others: they get an error, and the first cause
 is raised as it is, with its replica and device in its notes.
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -243,10 +242,9 @@ class ReplicaThreads(Generic[T]):
             return [list(islice(answers, len(values))) for values in lists]
 
         self._is_outside = True
-        try:
-            return cast(Sequence[Any], self.outer.exchange(key, values, combine_lists))
-        finally:
-            self._is_outside = False
+        answers: Sequence[Any] = self.outer.exchange(key, values, combine_lists)
+        self._is_outside = False
+        return answers
 
     def _start(self, workers: Sequence[Worker], calls: Sequence[Callable[[], T]]) -> None:
         """Start the calls at one sequence number; new threads, which begin at 0, replace threads that are far apart."""

@@ -220,10 +220,15 @@ def test_masks_around_a_model_reach_its_replicas(wrap):
 
 def test_keys_of_another_number_of_samples_are_refused():
     net, masks = three_calls()
-    model = BalancedDataParallel(1, net, ["cpu"] * 2)
+    model, x = BalancedDataParallel(1, net, ["cpu"] * 2), torch.ones(8, 3, dtype=torch.float64)
+    found = []
+    for run in (net, BalancedDataParallel(8, net, ["cpu"] * 2)):  # two rows per key, on one device
+        with sample_masks(masks.keys(1, 0, 4)):
+            found.append(run(x))
+    assert torch.equal(*found)
     with sample_masks(masks.keys(1, 0, 4)):
         with pytest.raises(
             ValueError, match="keys of 4 samples, and the batch has 5: give one row per sample, or None"
         ):
-            model(torch.ones(5, 3, dtype=torch.float64))
-        assert model.eval()(torch.ones(5, 3, dtype=torch.float64)).shape == (5, 6), "nothing is dropped"
+            model(x[:5])
+        assert model.eval()(x[:5]).shape == (5, 6), "nothing is dropped"

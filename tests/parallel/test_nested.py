@@ -93,6 +93,15 @@ def test_nested_allreduce_is_over_all_replicas():
     assert replicas.tolist() == [3.0] * 5, "1 replica in a group of its own, and 2"
 
 
+class Paired(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x), x
+
+
 def test_nested_outputs_keep_the_order_of_the_samples():
     images, target = make_batch(7)
     inner = DataParallelModel(nn.Sequential(nn.Conv2d(3, 4, 1)).double(), ["cpu"] * 2)
@@ -101,6 +110,9 @@ def test_nested_outputs_keep_the_order_of_the_samples():
     outputs = outer(images)
     assert outputs.sizes == (1, 2, 2, 2)
     assert torch.equal(outputs.gather(), expected)
+    pair = BalancedDataParallel(3, Paired(inner), ["cpu"] * 2)(images)
+    assert torch.equal(pair[0], expected)
+    assert torch.equal(pair[1], images)
     for device_ids in (["cpu"] * 2, []):
         model = BalancedDataParallel(None, inner, device_ids)
         assert torch.equal(model(images), expected)
