@@ -25,97 +25,7 @@ CountedClasses = Literal["present", "all"]
 """The classes of which a mean is taken: those in the target, or all."""
 
 
-class _OverlapCriterion(HeadCriterion):
-    """Mean over classes of a loss of intersection, probability mass and pixel count, each summed over the step.
-
-    Statistics, each (heads, C): intersection, probability mass, pixel count.
-    """
-
-    num_statistics = 3
-
-    def __init__(
-        self,
-        smooth: float,
-        classes: CountedClasses,
-        multilabel: bool,
-        ignore_index: int,
-        align_corners: bool,
-        aux_weight: float,
-    ) -> None:
-        super().__init__(aux_weight)
-        if not smooth >= 0:
-            raise ValueError(f"smooth={smooth}: give a number of at least 0")
-        check_classes(classes)
-        self.smooth, self.classes, self.is_sigmoid = float(smooth), classes, multilabel
-        self.options = PixelOptions(
-            align_corners, ignore_index, multilabel, is_sigmoid=multilabel, num_differentiable=2
-        )
-
-    def class_losses(self, intersection: Tensor, mass: Tensor, count: Tensor) -> Tensor:
-        """Return the loss of each class, (C,), from its sums."""
-        raise NotImplementedError
-
-    def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
-        """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
-        return upsampled_sums(self._sums, logits, target, self.options)
-
-    def _sums(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """Return per class the probability on its pixels and on all, and its number of pixels; see `PixelSums`."""
-        probability = (torch.sigmoid(values) if self.is_sigmoid else torch.softmax(values, 1)) * valid
-        is_target = class_masks(ids, values.shape[1], multilabel=self.is_sigmoid) & valid
-        intersection = torch.where(is_target, probability, 0.0).sum((0, 2, 3))
-        return intersection, probability.sum((0, 2, 3)), wide(is_target.sum((0, 2, 3)))
-
-    def finalize_head(self, totals: Statistics) -> Tensor:
-        """Return the loss of one head; 0 if no pixel was valid."""
-        intersection, mass, count = totals
-        counted = count > 0 if self.classes == "present" else (count.sum() > 0).expand_as(count)
-        losses = torch.where(counted, self.class_losses(intersection, mass, count), 0.0)
-        return (losses.sum() * reciprocal_or_zero(wide_sum(counted))).to(intersection.dtype)
-
-
-class CriterionDice(_OverlapCriterion):
-    """Dice loss: 1 - mean over classes of (2 intersection + smooth) / (cardinality + smooth), for the whole step.
-
-    Use it when the foreground is small, usually added to cross-entropy. It takes logits (N, C, h, w) and class ids
-    (N, H, W). Statistics, each (heads, C): intersection, probability mass, pixel count; cardinality is the sum of the
-    last two.
-
-    Args:
-        smooth: added to numerator and denominator, at least 0.
-        classes: "present": mean over the classes in the step's target; "all": over every class.
-        multilabel: bit c of a target id is class c, and probabilities are sigmoids; otherwise softmax.
-        ignore_index: target id of the pixels that are left out.
-        align_corners: as in `F.interpolate`, but True by default.
-        aux_weight: weight of the loss of each auxiliary head.
-
-    Raises:
-        ValueError: smooth or classes out of range.
-
-    Example:
-        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
-        >>> round(float(CriterionDice(smooth=0.0)(logits, target)), 4)
-        0.5
-    """
-
-    def __init__(
-        self,
-        *,
-        smooth: float = 1.0,
-        classes: CountedClasses = "present",
-        multilabel: bool = False,
-        ignore_index: int = 255,
-        align_corners: bool = True,
-        aux_weight: float = 0.4,
-    ) -> None:
-        super().__init__(smooth, classes, multilabel, ignore_index, align_corners, aux_weight)
-
-    def class_losses(self, intersection: Tensor, mass: Tensor, count: Tensor) -> Tensor:
-        """See the base class."""
-        return 1 - (2 * intersection + self.smooth) * reciprocal_or_zero(mass + count + self.smooth)
-
-
-class CriterionTversky(_OverlapCriterion):
+class CriterionTversky(HeadCriterion):
     """Tversky loss: mean over classes of (1 - T)^gamma, for the whole step.
 
     T = (TP + smooth) / (TP + alpha FP + beta FN + smooth), with sums of probabilities. With alpha = beta = 0.5 and
@@ -143,6 +53,10 @@ class CriterionTversky(_OverlapCriterion):
         0.5833
     """
 
+    num_statistics = 3
+    hits = 1.0  # factor of TP
+    classes: CountedClasses = "present"
+
     def __init__(
         self,
         *,
@@ -155,19 +69,89 @@ class CriterionTversky(_OverlapCriterion):
         align_corners: bool = True,
         aux_weight: float = 0.4,
     ) -> None:
-        super().__init__(smooth, "present", multilabel, ignore_index, align_corners, aux_weight)
+        super().__init__(aux_weight)
         if not min(alpha, beta) >= 0:
             raise ValueError(f"alpha={alpha}, beta={beta}: give numbers of at least 0")
         if not gamma > 0:
             raise ValueError(f"gamma={gamma}: give a number above 0")
-        self.alpha, self.beta, self.gamma = float(alpha), float(beta), float(gamma)
+        if not smooth >= 0:
+            raise ValueError(f"smooth={smooth}: give a number of at least 0")
+        self.alpha, self.beta, self.gamma, self.smooth = float(alpha), float(beta), float(gamma), float(smooth)
+        self.is_sigmoid = multilabel
+        self.options = PixelOptions(
+            align_corners, ignore_index, multilabel, is_sigmoid=multilabel, num_differentiable=2
+        )
 
-    def class_losses(self, intersection: Tensor, mass: Tensor, count: Tensor) -> Tensor:
-        """See the base class."""
+    def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
+        """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
+        return upsampled_sums(self._sums, logits, target, self.options)
+
+    def _sums(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """Return per class the probability on its pixels and on all, and its number of pixels; see `PixelSums`."""
+        probability = (torch.sigmoid(values) if self.is_sigmoid else torch.softmax(values, 1)) * valid
+        is_target = class_masks(ids, values.shape[1], multilabel=self.is_sigmoid) & valid
+        intersection = torch.where(is_target, probability, 0.0).sum((0, 2, 3))
+        return intersection, probability.sum((0, 2, 3)), wide(is_target.sum((0, 2, 3)))
+
+    def finalize_head(self, totals: Statistics) -> Tensor:
+        """Return the loss of one head; 0 if no pixel was valid."""
+        intersection, mass, count = totals
+        counted = count > 0 if self.classes == "present" else (count.sum() > 0).expand_as(count)
         mistakes = self.alpha * (mass - intersection) + self.beta * (count - intersection)
-        missing = mistakes * reciprocal_or_zero(intersection + mistakes + self.smooth)
-        # The derivative of a root is not finite at 0.
-        return missing if self.gamma == 1 else missing.clamp_min(torch.finfo(missing.dtype).tiny) ** self.gamma
+        losses = mistakes * reciprocal_or_zero(self.hits * intersection + mistakes + self.smooth)
+        if self.gamma != 1:  # the derivative of a root is not finite at 0
+            losses = losses.clamp_min(torch.finfo(losses.dtype).tiny) ** self.gamma
+        losses = torch.where(counted, losses, 0.0)
+        return (losses.sum() * reciprocal_or_zero(wide_sum(counted))).to(intersection.dtype)
+
+
+class CriterionDice(CriterionTversky):
+    """Dice loss: 1 - mean over classes of (2 intersection + smooth) / (cardinality + smooth), for the whole step.
+
+    Use it when the foreground is small, usually added to cross-entropy. It takes logits (N, C, h, w) and class ids
+    (N, H, W). Statistics, each (heads, C): intersection, probability mass, pixel count; cardinality is the sum of the
+    last two.
+
+    Args:
+        smooth: added to numerator and denominator, at least 0.
+        classes: "present": mean over the classes in the step's target; "all": over every class.
+        multilabel: bit c of a target id is class c, and probabilities are sigmoids; otherwise softmax.
+        ignore_index: target id of the pixels that are left out.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head.
+
+    Raises:
+        ValueError: smooth or classes out of range.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionDice(smooth=0.0)(logits, target)), 4)
+        0.5
+    """
+
+    hits = 2.0
+
+    def __init__(
+        self,
+        *,
+        smooth: float = 1.0,
+        classes: CountedClasses = "present",
+        multilabel: bool = False,
+        ignore_index: int = 255,
+        align_corners: bool = True,
+        aux_weight: float = 0.4,
+    ) -> None:
+        check_classes(classes)
+        super().__init__(
+            alpha=1.0,
+            beta=1.0,
+            smooth=smooth,
+            multilabel=multilabel,
+            ignore_index=ignore_index,
+            align_corners=align_corners,
+            aux_weight=aux_weight,
+        )
+        self.classes = classes
 
 
 def check_classes(classes: str) -> None:

@@ -210,7 +210,7 @@ def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int
     )
 
 
-def as_class_weight(weight: Tensor | Sequence[float] | None, name: str = "weight") -> Tensor | None:
+def as_class_weight(weight: Tensor | Sequence[float] | None) -> Tensor | None:
     """Return a copy of class weights as a float tensor (C,).
 
     Raises:
@@ -222,7 +222,7 @@ def as_class_weight(weight: Tensor | Sequence[float] | None, name: str = "weight
     if not values.is_floating_point():
         values = values.float()
     if values.dim() != 1 or not values.numel():
-        raise ValueError(f"{name} has shape {tuple(values.shape)}: give one number for each class")
+        raise ValueError(f"weight has shape {tuple(values.shape)}: give one number for each class")
     if has_values(values) and not bool((torch.isfinite(values) & (values >= 0)).all()):
-        raise ValueError(f"{name}={values.tolist()}: give finite numbers of at least 0")
+        raise ValueError(f"weight={values.tolist()}: give finite numbers of at least 0")
     return values

@@ -51,11 +51,6 @@ class PixelOptions:
         """Return the arguments of `PixelSums` from a part of the target (m, R, W)."""
         return class_ids(target.unsqueeze(1), self.num_ids(num_classes), self.ignore_index)
 
-    def check(self, logits: Tensor, target: Tensor) -> Tensor | None:
-        """Check shapes, dtypes and ids; see `check_inputs` and `check_target_range`."""
-        check_inputs(logits, target)
-        return check_target_range(target, self.num_ids(logits.shape[1]), self.ignore_index)
-
 
 PixelSums = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 """Function that returns sums over the valid pixels, each a vector or a scalar; the differentiable ones come first.
@@ -81,7 +76,8 @@ def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options:
         TypeError: wrong dtypes.
         ValueError: shapes that do not fit, ids that are no class.
     """
-    poison = options.check(logits, target)
+    check_inputs(logits, target)
+    poison = check_target_range(target, options.num_ids(logits.shape[1]), options.ignore_index)
     num_pixels = target.shape[0] * target.shape[-2] * target.shape[-1]
     full_bytes = num_pixels * logits.shape[1] * compute_dtype(logits).itemsize
     if full_bytes < FULL_BYTES or not is_eager(logits):
