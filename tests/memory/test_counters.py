@@ -65,6 +65,7 @@ def step(watch: DeviceMemoryTracker, counters: Counters, peaks: dict[str, float]
 
 def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
     counters = Counters()
+    assert DeviceMemoryTracker(["cpu"]).devices == (sampler_module.device_info_of(torch.device("cpu")),)
     watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
     peaks = {"forward": 300.0, "loss": 350.0, "backward": 500.0, "step": 120.0}
     watch.mark("data")

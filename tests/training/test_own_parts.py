@@ -103,9 +103,8 @@ def test_rmsprop_resumes_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_own_optimizer_makes_no_bad_step() -> None:
-    precision = Precision("fp32", "cpu")
     for kind, options in ((torch.optim.RMSprop, {}), (torch.optim.Adam, {"fused": True})):
-        weight = torch.nn.Parameter(torch.ones(3))
+        precision, weight = Precision("amp-fp16", "cpu"), torch.nn.Parameter(torch.ones(3))
         optimizer, lowest = kind([weight], lr=0.1, **options), []
         for is_bad, is_skipped in ((True, None), (False, torch.tensor(True)), (False, None)):
             weight.grad = torch.ones(3)
@@ -113,6 +112,8 @@ def test_own_optimizer_makes_no_bad_step() -> None:
             lowest.append(float(weight.detach().min()))
         assert lowest[:2] == [1.0, 1.0]
         assert lowest[2] < 1.0
+        assert precision.scaler is not None
+        assert float(precision.scaler.scale) == 2.0**15, "lowered by the bad step only"
 
 
 def test_own_schedule_gives_the_factor_at_every_step(tiny: dict[str, Any], tmp_path: Path) -> None:
