@@ -257,9 +257,8 @@ class DataParallelModel(nn.Module):
 
     def _lack_prefix(self, keys: Iterable[str]) -> bool:
         """Return True for keys of the bare module, which may itself have a child `module`."""
-        bare = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
-        bare += [name for name, _ in self.module.named_buffers(remove_duplicate=False)]
-        num_bare, num_own = len({*keys} & {*bare}), len({*keys} & {f"module.{name}" for name in bare})
+        own = {name for name, _ in itertools.chain(self.named_parameters(), self.named_buffers())}
+        num_own, num_bare = len({*keys} & own), len({f"module.{key}" for key in keys} & own)
         return num_bare > num_own or (num_bare == num_own and not all(key.startswith("module.") for key in keys))
 
 
@@ -311,17 +310,9 @@ class BalancedDataParallel(DataParallelModel, nn.DataParallel[nn.Module]):  # ty
         mode: Mode = "threads",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        super().__init__(
-            module,
-            device_ids,
-            gpu0_bsz=gpu0_bsz,
-            dim=dim,
-            shares=shares,
-            full_batch=full_batch,
-            mode=mode,
-            timeout_s=timeout_s,
-        )
-        home = self.devices[0] if self.devices else None
+        options: dict[str, Any] = {"shares": shares, "full_batch": full_batch, "mode": mode, "timeout_s": timeout_s}
+        super().__init__(module, device_ids, gpu0_bsz=gpu0_bsz, dim=dim, **options)
+        home = next(iter(self.devices), None)
         target = home if output_device is None else resolve_devices([output_device])[0]
         self.src_device_obj, self.output_device = home, target  # type: ignore[assignment]  # devices, not indices
 

@@ -111,6 +111,16 @@ def test_state_dicts_load_with_and_without_module(build, wrap):
         model.load_state_dict({keys[0]: truth[0], "other.weight": truth[0]})
 
 
+def test_keys_that_fit_neither_form_are_refused_as_they_are():
+    model = BalancedDataParallel(1, WithChildModule(), ["cpu"] * 3)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"module\.other"'):
+        model.load_state_dict({"module.other": torch.zeros(())})
+    found = model.load_state_dict({"module.scale": torch.tensor(3.0), "module.weight": torch.zeros(2, 2)}, strict=False)
+    assert (model.module.scale.item(), found.unexpected_keys) == (3.0, ["module.weight"]), "of the own form, if equal"
+    with pytest.raises(RuntimeError, match=r'Missing key.*"module\.module\.weight"'):
+        BalancedDataParallel(1, WithChildModule(has_scale=False), ["cpu"]).load_state_dict(nn.Linear(2, 2).state_dict())
+
+
 @pytest.mark.parametrize("prefix", ["net.", "net.module."])
 def test_wrapper_within_a_module_loads_both_forms(prefix):
     holder, other = nn.ModuleDict({"net": BalancedDataParallel(1, WithChildModule(), ["cpu"] * 3)}), WithChildModule()

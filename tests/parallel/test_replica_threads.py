@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from segapp.parallel import (
+    DataParallelCriterion,
     DataParallelModel,
     ReplicaDesyncError,
     SyncBatchNorm,
@@ -23,6 +24,7 @@ from segapp.parallel import (
     current_replica,
 )
 from segapp.parallel.replica_threads import failed_replica
+from tests.support.parallel_cases import PlainCE
 
 MODES = ["threads", "lockstep"]
 
@@ -270,6 +272,22 @@ def test_error_of_a_replica_is_the_one_that_was_raised(error, num_devices):
     assert getattr(error, "__notes__", []) == notes, "once, although it was raised twice"
     if isinstance(error, KeyError):
         assert getattr(pickle.loads(pickle.dumps(error)), "__notes__", []) == notes
+
+
+def test_error_of_a_criterion_names_the_device_of_its_output():
+    class Failing(PlainCE):
+        def statistics(self, outputs, target):
+            if current_replica().index == 1:
+                raise LookupError("sums")
+            return super().statistics(outputs, target)
+
+    outputs = DataParallelModel(nn.Identity(), ["cpu"] * 3, gpu0_bsz=0)(torch.zeros(7, 2, 2, 2))
+    with pytest.raises(LookupError) as caught:
+        DataParallelCriterion(Failing())([(output,) for output in outputs], torch.zeros(7, 2, 2).long())
+    assert caught.value.__notes__ == ["raised in replica 1 on cpu"], "of a list, whose devices are all"
+    with pytest.raises(LookupError) as caught:
+        DataParallelCriterion(Failing())(outputs, torch.zeros(7, 2, 2).long())
+    assert caught.value.__notes__ == ["raised in replica 2 on cpu"]
 
 
 def test_error_keeps_its_cause_and_is_freed_with_its_frames():
