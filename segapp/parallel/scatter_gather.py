@@ -91,7 +91,8 @@ def _refill(item: Any, children: Sequence[Any]) -> Any:
     filled = copy.copy(item)
     if dataclasses.is_dataclass(item):
         for field, child in zip(dataclasses.fields(item), children, strict=True):
-            object.__setattr__(filled, field.name, child)
+            if hasattr(item, field.name):
+                object.__setattr__(filled, field.name, child)
     else:
         filled.clear()
         filled.extend(children)
@@ -220,10 +221,9 @@ class ReplicaOutputs(list[Any]):
 def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim: int = 0) -> list[T]:
     """Cut a batch into chunks, one per device.
 
-    Tensors are cut along `dim`; on their own device, a chunk is a view. `ReplicaOutputs` of these sizes are the chunks
-    themselves. 0-d tensors and other values are passed to every device unchanged. Containers keep their type.
-
-    The sizes are the samples of each chunk, >= 0. Gradients flow back to the batch.
+    Tensors are cut along `dim`; on its own device, a chunk of data or of a leaf is a view. `ReplicaOutputs` of these
+    sizes are the chunks themselves. 0-d tensors and other values are passed to every device unchanged. Containers keep
+    their type. The sizes are the samples of each chunk, >= 0. Gradients flow back to the batch.
 
     Raises:
         ValueError: a tensor's size is not the sum of the sizes, or chunks have other sizes.
@@ -250,8 +250,10 @@ def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim:
                     f"a tensor of shape {tuple(part.shape)} cannot be cut along dim {dim} into {list(sizes)}:"
                     " every tensor of a batch needs the same number of samples there"
                 )
-            # narrow, because the several views that split() makes forbid in-place operations
-            part = part if size == total else part.narrow(dim, sum(sizes[:i]), size)
+            # narrow, because the several views that split() makes forbid in-place operations; a copy, because replicas
+            # that change views of one tensor at the same time would overwrite its history
+            chunk = part if size == total else part.narrow(dim, sum(sizes[:i]), size)
+            part = chunk.clone() if part.grad_fn is not None and devices.count(part.device) > 1 else chunk
         return to_device(part, devices[i])
 
     kinds = (Tensor, ReplicaOutputs, PackedSequence)
@@ -269,11 +271,9 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
     """
     first: Any = outputs[0]
     if isinstance(first, Tensor):
-        for output in outputs:
-            if not isinstance(output, Tensor):
-                raise TypeError(
-                    f"one replica returned a tensor and another {output!r}: return the same structure from each"
-                )
+        other: Any = next((output for output in outputs if not isinstance(output, Tensor)), first)
+        if other is not first:
+            raise TypeError(f"one replica returned a tensor and another {other!r}: return the same structure from each")
         moved = [to_device(output, device) for output in outputs]
         if len(moved) == 1 and first.dim():
             return cast(T, moved[0])

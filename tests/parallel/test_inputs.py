@@ -64,7 +64,7 @@ class Attributes(dict):
 class Record:
     x: Tensor
     name: str = "r"
-    later: Tensor = field(init=False)
+    later: Tensor = field(init=False, repr=False)
 
 
 BATCHES = {

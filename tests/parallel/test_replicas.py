@@ -18,6 +18,7 @@ def test_scatter_makes_views_along_dim_with_gradients():
     x = torch.randn(3, 6, requires_grad=True)
     left, right = scatter(x, [CPU] * 2, [2, 4], dim=1)
     assert left.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert [part._base for part in scatter(x * 1, [CPU] * 2, [2, 4], dim=1)] == [None, None], "each has its history"
     (left.sum() + 2 * right.sum()).backward()
     assert x.grad[0].tolist() == [1, 1, 2, 2, 2, 2]
 
