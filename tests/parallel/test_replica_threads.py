@@ -1,9 +1,6 @@
 """A replica that fails or is missing stops the others; the error names it."""
 
-import contextlib
-import dataclasses
 import gc
-import pickle
 import random
 import signal
 import threading
@@ -230,50 +227,6 @@ def test_interrupt_in_the_caller_ends_the_replicas():
     assert threads_settle(before)
 
 
-@dataclasses.dataclass(frozen=True)
-class FrozenError(Exception):
-    code: int
-
-
-class OwnInitError(Exception):
-    __slots__ = ("first",)
-
-    def __init__(self, first, *, second):
-        super().__init__(f"{first} and {second}")
-        self.first = first
-
-
-class Raising(nn.Module):
-    """Raises the error in the last running replica, or on a single device."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def forward(self, x):
-        replica = current_replica()
-        if replica is None or replica.index == replica.num_replicas - 1:
-            raise self.error
-        return x
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize(
-    "error",
-    [FrozenError(7), OwnInitError("a", second="b"), StopIteration(5), KeyError("k"), GeneratorExit(), UserWarning("w")],
-)
-def test_error_of_a_replica_is_the_one_that_was_raised(error, num_devices):
-    model = DataParallelModel(Raising(error), ["cpu"] * num_devices)
-    for _ in range(2):
-        with pytest.raises(type(error)) as caught:
-            model(torch.zeros(7, 2))
-        assert caught.value is error
-    notes = ["raised in replica 2 on cpu"] if num_devices > 1 else []
-    assert getattr(error, "__notes__", []) == notes, "once, although it was raised twice"
-    if isinstance(error, KeyError):
-        assert getattr(pickle.loads(pickle.dumps(error)), "__notes__", []) == notes
-
-
 def test_error_of_a_criterion_names_the_device_of_its_output():
     class Failing(PlainCE):
         def statistics(self, outputs, target):
@@ -325,44 +278,3 @@ def test_differing_tensor_counts_are_an_exchange_error():
 
     with pytest.raises(ValueError, match="give the same shapes from each"):
         DataParallelModel(Uneven(), ["cpu"] * 2)(torch.randn(4, 3))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_replicas_inherit_thread_local_states(mode):
-    seen = {}
-
-    class Spy(nn.Module):
-        def forward(self, x):
-            seen[current_replica().index] = (
-                torch.is_grad_enabled(),
-                torch.is_inference_mode_enabled(),
-                torch.is_autocast_enabled("cpu"),
-                torch.get_autocast_dtype("cpu"),
-                torch.get_default_device().type,
-            )
-            return x * 1
-
-    def states(*contexts):
-        with contextlib.ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            DataParallelModel(Spy(), ["cpu"] * 2, mode=mode)(x)
-        assert seen[0] == seen[1]
-        return seen[0]
-
-    x = torch.randn(4, 3)
-    plain = torch.get_autocast_dtype("cpu")
-    assert states() == (True, False, False, plain, "cpu")
-    assert states(torch.no_grad()) == (False, False, False, plain, "cpu")
-    assert states(torch.inference_mode())[:2] == (False, True)
-    assert states(torch.autocast("cpu", torch.float16))[2:4] == (True, torch.float16)
-    assert states(torch.autocast("cpu", torch.bfloat16))[2:4] == (True, torch.bfloat16)
-    assert states(torch.device("meta"))[4] == "meta"
-
-
-def test_saved_tensor_hooks_reach_the_replicas():
-    packed = []
-    x = torch.randn(4, 3, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape[0]) or t, lambda t: t):
-        DataParallelModel(nn.Tanh(), ["cpu"] * 2)(x)
-    assert packed.count(2) >= 2

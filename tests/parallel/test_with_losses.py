@@ -41,14 +41,3 @@ def test_parallel_loss_equals_criterion_on_the_whole_batch(gpu0_bsz):
         # The criterion sums in float32 or better, so chunks differ in rounding only.
         assert relative_error([loss.detach()], [expected.detach()]) <= 1e-12
         assert relative_error(grads_of(net), grads_of(truth)) <= 1e-10
-
-
-def test_plain_loss_of_replica_outputs_names_the_criterion() -> None:
-    model = DataParallelModel(nn.Conv2d(3, 2, 1), ["cpu", "cpu"])
-    outputs, target = model(torch.zeros(4, 3, 5, 5)), torch.zeros(4, 5, 5, dtype=torch.long)
-    with pytest.raises(TypeError, match=r"cross_entropy takes a tensor, .*DataParallelCriterion\(criterion\)"):
-        nn.CrossEntropyLoss()(outputs, target)
-    with pytest.raises(TypeError, match="DataParallelCriterion"):
-        torch.sigmoid(outputs)
-    assert torch.cat(outputs).shape == (4, 2, 5, 5)  # the list itself is as before
-    assert nn.CrossEntropyLoss()(outputs.gather(), target).isfinite()

@@ -1,0 +1,556 @@
+"""`BalancedDataParallel` in 40 usages, each as `nn.DataParallel` documents it.
+
+A usage runs with `nn.DataParallel` without accelerators, which is its module on one device in plain PyTorch, and with
+`BalancedDataParallel` on three logical devices at three splits. What it returns is compared: tensors up to rounding,
+with dtype and `requires_grad`, and all else exactly. Quotations are from the documentation of `nn.DataParallel`.
+"""
+
+import copy
+import io
+import operator
+import pickle
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, update_bn
+
+from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
+from tests.support.parallel_cases import relative_error
+
+SPLITS = {1: (1, 2, 2), 0: (0, 3, 2), 3: (3, 1, 1)}  # samples per device of a batch of 5, by gpu0_bsz
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 5e-2}
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Record:
+    x: Tensor
+    name: str
+    later: Tensor = field(init=False)
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class Net(nn.Module):
+    """Images (N, 3, h, w) -> (N, 2), with a parameter of dimension 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, images):
+        features = self.norm(self.stem(images.to(next(self.parameters()).dtype)))
+        return self.scale * self.head(torch.tanh(features).mean((2, 3)))
+
+
+class Apply(nn.Module):
+    """`function(self, ...)`, with parts for it."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(3, 2)
+        self.parts = nn.ModuleDict(parts)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(self, *args, **kwargs)
+
+
+def rows(num_samples, *shape):
+    """Samples that differ in mean and scale, (N, 3) by default."""
+    index = torch.arange(1.0, num_samples + 1).view(-1, *[1] * len(shape or (3,)))
+    return torch.randn(num_samples, *(shape or (3,))) * index + index / 3
+
+
+def images(num_samples=5):
+    return rows(num_samples, 3, 7, 6)
+
+
+def flat(value, place=""):
+    """Yield the leaves and the classes of the containers, each with its place."""
+    if isinstance(value, BaseException):
+        value = [type(value), value.args, type(value.__cause__)]
+    parts = vars(value) if is_dataclass(value) else value
+    if isinstance(parts, Sequence) and not isinstance(parts, str):
+        parts = dict(enumerate(parts))
+    if not isinstance(parts, Mapping):
+        yield place, value
+        return
+    yield place, type(value)
+    for key, part in parts.items():
+        yield from flat(part, f"{place}.{key}")
+
+
+def loss_of(output):
+    """Return a loss in which every entry of every tensor counts differently."""
+    tensors = [leaf for _, leaf in flat(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return sum((each.abs() * torch.arange(1, each.numel() + 1).view_as(each)).square().sum() for each in tensors) / 100
+
+
+def facts(model):
+    """Return copies of everything that a user sees of a model, by name."""
+    return {
+        "gradients": {name: (p.requires_grad, copy.deepcopy(p.grad)) for name, p in model.named_parameters()},
+        "state": {name: value.detach().clone() for name, value in model.state_dict().items()},
+        "training": [part.training for part in model.modules()],
+    }
+
+
+def step(model, *args, **kwargs):
+    """Return the output, and the facts after the backward pass."""
+    output = model(*args, **kwargs)
+    loss_of(output).backward()
+    return output, facts(model)
+
+
+def train(model, *sizes, optimizer=None):
+    """Return steps on batches of these sizes, by default with SGD, and the optimizer's state."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    steps = [(step(model, images(size)), optimizer.step())[0] for size in sizes]
+    return steps, copy.deepcopy(optimizer.state_dict())
+
+
+def through_disk(value, **options):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return torch.load(io.BytesIO(stream.getvalue()), **options)
+
+
+def error_of(call, *args, **kwargs):
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  # the caller compares it
+        call(*args, **kwargs)
+    return caught.value
+
+
+class Usages:
+    """The table: one method each. What it returns is compared, and so are the facts of its models at its end."""
+
+    def __init__(self, gpu0_bsz=None):
+        self.gpu0_bsz, self.is_ours, self.models = gpu0_bsz, gpu0_bsz is not None, []
+        self.sizes = sorted(size for size in SPLITS[gpu0_bsz] if size) if self.is_ours else [5]
+
+    def _wrap(self, module, dim=0):
+        if self.is_ours:
+            module = convert_sync_batchnorm(module)
+            self.models.append(BalancedDataParallel(self.gpu0_bsz, module, dim=dim, device_ids=["cpu"] * 3))
+        else:
+            self.models.append(nn.DataParallel(module, dim=dim))
+        return self.models[-1]
+
+    # "Arbitrary positional and keyword inputs are allowed"
+    def positional_and_keyword_inputs(self):
+        model = self._wrap(Apply(lambda net, x, y=1.0, *, z=2.0: net.linear(x) * y + z))
+        x, y, z = rows(5), rows(5, 2), rows(5, 1)
+        return step(model, x), step(model, x, y), step(model, x, y=y, z=z), step(model, z=z, x=x), step(model, y=y, x=x)
+
+    # "tensors will be scattered ... tuple, list and dict types will be shallow copied"
+    def nested_lists_tuples_and_dicts(self):
+        def forward(net, batch, extra):
+            batch.append(net.linear(batch[0]["deep"][1]))
+            return Pair({"a": [batch[-1]]}, OrderedDict(c=(extra.left, *batch[0]["deep"]), b=[]))
+
+        model, batch = self._wrap(Apply(forward)), [{"deep": ("word", rows(5))}]
+        result = step(model, batch, extra=Pair(rows(5, 1), None))
+        assert len(batch) == (1 if self.is_ours else 2), "the caller's list is unchanged"
+        return result
+
+    def dataclasses_user_dicts_and_deques(self):
+        def forward(net, record, mapping, queue, words):
+            return UserDict(y=Record(net.linear(record.x), record.name), q=deque([mapping["x"] * queue[-1]])), words
+
+        batch = Record(rows(5), "r"), UserDict(n="n", x=rows(5)), deque([1, rows(5)]), defaultdict(list, a=[rows(5)])
+        result = step(self._wrap(Apply(forward)), *batch)
+        return result, result[0][1]["missing"]
+
+    # "other objects will be copied once per device"
+    def none_numbers_and_strings_beside_tensors(self):
+        model = self._wrap(Apply(lambda net, x, *rest, **named: (net.linear(x) * rest[1], rest, named)))
+        return step(model, rows(5), None, 3, "word", 2.5, flag=True, none=None, words=["a", ("b", 4)])
+
+    def tensors_of_dimension_0(self):
+        model, factor = self._wrap(Apply(lambda net, x, factor: net.linear(x) * factor)), torch.tensor(3.0)
+        return step(model, rows(5), factor.requires_grad_()), factor.grad
+
+    # "for module without any inputs ... executed on one device which is the first one in device_ids"
+    def calls_without_tensors(self):
+        model = self._wrap(Apply(lambda net, x=None, word="w": (net.linear(torch.ones(3) if x is None else x), word)))
+        return step(model), step(model, None), step(model, word="v"), step(model, rows(5))
+
+    # "scattered on dim specified (default 0)"
+    def batch_along_dim_1(self):
+        model = self._wrap(Apply(lambda net, x, y: {"out": net.linear(x) * y, "y": y}), dim=1)
+        return step(model, rows(4, 5, 3), y=rows(1, 5, 1))
+
+    def non_contiguous_and_channels_last_inputs(self):
+        model, deep = self._wrap(Net()), self._wrap(nn.Sequential(nn.Conv3d(3, 4, 1), nn.BatchNorm3d(4)))
+        model, last = (each.to(memory_format=torch.channels_last) for each in (model, images()))
+        inputs = [images().transpose(2, 3), rows(5, 3, 7, 12)[..., ::2], rows(5, 3, 1, 1).expand(-1, -1, 7, 6), last]
+        output = deep.to(memory_format=torch.channels_last_3d)(rows(5, 7, 6, 4, 3).permute(0, 4, 1, 2, 3))
+        return [step(model, x) for x in inputs], output, output.stride()
+
+    def integer_bool_and_complex_inputs(self):
+        def forward(net, ids, mask, wave):
+            table = net.parts["table"](ids)
+            return table[..., 0] * mask, ids * 2, ~mask, wave * table[..., 1]
+
+        model, ids = self._wrap(Apply(forward, table=nn.Embedding(9, 2))), torch.randint(9, (5, 4), dtype=torch.int32)
+        wave = torch.complex(rows(5, 4), rows(5, 4)).requires_grad_()
+        return step(model, ids, ids > 4, wave), wave.grad
+
+    def gradients_of_inputs(self):
+        model = self._wrap(Apply(lambda net, x, y: net.linear(torch.relu_(x * 1)) + y.mul_(x[:, :2])))
+        leaf, other = rows(5).requires_grad_(), rows(5, 2).requires_grad_()
+        middle = other * 2
+        middle.retain_grad()
+        return step(model, leaf, middle * 1), leaf.grad, middle.grad, other.grad
+
+    # "The batch size should be larger than the number of GPUs used": smaller ones run as well
+    def short_single_and_empty_batches(self):
+        model = self._wrap(Net())
+        return train(model, 5, 2, 5), train(model.eval(), 5, 2, 1, 0)
+
+    # "will return a vector of length equal to number of devices"
+    def scalar_outputs(self):
+        losses = self._wrap(Apply(lambda net, x: net.linear(x).square().sum()))(rows(5))
+        losses.sum().backward()
+        assert losses.shape == ((len(self.sizes),) if self.is_ours else ())
+        return losses.sum()
+
+    # "Forward and backward hooks defined on module and its submodules will be invoked len(device_ids) times"
+    def forward_hooks_of_layers(self):
+        net, seen = Net(), []
+        net.norm.register_forward_pre_hook(lambda part, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True)
+        net.head.register_forward_hook(lambda part, args, output: seen.append((len(output), part)) or output * 2)
+        net.register_forward_hook(lambda part, args, kwargs, output: output - part.scale, with_kwargs=True)
+        result = step(self._wrap(net), images())
+        assert sorted(size for size, part in seen if (part is net.head) != self.is_ours) == self.sizes
+        return result
+
+    def backward_hooks_of_layers(self):
+        net, seen = Net(), []
+        net.head.register_full_backward_hook(lambda part, inner, outer: seen.append(outer[0]) or (inner[0] / 2,))
+        net.stem.register_full_backward_pre_hook(lambda part, outer: (outer[0] * 3,))
+        result = step(self._wrap(net), images())
+        assert sorted(map(len, seen)) == self.sizes
+        return result, sum(grad.sum() for grad in seen)
+
+    def hooks_of_the_wrapper(self):
+        model, seen = self._wrap(Net()), []
+        model.register_forward_pre_hook(lambda part, args, named: (args, {"images": named["x"] + 1}), with_kwargs=True)
+        model.register_forward_hook(lambda part, args, output: seen.append(output.detach()) or output * 2)
+        model.register_full_backward_hook(lambda part, inner, outer: seen.append((inner, outer)))
+        return step(model, x=images()), seen
+
+    # "gradients from each replica are summed into the original module"
+    def hooks_of_tensors(self):
+        model, grads, updates = self._wrap(Net()), [], []
+        model.module.head.weight.register_hook(lambda grad: grads.append(grad.clone()) or grad * 2)
+        for parameter in model.parameters():  # the optimizer in the backward pass
+            parameter.register_post_accumulate_grad_hook(lambda p: updates.append(p.data.sub_(p.grad / 10).shape))
+        return [step(model, images()) for _ in range(2)], grads, sorted(updates)
+
+    def checkpoints_to_data_parallel_ddp_and_bare(self):
+        model, plain, bare, last = self._wrap(Net()), nn.DataParallel(Net()), Net(), self._wrap(Net())
+        ddp, results = nn.parallel.DistributedDataParallel(Net()), [train(model, 5)]
+        for source, target in ((model, plain), (plain, ddp), (ddp, last)):
+            target.load_state_dict(source.state_dict())
+            results.append(train(target, 5))
+        bare.load_state_dict({key.removeprefix("module."): value for key, value in last.state_dict().items()})
+        (model if self.is_ours else model.module).load_state_dict(bare.state_dict())  # ours takes both forms
+        return results, bare.state_dict()
+
+    def partial_and_assigned_checkpoints(self):
+        model, given = self._wrap(Net()), {f"module.{key}": value + 1 for key, value in Net().state_dict().items()}
+        own = {key: value for key, value in given.items() if "bias" not in key} | {"module.more": torch.ones(2)}
+        keys = model.load_state_dict(own, strict=False)
+        error = error_of(model.load_state_dict, own)
+        results = train(model, 5)
+        model.load_state_dict(given, assign=True)
+        assert model.module.head.weight.data_ptr() == given["module.head.weight"].data_ptr()
+        return results, list(keys), str(error).replace(type(model).__name__, "?"), train(model, 5)
+
+    def hooks_of_state_dicts(self):
+        model, seen, bare = self._wrap(Net()), [], Net().state_dict()
+        del bare["scale"]
+        model.register_state_dict_pre_hook(lambda part, prefix, keep: seen.append(("save", prefix, keep)))
+        model.register_state_dict_post_hook(lambda part, state, prefix, local: state.update(more=torch.ones(1)))
+        model.register_load_state_dict_pre_hook(lambda part, state, *rest: seen.append(sorted(state)))
+        model.register_load_state_dict_post_hook(lambda part, keys: keys.missing_keys.remove("module.scale"))
+        model.load_state_dict(bare if self.is_ours else {f"module.{key}": value for key, value in bare.items()})
+        return seen, list(model.state_dict(prefix="p.")), nn.ModuleDict({"net": model}).state_dict(), train(model, 5)
+
+    def training_resumed_with_the_optimizer(self):
+        models = [self._wrap(Net()), self._wrap(Net())]
+        optimizers = [torch.optim.AdamW(model.named_parameters(), 0.1) for model in models]
+        train(models[0], 5, optimizer=optimizers[0])
+        saved = through_disk([models[0].state_dict(), optimizers[0].state_dict()], weights_only=True)
+        models[1].load_state_dict(saved[0])
+        optimizers[1].load_state_dict(saved[1])
+        return saved, train(models[1], 2, 5, optimizer=optimizers[1])
+
+    def helpers_of_distributed_checkpoint(self):
+        models = [self._wrap(Net()), self._wrap(Net())]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+        train(models[0], 5, optimizer=optimizers[0])
+        states = copy.deepcopy(get_state_dict(models[0], optimizers[0]))
+        keys = set_state_dict(models[1], optimizers[1], model_state_dict=states[0], optim_state_dict=states[1])
+        return get_state_dict(models[0], optimizers[0]), list(keys), train(models[1], 5, optimizer=optimizers[1])
+
+    def ema_over_names_and_over_state_dicts(self):
+        model = self._wrap(Net())
+        average = copy.deepcopy(model.state_dict())
+        for size in (5, 2):
+            train(model, size)
+            for name, parameter in model.named_parameters():
+                average[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
+            average.update((name, buffer.clone()) for name, buffer in model.named_buffers())
+        model.load_state_dict(average)
+        return model.eval()(images())
+
+    def averaged_model_and_update_bn(self):
+        model = self._wrap(Net())
+        averages = [AveragedModel(model), AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)]
+        for size in (5, 2, 5):
+            train(model, size)
+            for average in averages:
+                average.update_parameters(model)
+        update_bn([images(), images(2)], averages[0])
+        return [(facts(average), average.eval()(images())) for average in averages]
+
+    def deepcopy_pickle_and_save_of_the_whole_model(self):
+        model = self._wrap(Net())
+        train(model, 5)
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_disk(model, weights_only=False)
+        return [train(each, 5, 2) for each in copies]
+
+    def parameter_groups_by_name_and_added_later(self):
+        model = self._wrap(Net())
+        model.module.head.requires_grad_(False)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        groups = [{"params": [named.pop("module.scale")], "weight_decay": 0}, {"params": named.values()}]
+        optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=0.1)
+        first = train(model, 5, optimizer=optimizer)
+        optimizer.add_param_group({"params": model.module.head.requires_grad_().parameters(), "lr": 0.01})
+        return first, train(model, 5, optimizer=optimizer)
+
+    def foreach_fused_and_closure_optimizers(self):
+        model, x = self._wrap(Net()), images()
+        for_each = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=True)
+        fused = torch.optim.AdamW(model.parameters(), 0.01, fused=True, amsgrad=True)
+        results = train(model, 5, 2, optimizer=for_each), train(model, 5, 2, optimizer=fused)
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model(x))
+            loss.backward()
+            return loss
+
+        return results, optimizer.step(closure)
+
+    def clipped_and_zeroed_gradients(self):
+        model = self._wrap(Net())
+        results = [step(model, images()), nn.utils.clip_grad_norm_(model.parameters(), 0.3), facts(model)]
+        for set_to_none in (False, True):
+            model.zero_grad(set_to_none=set_to_none)
+            results += [facts(model), step(model, images()), nn.utils.clip_grad_value_(model.parameters(), 0.01)]
+        return results
+
+    def autocast_in_bf16_and_grad_scaler(self):
+        results = []
+        for scale in (64.0, float(2**127)):  # the second overflows: the step is left out
+            model, scaler = self._wrap(Net()).float(), torch.amp.GradScaler("cpu", init_scale=scale)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            with torch.autocast("cpu", torch.bfloat16):
+                results.append(model(images().float()))
+            scaler.scale(loss_of(results[-1])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            results.append(scaler.state_dict())
+            model.bfloat16().zero_grad()  # compared as bfloat16
+        return results
+
+    def dtypes_changed_between_steps(self):
+        model, results = self._wrap(Net()).half(), []
+        for dtype in (torch.float64, torch.float32, torch.float16):
+            model.to(dtype).zero_grad()
+            results.append(step(model, images()))
+        return results, step(model.bfloat16().eval(), images().bfloat16())
+
+    def states_of_the_calling_thread(self):
+        def forward(net, x):
+            states = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+            return net.linear(x).tanh(), *states, torch.get_autocast_dtype("cpu"), torch.get_default_device().type
+
+        model, x, results, packed = self._wrap(Apply(forward)), rows(5).requires_grad_(), [], []
+        modes = [torch.no_grad(), torch.inference_mode(), torch.set_grad_enabled(True), torch.device("meta")]
+        modes += [torch.autocast("cpu", dtype) for dtype in (torch.float16, torch.bfloat16)]
+        for mode in (*modes, torch.autograd.graph.save_on_cpu()):
+            with mode:
+                output, *states = model(x)
+            results.append((output.clone(), output.is_inference(), states))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(len(t)) or t, lambda t: t * 2):
+            results.append(self._wrap(nn.Tanh())(x))
+        loss_of(results).backward()
+        return results, sum(packed), x.grad, model.requires_grad_(False)(rows(5))
+
+    def frozen_unused_and_shared_parts(self):
+        net = Apply(lambda net, x: net.parts["a"](net.linear(x)) + net.parts["b"](x[:, 1:]) + net.parts["c"](x[:, :2]))
+        net.parts.update({"a": nn.Linear(2, 3), "c": nn.Linear(2, 3), "idle": nn.Linear(3, 2)})
+        net.parts["b"], net.parts["c"].weight = net.parts["a"], net.parts["a"].weight
+        model, results = self._wrap(net), []
+        for part, value in ((net.linear, False), (net.parts["c"], False), (net.linear, True), (net.parts["a"], True)):
+            part.requires_grad_(value)
+            model.zero_grad()
+            results.append(step(model, rows(5).requires_grad_()))
+        return results
+
+    def micro_batches_of_unequal_size(self):
+        model = self._wrap(Net())
+        for size in (5, 2, 5):
+            (loss_of(model(images(size))) / 12).backward()
+        return facts(model), train(model, 2)
+
+    def train_and_eval(self):
+        model = self._wrap(Net())
+        changes = (model.eval, model.train, model.module.norm.eval, model.train, model.module.eval)
+        return [(change(), train(model, 5))[1] for change in changes]
+
+    # "in-place updates to the parameters or buffers on device[0] will be recorded", but not other attributes
+    def buffers_and_attributes_changed_in_forward(self):
+        def forward(net, x):
+            net.num_calls += 1
+            net.first.copy_(x[0].detach())
+            net.mean, net.rows, net.last = net.mean / 2 + x[0], torch.cat([net.rows, x[:1]]), x[0] * 2  # replaced
+            return net.linear(x) * net.calls
+
+        net = Apply(forward)
+        net.num_calls, model = 0, self._wrap(net)
+        net.register_buffer("first", torch.zeros(3), persistent=False)
+        for name, value in (("mean", torch.ones(3)), ("rows", torch.ones(0, 3)), ("last", None)):
+            net.register_buffer(name, value)
+        mean, results = net.mean, [(step(model, rows(5)), net.first.clone()) for _ in range(3)]
+        assert not self.is_ours or (net.num_calls, net.mean is mean) == (0, True), "a state dict may share the memory"
+        return results
+
+    def recurrent_and_attention_layers(self):
+        model, attention = nn.LSTM(3, 4, 2, bidirectional=True), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        model, attention = self._wrap(model, dim=1), self._wrap(attention, dim=1)
+        first = step(model, rows(6, 5, 3))
+        state = tuple(each.detach() for each in first[0][1])
+        return first, step(model, rows(6, 5, 3), state), step(attention, rows(4, 5, 8))
+
+    # "BatchNorm2d and spectral_norm rely on this behavior to update the buffers"
+    def spectral_norm_and_weight_norm(self):
+        norms = [getattr(of, name) for of in (parametrizations, nn.utils) for name in ("spectral_norm", "weight_norm")]
+        nets = [nn.Sequential(norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), norm(nn.Conv2d(4, 2, 1))) for norm in norms]
+        return [train(self._wrap(net), 5, 2, 5) for net in nets]
+
+    def double_backward(self):
+        model, x = self._wrap(Net()), images().requires_grad_()
+        score = model(x).sum()
+        (slope,) = torch.autograd.grad(score, x, create_graph=True)
+        for is_last in (False, True):
+            loss_of(slope.flatten(1).norm(dim=1) - 1).backward(retain_graph=not is_last)
+        return slope, x.grad, error_of(torch.autograd.grad, score, x)
+
+    def names_traversal_and_init(self):
+        model = self._wrap(nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2))))
+        assert model.apply(lambda part: hasattr(part, "bias") and nn.init.constant_(part.weight, 0.25)) is model
+        assert list(model.children()) == [model.module]
+        assert model.to("cpu") is model.share_memory() is model.cpu() is model
+        names = [name for name, _ in model.named_modules()]
+        return names, repr(model).replace(type(model).__name__, "?"), step(model, rows(5))
+
+    # "device_ids (list of int or torch.device)", "output_device ... (default: device_ids[0])"
+    def attributes_and_empty_device_ids(self):
+        model, net, cpu = self._wrap(Net(), 0), Net(), torch.device("cpu")
+        assert isinstance(model, nn.DataParallel)
+        assert not isinstance(DataParallelModel(net, ["cpu"]), nn.DataParallel), "outputs are not gathered"
+        if self.is_ours:
+            assert (model.device_ids, model.output_device, model.src_device_obj, model.dim) == ([cpu] * 3, cpu, cpu, 0)
+        empty = BalancedDataParallel(None, net, device_ids=[]) if self.is_ours else nn.DataParallel(net, device_ids=[])
+        assert (empty.device_ids, empty.module) == ([], net)
+        return train(model, 5), train(empty, 5, 2)
+
+    def exceptions_in_forward(self):
+        def forward(net, x, read=None):
+            if read is not None and (x > 99).any():
+                raise read() from LookupError("first")
+            return net.linear(x)
+
+        model, x = self._wrap(Apply(forward)), rows(5)
+        x[4] = 100  # the last replica fails
+        fails = [KeyError("k", 3), ValueError("a\nb"), StopIteration(5), GeneratorExit(), SystemExit(2), FrozenError(7)]
+        fails += [torch.OutOfMemoryError(), UserWarning("w"), UnicodeDecodeError("utf-8", b"x", 0, 1, "odd")]
+        errors = [error_of(model, x, lambda each=each: each) for each in fails * 2]
+        errors.append(pickle.loads(pickle.dumps(fails[0])))
+        assert all(map(operator.is_, errors, fails * 2))
+        notes = ["raised in replica 2 on cpu"] if self.is_ours else []  # once, although it was raised twice
+        assert [getattr(each, "__notes__", []) for each in errors] == [notes] * 19
+        return errors, error_of(model, x, none=1), error_of(model), type(error_of(model, rows(5, 4))), step(model, x)
+
+
+USAGES = [name for name in vars(Usages) if not name.startswith("_")]
+assert len(USAGES) == 40
+
+
+def difference(usage, gpu0_bsz):
+    """Run a usage in both ways and return the largest difference."""
+    results, worst = [], 0.0
+    for side in (Usages(gpu0_bsz), Usages()):
+        torch.manual_seed(7)
+        results.append(flat((getattr(side, usage)(), *map(facts, side.models))))
+    for (place, ours), (there, theirs) in zip(*results, strict=True):
+        assert (place, type(ours)) == (there, type(theirs)), (place, there)
+        if isinstance(theirs, Tensor):
+            kinds = [(each.shape, each.dtype, each.requires_grad) for each in (ours, theirs)]
+            assert kinds[0] == kinds[1], place
+            parts = [torch.view_as_real(each) if each.is_complex() else each for each in (ours, theirs)]
+            error = relative_error(parts[:1], parts[1:])
+            assert error <= TOLERANCE.get(parts[1].dtype, 0), (place, ours, theirs)
+            worst = max(worst, error)
+        else:
+            assert ours == theirs, place
+    return worst
+
+
+@pytest.fixture
+def splits(monkeypatch):
+    """Set float64 and a group for DDP, hide accelerators from `nn.DataParallel`, and record the splits of ours."""
+    monkeypatch.setitem(nn.DataParallel.__init__.__globals__, "_get_available_device_type", lambda: None)
+    monkeypatch.setattr("segapp.parallel.replicas._BUCKET_BYTES", 100)  # several buckets
+    forward, seen = BalancedDataParallel.forward, []
+
+    def recorded(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        seen.append(self.last_split)
+        return output
+
+    monkeypatch.setattr(BalancedDataParallel, "forward", recorded)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield seen
+    dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("usage", USAGES)
+def test_usage_is_as_documented_for_data_parallel(usage, splits):
+    for gpu0_bsz, split in SPLITS.items():
+        splits.clear()
+        difference(usage, gpu0_bsz)
+        assert split in splits, "the batch ran on its devices"
