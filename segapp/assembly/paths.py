@@ -9,7 +9,7 @@ from segapp.config import DataConfig, RunConfig, component_names, load_config
 from segapp.custom.loading import part_file
 from segapp.custom.names import is_component, is_file_name, split_name
 from segapp.datasets.layouts.formats import check_split
-from segapp.errors import CheckpointError, ConfigError
+from segapp.errors import CheckpointError
 from segapp.run.folder import find_run
 
 
@@ -32,24 +32,15 @@ def check_paths(config: RunConfig, *, is_new: bool = True) -> None:
 
 
 def check_data_of(targets: Iterable[str], root: str | None, split: str | None) -> None:
-    """Look for runs or checkpoints, and for the data of the first one; `root` replaces its folder.
+    """Look for runs, and for the data of the first one; `root` replaces its folder. Files are left to their reader.
 
     Raises:
         SegappError: one is missing.
     """
-    first, *_ = [_config_of(target) for target in targets]
-    if first.is_file():
+    first, *_ = [None if Path(target).is_file() else find_run(target).config_yaml for target in targets]
+    if first is not None and first.is_file():
         data = load_config(first).data
         _check_data(data if root is None else data.model_copy(update={"root": root}), [split or split_names(data)[1]])
-
-
-def _config_of(target: str) -> Path:
-    try:
-        return find_run(target).config_yaml
-    except ConfigError:
-        if Path(target).is_file():  # a checkpoint outside of its run
-            return Path()
-        raise
 
 
 def _check_data(data: DataConfig, splits: Iterable[str]) -> None:
