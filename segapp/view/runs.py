@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = ("seed", "log.", "checkpoint.", "data.workers", "data.cache", 
 _NUM_POINTS = 64
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
-_VERSION = 3
+_VERSION = 4
 """Increase it if `facts_of` or the fold changes, so that summaries of an earlier version are not used."""
 
 _SETTLED_S = 2.0

@@ -189,7 +189,7 @@ DAMAGES = {
     "zeros": lambda text: bytes(len(text)),
     "list": lambda text: b"[]",
     "byte": lambda text: b"\xff" + text,
-    "version": lambda text: text.replace(b'"identity": [3,', b'"identity": [2,'),
+    "version": lambda text: text.replace(b'"identity": [4,', b'"identity": [3,'),
 }
 
 
