@@ -75,9 +75,7 @@ def _moved(device: torch.device, _module: nn.Module, args: Any, kwargs: Any) -> 
 def _check_shared(parts: Mapping[str, nn.Module], homes: Mapping[str, torch.device]) -> None:
     first: dict[int, tuple[str, torch.device]] = {}
     for name, part in parts.items():
-        for key, parameter in parameter_slots(part).items():
-            if parameter is None:
-                continue
+        for key, parameter in part.named_parameters(recurse=False):
             full, device = f"{name}.{key}" if name else key, homes[name]
             other, home = first.setdefault(id(parameter), (full, device))
             if home != device:

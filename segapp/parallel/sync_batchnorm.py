@@ -233,9 +233,9 @@ class _JoinSums(torch.autograd.Function):
     """The dummies and nodes of this process's parts -> one dummy; its backward pass joins the sums of all parts."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Sequence[_Part], nodes: Sequence[Any], over_ranks: bool, *dummies: Tensor) -> Tensor:
+    def forward(ctx: Any, parts: Sequence[_Part], nodes: Sequence[Any], *dummies: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.parts, ctx.nodes, ctx.over_ranks = parts, nodes, over_ranks
+        ctx.parts, ctx.nodes = parts, nodes
         return dummies[0].new_empty(0)
 
     @staticmethod
@@ -245,11 +245,9 @@ class _JoinSums(torch.autograd.Function):
             if part.pending is None:  # nothing depends on the output of this part
                 x, weight = node.saved_tensors
                 part.pending = _start_backward(torch.zeros_like(x), x, weight, part.statistics)
-        if torch.is_grad_enabled():
-            _join_differentiably(parts, over_ranks=ctx.over_ranks)
-        else:
-            _join_sums(parts, over_ranks=ctx.over_ranks)
-        return (None,) * (3 + len(parts))
+        join = _join_differentiably if torch.is_grad_enabled() else _join_sums
+        join(parts, over_ranks=len(parts) == 1)
+        return (None,) * (2 + len(parts))
 
 
 class _NormalizePart(torch.autograd.Function):
@@ -418,7 +416,7 @@ class SyncBatchNorm(BatchNorm):
                 part.statistics = _BatchStatistics(
                     mean_C, scale_C, to_device(counts[1], x.device), self.eps, by_kernels
                 )
-        return [_JoinSums.apply(parts, nodes, over_ranks, *dummies)] * len(parts)
+        return [_JoinSums.apply(parts, nodes, *dummies)] * len(parts)
 
     def __join_moments(
         self, moments: Sequence[Tensor], weights: Tensor, count: Any, x: Tensor
