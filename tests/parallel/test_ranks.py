@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import SyncBatchNorm, distributed
-from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, is_launched
+from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, is_launched, wrap_ddp
 from segapp.parallel.launch import launch_local
 from segapp.parallel.scatter_gather import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
 from tests.support import ROOT
@@ -99,6 +99,19 @@ def test_ranks_agree_on_the_remaining_values(figures):
     rank, _, local_rank, _, backend, is_main = figures["info"]
     assert (rank, local_rank, is_main) == (0, 0, True)
     assert backend in ("gloo", "nccl")
+
+
+def test_options_of_ddp_reach_it():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        nets = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
+        plain = wrap_ddp(nets[0])
+        other = wrap_ddp(nets[1], gradient_as_bucket_view=False, find_unused_parameters=True, bucket_cap_mb=3.0)
+        assert (plain.gradient_as_bucket_view, plain.find_unused_parameters) == (True, False)
+        assert (other.gradient_as_bucket_view, other.find_unused_parameters) == (False, True)
+        assert other.bucket_bytes_cap == 3 * 2**20 < plain.bucket_bytes_cap
+    finally:
+        dist.destroy_process_group()
 
 
 FULL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-import albumentations as A
+import albumentations as A  # type: ignore[import-untyped, unused-ignore]
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
