@@ -39,7 +39,7 @@ from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
 from segapp.tui import header, keys, layout
 from segapp.tui.devices import undoing, why_no_split
-from segapp.tui.dialogs import Choice, ChoiceScreen, Gpu0Screen, HelpScreen, ScrolledDialog, StopScreen
+from segapp.tui.dialogs import CHOICES, Choice, ChoiceScreen, Gpu0Screen, HelpScreen, ScrolledDialog, StopScreen
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
@@ -59,6 +59,8 @@ HOLD_S = 3.0
 """Time in which a command can be taken back before it is sent."""
 TYPING_S = 0.6
 """Keys of text that follow each other faster are typed text: they send nothing, and take back what was not sent yet."""
+PASTED_S = 0.03
+"""Keys that follow each other faster are pasted."""
 _SAID = {"information": ("$foreground", 8.0), "warning": ("$text-warning", 20.0), "error": ("$text-error bold", 20.0)}
 """Style of a message, and the seconds for which it stays."""
 
@@ -416,23 +418,28 @@ class MonitorApp(App[None]):
         self._choose("Theme", [Choice(name, name) for name in names], lambda name: setattr(self, "theme", name))
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle an event; a key that is part of typed text sends nothing."""
+        """Handle an event; a key of typed text sends nothing, and a command is handled before the next key is read."""
         is_text = isinstance(event, events.Key) and (event.is_printable or event.key == "enter")
-        if is_text and not event.is_forwarded and self._is_typed(event.key):  # type: ignore[attr-defined]
-            return
-        await super().on_event(event)
+        if not is_text or event.is_forwarded:
+            await super().on_event(event)
+        elif not self._is_typed(event.key):  # type: ignore[attr-defined]
+            is_command = isinstance(self.screen, RunScreen) and not isinstance(self.focused, Input)
+            action = keys.TYPED.get(event.key) if is_command else None  # type: ignore[attr-defined]
+            await (super().on_event(event) if action is None else self.run_action(action))
 
     def _is_typed(self, key: str) -> bool:
         """Return True if a key that reaches beyond the screen came as part of typed text; take back what is held."""
         now_s = monotonic()
         gap_s, self._typed_s = now_s - self._typed_s, now_s
-        if gap_s >= TYPING_S or isinstance(self.focused, Input):
+        if isinstance(self.focused, Input):
+            return key == "enter" and gap_s < PASTED_S and isinstance(self.screen, Gpu0Screen)
+        if gap_s >= TYPING_S or isinstance(self.screen, ScrolledDialog):
             return False
         if self._held and key != "u":
             self._take_back("typed text follows")
-        elif key in keys.TYPED and isinstance(self.screen, RunScreen | RunsScreen):
+        elif key in (*keys.TYPED, *CHOICES):
             self.say(f"{key} was part of typed text and did nothing: press it again", "warning")
-        return key in keys.TYPED and not isinstance(self.screen, ScrolledDialog | ChoiceScreen)
+        return key in (*keys.TYPED, *CHOICES)
 
     def _refuses(self, command: Command) -> bool:
         """Return True if a command cannot be sent, and say why."""

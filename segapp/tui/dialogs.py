@@ -20,9 +20,14 @@ from segapp.tui.keys import Key, bindings
 from segapp.tui.widgets import drawable
 from segapp.view.source import Status
 from segapp.view.view import View
+from segapp.view.wording import fit_cells
 
 _HELP = Key("app.help", "f1,question_mark,h", "", "show the keys, or close them")
 """While an input line has the focus, `?` is a part of its text."""
+
+
+CHOICES = ("e", "x")
+"""Keys of the ways to stop."""
 
 
 class ScrolledDialog(ModalScreen[None]):
@@ -96,7 +101,7 @@ class ChoiceScreen(ModalScreen[str | None]):
         ]
         room = listed.scrollable_content_region.width
         rows = [
-            Content.assemble(each.title.ljust(room - len(each.key) - 1), (f" {each.key}", "$text-accent bold"))
+            Content.assemble(fit_cells(each.title, room - len(each.key) - 1), (f" {each.key}", "$text-accent bold"))
             for each in self._found
         ]
         listed.clear_options()
@@ -116,7 +121,8 @@ class ChoiceScreen(ModalScreen[str | None]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        self.dismiss(self._found[event.option_index].value)
+        if self.is_current:
+            self.dismiss(self._found[event.option_index].value)
 
 
 class StopScreen(ChoiceScreen):
@@ -144,9 +150,10 @@ class StopScreen(ChoiceScreen):
 
     def on_key(self, event: events.Key) -> None:
         """Keep training at any other key of a text, because it is typed text."""
-        if event.is_printable and event.key not in ("e", "x", "question_mark"):
+        if event.is_printable and event.key not in (*CHOICES, "question_mark"):
             event.stop()
-            self.dismiss("")
+            if self.is_current:  # several keys may have been read already
+                self.dismiss("")
 
 
 class Gpu0Screen(ModalScreen[SetCommand | None]):
@@ -200,7 +207,7 @@ class Gpu0Screen(ModalScreen[SetCommand | None]):
         """Close with the command, or say that there is none to send."""
         event.stop()
         command = self.check(event.value)[0] if event.value else None
-        if command is not None:
-            self.dismiss(command)
-        else:
+        if command is None:
             self._show(event.value, "not sent: ")
+        elif self.is_current:
+            self.dismiss(command)

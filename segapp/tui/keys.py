@@ -61,9 +61,9 @@ KEYS = (
     Key("open", "enter", "Open", "show the selected event in full", panes="events", is_bound=False),
     Key("app.filter", "slash", "Find", "Show: find a class or an event", panes="events classes", words="search"),
     Key("app.pictures", "i,5", "Images", "Show: sample images, or the chart again", words="predictions"),
-    Key("app.config", "C", "", "Run: show its config, and what has changed since its start", words="settings"),
-    Key("app.runs", "R", "Runs", "Runs: list them, and open one"),
-    Key("app.details", "d", "", "Show: the alert or the event in full"),
+    Key("app.config", "C", "", "Run: show the config and its changes", words="settings"),
+    Key("app.runs", "R", "Runs", "Runs: list the runs, and open one"),
+    Key("app.details", "d", "", "Show: details of the alert or event"),
     Key("app.seen", "a", "", "Show: dismiss the alert", words="acknowledge"),
     Key("app.pane('loss')", "1", "", "show the chart"),
     Key("app.pane('gpu')", "2", "", "show the devices and gpu0_bsz"),
@@ -73,8 +73,8 @@ KEYS = (
     Key("app.escape", "escape", "", "close, clear, or dismiss the alert"),
     *COMMON,
 )  # fmt: skip
-TYPED = {name for key in KEYS if key.sends or key is LEAVE for name in key.keys.split(",")}
-"""Keys without an effect in typed text: what they do reaches beyond the screen."""
+TYPED = {name: key.action for key in KEYS if key.sends or key is LEAVE for name in key.keys.split(",")}
+"""Keys without an effect in typed text, because what they do reaches beyond the screen, and their actions."""
 
 
 def bindings(keys: Iterable[Key]) -> list[Binding]:
@@ -126,7 +126,7 @@ class KeyBar(LiteralText):
 
 def help_lines(keys: Sequence[Key], pane: str = "") -> Content:
     """Return the help page: the keys, and the signs of the pane."""
-    lines = [_line(shown_key(key), key.help.split(": ")[-1], "$text-accent bold") for key in keys if key.keys]
+    lines = [_line(shown_key(key), key.help, "$text-accent bold") for key in keys if key.keys]
     lines.append(_line("shift+drag", "select text with the terminal", "$text-accent bold"))
     signs = {
         "loss": (

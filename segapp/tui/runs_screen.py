@@ -149,7 +149,7 @@ class RunsScreen(Screen[RunFolder | None]):
         self.action_open()
 
     def action_open(self) -> None:
-        if self._selected is not None:
+        if self._selected is not None and self.is_current:
             self.dismiss(self._selected.folder)
 
     def action_back(self) -> None:
