@@ -397,12 +397,14 @@ class Usages:
         model, x, results, packed = self._wrap(Apply(forward)), rows(5).requires_grad_(), [], []
         modes = [torch.no_grad(), torch.inference_mode(), torch.set_grad_enabled(True), torch.device("meta")]
         modes += [torch.autocast("cpu", dtype) for dtype in (torch.float16, torch.bfloat16)]
-        for mode in (*modes, torch.autograd.graph.save_on_cpu()):
+        for mode in modes:
             with mode:
                 output, *states = model(x)
             results.append((output.clone(), output.is_inference(), states))
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(len(t)) or t, lambda t: t * 2):
             results.append(self._wrap(nn.Tanh())(x))
+        with torch.autograd.graph.save_on_cpu():
+            results.append(self._wrap(Net())(images()))
         loss_of(results).backward()
         return results, sum(packed), x.grad, model.requires_grad_(False)(rows(5))
 
