@@ -145,7 +145,8 @@ class LossChart(StripWidget):
     def key(self) -> tuple[object, ...]:
         """Return the values that the chart depends on."""
         view, series = self._view, self._series
-        return (id(view), view.history.num_steps, view.history.size, len(view.vals), len(view.marks),
+        steps = (view.history.num_steps, view.history.size) if self.metric == "loss" else ()
+        return (id(view), steps, len(view.vals), len(view.marks),
                 series.num_steps if series else 0, self.metric, self.is_log, self.content_size)  # fmt: skip
 
     def _plot_size(self) -> tuple[int, int]:

@@ -130,10 +130,10 @@ class Columns(Horizontal):
             self._set_title(self.table, classes_title(view, self.table.search.text, room))
 
     def _show_charts(self, run: ShownRun) -> None:
-        """Show the chart, and the small ones if something else than the steps has changed, or every five seconds."""
+        """Show the chart, and the small ones if something else than the steps has changed, or every ten seconds."""
         metric, has_small = self.chart.metric, self._layout.has_small
         names = [metric, *(name for name in ("loss", "miou", "lr", "images_per_s") if name != metric)]
-        drawn = id(run.view), metric, has_small, time.monotonic() // 5
+        drawn = id(run.view), metric, has_small, time.monotonic() // 10
         for chart, name in zip((self.chart, *self._small) if has_small else (self.chart,), names, strict=False):
             field = step_field(name)
             series = None if field is None else run.source.series(field)

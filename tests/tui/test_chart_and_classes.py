@@ -165,7 +165,7 @@ def test_wide_screen_has_small_charts_of_the_other_metrics(fresh: RecordedRun) -
         fresh.train(3)
         await settle(app, pilot)
         assert "".join(strip.text for strip in charts[0]._strips) != drawn[0]
-        app.columns._drawn = ()  # the small charts are drawn every five seconds
+        app.columns._drawn = ()  # the small charts are drawn every ten seconds
         await settle(app, pilot)
         assert "".join(strip.text for strip in charts[3]._strips) != drawn[3]
         await press(app, pilot, "v")
