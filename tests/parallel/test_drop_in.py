@@ -190,8 +190,11 @@ class Usages:
 
     # "scattered on dim specified (default 0)"
     def batch_along_dim_1(self):
-        model = self._wrap(Apply(lambda net, x, y: {"out": net.linear(x) * y, "y": y}), dim=1)
-        return step(model, rows(4, 5, 3), y=rows(1, 5, 1))
+        def forward(net, x, y):
+            outputs = {"x": net.linear(x) * y, "y": y}
+            return outputs if y[0, 0] == 0 else dict(reversed(outputs.items()))  # replicas differ in the order
+
+        return step(self._wrap(Apply(forward), dim=1), rows(4, 5, 3), y=torch.arange(5.0).view(1, 5, 1))
 
     def non_contiguous_and_channels_last_inputs(self):
         model, deep = self._wrap(Net()), self._wrap(nn.Sequential(nn.Conv3d(3, 4, 1), nn.BatchNorm3d(4)))
@@ -462,11 +465,11 @@ class Usages:
 
     def double_backward(self):
         model, x = self._wrap(Net()), images().requires_grad_()
-        score = model(x).sum()
-        (slope,) = torch.autograd.grad(score, x, create_graph=True)
+        score = model(x).square().sum()
+        slopes = torch.autograd.grad(score, [x, *model.parameters()], create_graph=True)
         for is_last in (False, True):
-            loss_of(slope.flatten(1).norm(dim=1) - 1).backward(retain_graph=not is_last)
-        return slope, x.grad, error_of(torch.autograd.grad, score, x)
+            loss_of(slopes).backward(retain_graph=not is_last)
+        return slopes, x.grad, error_of(torch.autograd.grad, score, x)
 
     def names_traversal_and_init(self):
         model = self._wrap(nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2))))
