@@ -8,17 +8,15 @@ has no memory and no random states.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 BF16_CAPABILITY = (8, 0)
 """Compute capability from which NVIDIA's GPUs support bfloat16 and TF32 in hardware (Ampere)."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,6 @@ class Accelerator:
     """Copies from page-locked memory of the host to the device are faster and asynchronous."""
     can_replicate = True
     """A training may use several devices, or processes."""
-    can_capture = False
-    """Work can be captured as a graph, which launches all kernels with one call."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -74,12 +70,8 @@ class Accelerator:
         """Return True while a graph is captured: the host may neither wait for the device nor ask it anything."""
         return False
 
-    def new_graphs(self, device: torch.device) -> DeviceGraphs:
-        """Return an object that captures the work of a device as graphs; only if `can_capture`."""
-        raise NotImplementedError(f"work on {device} cannot be captured")
-
     def keep_with_graph(self, held: object) -> None:
-        """Keep an object as long as the graph that is being captured, if any: the graph reads its memory."""
+        """Keep an object until the process ends if a graph is being captured: the graph reads its memory."""
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
         """Start to copy a tensor to the host; return the copy, and a function that says if the copy is complete."""
@@ -92,13 +84,13 @@ class Gpu(Accelerator):
     `tool` is the program that lists the devices.
     """
 
-    can_pin = can_capture = True
+    can_pin = True
 
     def __init__(self, kind: str, tool: str) -> None:
         super().__init__(kind)
         self.tool = tool
         self.held_by_graph: list[object] = []
-        """Objects that the graph being captured keeps alive."""
+        """Objects whose memory captured graphs read."""
 
     @property
     def _torch(self) -> Any:
@@ -146,9 +138,6 @@ class Gpu(Accelerator):
 
     def is_capturing(self) -> bool:
         return bool(self._torch.is_current_stream_capturing())
-
-    def new_graphs(self, device: torch.device) -> DeviceGraphs:
-        return DeviceGraphs(self, device)
 
     def keep_with_graph(self, held: object) -> None:
         if self.is_capturing():
@@ -211,7 +200,7 @@ class Gpu(Accelerator):
 class Mps(Gpu):
     """Apple's GPUs: one device, which shares the host's memory, and has no float64, no streams and no peak memory."""
 
-    can_pin = can_replicate = can_capture = False
+    can_pin = can_replicate = False
     current, new_stream = Accelerator.current, Accelerator.new_stream
     is_capturing, copy_to_host = Accelerator.is_capturing, Accelerator.copy_to_host
 
@@ -264,47 +253,6 @@ class Mps(Gpu):
 
     def has_float64(self, device: torch.device) -> bool:
         return False
-
-
-class DeviceGraphs:
-    """Captures work of a CUDA device as graphs.
-
-    All work, also before the capture, runs on one stream that is not the default one: autograd accumulates a gradient
-    on the stream that it used before, and the default stream cannot be captured.
-    """
-
-    def __init__(self, gpu: Gpu, device: torch.device) -> None:
-        self._gpu, self._device = gpu, device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Call a function without a capture, and let the current stream wait for its work; return its result."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                return work()
-        finally:
-            current.wait_stream(self._stream)
-
-    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Capture the work of a function, which the device does not run yet.
-
-        Returns:
-            The function's result, whose tensors are in the graph's memory; and a function that launches the graph on
-            the current stream, which fills the tensors.
-        """
-        graph, self._gpu.held_by_graph = torch.cuda.CUDAGraph(), []
-        # thread_local: other threads (loader, telemetry) may call CUDA during the capture.
-        capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-        with self._gpu.current(self._device), capture:
-            result = work()
-        held, self._gpu.held_by_graph = self._gpu.held_by_graph, []
-
-        def launch(_held: Sequence[object] = held) -> None:
-            graph.replay()
-
-        return result, launch
 
 
 _CPU = Accelerator("cpu")

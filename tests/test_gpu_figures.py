@@ -114,10 +114,10 @@ def test_plain_loop_trains_a_copy_of_the_network(ema: float | None) -> None:
     assert any(not torch.equal(tensor, before[name]) for name, tensor in network.model.state_dict().items())
 
 
-def test_graphs_and_compilers_are_figures_of_a_small_network() -> None:
+def test_compilers_are_figures_of_a_small_network() -> None:
     names = [case.name.rpartition("images, ")[2] for case in figures_training.small_cases("cuda:0")]
-    assert names == ["eager", "graph", "torch.compile", "torch.compile, reduce-overhead"]
-    assert figures_training.SMALL_WAYS[names[3]] == {"mode": "reduce-overhead"}
+    assert names == ["eager", "torch.compile", "torch.compile, reduce-overhead"]
+    assert figures_training.SMALL_WAYS[names[2]] == {"mode": "reduce-overhead"}
     names = {case.name for case in figures_training.step_cases("cuda:0")}
     assert {"DeepLabV3-R50, fp32, no average", "LR-ASPP, auto, average"} < names
     assert len(names) == 8

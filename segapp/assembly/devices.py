@@ -66,12 +66,6 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
         against_ddp = _against_ddp(devices, is_one_process=is_one_process)
         mode, mode_reason = auto_mode(config, len(devices), against_ddp)
     check_mode(config, mode)
-    if config.train.cuda_graph and not accelerator_of(devices[0]).can_capture:
-        raise ConfigError(
-            f"train.cuda_graph = true on {devices[0]}: CUDA graphs need a CUDA device: set it to false",
-            key="train.cuda_graph",
-            value=True,
-        )
     alone = [device for device in devices if not accelerator_of(device).can_replicate]
     if alone and mode != "single":
         raise ConfigError(

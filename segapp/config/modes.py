@@ -30,7 +30,6 @@ class Feature:
 
 FEATURES = (
     Feature("train.compile", ("single", "ddp"), lambda config: config.train.compile, "set it to false"),
-    Feature("train.cuda_graph", ("single",), lambda config: config.train.cuda_graph, "set it to false", "true"),
     Feature("distill", ("single", "dp", "ddp"), lambda config: config.distill is not None),
     Feature(
         "model.name",
@@ -63,8 +62,6 @@ def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = Non
     """
     if num_devices == 1:
         return "single", ""
-    if config.train.cuda_graph:
-        return "single", "train.cuda_graph works with single only"
     if config.parallel.has_split:
         return "dp", "gpu0_bsz or shares is set"
     if against_ddp is None and 0 < config.train.batch_size < num_devices:

@@ -319,14 +319,6 @@ _TRAINING: tuple[Rule, ...] = (
      "does not support distill: set it to false, or leave distill out"),
     ("train.recompute", lambda c: c.train.recompute != "off" and c.train.compile,
      "cannot be combined with train.compile: set one of them to off or false"),
-    ("train.recompute", lambda c: c.train.recompute != "off" and c.train.cuda_graph,
-     "cannot be combined with train.cuda_graph: set one of them to off or false"),
-    ("train.cuda_graph", lambda c: c.train.cuda_graph and c.train.compile,
-     "true cannot be combined with train.compile: set one of them to false"),
-    ("train.cuda_graph", lambda c: c.train.cuda_graph and c.distill is not None,
-     "true does not support distill: set it to false, or leave distill out"),
-    ("train.cuda_graph", lambda c: c.train.cuda_graph and c.loss.name == "mask_classification",
-     "true does not support loss.name: mask_classification, which waits for the GPU: set it to false"),
     ("parallel.devices", lambda c: c.parallel.devices == [], "is empty: name at least one device, or auto"),
     ("distill", lambda c: (d := c.distill) is not None and not (d.pixel_wise or d.pair_wise or d.holistic),
      "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"),
@@ -366,10 +358,6 @@ def _problems_of_lists(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _label_map_problems(data)
     if mode != "auto":
         yield from ((feature.key, feature.problem(mode)) for feature in unsupported(config, mode))
-    for key, name in component_names(config).items() if config.train.cuda_graph else ():
-        if key.partition(".")[0] in ("model", "loss"):
-            problem = f"true does not support custom components, which may wait for the GPU ({key} = {name})"
-            yield "train.cuda_graph", f"{problem}: set it to false"
     for path, term in loss.by_key().items():
         if data.multilabel is not None and term.name not in MULTILABEL_LOSSES:
             yield (

@@ -362,9 +362,6 @@ class TrainConfig(Section):
     compile: Annotated[bool, OnResume] = False
     """Compile the forward and backward pass with torch.compile; not with the modes dp and model, nor with distill.
     Change it to true for long runs on a GPU; the first step takes minutes."""
-    cuda_graph: Annotated[bool, OnResume] = False
-    """Replay the forward and backward pass as one CUDA graph. Needs parallel.mode: single; not with compile, distill,
-    or a custom model or loss. Change it to true for small models whose GPU waits for the CPU."""
     deterministic: Annotated[bool, OnResume] = False
     """On GPUs, use only deterministic algorithms; slower, and cuDNN times no algorithms. Change it to
     true if two runs must agree exactly."""
@@ -378,8 +375,8 @@ class ParallelConfig(Section):
 
     mode: Literal["auto", "single", "dp", "ddp", "model"] = "auto"
     """single: one device. dp: one process for several devices. ddp: one process per GPU. model: layers on several
-    devices. auto: single on one device, ddp on several, dp if gpu0_bsz or shares is set, single with
-    train.cuda_graph. Change it to force a mode."""
+    devices. auto: single on one device, ddp on several, dp if gpu0_bsz or shares is set. Change
+    it to force a mode."""
     devices: str | list[int | str] = "auto"
     """auto (all visible GPUs, the one with the most free memory first), one device ("cuda:1", "mps"), or a list
     ([0, 1], [cpu, cpu]). The first is "GPU 0" of this documentation. Change it to use only some GPUs."""

@@ -227,10 +227,10 @@ class Simulator:
     def _blas_workspaces(self, job: SimulationJob, devices: Sequence[str]) -> list[Tensor]:
         """Return cuBLAS's workspaces: one for the thread of the forward pass, one for autograd's.
 
-        In dp, an evaluation has threads of its own; a captured graph has a second stream.
+        In dp, an evaluation has threads of its own.
         """
-        num_bytes, has_more = int(job.blas_mib * MIB), job.mode == "dp" or self.assembler.config.train.cuda_graph
-        names = (name for name in devices for _ in range(3 if has_more else 2) if num_bytes)
+        num_bytes = int(job.blas_mib * MIB)
+        names = (name for name in devices for _ in range(3 if job.mode == "dp" else 2) if num_bytes)
         return [torch.empty(num_bytes, dtype=torch.uint8, device=name) for name in names]
 
     @contextlib.contextmanager

@@ -94,7 +94,7 @@ def build_trainer(
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
     split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.locations)
     assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
-    engine = assembler.assemble(parts, layout, ranks=ranks, mark=context.device_memory.mark, has_graph=True)
+    engine = assembler.assemble(parts, layout, ranks=ranks, mark=context.device_memory.mark)
     step = 0 if checkpoint is None else checkpoint.step
     controller = build_controller(config, context, devices, engine, saved_plan, split, step)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
@@ -239,9 +239,7 @@ def build_controller(
     )
     gpu0_bsz, shares = split
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=config.parallel.gpu0_bsz == "auto", shares=shares)
-    problem = None
-    if config.train.compile or config.train.cuda_graph:
-        problem = f"train.{'compile' if config.train.compile else 'cuda_graph'} is on"
+    problem = "train.compile is on" if config.train.compile else None
     recompute = RecomputableBlocks(engine.model, len(engine.network.devices), problem)
     memory = context.device_memory
     return CommandController(

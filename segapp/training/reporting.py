@@ -333,7 +333,6 @@ class TrainingReporter:
     def step(self, result: StepResult, lr: float) -> None:
         """Emit `step` and begin a new interval; only here the training waits for the device, to read the tensors."""
         self.alert("compile", *(self._compiled_call.take_notes() if self._compiled_call is not None else ()))
-        self.alert("cuda_graph", *(self.engine.graph.take_notes() if self.engine.graph is not None else ()))
         loss, norm = float(result.loss), float(result.grad_norm)
         at, clock, scaler = self.progress.position, self.clock, self.engine.precision.scaler
         elapsed_s = clock.elapsed_s()

@@ -69,7 +69,7 @@ class Gpu0:
         return self.changes[-1] if self.changes else None
 
 
-PASSING_ALERTS = frozenset({"compile", "cuda_graph", "settings"})
+PASSING_ALERTS = frozenset({"compile", "settings"})
 """Kinds of alert that are only logged; all others are shown until the user has seen them."""
 
 NUM_WHOLE_EVENTS = 300

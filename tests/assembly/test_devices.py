@@ -100,7 +100,6 @@ EOMT = {
 @pytest.mark.parametrize(
     ("parallel", "sections", "mode", "why"),
     [
-        ({}, {"train": {"cuda_graph": True}}, "single", "train.cuda_graph works with single only"),
         ({}, COMPILED, "ddp", "the fastest"),
         ({}, DISTILLED, "ddp", "the fastest"),
         ({"devices": ["cpu", "cpu"]}, EOMT, "dp", "logical devices"),
@@ -126,7 +125,6 @@ def test_split_in_a_mode_that_cannot_do_the_rest_is_refused() -> None:
 def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> None:
     asked: dict[str, dict[str, Any]] = {
         "train.compile": COMPILED,
-        "train.cuda_graph": {"train": {"cuda_graph": True}},
         "distill": DISTILLED,
         "model.name": EOMT,
     }

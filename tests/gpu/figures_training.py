@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from segapp.accelerator import accelerator_of
 from segapp.assembly.devices import numerics, with_precision
 from segapp.assembly.pairs import build_scheme
 from segapp.config import RunConfig, validate_config
@@ -29,8 +28,7 @@ from segapp.parallel.distributed import RankInfo, Ranks
 from segapp.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.assembler import StepAssembler, StepLayout
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.graph import WARM_UP_STEPS, StepGraph
-from tests.gpu.cases import Case, NotPossible
+from tests.gpu.cases import Case
 
 Mode = Literal["single", "dp", "ddp"]
 
@@ -121,7 +119,6 @@ def small_cases(device: str) -> list[Case]:
 
 SMALL_WAYS: dict[str, dict[str, str]] = {
     "eager": {},
-    "graph": {},
     "torch.compile": {},
     "torch.compile, reduce-overhead": {"mode": "reduce-overhead"},
 }
@@ -130,8 +127,6 @@ SMALL_WAYS: dict[str, dict[str, str]] = {
 
 def _small_row(place: torch.device, way: str) -> dict[str, Any]:
     is_gpu = place.type == "cuda"
-    if way == "graph" and not accelerator_of(place).can_capture:
-        raise NotPossible(f"{place} has no graphs")
     is_compiled = way.startswith("torch.compile")
     options = SMALL_WAYS[way] if is_gpu else {"backend": "eager"}  # a CPU would compile for minutes
     config = figures_config(is_gpu, SMALL, precision="auto", batch_size=4, compile=is_compiled)
@@ -139,20 +134,12 @@ def _small_row(place: torch.device, way: str) -> dict[str, Any]:
         mock.patch.object(torch, "compile", partial(torch.compile, **options)),
         engine_of(config, place, "single") as engine,
     ):
-        if way == "graph":
-            add_graph(engine, place)
         batch = batch_of(config, engine, place)
-        for _ in range(WARM_UP_STEPS):
+        for _ in range(3):
             engine.step([batch])
         seconds, cpu_s = _timed(lambda: engine.step([batch]), place, num_steps=50 if is_gpu else 1)
         assert (_normalized(engine).compiled_call is not None) == is_compiled
     return {"way": way, "precision": "auto", "images/s": 4 / seconds, "ms a step": 1e3 * seconds, "CPU s a step": cpu_s}
-
-
-def add_graph(engine: StepEngine, place: torch.device) -> None:
-    """Let an engine capture its steps as a graph, as a training does with `train.cuda_graph`."""
-    graphs = accelerator_of(place).new_graphs(place)
-    engine.graph = StepGraph(graphs, place, engine.model, is_linear=engine.criterion.is_linear)
 
 
 # --- engines ---

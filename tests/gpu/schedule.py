@@ -94,7 +94,7 @@ ROWS = (
     ),
     ScheduledRow(
         "small-network",
-        "LR-ASPP, 4 images: eager, graph, torch.compile with and without reduce-overhead",
+        "LR-ASPP, 4 images: eager, torch.compile with and without reduce-overhead",
         "alone",
         1,
         cases="tests.gpu.figures_training:small_cases",

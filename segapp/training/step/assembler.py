@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segapp.accelerator import accelerator_of
 from segapp.assembly.criterion import criterion_of
 from segapp.assembly.devices import uses_channels_last
 from segapp.assembly.network import build_network, build_normalizer, check_sizes, put_adapters
@@ -50,7 +49,6 @@ from segapp.training.step.distill import (
     distilled_criterion,
 )
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.graph import StepGraph
 from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.training.step.update import WeightUpdate
 
@@ -240,7 +238,6 @@ class StepAssembler:
         *,
         ranks: Ranks | None = None,
         mark: Callable[[str], None] = lambda phase: None,
-        has_graph: bool = False,
     ) -> StepEngine:
         """Assemble the engine.
 
@@ -250,11 +247,9 @@ class StepAssembler:
             backend: backend of the devices; None: the real devices of this machine.
             ranks: the processes that share every step.
             mark: called with the name of each phase of a step as it begins.
-            has_graph: capture the steps as a graph if the config asks for it; False for a profile, which times the
-                phases.
 
         Raises:
-            ConfigError: the split, the batch, a stage or `train.cuda_graph` does not suit the model or the devices.
+            ConfigError: the split, the batch, or a stage does not suit the model or the devices.
         """
         config, device, model = self.config, layout.devices[0], parts.model
         is_one_device = layout.mode == "dp" and len(layout.devices) == 1
@@ -279,33 +274,11 @@ class StepAssembler:
             criterion,
             update,
             participants=build_distillation(config, network, inner) if isinstance(inner, DistilledInput) else (),
-            graph=self._graph(model, criterion, device) if has_graph else None,
             masks=SampleMasks(model, config.seed) if backend.has_values else None,
             mark=mark,
         )
         _tag_state(engine, backend)
         return engine
-
-    def _graph(self, model: SegmentationModel, criterion: AdditiveCriterion, device: torch.device) -> StepGraph | None:
-        """Return the graph of the steps, if the config asks for one.
-
-        Raises:
-            ConfigError: micro-batches of this loss need a pass before the others, after which random states are
-                restored.
-        """
-        train = self.config.train
-        if not train.cuda_graph:
-            return None
-        if train.accumulate > 1 and not criterion.is_linear:
-            raise ConfigError(
-                f"train.cuda_graph = true: with train.accumulate = {train.accumulate} the loss "
-                f"({self.config.loss.name}) needs two passes of each micro-batch, which no graph has: set it to false, "
-                "or train.accumulate to 1",
-                key="train.cuda_graph",
-                value=True,
-            )
-        graphs = accelerator_of(device).new_graphs(device)
-        return StepGraph(graphs, device, model, is_linear=criterion.is_linear)
 
     def _average(self, model: SegmentationModel) -> WeightAverage[SegmentationModel] | None:
         """Return the average of the weights, which shares the frozen base of adapters with the model."""

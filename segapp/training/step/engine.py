@@ -7,7 +7,6 @@ only division, so loss and gradient are the same as for the whole step on one la
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from segapp.memory.counters import IDLE
 from segapp.memory.oom import oom_failpoint
 from segapp.optim import set_lr
 from segapp.parallel import SampleMasks
-from segapp.training.step.graph import StepGraph
 from segapp.training.step.network import TrainedNetwork
 from segapp.training.step.participant import StepParticipant
 from segapp.training.step.rollback import BufferGuard, capture_torch_rng, restore_torch_rng
@@ -52,7 +50,6 @@ class StepEngine:
         criterion: on the network's first device.
         update: the update of the network's weights.
         participants: take part in every step in addition to the network.
-        graph: runs the passes of the steps as a graph of the device; None: the host launches each kernel.
         masks: makes the keys of the samples' dropout masks; None: dropout draws from the generator of its device.
         mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
 
@@ -68,13 +65,12 @@ class StepEngine:
         update: WeightUpdate,
         *,
         participants: Sequence[StepParticipant] = (),
-        graph: StepGraph | None = None,
         masks: SampleMasks | None = None,
         mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.network, self.criterion, self.update = network, criterion, update
         self.model, self.device, self.ranks = network.model, network.device, network.ranks
-        self.participants, self.graph, self.masks, self._mark = tuple(participants), graph, masks, mark
+        self.participants, self.masks, self._mark = tuple(participants), masks, mark
         self.precision, self.guard, self.is_whole = update.precision, BufferGuard(self.model), True
         self.num_frozen = sum(self.model.get_parameter(name).numel() for name in self.model.frozen_parameters)
         self._summed = network.summed(criterion)
@@ -95,8 +91,7 @@ class StepEngine:
 
         Args:
             batches: this rank's micro-batches of the step; every rank has the same number.
-            check: called before each micro-batch except the first, unless a graph runs all of them; it may raise to
-                leave the step.
+            check: called before each micro-batch except the first; it may raise to leave the step.
             num_pieces: cut every micro-batch into this number of pieces; the mean is the same, with less memory.
             num_samples: samples of the first micro-batch over all ranks, for the result's split; None: only this
                 rank's.
@@ -112,11 +107,7 @@ class StepEngine:
         with self._rolled_back_if_left():
             # A linear criterion's denominators follow from the targets, so no rank waits between its passes.
             has_totals = len(batches) > 1 or (self.ranks.world_size > 1 and self.criterion.is_linear)
-            passes = functools.partial(self._passes, check=check, has_totals=has_totals)
-            if self.graph is None:
-                sums = passes(batches)
-            else:
-                sums = self.graph.run(passes, batches, self.update.parameters(), self.guard.live)
+            sums = self._passes(batches, check, has_totals=has_totals)
             for participant in self.participants:
                 participant.backward(batches)
             self._mark("step")
@@ -151,7 +142,7 @@ class StepEngine:
             done += len(images)
         return cut
 
-    def _passes(self, batches: Sequence[Batch], *, check: Callable[[], None], has_totals: bool) -> Statistics:
+    def _passes(self, batches: Sequence[Batch], check: Callable[[], None], *, has_totals: bool) -> Statistics:
         """Compute the gradients of the micro-batches; return the sums of this rank's statistics."""
         totals = self._totals(batches) if has_totals else None
         sums: Statistics | None = None
@@ -223,8 +214,6 @@ class StepEngine:
         try:
             yield
         except BaseException:
-            if self.graph is not None:
-                self.graph.drop()
             self._roll_back(rng)
             self.model.zero_grad(set_to_none=True)
             self.update.optimizer.zero_grad(set_to_none=True)
