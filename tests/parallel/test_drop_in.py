@@ -412,7 +412,11 @@ class Usages:
         return results, sum(packed), x.grad, model.requires_grad_(False)(rows(5))
 
     def frozen_unused_and_shared_parts(self):
-        net = Apply(lambda net, x: net.parts["a"](net.linear(x)) + net.parts["b"](x[:, 1:]) + net.parts["c"](x[:, :2]))
+        def forward(net, x):
+            y = net.parts["a"](net.linear(x)) + net.parts["b"](x[:, 1:]) + net.parts["c"](x[:, :2])
+            return y, [p.requires_grad for p in (net.linear.weight, net.linear.bias, net.parts["a"].weight)]
+
+        net = Apply(forward)
         net.parts.update({"a": nn.Linear(2, 3), "c": nn.Linear(2, 3), "idle": nn.Linear(3, 2)})
         net.parts["b"], net.parts["c"].weight = net.parts["a"], net.parts["a"].weight
         model, results = self._wrap(net), []
