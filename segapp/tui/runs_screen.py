@@ -121,7 +121,7 @@ class RunsScreen(Screen[RunFolder | None]):
                 listed.replace_option_prompt_at_index(i, drawable(self, run_row(run, self._row_cells, self._columns)))
 
     def _show_preview(self) -> None:
-        """Show the selected run, and its curves before those of the other visible runs."""
+        """Show the selected run, and its curves in front of the curves of the other visible runs."""
         side, selected = self.query_one("#run-side"), self._selected
         side.display = self.size.width >= PREVIEW_WIDTH and selected is not None
         if selected is None or not side.display:
