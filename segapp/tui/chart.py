@@ -276,7 +276,7 @@ class LossChart(StripWidget):
 
 
 class RunsChart(LossChart, can_focus=False):
-    """Draws a metric of the evaluations of several runs over their epochs, on one scale; the last run is highlighted."""
+    """Draws a metric of several runs over the epochs, on one scale; the last run is highlighted."""
 
     def show_runs(self, metric: str, runs: Sequence[RunSummary]) -> None:
         """Draw a metric of runs, `miou` or `loss`, anew."""
