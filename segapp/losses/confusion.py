@@ -20,7 +20,6 @@ from torch import Tensor
 
 from segapp.accelerator import wide_dtype
 from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, BlockBand, BlockSweep, sweep_bands
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyTerms
 from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, class_masks
 from segapp.losses.fused.grid import grid_of
 from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
@@ -437,27 +436,18 @@ def upsample_confusion(
     size = height_width(target.shape[-2:])
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
 
-    def count(bands: Iterator[Band]) -> PartSums:
+    def count(bands: Iterator[tuple[slice, slice, Tensor]]) -> PartSums:
         counter = _Counter(like, target, weight, options)
-        if not like.is_cpu:
-            for band in bands:
-                counter.add(band.images, band.rows, band.values, with_loss)
-            return counter.sums
-        terms = CrossEntropyTerms(weight, like.shape[1], compute_dtype(like), options)
-        for band in bands:
-            labels = counter.add(band.images, band.rows, band.values, with_loss=False)
-            if with_loss:
-                terms.add(band, labels, with_gradient=False)
-        loss_sum, weight_sum = torch.tensor([terms.loss_sum, terms.weight_sum], dtype=torch.float64, device="cpu")
-        return counter.sums[0], loss_sum, weight_sum
+        for images, rows, values in bands:
+            counter.add(images, rows, values, with_loss)
+        return counter.sums
 
     if isinstance(logits, Tensor):
-        parts, _ = sweep_bands(count, logits, size, align_corners)
+        parts, _ = sweep_bands(
+            lambda bands: count((band.images, band.rows, band.values) for band in bands), logits, size, align_corners
+        )
     else:
-        counter = _Counter(like, target, weight, options)
-        for images, rows, values in logit_bands(views, size, align_corners):
-            counter.add(images, rows, values, with_loss)
-        parts = [counter.sums]
+        parts = [count(logit_bands(views, size, align_corners))]
     confusion, loss_sum, weight_sum = (torch.stack(entry).sum(0) for entry in zip(*parts, strict=True))
     C = like.shape[1]
     return Scores(confusion.view(C + 1, C)[:C], loss_sum if poison is None else loss_sum + poison, weight_sum)
@@ -477,10 +467,9 @@ class _Counter:
         loss_sum, weight_sum = torch.zeros(2, dtype=wide_dtype(like.device), device=like.device)
         self.sums: PartSums = counts, loss_sum, weight_sum
 
-    def add(self, images: slice, rows: slice, values: Tensor, with_loss: bool) -> Tensor:
-        """Add a band of logits (m, C, R, W); return its target (m, 1, R, W)."""
-        labels = self._target[images, None, rows]
-        ids, valid = class_ids(labels, self._num_classes, self._options.ignore_index)
+    def add(self, images: slice, rows: slice, values: Tensor, with_loss: bool) -> None:
+        """Add a band of logits (m, C, R, W)."""
+        ids, valid = class_ids(self._target[images, None, rows], self._num_classes, self._options.ignore_index)
         rows_of, columns_of = torch.where(valid, ids, self._num_classes)[:, 0], class_of_largest(values)
         counts, loss_sum, weight_sum = self.sums
         if counts.is_cpu:
@@ -491,7 +480,6 @@ class _Counter:
             smoothing = self._options.label_smoothing
             loss, pixels = cross_entropy_sums_of(values, ids, valid, weight=self._weight, label_smoothing=smoothing)
             self.sums = counts, loss_sum + loss, weight_sum + pixels
-        return labels
 
 
 def class_of_largest(values: Tensor) -> Tensor:

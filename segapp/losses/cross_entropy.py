@@ -1,7 +1,8 @@
 """Cross-entropy of low-resolution logits with a full-resolution target, without materializing the upsampled logits.
 
-The loss and its gradient with respect to the low-resolution logits are computed together, band by band, in the forward
-pass; the backward pass only scales the gradient. It is the only saved tensor, and it has low resolution.
+On CUDA, kernels compute the loss and its gradient with respect to the low-resolution logits together, in the forward
+pass; the backward pass only scales the gradient. It is the only saved tensor, and it has low resolution. On other
+devices, torch's operators compute both band by band (`pixel_sums`).
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -10,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.fused.bands_cross_entropy import cross_entropy_on_bands
 from segapp.losses.fused.checks import (
     as_class_weight,
     check_inputs,
     check_label_smoothing,
-    check_target_range,
     is_simulated,
     needs_plain_operators,
 )
@@ -31,24 +30,15 @@ from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of, 
 from segapp.losses.fused.reference import (
     CrossEntropySettings,
     compute_dtype,
-    cross_entropy_sums,
     soft_cross_entropy_sums,
     target_weight_sum,
 )
 
-Implementation = Literal["auto", "reference", "bands", "triton", "sums"]
+Implementation = Literal["auto", "reference", "triton", "sums"]
 """Implementation of the loss; "auto" chooses by device, sizes and number of classes."""
 
 BAND_DEVICES = frozenset({"cpu"})
 """Types of devices on which torch's operators compute the loss in bands; the others use the Triton kernels."""
-SMALL_BYTES = 8 << 20
-"""Upsampled float32 logits up to this size are computed whole, because bands would save nothing and cost time."""
-SMALL_BYTES_PER_THREAD = 6 << 20
-"""The same limit per torch thread: more threads speed up full resolution, but not small bands."""
-MIN_CLASSES = 4
-"""With fewer classes, the passes over (N, H, W) dominate the time, and bands need more of them."""
-LARGE_BYTES = 64 << 20
-"""Upsampled logits above this size are never computed whole only for speed."""
 
 
 def upsample_cross_entropy(
@@ -65,8 +55,9 @@ def upsample_cross_entropy(
 
     `loss_sum / weight_sum` equals `F.cross_entropy(full, target)` with the same weights, smoothing and ignored pixels,
     for `full = F.interpolate(logits, size=(H, W), mode="bilinear", align_corners=align_corners)`. You may add the sums
-    of chunks of a batch before the division. No tensor of size (N, C, H, W) is allocated, unless `plain_reason` returns
-    a reason. Second derivatives are exact, and computed at full resolution. The result is deterministic.
+    of chunks of a batch before the division. No tensor of size (N, C, H, W) is allocated, unless the target holds
+    probabilities or is not larger than the logits, or bands would save nothing because it is small. Second derivatives
+    are exact, and computed at full resolution. The result is deterministic.
 
     Args:
         logits: (N, C, h, w), any floating dtype and memory layout; half precision is accumulated in float32.
@@ -75,9 +66,8 @@ def upsample_cross_entropy(
         ignore_index: id of the pixels that are left out.
         weight: (C,) factor of each class, or None.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
-        implementation: "auto"; "bands" (CPU); "triton" (CUDA; if "auto" chooses it and it fails, "sums" is used
-            instead); "sums" (any device: torch's operators on bands, gradient by recomputation); "reference"
-            (interpolate + cross-entropy).
+        implementation: "auto"; "triton" (CUDA; if "auto" chooses it and it fails, "sums" is used instead); "sums" (any
+            device: torch's operators on bands, gradient by recomputation); "reference" (interpolate + cross-entropy).
 
     Returns:
         loss_sum: scalar, float32 (float64 for float64 logits), differentiable.
@@ -99,6 +89,8 @@ def upsample_cross_entropy(
         True
     """
     check_label_smoothing(label_smoothing)
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"implementation={implementation!r}: give one of {', '.join(get_args(Implementation))}")
     if target.is_floating_point() and target.dim() == 4:
         with torch.autocast(logits.device.type, enabled=False):
             return soft_cross_entropy_sums(
@@ -106,102 +98,55 @@ def upsample_cross_entropy(
             )
     check_inputs(logits, target, weight)
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
-    if implementation == "bands" and not logits.is_cpu:
-        raise ValueError(f'implementation="bands" is for the CPU and the logits are on {logits.device}: give "auto"')
-    is_automatic = implementation == "auto"
-    if is_automatic:
-        implementation = choose_implementation(logits, target)
-    if implementation == "reference" or not len(logits):  # a rank without samples; kernels refuse empty batches
-        return _reference(logits, target, weight, options)
-    if implementation == "sums":
-        return _sums(logits, target, weight, options)
-    if implementation != "triton" or not is_automatic or torch.compiler.is_compiling():
-        return _fused(logits, target, weight, options, implementation)
-    try:
-        return _fused(logits, target, weight, options, implementation)
-    except KernelError as error:
-        note_failure(logits.device, error)
-    return _sums(logits, target, weight, options)
+    chosen = choose_implementation(logits, target) if implementation == "auto" else implementation
+    if chosen == "triton" and len(logits):  # a rank may have no samples, and kernels refuse empty batches
+        try:
+            return _by_kernels(logits, target, weight, options)
+        except KernelError as error:
+            if implementation == "triton" or torch.compiler.is_compiling():
+                raise
+            note_failure(logits.device, error)
+    return _sums(logits, target, weight, options, is_whole=chosen == "reference")
 
 
 def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
     """Return the implementation that "auto" uses for logits (N, C, h, w) and a target (N, H, W).
 
-    A simulated accelerator is treated as CUDA, so that memory plans match.
+    A simulated accelerator is treated as CUDA, so that memory plans match. The kernels only enlarge; logits of the
+    target's size are at full resolution already.
     """
-    if plain_reason(logits, target) is not None:
-        return "reference"
-    if logits.device.type in BAND_DEVICES:
-        return "bands"
-    if logits.shape[1] > MAX_CLASSES:
+    N, C, h, w = logits.shape
+    if logits.device.type in BAND_DEVICES or N == 0 or C > MAX_CLASSES or needs_plain_operators():
         return "sums"
+    H, W = target.shape[-2:]
+    if h > H or w > W or (h, w) == (H, W):
+        return "reference"
     return "triton" if is_simulated(logits) or has_kernels(logits.device) else "sums"
 
 
-def plain_reason(logits: Tensor, target: Tensor) -> str | None:
-    """Return why interpolate + cross-entropy at full resolution is used for these tensors; None if it is not used.
-
-    Args:
-        logits: (N, C, h, w).
-        target: (N, H, W) class ids or (N, C, H, W) probabilities.
-    """
-    N, C, h, w = logits.shape
-    H, W = target.shape[-2:]
-    full_bytes = 4 * N * C * H * W
-    if target.is_floating_point():
-        return "the target holds probabilities"
-    if N == 0:
-        return "the batch is empty"
-    if needs_plain_operators():
-        return "a functional transform or a trace is active"
-    if h > H or w > W:
-        return "the target is smaller than the logits"
-    if logits.device.type not in BAND_DEVICES:
-        return "the logits have the target's size" if (h, w) == (H, W) else None
-    if full_bytes <= min(LARGE_BYTES, max(SMALL_BYTES, SMALL_BYTES_PER_THREAD * torch.get_num_threads())):
-        return "the upsampled logits are small"
-    if full_bytes <= LARGE_BYTES and C < MIN_CLASSES:
-        return "there are few classes"
-    return None
-
-
-def _reference(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
-) -> tuple[Tensor, Tensor]:
-    poison = None if target.is_cpu else check_target_range(target, logits.shape[1], options.ignore_index)
-    try:
-        with torch.autocast(logits.device.type, enabled=False):
-            loss_sum, weight_sum = cross_entropy_sums(logits, target, weight, options)
-    except IndexError:
-        check_target_range(target, logits.shape[1], options.ignore_index)
-        raise
-    return (loss_sum if poison is None else loss_sum + poison), weight_sum
-
-
 def _sums(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: CrossEntropySettings,
+    *,
+    is_whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Return the sums by torch's operators; with `is_whole`, at full resolution."""
     pixels = PixelOptions(options.align_corners, options.ignore_index)
     function = partial(cross_entropy_sums_of, weight=weight, label_smoothing=options.label_smoothing)
-    loss_sum, weight_sum = upsampled_sums(function, logits, target, pixels)
+    loss_sum, weight_sum = upsampled_sums(function, logits, target, pixels, is_whole=is_whole)
     return loss_sum, weight_sum
 
 
-def _fused(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings, implementation: str
+def _by_kernels(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
 ) -> tuple[Tensor, Tensor]:
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:
         weight = weight.detach().to(logits.device, compute_dtype(logits))
     loss_sum, weight_sum, _ = _operator(
-        logits,
-        target,
-        weight,
-        options.align_corners,
-        options.ignore_index,
-        options.label_smoothing,
-        with_gradient,
-        implementation,
+        logits, target, weight, options.align_corners, options.ignore_index, options.label_smoothing, with_gradient
     )
     return loss_sum, weight_sum.detach()
 
@@ -211,7 +156,7 @@ def _fused(
     mutates_args=(),
     schema=(
         "(Tensor logits, Tensor target, Tensor? weight, bool align_corners, int ignore_index, float label_smoothing,"
-        " bool with_gradient, str implementation) -> (Tensor, Tensor, Tensor)"
+        " bool with_gradient) -> (Tensor, Tensor, Tensor)"
     ),
 )
 def _operator(
@@ -222,19 +167,13 @@ def _operator(
     ignore_index: int,
     label_smoothing: float,
     with_gradient: bool,
-    implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss sum, weight sum, gradient of the loss sum) from one pass; the gradient may be empty.
 
     Its parameters are flat because a custom operator takes only tensors and plain values.
     """
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
-    if implementation == "triton":
-        compute = load_kernels(logits.device).cross_entropy_by_triton
-    elif implementation == "bands":
-        compute = cross_entropy_on_bands
-    else:
-        raise ValueError(f'implementation={implementation!r}: give "auto", "reference", "bands", "triton" or "sums"')
+    compute = load_kernels(logits.device).cross_entropy_by_triton
     loss_sum, weight_sum, gradient = compute(logits, target, weight, options, with_gradient=with_gradient)
     dtype = compute_dtype(logits)
     return loss_sum.to(dtype), weight_sum, logits.new_empty(0, dtype=dtype) if gradient is None else gradient
@@ -242,14 +181,14 @@ def _operator(
 
 @_operator.register_fake
 def _(logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _align_corners, _ignore_index, _label_smoothing, with_gradient, _implementation = options
+    _align_corners, _ignore_index, _label_smoothing, with_gradient = options
     dtype = compute_dtype(logits)
     gradient = logits.new_empty(logits.shape if with_gradient else (0,), dtype=dtype)
     return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=wide_dtype(logits.device)), gradient
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target, weight, align_corners, ignore_index, label_smoothing, _, _ = inputs
+    logits, target, weight, align_corners, ignore_index, label_smoothing, _ = inputs
     ctx.save_for_backward(logits, target, weight, output[2].detach())
     ctx.options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     ctx.set_materialize_grads(False)
@@ -257,12 +196,12 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _backward(ctx: Any, slope: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     logits, target, weight, gradient = ctx.saved_tensors
-    others: tuple[None, ...] = (None,) * 7
+    others: tuple[None, ...] = (None,) * 6
     if slope is None:
         return None, *others
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # The saved gradient has no graph; a second derivative needs the graph that computes it.
-        loss_sum = _reference(logits, target, weight, ctx.options)[0]
+        loss_sum = _sums(logits, target, weight, ctx.options, is_whole=True)[0]
         (exact,) = torch.autograd.grad(loss_sum, logits, slope, create_graph=True)
         return exact, *others
     # Out of place, because the graph may be kept for another backward pass; in float32, because 1 / count underflows in

@@ -200,9 +200,7 @@ def _triton_buffers(
     logits: Tensor, target: Tensor, weight: Tensor | None, align_corners: bool, *options: Any
 ) -> tuple[Tensor, ...]:
     """Return tensors like those that the Triton launch allocates and frees for the operator's arguments."""
-    _ignore_index, _label_smoothing, with_gradient, implementation = options
-    if implementation != "triton":
-        return ()
+    _ignore_index, _label_smoothing, with_gradient = options
     dtype = compute_dtype(logits)
     num_programs, num_partials = buffers_of(tuple(logits.shape), target.shape[-1], dtype, with_gradient)
     return (

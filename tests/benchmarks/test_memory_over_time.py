@@ -70,7 +70,7 @@ def picture(samples: list[tuple[float, float]], seconds: float, top_mib: float) 
 
 def test_memory_of_a_step_over_time() -> None:
     whole_s, whole = course("cityscapes", "naive")
-    bands_s, bands = course("cityscapes", "bands")
+    bands_s, bands = course("cityscapes", "sums")
     top_mib = max(mib for _, mib in whole)
     for name, samples, seconds in (("interpolate + cross_entropy", whole, whole_s), ("bands", bands, bands_s)):
         print(f"\n{name}: {1e3 * seconds:.0f} ms, {max(mib for _, mib in samples):.0f} MiB above the start")

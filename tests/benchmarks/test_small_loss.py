@@ -73,7 +73,7 @@ def report(name, kept, num_quiet, baseline):
 def test_time_of_loss_and_gradient(case):
     torch.set_num_threads(2)
     logits, target = make(case)
-    ways = ["naive", "auto", "bands"] if case in ("tiny-64", "crop-256", "stride-2", "binary") else ["naive", "auto"]
+    ways = ["naive", "auto", "sums"] if case in ("tiny-64", "crop-256", "stride-2", "binary") else ["naive", "auto"]
     kept, num_quiet = interleave(ways, lambda way: seconds(way, logits, target))
     report(case, kept, num_quiet, "naive")
 
@@ -103,7 +103,7 @@ def test_time_of_loss_with_kept_heap():
         "from tests.benchmarks.test_small_loss import interleave, report\n"
         "from tests.support.small_loss_cases import make, seconds\n"
         "for case in ('cityscapes', 'crop-769', 'ade20k', 'camvid'):\n"
-        "    kept = interleave(['naive', 'bands'], lambda way: seconds(way, *make(case)))\n"
+        "    kept = interleave(['naive', 'sums'], lambda way: seconds(way, *make(case)))\n"
         "    report(case + ', heap kept', *kept, 'naive')\n"
     )
     subprocess.run(

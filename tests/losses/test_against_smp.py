@@ -110,7 +110,7 @@ def test_every_criterion_is_compared():
 
 
 @drawn
-@given(cases(), smoothings, st.sampled_from(["auto", "bands", "sums"]))
+@given(cases(), smoothings, st.sampled_from(["auto", "reference", "sums"]))
 def test_ce_has_smps_definition(case, label_smoothing, way):
     """smp divides by all pixels, also ignored ones, and has no class weights (test_cross_entropy.py: torch's)."""
     theirs = smp.SoftCrossEntropyLoss("sum", label_smoothing, 255)

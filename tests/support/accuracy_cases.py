@@ -7,9 +7,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from segapp.losses.fused import bands
-from segapp.losses.fused.bands_cross_entropy import cross_entropy_on_bands
-from segapp.losses.fused.reference import CrossEntropySettings
+from segapp.losses import upsample_cross_entropy
+from segapp.losses.fused import bands, pixel_sums
 from tests.support.loss_cases import relative_error
 
 SHAPES = [  # N, C, h, w, H, W
@@ -42,8 +41,10 @@ def sample_of_cases(count):
 
 def compute(way, logits, target, weight, options):
     band_bytes = 3000 if way == "small bands" else bands.CPU_BAND_BYTES
-    with mock.patch.object(bands, "CPU_BAND_BYTES", band_bytes):
-        return cross_entropy_on_bands(logits, target, weight, options, with_gradient=True)
+    x = logits.requires_grad_()
+    with mock.patch.object(bands, "CPU_BAND_BYTES", band_bytes), mock.patch.object(pixel_sums, "FULL_BYTES", 0):
+        loss_sum, weight_sum = upsample_cross_entropy(x, target, weight=weight, implementation="sums", **options)
+        return loss_sum.detach(), weight_sum, torch.autograd.grad(loss_sum, x)[0]
 
 
 def errors_of(way, shape, align_corners, dtype, weighted, smoothing, ignored, seed=0):
@@ -60,10 +61,10 @@ def errors_of(way, shape, align_corners, dtype, weighted, smoothing, ignored, se
     elif ignored == "all":
         target[:] = 255
     weight = (0.1 + torch.rand(C, generator=generator)).double() if weighted else None
-    options = CrossEntropySettings(align_corners, 255, smoothing)
+    options = {"align_corners": align_corners, "label_smoothing": smoothing}
     target_dtype = (torch.uint8, torch.int16, torch.int64)[seed % 3]
     loss_sum, weight_sum, gradient = compute(way, logits, target.to(target_dtype), weight, options)
-    truth_logits = logits.double().requires_grad_()
+    truth_logits = logits.detach().double().requires_grad_()
     values = F.interpolate(truth_logits, size=(H, W), mode="bilinear", align_corners=align_corners)
     truth = F.cross_entropy(values, target, weight, ignore_index=255, reduction="sum", label_smoothing=smoothing)
     truth.backward()

@@ -56,7 +56,6 @@ def small(implementation):
 LOSSES = {
     "naive": naive,
     "auto": small("auto"),
-    "bands": small("bands"),
     "sums": small("sums"),
 }
 

@@ -64,10 +64,6 @@ class Band(Protocol):
     rows: slice
     values: Tensor
 
-    def refill(self) -> Tensor:
-        """Compute `values` again after they were overwritten, and return them."""
-        ...
-
     def add_gradient(self, gradient: Tensor) -> None:
         """Add the transposed interpolation of a gradient (m, C, R, W) to the gradient of the logits."""
         ...
@@ -269,14 +265,9 @@ class _CellBand:
         self._pair = source - window.base, min(source + 1, window.sweep.last_source) - window.base
         m, C, _, W = window.wide.shape
         R = rows.stop - rows.start
-        self.values = buffer[: m * C * R * W].view(m, C, R, W)
-        self.refill()
-
-    def refill(self) -> Tensor:
-        wide, (lower, upper) = self._window.wide, self._pair
-        fraction = self._window.sweep.grid.fractions[self.rows]
-        ends = wide[:, :, lower : lower + 1], wide[:, :, upper : upper + 1]
-        return torch.lerp(*ends, fraction, out=self.values)
+        lower, upper = (window.wide[:, :, row : row + 1] for row in self._pair)
+        fraction = window.sweep.grid.fractions[rows]
+        self.values = torch.lerp(lower, upper, fraction, out=buffer[: m * C * R * W].view(m, C, R, W))
 
     def add_gradient(self, gradient: Tensor) -> None:
         lower, upper = self._pair
@@ -302,14 +293,9 @@ class BlockBand:
         self._sweep, self.images, self.rows = sweep, images, rows
         axis = sweep.grid.rows
         self._start, self._stop = axis.first_source(rows.start), axis.last_source(rows.stop - 1) + 1
-        self.values = self.refill()
-
-    def refill(self) -> Tensor:
-        grid = self._sweep.grid
-        wide = self._sweep.wide_rows(self.images, self._start, self._stop)
-        lower, upper = grid.lower_rows[self.rows] - self._start, grid.upper_rows[self.rows] - self._start
-        self.values = torch.lerp(wide.index_select(2, lower), wide.index_select(2, upper), grid.fractions[self.rows])
-        return self.values
+        wide, grid = sweep.wide_rows(images, self._start, self._stop), sweep.grid
+        lower, upper = grid.lower_rows[rows] - self._start, grid.upper_rows[rows] - self._start
+        self.values = torch.lerp(wide.index_select(2, lower), wide.index_select(2, upper), grid.fractions[rows])
 
     def add_gradient(self, gradient: Tensor) -> None:
         sums = self._sweep.grid.gather_rows(gradient, self.rows.start, self._start, self._stop)

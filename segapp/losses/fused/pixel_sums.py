@@ -60,7 +60,9 @@ ids (N, 1, R, W), and the bool mask of the valid pixels (N, 1, R, W).
 """
 
 
-def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions) -> tuple[Tensor, ...]:
+def upsampled_sums(
+    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions, *, is_whole: bool = False
+) -> tuple[Tensor, ...]:
     """Return the sums of `function` over all pixels of the upsampled logits.
 
     Args:
@@ -68,6 +70,7 @@ def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options:
         logits: (N, C, h, w).
         target: (N, H, W) class ids.
         options: interpretation of both.
+        is_whole: compute at full resolution, whatever its size.
 
     Returns:
         The sums: differentiable ones in float32 (float64 for float64 logits), counts in float64.
@@ -80,7 +83,7 @@ def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options:
     poison = check_target_range(target, options.num_ids(logits.shape[1]), options.ignore_index)
     num_pixels = target.shape[0] * target.shape[-2] * target.shape[-1]
     full_bytes = num_pixels * logits.shape[1] * compute_dtype(logits).itemsize
-    if full_bytes < FULL_BYTES or not is_eager(logits):
+    if is_whole or full_bytes < FULL_BYTES or not is_eager(logits):
         sums = _at_full_resolution(function, logits, target, options)
     else:
         sums = _BandedSums.apply(logits, target, function, options)

@@ -1,4 +1,4 @@
-"""The losses with torch's own operators at full resolution: the reference of the tests and the fallback.
+"""Upsampling and sums of the losses with torch's own operators at full resolution.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -76,26 +76,6 @@ class CrossEntropySettings:
     align_corners: bool
     ignore_index: int
     label_smoothing: float
-
-
-def cross_entropy_sums(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
-) -> tuple[Tensor, Tensor]:
-    """Return (loss sum, weight sum) of cross-entropy on upsampled logits; peak: three full-resolution tensors.
-
-    Their quotient is `F.cross_entropy(..., reduction="mean")`. See `upsample_cross_entropy` for the arguments.
-    """
-    ignore_index = options.ignore_index
-    values = upsample(logits, (target.shape[-2], target.shape[-1]), options.align_corners)
-    if target.is_cpu:  # torch raises an error for an id that is no class; on a device it would abort the process
-        ids, ignored = target.long(), ignore_index
-    else:
-        ids, valid = class_ids(target, logits.shape[1], ignore_index)
-        ids, ignored = torch.where(valid, ids, -100), -100
-    if weight is not None:
-        weight = weight.to(values.device, values.dtype)
-    loss_sum = sum_of_cross_entropy(values, ids, weight, options.label_smoothing, ignored)
-    return loss_sum, target_weight_sum(target, ignore_index, weight)
 
 
 def sum_of_cross_entropy(

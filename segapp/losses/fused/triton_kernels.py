@@ -8,9 +8,13 @@ takes nearly all of the time, needs neither shared memory nor barriers: threads 
 sum. A second kernel adds up the results of neighboring programs for the same source pixel. Every sum has a fixed order,
 so the result is deterministic.
 
-The formulas are in `bands_cross_entropy`; logits are in units of ln 2, because `exp2` is one instruction and `exp` is
-four. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). They have many parameters because a kernel
-takes only pointers, sizes, strides and constants.
+With y the upsampled logits of a pixel, t its target, w its class weights, W their sum and eps the smoothing:
+loss = (1 - eps) w_t (lse(y) - y_t) + eps / C (W lse(y) - sum_c w_c y_c), and its derivative with respect to y_c is
+((1 - eps) w_t + eps / C W) softmax(y)_c - (1 - eps) w_t [c = t] - eps / C w_c.
+
+Logits are in units of ln 2, because `exp2` is one instruction and `exp` is four. The kernels also run in Triton's
+interpreter (TRITON_INTERPRET=1). They have many parameters because a kernel takes only pointers, sizes, strides and
+constants.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target. A program has SOURCES x SPLIT x LANES threads:
     LANES threads share the classes of a pixel (thread `lane` has the classes lane, lane + LANES, ..., TILES in all),

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 
 from segapp.losses import CriterionLovasz, CriterionOHEM, overlap, pixel_losses
 from segapp.losses.fused import checks, kernels
-from segapp.losses.fused.bands_cross_entropy import cross_entropy_on_bands
 from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import _cached_grid, products_are_exact
 from segapp.losses.fused.kernels import block_shape, buffers_of
-from segapp.losses.fused.reference import CrossEntropySettings, cross_entropy_sums
+from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of
 from tests.support.gpu.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
 from tests.support.loss_cases import class_weight, criteria, draw, relative_error
 
@@ -59,20 +58,14 @@ def test_losses_on_the_cuda_road_match_the_cpu(name, monkeypatch):
         assert relative_error(a, b) < 1e-11
 
 
-class _OnDevice(torch.Tensor):
-    """A tensor of the CPU that says that it is on a device."""
-
-    is_cpu = False
-
-
 @pytest.mark.parametrize("ignore_index", [255, 2])
-def test_reference_on_a_device_leaves_out_ids_of_no_class(ignore_index):
+def test_sums_leave_out_ids_of_no_class(ignore_index):
     logits, target = draw(ignored=0.2, target_dtype=torch.int64)
     valid = torch.where(target < 4, target, ignore_index)
     target[0, :2], valid[0, :2] = 77, ignore_index
-    options = CrossEntropySettings(True, ignore_index, 0.1)
-    loss_sum, _ = cross_entropy_sums(logits, target.as_subclass(_OnDevice), class_weight(), options)
+    ids, is_valid = PixelOptions(ignore_index=ignore_index).read(target, 4)
     values = F.interpolate(logits, target.shape[-2:], mode="bilinear", align_corners=True)
+    loss_sum, _ = cross_entropy_sums_of(values, ids, is_valid, weight=class_weight(), label_smoothing=0.1)
     truth = F.cross_entropy(
         values, valid, class_weight(), ignore_index=ignore_index, label_smoothing=0.1, reduction="sum"
     )
@@ -159,18 +152,15 @@ def test_reports_are_taken_by_one_thread_each(monkeypatch):
     assert [str(error)[:24] for error in raised] == ["target holds the ids 777"]
 
 
-@pytest.mark.parametrize("way", ["bands", "criteria", "bounds"])
+@pytest.mark.parametrize("way", ["criteria", "bounds"])
 def test_default_device_does_not_change_the_losses(way):
     """With a default device, tensors without one are made there: `meta` stands for a CUDA device."""
     _cached_grid.cache_clear()
     logits, target = draw(3, low=(7, 6), high=(33, 41))
-    options, weight, good = CrossEntropySettings(False, 255, 0.1), class_weight(), torch.tensor([5, -5])
+    good = torch.tensor([5, -5])
     made = criteria().values()
     with torch.device("meta"):
-        if way == "bands":
-            results = cross_entropy_on_bands(logits, target, weight, options, with_gradient=True)
-            assert all(result.is_cpu for result in results)
-        elif way == "criteria":
+        if way == "criteria":
             for criterion in made:
                 loss, gradient = gradient_of(criterion, logits, target)
                 assert loss.is_cpu

@@ -81,8 +81,6 @@ def test_sweep_visits_every_pixel_and_sums_the_gradient(
     def work(shown):
         for band in shown:
             seen[band.images, :, band.rows] = band.values
-            band.values.fill_(7)
-            assert torch.equal(band.refill(), seen[band.images, :, band.rows])
             band.add_gradient(slope[band.images, :, band.rows])
 
     _, gradient = sweep_bands(work, logits, high, align_corners, with_gradient=True)

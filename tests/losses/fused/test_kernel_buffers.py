@@ -68,7 +68,7 @@ def test_plan_counts_what_the_launch_allocates(head, align_corners, monkeypatch)
     launched = peak_mib(StorageLedger(), launch, logits, target)
     of_plan = torch.empty_like(logits, device="meta", requires_grad=True), torch.empty_like(target, device="meta")
     planned = peak_mib(
-        simulated_ledger(), lambda *tensors: cross_entropy._fused(*tensors, None, options, "triton"), *of_plan
+        simulated_ledger(), lambda *tensors: cross_entropy._by_kernels(*tensors, None, options), *of_plan
     )
     assert launched == pytest.approx(planned, rel=0.002, abs=0.5)
 
