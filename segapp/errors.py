@@ -18,7 +18,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 _FIELDS = ("key", "path", "value")
@@ -218,6 +218,12 @@ def closest_words(word: str, known: Iterable[str], most: int = 1) -> list[str]:
         # If one word begins with the other, they are as similar as four letters of which one is wrong.
         scores[name] = max(difflib.SequenceMatcher(None, plain, wanted).ratio(), 0.75 if begins else 0.0)
     return [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= least][:most]
+
+
+def some_names(names: Collection[str], most: int = 2) -> str:
+    """Return the first names and the number of the rest."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(list(names)[:most]) + rest
 
 
 def _plain(word: str) -> str:

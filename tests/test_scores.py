@@ -161,7 +161,7 @@ def test_a_score_of_the_table_reaches_every_reader(tmp_path: Path) -> None:
     assert {name for name in SCORES if not SCORES[name].larger_is_better} == {"loss"}
     confusion = ConfusionMatrix(2)
     confusion.update(torch.tensor([[[0, 1, 1, 0]]]), torch.tensor([[[0, 1, 0, 255]]]))
-    found = Evaluation(confusion.scores(), 0.5, 1)
+    found = Evaluation(confusion.scores(), 0.5, 1, confusion.matrix)
     values = found.values()
     assert values == {"loss": 0.5} | {name: getattr(found.scores, name) for name in SCORES if name != "loss"}
     assert found.monitored("loss") == -0.5

@@ -16,7 +16,7 @@ from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_component
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
 from segapp.datasets.augment.pipeline import check_transform
-from segapp.datasets.cache import CacheFiles, PixelCache, default_folder, disk_files, memory_files
+from segapp.datasets.cache import CacheFiles, PixelCache, disk_files, memory_files
 from segapp.datasets.dataset import PairMix, SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images.pixel_format import PixelFormat
@@ -24,7 +24,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import most_workers, plan_workers, sample_seconds
 from segapp.datasets.orientation import Turns
 from segapp.datasets.pool import LoadOptions
-from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
+from segapp.datasets.resources import cache_folder, cores_of_rank, shared_bytes_of_rank
 from segapp.datasets.sampling import Order, aimed_order
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.errors import ConfigError
@@ -150,7 +150,7 @@ def _cache_files(
         OSError: they cannot be made.
     """
     if data.cache == "disk":
-        folder = default_folder()
+        folder = cache_folder() / "pixels"
         root = Path(os.path.realpath(data.root))
         if Path(os.path.realpath(folder)).is_relative_to(root):
             raise ConfigError(

@@ -17,11 +17,10 @@ from segapp.compat.torch import TorchDispatchMode, dispatch_modes
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, validate_config
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import available_bytes
-from segapp.errors import CheckpointError, ConfigError
+from segapp.errors import CheckpointError, ConfigError, some_names
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
-from segapp.models.names import some_names
 from segapp.models.normalizer import Normalizer
 from segapp.models.weights import load_weights, peek_tensors
 from segapp.precision import Precision

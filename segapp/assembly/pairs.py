@@ -14,7 +14,7 @@ from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.schemes import PUBLISHED, ClassScheme
 from segapp.datasets.own_data import OwnData
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError, DataError, some_names
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
@@ -117,7 +117,7 @@ def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequen
     both = shared_images(train, val)
     if not both:
         return
-    names = ", ".join(shown(path) for path in both[:3]) + (f" and {len(both) - 3} more" if len(both) > 3 else "")
+    names = some_names([*map(shown, both)], 3)
     train_split, val_split = split_names(data)
     raise DataError(
         f"{len(both)} of the {len(val)} validation images are training images too ({names}), so scores say nothing "

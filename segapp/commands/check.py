@@ -26,14 +26,14 @@ from segapp.config import DataConfig, RunConfig
 from segapp.custom.names import is_component
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
-from segapp.datasets.images.windows import PERCENTILES, config_values, measure_ranges, stored_pixels
+from segapp.datasets.images.windows import PERCENTILES, config_values, kinds_of_pixels, measure_ranges, reduced_pixels
 from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, examine, group_findings
 from segapp.datasets.layouts.formats import split_list
 from segapp.datasets.layouts.pairing import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.targets import RULES, class_weights
-from segapp.errors import DataError
+from segapp.errors import DataError, some_names
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.words import printable
@@ -137,7 +137,8 @@ def _measure(
     The pixels are None for 8-bit RGB, whose range is known.
     """
     paths = [pair.image for pair in splits[split]]
-    found, first = (stored_pixels(paths) if data.bands is None else None) or (None, None)
+    kinds = kinds_of_pixels(paths) if data.bands is None else {}
+    found = reduced_pixels(kinds)
     if data.bands is None and (found is None or found.pages or found.dtype not in DTYPES):
         return None, None
     bands = tuple(range(1, found.bands + 1)) if found is not None else data.bands
@@ -146,8 +147,8 @@ def _measure(
         measured = replace(pixels, value_range=measure_ranges(paths, pixels))
     except DataError:
         return pixels, None  # each image is reported when it is read
-    if found is not None and first is not None:
-        message = f"{shown(first)}: {RGB8.problem(found)}; the measured lines are below"
+    if found is not None:
+        message = f"{shown(kinds[found][0])}: {RGB8.problem(found)}; the measured lines are below"
     elif data.dtype != "uint8" and data.value_range is None:
         message = f"data.value_range is missing: {data.dtype} has no usual range; the measured line is below"
     else:
@@ -247,11 +248,10 @@ def print_report(
     overview = Table("split", "pairs", "masks", "height x width, px", "ignored", box=None, pad_edge=False)
     for report in reports:
         sizes = [f"{height} x {width} ({n})" for (height, width), n in _by_count(report)]
-        shown_sizes = ", ".join(sizes[:3]) + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
         total = report.valid_px + report.frequencies.ignored_px
         ignored = f"{report.frequencies.ignored_px / total:.1%}" if total else "-"
         name = Text(printable(report.split))
-        overview.add_row(name, str(report.num_pairs), str(report.num_masks), shown_sizes or "-", ignored)
+        overview.add_row(name, str(report.num_pairs), str(report.num_masks), some_names(sizes, 3) or "-", ignored)
     console.print(overview)
     console.print()
     console.print(_class_table(reports, scheme, suggested_weights(reports[0], scheme)))

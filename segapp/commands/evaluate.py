@@ -20,8 +20,8 @@ from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors
-from segapp.inference.evaluate import EvaluationSettings
-from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Evaluator, evaluate_on_devices
+from segapp.inference.evaluate import Evaluation, EvaluationSettings
+from segapp.inference.evaluator import EnsembleEvaluator, Evaluator, evaluate_on_devices
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
@@ -53,7 +53,7 @@ class ScoredSplit:
         groups: name of each group of classes -> their ids.
     """
 
-    found: EvaluationResult
+    found: Evaluation
     networks: dict[str, TrainedModel]
     groups: dict[str, tuple[int, ...]]
     split: str
@@ -182,18 +182,17 @@ def _build_evaluators(
 def score_lines(scored: ScoredSplit) -> list[str]:
     """Return the lines of the scores: classes, groups, and the means."""
     found, trained, groups, split = scored.found, next(iter(scored.networks.values())), scored.groups, scored.split
-    evaluation = found.evaluation
-    lines = class_table(trained.scheme.names, evaluation.scores)
+    lines = class_table(trained.scheme.names, found.scores)
     if groups:
         iou = group_iou(found.matrix, tuple(groups.values()))
         over = of_classes(count_scored(iou), len(iou)).replace("classes", "groups")
         lines.append(f"groups: mIoU {_cell(mean_of_known(iou))} over {over}")
         lines += [f"  {line}" for line in iou_table(tuple(groups), iou)]
-    scores = scores_text(evaluation.values(), evaluation.scores.iou, has_loss=len(scored.networks) == 1)
+    scores = scores_text(found.values(), found.scores.iou, has_loss=len(scored.networks) == 1)
     made_by = f"{printable(trained.path.name)}, step {trained.step}"
     if len(scored.networks) > 1:
         made_by = f"mean of {len(scored.networks)}: {', '.join(map(printable, scored.networks))}"
-    return [*lines, f"{printable(split)}: {scores}  {evaluation.num_images} images  ({made_by})"]
+    return [*lines, f"{printable(split)}: {scores}  {found.num_images} images  ({made_by})"]
 
 
 def class_table(classes: Sequence[str], scores: SegmentationScores) -> list[str]:
@@ -219,7 +218,7 @@ def _cell(value: float | None, missing: str = "-") -> str:
 def as_json(scored: ScoredSplit) -> dict[str, Any]:
     """Return the result as plain values; of several networks, `checkpoint`, `epoch` and `step` are None."""
     found, trained, groups = scored.found, next(iter(scored.networks.values())), scored.groups
-    evaluation, is_one = found.evaluation, len(scored.networks) == 1
+    is_one = len(scored.networks) == 1
     result: dict[str, Any] = {
         "split": scored.split,
         "checkpoint": str(trained.path) if is_one else None,
@@ -229,12 +228,12 @@ def as_json(scored: ScoredSplit) -> dict[str, Any]:
             {"name": name, "checkpoint": str(each.path), "epoch": each.epoch, "step": each.step}
             for name, each in scored.networks.items()
         ],
-        "num_images": evaluation.num_images,
-        **evaluation.values(),
-        "num_scored": count_scored(evaluation.scores.iou),
-        "num_classes": len(evaluation.scores.iou),
+        "num_images": found.num_images,
+        **found.values(),
+        "num_scored": count_scored(found.scores.iou),
+        "num_classes": len(found.scores.iou),
         "classes": list(trained.scheme.names),
-        **{name: list(getattr(evaluation.scores, name)) for name in ("iou", "dice", "precision", "recall")},
+        **{name: list(getattr(found.scores, name)) for name in ("iou", "dice", "precision", "recall")},
         "confusion": found.matrix.tolist(),
     }
     if groups:

@@ -26,7 +26,7 @@ from segapp.config.words import (
     words_of,
 )
 from segapp.custom.names import COMPONENT_PATTERN, is_component
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, some_names
 
 
 @dataclass(frozen=True)
@@ -375,10 +375,10 @@ def _label_map_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
     num_classes, ignored = len(data.classes), 255 if data.ignore_index is None else data.ignore_index
     strange = sorted({to for to in (data.label_map or {}).values() if not 0 <= to < num_classes and to != ignored})
     if strange:
-        shown = ", ".join(map(str, strange[:3])) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
         yield (
             "data.label_map",
-            f"maps to {shown}, but data.classes has {num_classes} names (ids 0 to {num_classes - 1}): "
+            f"maps to {some_names([*map(str, strange)], 3)}, but data.classes has {num_classes} names "
+            f"(ids 0 to {num_classes - 1}): "
             f"{_fitting(data, max(strange) + 1)}map to these ids, or to data.ignore_index = {ignored}",
         )
 

@@ -67,11 +67,6 @@ class CacheFiles:
             return None
 
 
-def default_folder() -> Path:
-    """Return the folder of the caches on disk: $XDG_CACHE_HOME/segapp/pixels."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp" / "pixels"
-
-
 def disk_files(folder: Path, root: str, split: str, scheme: ClassScheme, pixels: PixelFormat = RGB8) -> CacheFiles:
     """Return the location of a split in the folder of caches; a missing folder is created.
 

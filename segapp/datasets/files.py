@@ -278,7 +278,7 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
                 return _header_of_tiff(path, tags, num_bytes, max_pixels)
             _check_bytes(path, num_bytes, MAX_FILE_BYTES)
             image = open_image(file, path, max_pixels)
-            header = Header(str(image.format), image.mode, *_upright_size(image), _stored_in_png(file))
+            header = Header(str(image.format), *_upright_size(image), _stored_in_png(file))
             if not _has_end_marker(file, header.format):
                 raise damaged(path, f"truncated {header.format}: its end is missing")
             return header
@@ -297,7 +297,7 @@ def _header_of_tiff(path: Path, tags: TiffTags, num_bytes: int, max_pixels: int)
         check_memory(4 * num_px * tags.bands, f"{tags.bands} bands", file_bytes=num_bytes, num_px=num_px)
     except ValueError as error:
         raise damaged(path, error) from error
-    return Header("TIFF", "", height_px, width_px, tags.orientation, tags.stored)
+    return Header("TIFF", height_px, width_px, tags.orientation, tags.stored)
 
 
 def tiff_tags(path: Path) -> TiffTags | None:

@@ -20,7 +20,6 @@ from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,
     SampleKey,
-    global_batch,
     num_batches,
     part_of,
     plan_shares,
@@ -100,10 +99,10 @@ class TrainLoader:
     def _batches(self, epoch: int) -> Iterator[tuple[list[SampleKey], int]]:
         """Yield the samples of this rank, and the position of the first in the epoch, for each batch of an epoch."""
         order = self._order(epoch)
-        for number in range(len(self)):
-            samples = global_batch(order, self.batch_size, number)
+        for first in range(0, len(self) * self.batch_size, self.batch_size):
+            samples = order[first : first + self.batch_size]  # of all ranks; the last batch may be short
             sizes = self._divide(len(samples))
-            yield part_of(samples, self.rank, sizes), number * self.batch_size + sum(sizes[: self.rank])
+            yield part_of(samples, self.rank, sizes), first + sum(sizes[: self.rank])
 
     def close(self) -> None:
         """Stop the workers."""

@@ -24,7 +24,7 @@ from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_b
 from segapp.datasets.images.reading import check_complete, decode
 from segapp.datasets.layouts.palettes import palette_of
 from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color
-from segapp.errors import DataError
+from segapp.errors import DataError, some_names
 
 Ids = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32]
 
@@ -246,8 +246,7 @@ def unknown_ids_error(path: Path, scheme: ClassScheme, present: Mapping[int, int
 
 def name_ids(pixels: Mapping[int, int]) -> str:
     """Return ids with their pixels as text: "254 (12 px), 255 (3 px)"; only the first few if there are many."""
-    named = ", ".join(f"{value} ({count} px)" for value, count in list(pixels.items())[:_MAX_NAMED])
-    return named + (f" and {len(pixels) - _MAX_NAMED} more" if len(pixels) > _MAX_NAMED else "")
+    return some_names([f"{value} ({count} px)" for value, count in pixels.items()], _MAX_NAMED)
 
 
 def all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> UnknownIds | None:

@@ -26,7 +26,6 @@ class Header:
     """Header of an image file."""
 
     format: str  # Pillow's name
-    mode: str  # Pillow's name of the pixels; "" for a TIFF
     height_px: int  # height with the EXIF orientation applied
     width_px: int  # width with the EXIF orientation applied
     orientation: int = 1  # EXIF orientation, 1 to 8; 1: stored upright

@@ -114,8 +114,3 @@ def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
     """
     whole = num_samples // batch_size if drop_last else -(-num_samples // batch_size)
     return max(1, whole)
-
-
-def global_batch(order: list[Item], batch_size: int, batch: int) -> list[Item]:
-    """Return the samples of one batch over all ranks; the last batch may be short."""
-    return order[batch * batch_size : (batch + 1) * batch_size]

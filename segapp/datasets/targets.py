@@ -27,8 +27,8 @@ from segapp.datasets.images.windows import mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, all_unknown
 from segapp.datasets.own_data import OwnPair
-from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
-from segapp.errors import DataError, accepted_words
+from segapp.datasets.resources import MASK_READERS, READERS, cache_folder, side_by_side
+from segapp.errors import DataError, accepted_words, some_names
 from segapp.run.files import write_atomic
 
 IGNORED_SHARE = 0.01
@@ -321,12 +321,11 @@ def ignored_values(scheme: ClassScheme) -> str:
     values = _ignored_ids(scheme)
     if not values:
         return "no value"
-    named = ", ".join(map(str, values[:_MAX_NAMED]))
-    more = f" and {len(values) - _MAX_NAMED} more" if len(values) > _MAX_NAMED else ""
+    named = some_names([*map(str, values)], _MAX_NAMED)
     plural = "values" if len(values) > 1 else "value"
     if scheme.multilabel is not None or values == [scheme.ignore_index]:
-        return f"{plural} {named}{more} (data.ignore_index)"
-    return f"{plural} {named}{more} (mapped to data.ignore_index = {scheme.ignore_index})"
+        return f"{plural} {named} (data.ignore_index)"
+    return f"{plural} {named} (mapped to data.ignore_index = {scheme.ignore_index})"
 
 
 def _ignored_ids(scheme: ClassScheme) -> list[int]:
@@ -371,16 +370,13 @@ def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
     return [weights.get(i, 0.0) for i in range(len(frequencies.pixels))]
 
 
-def cached_frequencies(
-    masks: Sequence[Path], key: str, count: Callable[[], ClassFrequencies], folder: Path | None = None
-) -> ClassFrequencies:
+def cached_frequencies(masks: Sequence[Path], key: str, count: Callable[[], ClassFrequencies]) -> ClassFrequencies:
     """Return the frequencies of a set of masks, counted once and then read from the user's cache.
 
     They are counted again if the name, size or modification time of a mask changes, or the key, which holds everything
-    else that the count depends on (label map, number of classes). The default folder is $XDG_CACHE_HOME/segapp.
+    else that the count depends on (label map, number of classes).
     """
-    if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
+    folder = cache_folder()
     digest = hashlib.sha256(key.encode())
     for mask, stat in zip(masks, side_by_side(os.stat, masks, READERS), strict=True):
         digest.update(f"{os.fspath(mask.resolve())!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -89,12 +89,14 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores, loss and number of images of an evaluation, and a message for the user, such as the use of tiles."""
+    """Result of an evaluation."""
 
     scores: SegmentationScores
     loss: float | None
     num_images: int
-    note: str | None = None
+    # int64 (C, C) on the CPU, row: target's class, column: predicted class; (C, 2, 2) with several classes per pixel
+    matrix: Tensor = field(compare=False)
+    notes: Sequence[str] = ()  # for the user, such as the use of tiles
 
     def values(self) -> dict[str, float | None]:
         """Return all scores of the table `segapp.scores.SCORES`: name -> value, None if there is no finite value."""
@@ -146,10 +148,10 @@ class EvaluationCounts:
             own.copy_(total)
         self.num_images = sum(ranks.gather(self.num_images))
 
-    def result(self, note: str | None = None) -> Evaluation:
-        """Return the scores and the loss of everything that was added."""
+    def result(self, notes: Sequence[str] = ()) -> Evaluation:
+        """Return the result for everything that was added."""
         loss = self._settings.finalize(self._statistics) if self._statistics else None
-        return Evaluation(self.confusion.scores(), loss, self.num_images, note)
+        return Evaluation(self.confusion.scores(), loss, self.num_images, self.confusion.matrix.cpu().clone(), notes)
 
 
 def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
@@ -227,7 +229,8 @@ def evaluate(
     for other in counters[1:]:
         counts.merge(other.counts)
     counts.sum_over(ranks)
-    return counts.result(None if settings.host is None else ranks.first_of(settings.host.take_note()))
+    note = None if settings.host is None else ranks.first_of(settings.host.take_note())
+    return counts.result([] if note is None else [note])
 
 
 class DeviceCounter:
@@ -240,21 +243,19 @@ class DeviceCounter:
     def add(self, batch: Batch | LargeBatch) -> None:
         """Evaluate a batch and add its counts."""
         is_single = self.settings.is_single or not self.settings.fits(self.model, batch.images)
-        for images, target in split_batch(batch, is_single=is_single):
-            oom_failpoint("eval.forward")
-            for counts, statistics in evaluate_parts(self.model, images, target, self.settings):
-                self.counts.add(counts, statistics)
+        images, target = batch.images, batch.target
+        if is_single and isinstance(images, Tensor) and isinstance(target, Tensor):
+            for one in range(len(images)):
+                self.count(images[one : one + 1], target[one : one + 1])
+        else:
+            self.count(images, target)
         self.counts.num_images += len(batch.indices)
 
-
-def split_batch(
-    batch: Batch | LargeBatch, *, is_single: bool
-) -> Iterable[tuple[Tensor, Tensor] | tuple[TensorOnDisk, TensorOnDisk]]:
-    """Return images and targets of a batch together, or one image at a time."""
-    images, target = batch.images, batch.target
-    if not isinstance(images, Tensor) or not isinstance(target, Tensor) or not is_single:
-        return [(images, target)]  # type: ignore[list-item]  # both are of one kind
-    return zip(images.tensor_split(len(images)), target.tensor_split(len(images)), strict=True)
+    def count(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
+        """Evaluate images and add the counts of their pixels."""
+        oom_failpoint("eval.forward")
+        for counts, statistics in evaluate_parts(self.model, images, target, self.settings):
+            self.counts.add(counts, statistics)
 
 
 def evaluate_parts(

@@ -8,7 +8,7 @@ Shapes: N images, C classes, H x W pixels of an image.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from segapp.inference.evaluate import (
     EvaluationSettings,
     copy_to,
     evaluate_parts,
-    split_batch,
     spread_over,
 )
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace, predict_strips
@@ -35,16 +34,6 @@ from segapp.memory.oom import is_out_of_memory
 from segapp.models import SegmentationModel
 
 MIN_WINDOW_PX = 64
-
-
-@dataclass
-class EvaluationResult:
-    """Result of a detailed evaluation."""
-
-    evaluation: Evaluation
-    # int64 (C, C) on the CPU, row: target's class, column: predicted class; (C, 2, 2) with several classes per pixel.
-    matrix: Tensor
-    notes: list[str] = field(default_factory=list)  # for the user, such as the use of windows
 
 
 class Evaluator(DeviceCounter):
@@ -59,19 +48,12 @@ class Evaluator(DeviceCounter):
         return Evaluator(copy_to(self.model, device), self.settings.on(device))
 
     @torch.no_grad()
-    def add(self, batch: Batch | LargeBatch) -> None:
-        """Evaluate the images of a batch and add their counts.
+    def count(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
+        """Add the counts of images, computed whole or in windows that are halved after each out-of-memory error.
 
         Raises:
             OutOfMemoryError: not even the smallest window fits.
         """
-        is_single = not self.settings.fits(self.model, batch.images)
-        for images, target in split_batch(batch, is_single=is_single):
-            self._count_where_it_fits(images, target)
-        self.counts.num_images += len(batch.indices)
-
-    def _count_where_it_fits(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
-        """Add the counts of images, computed whole or in windows that are halved after each out-of-memory error."""
         height, width = images.shape[-2:]
         inference = self.settings.inference
         while True:
@@ -143,7 +125,7 @@ def evaluate_on_devices(
     evaluators: Sequence[Evaluator],
     batches: Iterable[Batch | LargeBatch],
     progress: Callable[[int], None] = lambda _: None,
-) -> EvaluationResult:
+) -> Evaluation:
     """Distribute batches over devices in turn and sum their counts, which do not depend on the number of devices."""
     first = evaluators[0]
     with spread_over(evaluators) as add:
@@ -157,8 +139,4 @@ def evaluate_on_devices(
     progress(counts.num_images)
     if first.settings.host is not None and (note := first.settings.host.take_note()) is not None:
         first.notes.append(note)
-    return EvaluationResult(
-        counts.result(),
-        counts.confusion.matrix.cpu().clone(),
-        sorted(set(first.notes)),
-    )
+    return counts.result(sorted(set(first.notes)))

@@ -33,11 +33,6 @@ class TorchvisionModel(SegmentationModel):
         self.classifier = classifier
         self.aux_classifier = aux
 
-    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return the classifier's logits (N, C, h, w) and, in training mode, the auxiliary head's logits."""
-        maps = self.backbone(images_NCHW)
-        return self._with_aux(self.classifier(maps if "low" in maps else maps["out"]), maps)
-
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the logits, and the input (N, K, h, w) of the classifier's last layer; for LR-ASPP the deepest map."""
         maps = self.backbone(images_NCHW)

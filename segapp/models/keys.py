@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from segapp.errors import CheckpointError
-from segapp.models.names import some_names
+from segapp.errors import CheckpointError, some_names
 
 Shapes = Mapping[str, tuple[int, ...]]
 

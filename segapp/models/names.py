@@ -1,7 +1,7 @@
-"""Options of timm, errors about unknown names of networks and options, and lists of names in messages."""
+"""Options of timm, and errors about unknown names of networks and options."""
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from segapp.errors import ConfigError, accepted_words
 
@@ -33,9 +33,3 @@ def timm_options(encoder: str) -> set[str]:
     parameters = [each for kind in kinds for each in inspect.signature(kind.__init__).parameters.values()]
     names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     return names - inspect.signature(timm.create_model).parameters.keys() - {"self"}
-
-
-def some_names(names: Collection[str], most: int = 2) -> str:
-    """Return the first names and the number of the rest."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(list(names)[:most]) + rest

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from segapp.bounds import allowed_bytes, check_values
-from segapp.errors import CheckpointError
+from segapp.errors import CheckpointError, some_names
 from segapp.models.keys import KeyMap, Shapes, map_keys
-from segapp.models.names import some_names
 from segapp.models.surgery import RGB, adapt_first_conv, first_conv_name
 from segapp.run.events import Weights
 

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import open_bytes, read_bytes, shown
 from segapp.datasets.images.reading import decode
+from segapp.datasets.layouts.schemes import is_background
 from segapp.errors import DataError, install_command
-from segapp.onboarding.class_files import find_class_files, is_background
+from segapp.onboarding.class_files import find_class_files
 from segapp.onboarding.conversion import (
     Annotations,
     area_of,

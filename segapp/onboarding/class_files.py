@@ -53,11 +53,6 @@ def is_void(name: str) -> bool:
     return any(re.sub(r"[\W_]+", "", part).lower() in _VOID_NAMES for part in (name, parts[-1]))
 
 
-def is_background(name: str) -> bool:
-    """Return True for the usual names of the class of pixels without an object."""
-    return name.strip("_ ").lower() in {"background", "bg"}
-
-
 def find_class_files(tree: Tree, mask: str = "") -> list[ClassFile]:
     """Return the class names of all files that have some: with values or colors first, then near the root.
 

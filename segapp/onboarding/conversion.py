@@ -34,10 +34,11 @@ from tqdm import tqdm
 from segapp.bounds import check_memory
 from segapp.datasets.files import MAX_PIXELS, read_header, shown
 from segapp.datasets.images.raster import read_description
+from segapp.datasets.layouts.schemes import is_background
 from segapp.datasets.orientation import Size, Turns, fit_of, upright
 from segapp.datasets.walk import composed
 from segapp.errors import ConfigError, DataError, storage_errors
-from segapp.onboarding.class_files import is_background, is_void
+from segapp.onboarding.class_files import is_void
 from segapp.onboarding.content import IGNORED
 from segapp.onboarding.layout import Drawing, DrawnMask, Layout, Mask, Pair
 from segapp.onboarding.tree import Tree, parse_file, split_said

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from segapp.datasets.files import shown
-from segapp.datasets.layouts.schemes import Color
+from segapp.datasets.layouts.schemes import Color, is_background
 from segapp.errors import DataError
-from segapp.onboarding.class_files import ClassFile, described, is_background, is_void, recognise
+from segapp.onboarding.class_files import ClassFile, described, is_void, recognise
 from segapp.onboarding.content import IGNORED, MAX_COLORS, MaskContent, Value
 from segapp.onboarding.layout import open_question
 

@@ -375,7 +375,7 @@ class TrainingReporter:
             self.event_log.emit(Alert(kind=kind, message=message, step=self.progress.position.step))
 
     def validation(self, evaluation: Evaluation, val_s: float) -> None:
-        """Emit `val` with the time of the evaluation without pauses, and an alert if it has a note."""
+        """Emit `val` with the time of the evaluation without pauses, and an alert for each note."""
         at, values = self.progress.position, evaluation.values()
         event = {
             "epoch": at.epoch,
@@ -389,8 +389,7 @@ class TrainingReporter:
         }
         known = {name: value for name, value in values.items() if name in Val.model_fields}
         self.event_log.emit(Val.model_validate(event | known))
-        if evaluation.note is not None:
-            self.alert("memory", evaluation.note)
+        self.alert("memory", *evaluation.notes)
 
     def _split(self) -> list[int] | None:
         split = self.controller.batch_split.current

@@ -34,7 +34,8 @@ def test_masks_without_valid_pixels_and_unknown_rule_are_refused() -> None:
         class_weights("sqrt", COUNTS)
 
 
-def test_class_counts_are_cached_until_a_mask_changes(tmp_path: Path) -> None:
+def test_class_counts_are_cached_until_a_mask_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     mask = tmp_path / "m.png"
     mask.write_bytes(b"one")
     calls: list[int] = []
@@ -44,15 +45,15 @@ def test_class_counts_are_cached_until_a_mask_changes(tmp_path: Path) -> None:
         return COUNTS
 
     for _ in range(2):
-        assert cached_frequencies([mask], "key", count, tmp_path / "cache") == COUNTS
+        assert cached_frequencies([mask], "key", count) == COUNTS
     assert len(calls) == 1
-    cached_frequencies([mask], "other key", count, tmp_path / "cache")
+    cached_frequencies([mask], "other key", count)
     assert len(calls) == 2
     mask.write_bytes(b"other")
     os.utime(mask, ns=(1, 1))
-    cached_frequencies([mask], "key", count, tmp_path / "cache")
+    cached_frequencies([mask], "key", count)
     assert len(calls) == 3
-    for file in (tmp_path / "cache").iterdir():
+    for file in (tmp_path / "cache" / "segapp").iterdir():
         file.write_text("{broken")
-    assert cached_frequencies([mask], "key", count, tmp_path / "cache") == COUNTS
+    assert cached_frequencies([mask], "key", count) == COUNTS
     assert len(calls) == 4

@@ -114,7 +114,7 @@ def test_mean_of_a_network_and_itself_is_the_network(runs: Path, options: dict[s
         score_target(names, EvalOptions(**options)) for names in ([str(runs / "a")], [str(runs / "a")] * 2)
     )
     assert twice.found.matrix.tolist() == single.found.matrix.tolist()
-    assert (single.found.evaluation.loss is None, twice.found.evaluation.loss) == (False, None)
+    assert (single.found.loss is None, twice.found.loss) == (False, None)
     assert [*twice.networks] == [f"{runs / 'a'} (1)", f"{runs / 'a'} (2)"]
 
 

@@ -175,11 +175,6 @@ def test_evaluation_transform_changes_only_a_given_size() -> None:
     np.testing.assert_array_equal(target, cv2.resize(mask, (30, 20), interpolation=cv2.INTER_NEAREST_EXACT))
 
 
-def test_impossible_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"crop_px=.*must be positive"):
-        TrainTransform((0, 10))
-
-
 # --- the share of one class
 
 

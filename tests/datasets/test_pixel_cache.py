@@ -23,7 +23,7 @@ from segapp.config import DataConfig
 from segapp.datasets import cache as cache_module
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.cache import CacheFiles, PixelCache, default_folder, disk_files, memory_files
+from segapp.datasets.cache import CacheFiles, PixelCache, disk_files, memory_files
 from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
@@ -521,11 +521,6 @@ def test_unusable_cache_folder_is_noted(caches: Caches, tmp_path: Path, monkeypa
     assert dataset.cache is None
     assert "every image is decoded each time" in dataset.notes[0]
     assert dataset.read(0)[0].ndim == 3
-
-
-def test_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "segapp" / "pixels"
 
 
 def test_real_photographs_are_cached_bit_for_bit(camvid: Path, tmp_path: Path) -> None:

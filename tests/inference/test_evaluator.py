@@ -82,9 +82,9 @@ def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) 
     first = evaluator()
     evaluators = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
     found = evaluate_on_devices(evaluators, BATCHES, done.append)
-    assert found.evaluation.scores == expected.scores
-    assert found.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert found.evaluation.num_images == done[-1] == len(BATCHES)
+    assert found.scores == expected.scores
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.num_images == done[-1] == len(BATCHES)
     assert int(found.matrix.sum()) == expected.scores.num_valid_px
 
 
@@ -156,18 +156,16 @@ def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None
         model, host = BlurNet(), HostLimit(max_px=150 * 150)
         settings = replace(whole, host=host)
         if is_detailed:
-            result = evaluate_on_devices([Evaluator(model, settings)], batches)
-            found, told = result.evaluation, result.notes
+            found = evaluate_on_devices([Evaluator(model, settings)], batches)
         else:
             found = evaluate(model, batches, settings)
-            told = [found.note]
         assert model.largest_px <= 150 * 150
         assert found.scores.num_valid_px == expected.scores.num_valid_px
         assert found.scores.iou == pytest.approx(expected.scores.iou, abs=2e-3)
         assert found.loss == pytest.approx(expected.loss, rel=1e-3)
-        assert len(told) == 1
-        assert "an image of 300x421 px does not fit" in told[0]
-        assert evaluate(model, batches, settings).note is None, "told once"
+        assert len(found.notes) == 1
+        assert "an image of 300x421 px does not fit" in found.notes[0]
+        assert evaluate(model, batches, settings).notes == [], "told once"
 
 
 @pytest.mark.parametrize("way", ["windows", "tiles"])
@@ -199,7 +197,7 @@ def test_large_tiff_in_parts_equals_the_decoded_whole(
     (whole, scores), (parts, scores_of_parts) = results
     assert torch.equal(parts.matrix, whole.matrix)
     assert scores_of_parts == scores
-    assert parts.evaluation.loss == pytest.approx(whole.evaluation.loss, rel=1e-6)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
 
 
 def test_images_that_fit_are_not_divided() -> None:
@@ -247,9 +245,9 @@ def test_batches_of_several_images_score_as_single_images(batch_size: int, tmp_p
         for size in (1, batch_size)
     )
     assert len(next(iter(EvalLoader(dataset, batch_size=batch_size))).indices) == batch_size
-    assert several[0].scores == single[0].scores == several[1].evaluation.scores
+    assert several[0].scores == single[0].scores == several[1].scores
     assert several[0].loss == pytest.approx(single[0].loss, rel=1e-9)
-    assert several[1].evaluation.loss == pytest.approx(single[0].loss, rel=1e-9)
+    assert several[1].loss == pytest.approx(single[0].loss, rel=1e-9)
     assert torch.equal(several[1].matrix, single[1].matrix)
 
 

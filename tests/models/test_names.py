@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from segapp.assembly.optimizer import layer_depths
-from segapp.errors import ConfigError
-from segapp.models.names import check_options, some_names, unknown_name
+from segapp.errors import ConfigError, some_names
+from segapp.models.names import check_options, unknown_name
 
 TWENTY = [f"n{i:02}" for i in range(20)]
 

@@ -32,7 +32,6 @@ class TrainTransform:
 
     Raises:
         ConfigError: Entries are wrong; the error lists all problems.
-        ValueError: A size is not positive.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class TrainTransform:
         resize_px: tuple[int, int] | None = None,
         bands: BandValues | None = None,
     ) -> None:
-        self.crop_px = _check_size("crop_px", crop_px)
+        self.crop_px = crop_px
         self.ignore_index = ignore_index
         self.steps = TransformBuilder(self.crop_px, ignore_index, bands).build_all(entries, resize_px)
         # If the first transform is a crop, image and mask may be objects that read windows of files.
@@ -84,20 +83,13 @@ class EvalTransform:
     """Resizes image and mask to a height and width; None: not resized."""
 
     def __init__(self, resize_px: tuple[int, int] | None = None) -> None:
-        self.resize_px = _check_size("resize_px", resize_px) if resize_px is not None else None
+        self.resize_px = resize_px
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the resized image (H, W, B) and mask (H, W); seed and aim are not used."""
         if self.resize_px is None or self.resize_px == image.shape[:2]:
             return image, mask
         return resize(image, self.resize_px, cv2.INTER_LINEAR), resize(mask, self.resize_px, cv2.INTER_NEAREST_EXACT)
-
-
-def _check_size(name: str, size_px: tuple[int, int]) -> tuple[int, int]:
-    height, width = (int(side) for side in size_px)
-    if height < 1 or width < 1:
-        raise ValueError(f"{name}={size_px}: height and width must be positive")
-    return height, width
 
 
 _IDS = (3, 7)

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, damaged, shown, tiff_tags
+from segapp.datasets.images.pixel_format import Pixels
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.errors import DataError, install_command
 from segapp.run.words import first_line
 
-Pixels = NDArray[Any]
 Window = tuple[slice, slice]
 
 _CACHE_MIB = 64

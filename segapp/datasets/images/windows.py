@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -125,37 +125,25 @@ _MAX_PX = 2**17
 """Maximum number of pixels that are sampled from an image, evenly spread."""
 
 
-def stored_pixels(paths: Sequence[Path]) -> tuple[StoredPixels, Path] | None:
-    """Return the most common pixels that 8-bit RGB would reduce, and a file with them; None if there are none."""
-    squeezed = ((stored, own[0]) for stored, own in _kinds(paths).items() if RGB8.problem(stored) is not None)
-    return next(squeezed, None)
-
-
-def _kinds(paths: Sequence[Path]) -> dict[StoredPixels, list[Path]]:
+def kinds_of_pixels(paths: Sequence[Path]) -> dict[StoredPixels, list[Path]]:
     """Return the files by the kind of their pixels, the most common first; unreadable files are left out."""
+
+    def kind(path: Path) -> StoredPixels | None:
+        try:
+            return pixels_of(path)
+        except DataError:
+            return None
+
     found: dict[StoredPixels, list[Path]] = {}
-    for path, stored in zip(paths, side_by_side(_pixels_or_none, paths, READERS), strict=True):
+    for path, stored in zip(paths, side_by_side(kind, paths, READERS), strict=True):
         if stored is not None:
             found.setdefault(stored, []).append(path)
     return dict(sorted(found.items(), key=lambda kind: -len(kind[1])))
 
 
-def _pixels_or_none(path: Path) -> StoredPixels | None:
-    try:
-        return pixels_of(path)
-    except DataError:
-        return None
-
-
-def _check_alike(paths: Sequence[Path], wanted: StoredPixels) -> None:
-    """Raise DataError with an example file per kind, if one format cannot read all bands of all files."""
-    found = _kinds(paths)
-    if any((stored.bands, stored.dtype) != (wanted.bands, wanted.dtype) for stored in found):
-        named = "; ".join(f"{len(own)} are {stored}, such as {shown(own[0])}" for stored, own in found.items())
-        raise DataError(
-            f"the images differ in bands or type: {named}: convert them to one kind, or move the others",
-            key="data.dtype",
-        )
+def reduced_pixels(kinds: Iterable[StoredPixels]) -> StoredPixels | None:
+    """Return the first kind of pixels that 8-bit RGB would reduce; None if there is none."""
+    return next((stored for stored in kinds if RGB8.problem(stored) is not None), None)
 
 
 def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, ...]:
@@ -212,12 +200,18 @@ def measure_pixels(
     Raises:
         DataError: the images differ, have a dtype that is not supported, or hold several images each.
     """
-    squeezed = (pixels_of(paths[0]), paths[0]) if are_bands else stored_pixels([*paths, *others])
-    if squeezed is None:
+    kinds = kinds_of_pixels([*paths, *others])
+    found = pixels_of(paths[0]) if are_bands else reduced_pixels(kinds)
+    if found is None:
         return None
-    found, first = squeezed
-    _check_alike([*paths, *others], found)
+    if any((stored.bands, stored.dtype) != (found.bands, found.dtype) for stored in kinds):
+        named = "; ".join(f"{len(own)} are {stored}, such as {shown(own[0])}" for stored, own in kinds.items())
+        raise DataError(
+            f"the images differ in bands or type: {named}: convert them to one kind, or move the others",
+            key="data.dtype",
+        )
     if found.pages or found.dtype not in DTYPES:
+        first = kinds[found][0]
         raise DataError(f"{shown(first)}: {RGB8.problem(found)}", path=first)
     pixels = PixelFormat(tuple(range(1, found.bands + 1)), found.dtype)
     return replace(pixels, value_range=measure_ranges(paths, pixels))

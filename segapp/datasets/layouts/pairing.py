@@ -15,7 +15,7 @@ from pathlib import Path
 
 from segapp.datasets.files import ImagePair, open_regular, shown
 from segapp.datasets.walk import IMAGE_SUFFIXES, composed, is_below, on_disk, others_note, walk
-from segapp.errors import DataError, did_you_mean
+from segapp.errors import DataError, did_you_mean, some_names
 
 
 class PartialError(DataError):
@@ -164,7 +164,7 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
     if missing:
         raise DataError(
             f"{shown(list_file)}: {len(missing)} of the names in it have no image below {shown(folder)} "
-            f"({_some(missing)}): restore the images or remove the names",
+            f"({shown(some_names(missing, _MAX_NAMED))}): restore the images or remove the names",
             path=list_file,
         )
     if not images:
@@ -179,7 +179,7 @@ def existing_folder(folder: Path, how_to_get: str) -> Path:
         return folder
     parent = folder.parent
     siblings = sorted(p.name for p in parent.iterdir() if p.is_dir() and p.name[0] != ".") if parent.is_dir() else []
-    there = f" ({shown(parent)} holds {_some(siblings)})" if siblings else ""
+    there = f" ({shown(parent)} holds {shown(some_names(siblings, _MAX_NAMED))})" if siblings else ""
     hint = f"{did_you_mean(folder.name, siblings)} {how_to_get}".strip()
     raise DataError(f"{shown(folder)} does not exist{there}: {hint}", path=folder)
 
@@ -222,12 +222,13 @@ def match_masks(
     if missing_keys:
         missing = [shown(images[key]) for key in missing_keys]
         unused = sorted(set(masks) - set(matches.values()))
-        others = f"; {len(unused)} masks have no image ({_some(unused)})" if unused else ""
+        others = f"; {len(unused)} masks have no image ({shown(some_names(unused, _MAX_NAMED))})" if unused else ""
         names = [path.relative_to(folder).as_posix() for path in files]
         endings = " or ".join(layout.mask_suffixes) or "the image's stem and an image extension"
         error = PartialError(
-            f"{len(missing)} of {len(images)} images have no mask below {shown(folder)} ({_some(missing)}{others}): "
-            f"masks are searched by {endings}{_other_ending(missing_keys, names)}; {how_to_get}",
+            f"{len(missing)} of {len(images)} images have no mask below {shown(folder)} "
+            f"({some_names(missing, _MAX_NAMED)}{others}): masks are searched by {endings}"
+            f"{_other_ending(missing_keys, names)}; {how_to_get}",
             key="data.mask_suffix",
         )
         error.pairs = pairs
@@ -241,7 +242,7 @@ def _other_ending(missing: Sequence[str], names: Sequence[str]) -> str:
     endings = {name[len(key) :] for key, name in begins if name[len(key) : len(key) + 1] in ("_", "-", ".", " ")}
     if len(endings) == 1:
         return f": set data.mask_suffix: {shown(endings.pop())}"
-    there = f"; there are {_some(sorted(names))}" if names else ""
+    there = f"; there are {shown(some_names(sorted(names), _MAX_NAMED))}" if names else ""
     return f": set data.mask_suffix if their names end otherwise, such as _mask.png{there}"
 
 
@@ -303,12 +304,6 @@ def list_lines(path: Path, how_to_get: str) -> list[str]:
     text = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
     lines = (line.strip() for line in text.replace("\r", "\n").split("\n"))
     return [line for line in lines if line and not line.startswith("#")]
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first few names and the number of the rest."""
-    text = ", ".join(shown(name) for name in names[:_MAX_NAMED])
-    return text if len(names) <= _MAX_NAMED else f"{text} and {len(names) - _MAX_NAMED} more"
 
 
 def listed_pairs(

@@ -57,6 +57,11 @@ def _spread(index: int) -> int:
     return sum((index >> 3 * bit & 1) << 7 - bit for bit in range(8))
 
 
+def is_background(name: str) -> bool:
+    """Return True for the usual names of the class of pixels without an object, which gets no polygons."""
+    return name.strip("_ ").lower() in {"background", "bg"}
+
+
 @dataclass(frozen=True)
 class PublishedSet:
     """The classes of a published data set."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.spatial import KDTree  # type: ignore[import-untyped]
 
 from segapp.datasets.images.raster import IDENTITY, Georeference, crs_name, outlines
-from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme, is_background
 from segapp.errors import ConfigError, StorageError, accepted_words, storage_errors
 from segapp.inference.predict.reading import InputFile, Picture
 from segapp.run.files import write_atomic
@@ -64,11 +64,6 @@ def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> 
     if missing := [package for package in packages if find_spec(package) is None]:
         raise ConfigError(f"--polygons {known} needs the package {missing[0]}: run uv sync --extra geo")
     return PolygonPlan(known, min_area_px, simplify_px)
-
-
-def is_background(name: str) -> bool:
-    """Return True for a class that gets no polygons."""
-    return name.strip("_ ").lower() in {"background", "bg"}
 
 
 def _label_maps(labels_HW: NDArray[Any], scheme: ClassScheme) -> Iterator[tuple[NDArray[Any], Mapping[int, int]]]:
@@ -132,18 +127,12 @@ def _simple_regions(values_HW: NDArray[Any], classes: Mapping[int, int], plan: P
     areas_px = np.array([round(one.area) for one, _ in found], np.int64)
     ids = np.array([number for _, number in found], np.int64)
     kept = areas_px >= plan.min_area_px
-    polygons = np.array([_with_large_holes(one, plan.min_area_px) for one, _ in found], object)[kept]
+    holes = ([ring for ring in one.interiors if shapely.Polygon(ring).area >= plan.min_area_px] for one, _ in found)
+    filled = [shapely.Polygon(one.exterior, own) for (one, _), own in zip(found, holes, strict=True)]
+    polygons = np.array(filled, object)[kept]
     if plan.simplify_px:  # neighbors keep a common border if both have its vertices
         polygons = shapely.coverage_simplify(shapely.segmentize(polygons, 1.0), plan.simplify_px)
     return polygons, ids[kept], areas_px[kept]
-
-
-def _with_large_holes(polygon: Any, min_area_px: int) -> Any:
-    import shapely
-
-    return shapely.Polygon(
-        polygon.exterior, [ring for ring in polygon.interiors if shapely.Polygon(ring).area >= min_area_px]
-    )
 
 
 def rings_of(region_HW: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
