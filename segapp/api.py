@@ -291,8 +291,7 @@ class _Events:
             self._signals.request_stop(str(stop) or "on_event raised StopTraining")
 
     def close(self) -> None:
-        if self._console is not None:
-            self._console.close()
+        pass
 
 
 def train(
@@ -369,11 +368,8 @@ def train(
     signals = StopSignals(is_active=handle_signals)
     is_shown = has_progress_bar() if progress is None else progress
     listener = _Events(on_event, signals, PlainReporter() if is_shown else None)
-    try:
-        with trusting(trust_parts):
-            run_session(request, listener=listener, signals=signals)
-    finally:
-        listener.close()
+    with trusting(trust_parts):
+        run_session(request, listener=listener, signals=signals)
     evaluations, end = _read_history(path), listener.end
     if end is None:
         return TrainResult(path, True, "already complete", 0, evaluations)

@@ -310,11 +310,6 @@ class DeviceMemoryTracker:
             self._peaks[index].note(counters.pop_peak_mib(), phase)
 
 
-IDLE_SAMPLES = 60
-"""Number of samples during steps, two minutes, after which `MemorySampler` reports that GPUs are idle."""
-BUSY_FRAC = 0.7
-
-
 class MemorySampler:
     """Context manager whose thread emits a `memory` event every 2 s and a `heartbeat` every 5 s, or more often.
 
@@ -323,8 +318,7 @@ class MemorySampler:
 
     It makes no GPU call: torch's counters are on the host. Other threads run nvidia-smi and query the CUDA driver, and
     their latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event. A checkpoint
-    write that has taken `saving_s` is reported every `blocked_s` seconds. `idle_advice` is an alert, emitted once if no
-    GPU computes for `BUSY_FRAC` of the first minutes of steps although the steps do not wait for data.
+    write that has taken `saving_s` is reported every `blocked_s` seconds.
     """
 
     def __init__(
@@ -339,10 +333,7 @@ class MemorySampler:
         memory_s: float = MEMORY_S,
         heartbeat_s: float = HEARTBEAT_S,
         blocked_s: float = 30.0,
-        idle_advice: str | None = None,
     ) -> None:
-        self._idle_advice = idle_advice
-        self._samples: list[tuple[str, float]] = []
         self.emit, self.device_memory = emit, device_memory
         self._step, self._told, self._saving_s = step, told, saving_s
         has_gpus = any(place.uuid for place in device_memory.devices)
@@ -379,26 +370,7 @@ class MemorySampler:
         """Emit a `memory` event."""
         devices = self.device_memory.sample()
         statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
-        merged_devices = [merged(device, statuses) for device in devices]
-        self.emit(Memory(devices=merged_devices, step=self._step()))
-        if self._idle_advice is not None:
-            loads = [gpu.utilization for gpu in merged_devices if gpu.uuid and gpu.utilization is not None]
-            self._advise(self._idle_advice, max(loads, default=None))
-
-    def _advise(self, advice: str, busiest: float | None) -> None:
-        """Record how busy the busiest GPU is during steps; emit the advice after `IDLE_SAMPLES` samples."""
-        phase = self.device_memory.phase
-        if busiest is None or phase in ("start", "eval", "save", "paused"):
-            return
-        self._samples.append((phase, busiest))
-        if len(self._samples) < IDLE_SAMPLES:
-            return
-        self._idle_advice = None
-        share = sum(value for _, value in self._samples) / len(self._samples)
-        waiting = sum(phase == "data" for phase, _ in self._samples) / len(self._samples)
-        if share < BUSY_FRAC and waiting < 0.2:
-            message = f"the busiest GPU computes for {share:.0%} of the time: {advice}"
-            self.emit(Alert(kind="mode", message=message, step=self._step()))
+        self.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self._step()))
 
     def _run(self) -> None:
         next_memory_s = next_beat_s = time.monotonic()

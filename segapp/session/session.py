@@ -374,7 +374,7 @@ def _restored_trainer(
         report_reverted_split(folder, context.event_log)
 
     with (
-        _watched(context, config, stage, rank_pids, DP_ADVICE if devices.mode == "dp" else None),
+        _watched(context, config, stage, rank_pids),
         contextlib.closing(
             build_trainer(
                 config,
@@ -396,16 +396,9 @@ def _restored_trainer(
         yield trainer
 
 
-DP_ADVICE = "in dp one process dispatches the operators of all GPUs; parallel.mode=ddp has a process for each of them"
-
-
 @contextlib.contextmanager
 def _watched(
-    context: RunContext,
-    config: RunConfig,
-    stage: Stage,
-    rank_pids: Sequence[tuple[str, int]],
-    idle_advice: str | None,
+    context: RunContext, config: RunConfig, stage: Stage, rank_pids: Sequence[tuple[str, int]]
 ) -> Iterator[None]:
     """Run the body under the watchdog and, on the main rank, the sampler of memory and heartbeats."""
     sampler = MemorySampler(
@@ -415,7 +408,6 @@ def _watched(
         told=lambda: context.event_log.told,
         saving_s=stage.saving_s,
         blocked_s=config.checkpoint.grace_s,
-        idle_advice=idle_advice,
     )
     watchdog = Watchdog(
         context,

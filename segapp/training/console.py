@@ -1,12 +1,12 @@
-"""Prints a training's events: throttled lines, and progress bars if there is a terminal."""
+"""Prints a training's events as throttled lines; progress bars of commands if there is a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TextIO
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from segapp.run.events import (
     Alert,
@@ -48,7 +48,6 @@ class PlainReporter:
         self.stream = stream or sys.stdout
         self.is_error_shown = False
         self.interval_s = interval_s
-        self._bar: Any = None
         self._start: RunStart | None = None
         self._last_line_s = -1e9
 
@@ -60,10 +59,8 @@ class PlainReporter:
             case Weights():
                 for line in event.message.splitlines():
                     self._line(printable(line))
-            case EpochStart():
-                if event.num_thawed is not None:
-                    self._line(f"epoch {event.epoch}: {event.num_thawed / 1e6:.2f} M frozen parameters are trained now")
-                self._open_bar(event.epoch)
+            case EpochStart(num_thawed=int(num_thawed)):
+                self._line(f"epoch {event.epoch}: {num_thawed / 1e6:.2f} M frozen parameters are trained now")
             case Step():
                 self._show_step(event)
             case Val():
@@ -81,26 +78,16 @@ class PlainReporter:
             case Alert():
                 self._line(f"alert: {printable(event.message)}")
             case RunEnd():
-                self.close()
                 if event.status != "failed" or not self.is_error_shown:
                     again = "; --resume continues from it" if event.exit_code == EXIT_STOPPED_AND_SAVED else ""
                     self._line(f"{event.status}: {printable(event.reason or '')}{again}")
 
     def close(self) -> None:
-        """Remove the progress bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Do nothing: every line is flushed."""
 
     def _line(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.clear()
-        try:
+        with suppress(OSError, ValueError):  # a closed pipe or terminal must not end a training
             print(text, file=self.stream, flush=True)
-        except (OSError, ValueError):  # a closed pipe or terminal must not end a training
-            return
-        if self._bar is not None:
-            self._bar.refresh()
 
     def _show_start(self, event: RunStart) -> None:
         self._start = event
@@ -116,31 +103,12 @@ class PlainReporter:
             until = "the whole run" if event.freeze_epochs is None else f"{event.freeze_epochs} epochs"
             self._line(f"{event.num_trainable / 1e6:.2f} M parameters are trained, the others frozen for {until}")
 
-    def _open_bar(self, epoch: int) -> None:
-        if self._start is None or not self.stream.isatty():
-            return
-        from tqdm import tqdm
-
-        self.close()
-        self._bar = tqdm(
-            total=self._start.steps_per_epoch,
-            desc=f"epoch {epoch}/{self._start.epochs}",
-            unit="step",
-            leave=False,
-            file=self.stream,
-            dynamic_ncols=True,
-        )
-
     def _show_step(self, event: Step) -> None:
         if self._start is None:
             return
         now = time.monotonic()
         per_epoch = self._start.steps_per_epoch
         in_epoch = event.step - (event.epoch - 1) * per_epoch
-        if self._bar is None:
-            self._open_bar(event.epoch)
-        if self._bar is not None:
-            self._bar.update(max(0, in_epoch - self._bar.n))
         if now - self._last_line_s < self.interval_s and in_epoch < per_epoch:
             return
         self._last_line_s = now

@@ -200,26 +200,6 @@ def test_total_memory_is_the_total_of_the_slice_that_torch_uses() -> None:
     assert sampler_module.merged({"device": "cuda:0", "uuid": "aaaa", "total_mib": None}, whole).total_mib == 81920.0
 
 
-@pytest.mark.parametrize(
-    ("busy", "phases", "is_said"),
-    [(0.5, ["forward"], True), (0.9, ["forward"], False), (0.5, ["data", "forward"], False), (0.5, ["eval"], False)],
-)
-def test_idle_gpus_are_an_alert_once_unless_data_are_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: float, phases: list[str], is_said: bool
-) -> None:
-    run = RunFolder.create(path=tmp_path / "run")
-    watch = DeviceMemoryTracker(gpu_infos(), [Counters() for _ in range(3)])
-    loads = {"cccc": 0.1, "aaaa": busy, "bbbb": 0.0}
-    statuses = [GpuStatus(uuid, "card", 0.0, 1000.0, load, None) for uuid, load in loads.items()]
-    poller: Any = types.SimpleNamespace(poll=lambda: statuses)
-    monitor = MemorySampler(EventWriter(run.events).write, watch, gpus=poller, idle_advice="try ddp")
-    for number in range(2 * sampler_module.IDLE_SAMPLES):
-        watch.mark(phases[number % len(phases)])
-        monitor.sample()
-    said = [event["message"] for event in events(run.path, "alert")]
-    assert said == (["the busiest GPU computes for 50% of the time: try ddp"] if is_said else [])
-
-
 def test_driver_is_asked_about_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking about the GPU of another rank would make a context there."""
     asked: list[str] = []
