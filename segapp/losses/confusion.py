@@ -142,71 +142,17 @@ class _SampledTile:
     """One tensor of logits as a source of bands."""
 
     def __init__(self, tile: LogitsTile, align_corners: bool, budget: int, is_shifted: bool) -> None:
-        self.tile = tile
+        self.tile, self.top, self.bottom = tile, tile.top, tile.top + tile.size[0]
+        self.place = slice(tile.left, tile.left + tile.size[1])
+        self._columns = slice(tile.skip, tile.skip + tile.size[1])
         logits = tile.logits.detach()
         low = (logits.shape[2], logits.shape[3])
         grid = grid_of(low, tile.frame, align_corners, compute_dtype(logits), logits)
-        self.sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget, is_shifted)
+        self._sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget, is_shifted)
 
     def values(self, images: slice, rows: slice) -> Tensor:
         """Return logits (m, C, R, width); `rows` are relative to the tile."""
-        return BlockBand(self.sweep, images, rows).values[..., self._columns]
-
-    def wide(self, images: slice) -> Tensor:
-        """Return all source rows, widened: (m, C, h, width)."""
-        return self.sweep.wide_rows(images, 0, self.tile.logits.shape[2])[..., self._columns]
-
-    @property
-    def _columns(self) -> slice:
-        return slice(self.tile.skip, self.tile.skip + self.tile.size[1])
-
-
-class _Row:
-    """Tiles with the same rows, next to each other; they are joined once, before the rows are interpolated."""
-
-    def __init__(self, sources: Sequence[_SampledTile], width: int) -> None:
-        self._sources, self._width = sources, width
-        self._grid, self._first = sources[0].sweep.grid, sources[0].tile
-        self.top, self.bottom = self._first.top, self._first.top + self._first.size[0]
-        self._wide: tuple[slice, Tensor] | None = None
-        logits = self._first.logits
-        self._count = torch.zeros(width, dtype=compute_dtype(logits), device=logits.device)
-        for source in sources:
-            self._count[self._place(source)] += 1
-
-    def add(self, images: slice, rows: slice, total: Tensor, count: Tensor) -> None:
-        """Add the tiles' contribution to the sums (m, C, R, W) of logits and (R, W) of their number."""
-        start, stop = max(rows.start, self.top), min(rows.stop, self.bottom)
-        grid_rows, band_rows = slice(start - self.top, stop - self.top), slice(start - rows.start, stop - rows.start)
-        wide, grid = self._joined(images), self._grid
-        ends = wide.index_select(2, grid.lower_rows[grid_rows]), wide.index_select(2, grid.upper_rows[grid_rows])
-        total[:, :, band_rows] += torch.lerp(*ends, grid.fractions[grid_rows])
-        count[band_rows] += self._count
-
-    @property
-    def logits(self) -> Tensor:
-        """Logits of one tile, for C, dtype and device."""
-        return self._first.logits
-
-    def clear(self) -> None:
-        """Free the joined tiles."""
-        self._wide = None
-
-    def _joined(self, images: slice) -> Tensor:
-        """Return the sum of the tiles' widened source rows, (m, C, h, W)."""
-        if self._wide is None or self._wide[0] != images:
-            logits = self._first.logits
-            shape = (images.stop - images.start, *logits.shape[1:3], self._width)
-            total = torch.zeros(shape, dtype=compute_dtype(logits), device=logits.device)
-            for source in self._sources:
-                total[..., self._place(source)] += source.wide(images)
-            self._wide = images, total
-        return self._wide[1]
-
-    @staticmethod
-    def _place(source: _SampledTile) -> slice:
-        """Return the output columns of a tile."""
-        return slice(source.tile.left, source.tile.left + source.tile.size[1])
+        return BlockBand(self._sweep, images, rows).values[..., self._columns]
 
 
 class _Tiles:
@@ -216,26 +162,22 @@ class _Tiles:
         self, tiles: Sequence[LogitsTile], size: tuple[int, int], align_corners: bool, budget: int, is_shifted: bool
     ) -> None:
         self._width = size[1]
-        rows: dict[tuple[int, ...], list[_SampledTile]] = {}
-        for tile in tiles:
-            key = (tile.top, tile.size[0], tile.frame[0], tile.logits.shape[2])
-            rows.setdefault(key, []).append(_SampledTile(tile, align_corners, budget, is_shifted))
-        self._rows = [_Row(sources, size[1]) for sources in rows.values()]
+        self._tiles = [_SampledTile(tile, align_corners, budget, is_shifted) for tile in tiles]
 
     def values(self, images: slice, rows: slice) -> Tensor:
-        """Return logits (m, C, R, W); NaN outside the tiles. Called from top to bottom, it keeps few joined tiles."""
-        for row in self._rows:
-            if row.bottom <= rows.start or row.top >= rows.stop:
-                row.clear()
-        covering = [row for row in self._rows if row.top < rows.stop and row.bottom > rows.start]
-        if not covering:
+        """Return logits (m, C, R, W); NaN outside the tiles."""
+        tiles = [tile for tile in self._tiles if tile.top < rows.stop and tile.bottom > rows.start]
+        if not tiles:
             raise ValueError(f"no tile covers the output rows {rows.start} to {rows.stop - 1}: cover the whole output")
-        first = covering[0].logits
-        shape = (images.stop - images.start, first.shape[1], rows.stop - rows.start, self._width)
-        total = torch.zeros(shape, dtype=compute_dtype(first), device=first.device)
+        like = tiles[0].tile.logits
+        shape = (images.stop - images.start, like.shape[1], rows.stop - rows.start, self._width)
+        total = torch.zeros(shape, dtype=compute_dtype(like), device=like.device)
         count = total.new_zeros(shape[2:])
-        for row in covering:
-            row.add(images, rows, total, count)
+        for tile in tiles:
+            start, stop = max(rows.start, tile.top), min(rows.stop, tile.bottom)
+            place = ..., slice(start - rows.start, stop - rows.start), tile.place
+            total[place] += tile.values(images, slice(start - tile.top, stop - tile.top))
+            count[place] += 1
         return total.div_(count)
 
 

@@ -136,7 +136,7 @@ def _sums(
     pixels = PixelOptions(options.align_corners, options.ignore_index)
     function = partial(cross_entropy_sums_of, weight=weight, label_smoothing=options.label_smoothing)
     loss_sum, weight_sum = upsampled_sums(function, logits, target, pixels, is_whole=is_whole)
-    return loss_sum, weight_sum
+    return loss_sum.to(compute_dtype(logits)), weight_sum
 
 
 def _by_kernels(

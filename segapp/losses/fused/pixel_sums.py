@@ -19,7 +19,7 @@ from torch import Tensor
 from segapp.accelerator import wide, wide_sum
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_eager
-from segapp.losses.fused.reference import compute_dtype, sum_of_cross_entropy, upsample
+from segapp.losses.fused.reference import compute_dtype, upsample
 
 FULL_BYTES = 4 << 20
 """Upsampled logits smaller than this are computed whole: fewer operations, and little memory to save."""
@@ -174,5 +174,6 @@ def cross_entropy_sums_of(
     """
     weight = None if weight is None else weight.to(values.device, values.dtype)
     marked = torch.where(valid, ids, -100).squeeze(1)
-    loss = sum_of_cross_entropy(values, marked, weight, label_smoothing)
-    return loss, wide_sum(valid) if weight is None else wide_sum(wide(weight)[ids] * valid)
+    losses = F.cross_entropy(values, marked, weight, reduction="none", label_smoothing=label_smoothing)
+    # Added here, because the sum within `F.cross_entropy` uses atomics on CUDA and is not deterministic.
+    return wide_sum(losses), wide_sum(valid) if weight is None else wide_sum(wide(weight)[ids] * valid)

@@ -78,26 +78,6 @@ class CrossEntropySettings:
     label_smoothing: float
 
 
-def sum_of_cross_entropy(
-    values: Tensor, ids: Tensor, weight: Tensor | None, label_smoothing: float, ignore_index: int = -100
-) -> Tensor:
-    """Return the sum of the pixels' cross-entropies, in the values' dtype, added in float64.
-
-    The pixels are added here, because the sum within `F.cross_entropy` uses atomics on CUDA and is not deterministic.
-
-    Args:
-        values: (N, C, H, W) logits.
-        ids: (N, H, W) int64 class ids.
-        weight: (C,) in the values' dtype, or None.
-        label_smoothing: share of the target spread evenly over the classes.
-        ignore_index: id of the pixels that are left out.
-    """
-    losses = F.cross_entropy(
-        values, ids, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-    )
-    return wide_sum(losses).to(values.dtype)
-
-
 def soft_cross_entropy_sums(
     logits: Tensor, target: Tensor, *, align_corners: bool, weight: Tensor | None, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
