@@ -41,8 +41,8 @@ class GpuStatus:
     """0 to 1."""
     temperature: float | None
     """Temperature in degrees Celsius."""
-    names: tuple[str, ...] = ()
-    """Complete names in CUDA_VISIBLE_DEVICES; the names of a MIG slice begin with "MIG-"."""
+    full_uuid: str = ""
+    """UUID with its prefix."""
     driver: str = ""
 
     @property
@@ -81,7 +81,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 5.0
     shown, words, *hidden = _shown(cards, environ)
     problem, cure = ("; ".join(filter(None, pair)) for pair in zip(failure, hidden, strict=True))
     # CUDA shows one MIG slice to a process, and then no other GPU (MIG user guide, CUDA device enumeration).
-    slices = [gpu for gpu in shown if gpu.names[0].startswith("MIG-")]
+    slices = [gpu for gpu in shown if gpu.full_uuid.startswith("MIG-")]
     return VisibleGpus(slices[:1] or shown, words, [gpu for gpus in cards.values() for gpu in gpus], problem, cure)
 
 
@@ -101,11 +101,7 @@ _CURES = {
 _MIG_CURE = "create slices with sudo nvidia-smi mig -cgi PROFILE -C, or end the mode with sudo nvidia-smi -mig 0"
 _COLUMNS = "index,uuid,utilization.gpu,memory.total,memory.used,memory.free,driver_version,name"
 _LISTED = re.compile(r"\s*(?:GPU \d+: |MIG )(.+?)(?: +Device +\d+:)? +\(UUID: ([^)]+)\)")
-_SLICE = re.compile(
-    r"<mig_device>.*?<gpu_instance_id>(\d+)<.*?<compute_instance_id>(\d+)<.*?<fb_memory_usage>"
-    r".*?<total>([^ <]+).*?<used>([^ <]+)",
-    re.DOTALL,
-)
+_SLICE = re.compile(r"<mig_device>.*?<fb_memory_usage>.*?<total>([^ <]+).*?<used>([^ <]+)", re.DOTALL)
 
 
 def _cards(timeout_s: float) -> tuple[dict[str, list[GpuStatus]], str]:
@@ -121,7 +117,7 @@ def _cards(timeout_s: float) -> tuple[dict[str, list[GpuStatus]], str]:
     cards: dict[str, list[GpuStatus]] = {}
     for _, uuid, load, total, used, _, driver, name, *mode in rows:
         load_frac = (_known(load) or 0.0) / 100
-        whole = GpuStatus(bare_uuid(uuid), name, _known(used), _known(total), load_frac, None, (uuid,), driver)
+        whole = GpuStatus(bare_uuid(uuid), name, _known(used), _known(total), load_frac, None, uuid, driver)
         parts = [replace(each, name=f"{name} {each.name}", driver=driver) for each in slices.get(uuid, ())]
         cards[uuid] = parts or [whole] * (mode[-1:] != ["Enabled"])
     return cards, problem
@@ -137,11 +133,10 @@ def _slices(timeout_s: float) -> dict[str, list[GpuStatus]]:
         if not uuid.startswith("MIG-"):
             slices[card := uuid] = []
             continue
-        instance, part, total, used = next(details, ("", "", "", ""))
+        total, used = next(details, ("", ""))
         size_gb = re.search(r"(\d+)gb", profile)  # 1g.10gb; a container may not read the exact memory
         total_mib = _known(total) or (float(size_gb[1]) * 1e9 / 2**20 if size_gb else None)
-        names = (uuid, f"MIG-{card}/{instance}/{part}")
-        slices[card].append(GpuStatus(bare_uuid(uuid), f"MIG {profile}", _known(used), total_mib, None, None, names))
+        slices[card].append(GpuStatus(bare_uuid(uuid), f"MIG {profile}", _known(used), total_mib, None, None, uuid))
     return slices
 
 
@@ -157,13 +152,13 @@ def _shown(
     unused = next((f"{uuid} is in MIG mode without slices" for uuid, gpus in cards.items() if not gpus), "")
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
-        return listed, [gpu.names[0] for gpu in listed], unused, _MIG_CURE if unused else ""
+        return listed, [gpu.full_uuid for gpu in listed], unused, _MIG_CURE if unused else ""
     words = text.split(",")
     kind = text[:4] if text.startswith(("GPU-", "MIG-")) else ""
     names = {
         "": [(str(index), gpu) for index, gpus in enumerate(cards.values()) for gpu in gpus[:1]],
         "GPU-": [(uuid, gpu) for uuid, gpus in cards.items() for gpu in gpus[:1]],
-        "MIG-": [(name, gpu) for gpu in listed for name in gpu.names],
+        "MIG-": [(gpu.full_uuid, gpu) for gpu in listed],
     }[kind]
     numbers = [re.match(r"\+?(\d+)", word.strip()) for word in words]  # strtoul reads "1gpu" as 1
     keys = words if kind else [str(int(number[1])) if number else "" for number in numbers]

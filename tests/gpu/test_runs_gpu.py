@@ -91,7 +91,7 @@ def test_visible_gpus_are_those_of_torch(visible: str | None) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     if visible is not None:
         listed = visible_gpus(environment).listed
-        names = {"uuid": listed[0].names[0], "part": listed[0].names[0][:14]} if listed else {}
+        names = {"uuid": listed[0].full_uuid, "part": listed[0].full_uuid[:14]} if listed else {}
         environment["CUDA_VISIBLE_DEVICES"] = names.get(visible, visible)
     done = subprocess.run([sys.executable, "-c", SHOWN], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -86,11 +86,11 @@ def test_cuda_visible_devices_is_read_as_torch_reads_it(
     """The other side is torch's own parser, given the uuids of the same four GPUs."""
     environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | ({} if text is None else {"CUDA_VISIBLE_DEVICES": text})
     seen = seen_of(tmp_path, monkeypatch, FOUR, **environ)
-    assert [gpu.names[0] for gpu in seen.gpus] == uuids
+    assert [gpu.full_uuid for gpu in seen.gpus] == uuids
     assert [gpu.total_mib for gpu in seen.gpus] == [float(of_uuid(uuid).total_mib) for uuid in uuids]
     assert problem in seen.problem
     assert (seen.problem == "") == (problem == "") == (seen.cure == "")
-    assert [gpu.names[0] for gpu in seen.listed] == [card.uuid for card in FOUR]
+    assert [gpu.full_uuid for gpu in seen.listed] == [card.uuid for card in FOUR]
     assert uuids == shown_by_torch(text, monkeypatch)
     words = [*uuids] if text is None else text.split(",")[: len(uuids)]
     assert seen.words == words
@@ -149,8 +149,6 @@ FIRST_SLICE, SECOND_SLICE, THIRD_SLICE, OTHER_SLICE = "MIG-77aa01", "MIG-77ab02"
         (None, FIRST_SLICE, 40192, [FIRST_SLICE, SECOND_SLICE, THIRD_SLICE, OTHER_SLICE, "GPU-8a99"]),
         ("MIG-77ab", SECOND_SLICE, 9728, ["MIG-77ab"]),
         ("MIG-8,MIG-77ab", THIRD_SLICE, 10e9 / 2**20, ["MIG-8", "MIG-77ab"]),
-        ("MIG-GPU-6f12/9/0", SECOND_SLICE, 9728, ["MIG-GPU-6f12/9/0"]),
-        ("MIG-GPU-7f43/3/1,MIG-8", OTHER_SLICE, 12011, ["MIG-GPU-7f43/3/1", "MIG-8"]),
         ("1", FIRST_SLICE, 40192, ["1"]),
         ("2", OTHER_SLICE, 12011, ["2"]),
         ("3", "GPU-8a99", 23034, ["3"]),
@@ -159,7 +157,6 @@ FIRST_SLICE, SECOND_SLICE, THIRD_SLICE, OTHER_SLICE = "MIG-77aa01", "MIG-77ab02"
         ("0", None, None, []),
         ("0,3", None, None, []),
         ("MIG-77", None, None, []),
-        ("MIG-GPU-6f12/3/0", None, None, []),
         ("MIG-80,MIG-80c", None, None, []),
     ],
 )
@@ -173,9 +170,9 @@ def test_process_sees_one_mig_slice_with_its_own_memory(
 ) -> None:
     environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | ({} if text is None else {"CUDA_VISIBLE_DEVICES": text})
     seen = seen_of(tmp_path, monkeypatch, SLICED, **environ)
-    assert [(gpu.names[0], gpu.total_mib) for gpu in seen.gpus] == ([] if uuid is None else [(uuid, total_mib)])
+    assert [(gpu.full_uuid, gpu.total_mib) for gpu in seen.gpus] == ([] if uuid is None else [(uuid, total_mib)])
     assert seen.words == words
-    assert all(gpu.uuid == bare_uuid(gpu.names[0]) and "-" not in gpu.uuid for gpu in seen.gpus)
+    assert all(gpu.uuid == bare_uuid(gpu.full_uuid) and "-" not in gpu.uuid for gpu in seen.gpus)
     assert (text is None or not uuid) == bool(seen.problem)
 
 
@@ -234,7 +231,7 @@ def test_failing_nvidia_smi_is_quoted_with_the_cure(
 
 def test_lost_gpu_is_named_and_the_others_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = seen_of(tmp_path, monkeypatch, (FOUR[0], replace(FOUR[1], lost=LOST), *FOUR[2:]))
-    assert [gpu.names[0] for gpu in seen.gpus] == [A6000, SECOND_3060, LAST_3090]
+    assert [gpu.full_uuid for gpu in seen.gpus] == [A6000, SECOND_3060, LAST_3090]
     assert "GPU is lost" in seen.problem
     assert "restart the machine" in seen.cure
 
