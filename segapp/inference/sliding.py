@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.errors import RunError
 from segapp.losses.confusion import (
     LogitsTile,
     View,
@@ -30,49 +30,10 @@ from segapp.losses.confusion import (
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.models.normalizer import Normalizer
 from segapp.parallel import sample_masks
+from segapp.run.words import first_line
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel
-
-
-class CompiledCall:
-    """Calls a model through `torch.compile`; if the compilation fails, it calls the model directly.
-
-    The model, which is called with one tensor, is not modified, so state dict, evaluation and export are unaffected.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._compiled: Callable[[Tensor], Any] | None = torch.compile(lambda images: model(images))
-        self._has_run = False
-        self._notes: list[str] = []
-
-    def __call__(self, images: Tensor) -> Any:
-        """Return the model's outputs."""
-        if self._compiled is None:
-            return self._model(images)
-        began = time.perf_counter()
-        try:
-            outputs = self._compiled(images)
-        except Exception as error:
-            if is_out_of_memory(error) or not _is_of_the_compiler(error):
-                raise
-            reason = str(error).strip().partition("\n")[0]
-            self._compiled = None
-            self._notes.append(
-                f"train.compile: the model cannot be compiled ({type(error).__name__}: {reason}): it is trained"
-                " without; set train.compile: false"
-            )
-            return self._model(images)
-        if not self._has_run:
-            self._has_run = True
-            self._notes.append(f"train.compile: the first forward pass took {time.perf_counter() - began:.1f} s")
-        return outputs
-
-    def take_notes(self) -> list[str]:
-        """Return the pending notes and clear them."""
-        notes, self._notes = self._notes, []
-        return notes
 
 
 def _is_of_the_compiler(error: Exception) -> bool:
@@ -97,24 +58,36 @@ class NormalizedInput(nn.Module):
         self.model = model
         self.normalizer = normalizer
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.compiled_call: CompiledCall | None = None
+        self._compiled: Callable[[Tensor], Any] | None = None
 
     def compile_training(self) -> None:
-        """Run the model's forward pass in training through torch.compile."""
-        self.compiled_call = CompiledCall(self.model)
+        """Run the model's forward pass in training through torch.compile; the model itself is not modified."""
+        self._compiled = torch.compile(lambda images: self.model(images))
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return (logits, *auxiliary logits) of stored images (N, B, H, W).
 
         `keys` (N, layers) are the keys of the samples' dropout masks; see `segapp.parallel.dropout`.
+
+        Raises:
+            RunError: the model cannot be compiled.
         """
         if self.training:
             oom_failpoint("train.forward")
         # Evaluation has many sizes, and a rank may have no sample: each would be compiled anew.
-        is_compiled = self.compiled_call is not None and self.training and len(images) > 0
-        call: Any = self.compiled_call if is_compiled else self.model
-        with sample_masks(keys):
-            outputs: tuple[Tensor, ...] = call(self.normalized(images))
+        is_compiled = self._compiled is not None and self.training and len(images) > 0
+        call: Any = self._compiled if is_compiled else self.model
+        try:
+            with sample_masks(keys):
+                outputs: tuple[Tensor, ...] = call(self.normalized(images))
+        except Exception as error:
+            if not is_compiled or is_out_of_memory(error) or not _is_of_the_compiler(error):
+                raise
+            raise RunError(
+                f"train.compile: the model cannot be compiled ({type(error).__name__}: {first_line(error)}): set it to "
+                "false",
+                key="train.compile",
+            ) from error
         return outputs
 
     def normalized(self, images: Tensor) -> Tensor:

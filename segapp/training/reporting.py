@@ -17,7 +17,6 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import TrainLoader, wait_advice
 from segapp.datasets.resources import cores_of_rank
 from segapp.inference.evaluate import Evaluation
-from segapp.inference.sliding import NormalizedInput
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import Alert, EpochStart, EventLog, Heartbeat, Recompute, Step, Val
 from segapp.run.words import size
@@ -268,8 +267,6 @@ class TrainingReporter:
     val_set: SegmentationDataset
 
     def __post_init__(self) -> None:
-        inner = next((part for part in self.engine.network.module.modules() if isinstance(part, NormalizedInput)), None)
-        self._compiled_call = None if inner is None else inner.compiled_call
         self._remaining = RemainingTime(self.settings.timetable)
         self._choice: RecomputeChoice | None = None
         self._blocks: list[list[str]] = []
@@ -332,7 +329,6 @@ class TrainingReporter:
 
     def step(self, result: StepResult, lr: float) -> None:
         """Emit `step` and begin a new interval; only here the training waits for the device, to read the tensors."""
-        self.alert("compile", *(self._compiled_call.take_notes() if self._compiled_call is not None else ()))
         loss, norm = float(result.loss), float(result.grad_norm)
         at, clock, scaler = self.progress.position, self.clock, self.engine.precision.scaler
         elapsed_s = clock.elapsed_s()

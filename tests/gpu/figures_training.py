@@ -138,7 +138,7 @@ def _small_row(place: torch.device, way: str) -> dict[str, Any]:
         for _ in range(3):
             engine.step([batch])
         seconds, cpu_s = _timed(lambda: engine.step([batch]), place, num_steps=50 if is_gpu else 1)
-        assert (_normalized(engine).compiled_call is not None) == is_compiled
+        assert (_normalized(engine)._compiled is not None) == is_compiled
     return {"way": way, "precision": "auto", "images/s": 4 / seconds, "ms a step": 1e3 * seconds, "CPU s a step": cpu_s}
 
 
