@@ -14,7 +14,8 @@ from segapp.assembly.trained import CONFIG_KEY, TrainedModel, load_trained
 from segapp.custom.names import is_component
 from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words, without_secrets
-from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
+from segapp.export.info import ExportInfo
+from segapp.export.write import CheckResult, Format, write_export, write_weights
 from segapp.run.folder import run_of_file
 from segapp.run.words import printable
 

@@ -69,8 +69,6 @@ def build_smp(
     if in_channels != 3:
         arguments["in_channels"] = in_channels
     net = _construct(architecture, name, encoder, num_classes, arguments)
-    if name == "DPT":
-        _resize_by_powers_of_two(net)
     return SmpModel(
         net.encoder,
         net.decoder,
@@ -132,30 +130,6 @@ def _construct(architecture: Any, name: str, encoder: str, num_classes: int, arg
         ) from error
 
 
-def _resize_by_powers_of_two(net: Any) -> None:
-    """Let a DPT whose patches are not 2^k px wide, such as DINOv2's 14 px, resize its features as for the nearest 2^k.
-
-    The published decoder resizes by 4, 2, 1 and 1/2 for any patch size (Ranftl et al., "Vision Transformers for Dense
-    Prediction", ICCV 2021, section 3.1); smp truncates 14 / 4 and 14 / 8 to whole numbers, so the sizes of the features
-    do not match.
-    """
-    strides = net.encoder.output_strides
-    if all(_power_of_two(stride) == stride for stride in strides):
-        return
-    for number, (block, stride) in enumerate(zip(net.decoder.reassemble_blocks, strides, strict=True)):
-        net.decoder.reassemble_blocks[number] = type(block)(
-            block.project_to_out_channel.in_channels,
-            block.project_to_out_channel.out_channels,
-            block.project_to_feature_dim.out_channels,
-            upsample_factor=_power_of_two(stride) / 2 ** (number + 2),
-        )
-    net.initialize()
-
-
-def _power_of_two(stride: int) -> int:
-    return int(2 ** round(math.log2(stride)))
-
-
 def _head_without_upsampling(head: nn.Module) -> nn.Module:
     """Return the part of smp's head that computes logits, with smp's names."""
     if hasattr(head, "head"):  # DPT
@@ -171,7 +145,7 @@ def _size_divisor(name: str, net: Any) -> int:
     if name == "DPT":  # resizes the features of its n blocks to the strides 4, 8, ..., 2^(n+1) and adds them up
         strides = net.encoder.output_strides
         deepest = 2 ** (len(strides) + 1)
-        return math.lcm(*(stride * max(1, deepest // _power_of_two(stride)) for stride in strides))
+        return math.lcm(*(stride * max(1, deepest // stride) for stride in strides))
     return int(net.encoder.output_stride)
 
 

@@ -20,11 +20,13 @@ from torch import nn
 from segapp.api import load
 from segapp.commands.export import export_target
 from segapp.errors import ConfigError, RunError
-from segapp.export import ExportInfo, ExportNetwork, check_export, write, write_export
-from segapp.export.write import open_onnx
+from segapp.export import write
+from segapp.export.info import ExportInfo
+from segapp.export.network import ExportNetwork
+from segapp.export.write import check_export, open_onnx, write_export
 from segapp.models import SegmentationModel, build_model
 from tests.support.runs import merged, segapp, train
-from tests.training.test_modern_networks import DPT, DPT_V2, EOMT, NETWORKS
+from tests.training.test_modern_networks import DPT, EOMT, NETWORKS
 
 CLASSES = ("ground", "box", "disc")
 
@@ -248,12 +250,15 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "EoMT-DINOv3": EOMT["model"],
     "EoMT-DINOv2": NETWORKS["DINOv2"][0],
     "DPT-DINOv3": DPT["model"],
-    "DPT-DINOv2": DPT_V2,
-    "DPT-DINOv2 at 448 px": {**DPT_V2, "options": {**DPT_V2["options"], "img_size": 448}},
+    "DPT at 448 px": {
+        **DPT["model"],
+        "encoder": "tu-vit_tiny_patch16_224",
+        "options": {**DPT["model"]["options"], "img_size": 448},
+    },
     "ConvNeXt": NETWORKS["ConvNeXt"][0],
     "Swin": NETWORKS["Swin"][0],
 }
-"""`model` sections of a config; the fifth takes images of one size."""
+"""`model` sections of a config; the fourth takes images of one size."""
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from segapp.errors import RunError
-from segapp.export import ExportNetwork, check_export, write
+from segapp.export import write
 from segapp.export.info import ExportInfo
-from segapp.export.write import write_weights
+from segapp.export.network import ExportNetwork
+from segapp.export.write import check_export, write_weights
 from tests.export.test_export import SmallNet, info_of
 
 

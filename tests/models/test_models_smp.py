@@ -17,7 +17,6 @@ from segapp.models.names import timm_options
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import segmentation_models_pytorch as smp
-    from segmentation_models_pytorch.decoders.dpt.decoder import DPTDecoder
 
 ARCHITECTURES = [cls.__name__ for cls in smp.MODEL_ARCHITECTURES_MAPPING.values()]
 STRIDES = {
@@ -132,22 +131,9 @@ def test_stride_of_a_resnet50_is_that_of_the_family(name):
     assert model.logits_stride == STRIDES[name]
 
 
-def test_dpt_decodes_patches_of_14_px_as_smp_those_of_16_px():
-    options = {**SMALL_VIT["options"], "embed_dim": 24, "num_heads": 2}
-    model = build_model("smp", "DPT", 5, encoder="tu-vit_small_patch14_dinov2", options=options).eval()
-    original = DPTDecoder([24] * 4, [16] * 4, intermediate_channels=[16] * 4, fusion_channels=16).eval()
-    original.load_state_dict(model.decoder.state_dict())
-    features, prefixes = [torch.randn(1, 24, 2, 6) for _ in range(4)], [torch.randn(1, 1, 24) for _ in range(4)]
-    with torch.no_grad():
-        torch.testing.assert_close(model.decoder(features, prefixes), original(features, prefixes))
-        assert model(torch.zeros(1, 3, 448, 84))[0].shape == (1, 5, 8 * 32, 8 * 6)
-    with pytest.raises(ValueError, match=r"images of 42x70 px: smp DPT .* takes multiples of 28: pad to 56x84"):
-        model(torch.zeros(1, 3, 42, 70))
-
-
-@pytest.mark.parametrize(("patch_px", "divisor"), [(8, 32), (14, 28), (16, 32), (32, 32), (64, 64)])
+@pytest.mark.parametrize(("patch_px", "divisor"), [(8, 32), (16, 32), (32, 32), (64, 64)])
 def test_dpt_takes_multiples_of_patch_and_deepest_stride(patch_px, divisor):
-    """Four features at strides 4 to 32: patches of 14 px count as of 16 px, so two of them make one of the deepest."""
+    """Four features at strides 4 to 32."""
     encoder = SimpleNamespace(output_strides=[patch_px] * 4)
     assert _size_divisor("DPT", SimpleNamespace(requires_divisible_input_shape=True, encoder=encoder)) == divisor
 
