@@ -532,7 +532,7 @@ def report(
     ] = False,
 ) -> None:
     """Write an HTML report of a run: curves, classes, confusion matrix, worst images, memory and settings."""
-    from segapp.report import write_report
+    from segapp.report.page import write_report
 
     written = write_report(run, out, split=split, num_worst=worst, has_pictures=not no_images)
     print(f"written: {written} ({written.stat().st_size / 2**20:.1f} MiB)")

@@ -153,12 +153,12 @@ class Annotations:
         self._files: dict[str, None] = {}
         self._has_objects = False
 
-    def add(self, path: str, said: str, objects: Sequence[Any], entry: str, sides: tuple[Any, Any]) -> bool:
-        """Add an entry of the file `path` with the name, height and width of its image; False if it is not there."""
+    def add(self, path: str, said: str, objects: Sequence[Any], entry: str, sides: tuple[Any, Any]) -> None:
+        """Add an entry of the file `path` with the name, height and width of its image, unless it is not there."""
         self.total += 1
         image = self.images.find(said, path)
         if image is None:
-            return False
+            return
         self._files[path] = None
         self._has_objects |= bool(objects)
         for one in objects:
@@ -166,7 +166,6 @@ class Annotations:
                 self.labels.add(self._label(one))
         origin = f"{shown(path)}: {entry}" if entry else shown(path)
         self.pairs.append(drawn_pair(image, origin, partial(self._paint, objects), path, sides))
-        return True
 
     def _paint(self, objects: Sequence[Any], canvas: DrawnMask) -> Mask:
         """Return the mask of an image: its objects one after the other, later ones on top.

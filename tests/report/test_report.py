@@ -18,13 +18,13 @@ from segapp.assembly.data import build_dataset
 from segapp.assembly.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.inference.predict.predictor import predict_image
-from segapp.report import charts, compare_runs, write_report
+from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
-from segapp.report.compare import print_comparison
+from segapp.report.compare import compare_runs, print_comparison
 from segapp.report.confusion import top_confusions
 from segapp.report.differences import iou_of, mean_of_known
 from segapp.report.images import SplitEvaluation, count_split, evaluate_split
-from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves
+from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, write_report
 from segapp.report.run_report import read_run_report
 from segapp.run import words
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val

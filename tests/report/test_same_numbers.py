@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segapp.commands.runs import print_runs, print_status
-from segapp.report import compare_runs, write_report
-from segapp.report.compare import print_comparison
-from segapp.report.page import loss_chart
+from segapp.report.compare import compare_runs, print_comparison
+from segapp.report.page import loss_chart, write_report
 from segapp.report.run_report import read_run_report
 from segapp.run.events import EpochStart, EventReader, RunEnd, Step, Val
 from segapp.view.view import EventFold, View

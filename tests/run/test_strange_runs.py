@@ -16,7 +16,8 @@ import pytest
 from segapp.commands.runs import control_run, print_checkpoints, print_runs, print_status
 from segapp.commands.sweep import run_name, save_sweep
 from segapp.errors import RunBusyError, StorageError
-from segapp.report import compare_runs, write_report
+from segapp.report.compare import compare_runs
+from segapp.report.page import write_report
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 from segapp.run.events import EventReader, EventWriter, Heartbeat
 from segapp.run.files import append_to_run, check_tree, open_of_run, read_of_run

@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 
 from segapp.api import history
-from segapp.report import compare_runs, write_report
+from segapp.report.compare import compare_runs
+from segapp.report.page import write_report
 from segapp.run.events import Checkpoint, EventLog, EventReader, EventWriter, Step, Val, reader, writer
 from segapp.run.folder import RunFolder
 from segapp.scores import EpochLoss

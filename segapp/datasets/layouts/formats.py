@@ -207,7 +207,7 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
 
 
 def check_root(location: DataLocation) -> str:
-    """Return what a format expects and where to get it; raise DataError if the root is not a folder."""
+    """Return the expected layout and where to get the data; raise DataError if the root is not a folder."""
     known, folder = _format(location.format), Path(location.root)
     how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {known.source}"
     if not folder.is_dir():
