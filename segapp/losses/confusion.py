@@ -23,7 +23,7 @@ from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, B
 from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, class_masks
 from segapp.losses.fused.grid import grid_of
 from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
-from segapp.losses.fused.reference import CrossEntropySettings, compute_dtype
+from segapp.losses.fused.reference import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -374,15 +374,24 @@ def upsample_confusion(
     like = first_logits(views)
     check_inputs(like, target, weight)
     check_label_smoothing(label_smoothing)
-    poison = check_target_range(target, like.shape[1], ignore_index)
-    size = height_width(target.shape[-2:])
-    options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
+    size, C = height_width(target.shape[-2:]), like.shape[1]
+    poison = check_target_range(target, C, ignore_index)
 
-    def count(bands: Iterator[tuple[slice, slice, Tensor]]) -> PartSums:
-        counter = _Counter(like, target, weight, options)
+    def count(bands: Iterator[tuple[slice, slice, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pairs of a target's and a predicted class, with a row for ignored pixels, and the loss's sums."""
+        pairs = torch.zeros((C + 1) * C, dtype=torch.int64, device=like.device)
+        loss_sum, weight_sum = torch.zeros(2, dtype=wide_dtype(like.device), device=like.device)
         for images, rows, values in bands:
-            counter.add(images, rows, values, with_loss)
-        return counter.sums
+            ids, valid = class_ids(target[images, None, rows], C, ignore_index)
+            rows_of, columns_of = torch.where(valid, ids, C)[:, 0], class_of_largest(values)
+            if like.is_cpu:
+                pairs += torch.bincount((rows_of * C + columns_of).flatten(), minlength=pairs.numel())
+            else:  # bincount would wait for the device
+                pairs += count_pairs(rows_of, columns_of, C + 1, C).flatten()
+            if with_loss:
+                loss, pixels = cross_entropy_sums_of(values, ids, valid, weight=weight, label_smoothing=label_smoothing)
+                loss_sum, weight_sum = loss_sum + loss, weight_sum + pixels
+        return pairs, loss_sum, weight_sum
 
     if isinstance(logits, Tensor):
         parts, _ = sweep_bands(
@@ -391,37 +400,7 @@ def upsample_confusion(
     else:
         parts = [count(logit_bands(views, size, align_corners))]
     confusion, loss_sum, weight_sum = (torch.stack(entry).sum(0) for entry in zip(*parts, strict=True))
-    C = like.shape[1]
     return Scores(confusion.view(C + 1, C)[:C], loss_sum if poison is None else loss_sum + poison, weight_sum)
-
-
-PartSums = tuple[Tensor, Tensor, Tensor]
-"""Counts of (target, prediction) pairs, ((C + 1) * C,); loss sum; weight sum."""
-
-
-class _Counter:
-    """Counts of pairs and sums of losses, band by band; ignored pixels are counted in an extra row."""
-
-    def __init__(self, like: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings) -> None:
-        self._target, self._options, self._num_classes = target, options, like.shape[1]
-        self._weight = weight
-        counts = torch.zeros((self._num_classes + 1) * self._num_classes, dtype=torch.int64, device=like.device)
-        loss_sum, weight_sum = torch.zeros(2, dtype=wide_dtype(like.device), device=like.device)
-        self.sums: PartSums = counts, loss_sum, weight_sum
-
-    def add(self, images: slice, rows: slice, values: Tensor, with_loss: bool) -> None:
-        """Add a band of logits (m, C, R, W)."""
-        ids, valid = class_ids(self._target[images, None, rows], self._num_classes, self._options.ignore_index)
-        rows_of, columns_of = torch.where(valid, ids, self._num_classes)[:, 0], class_of_largest(values)
-        counts, loss_sum, weight_sum = self.sums
-        if counts.is_cpu:
-            counts += torch.bincount((rows_of * self._num_classes + columns_of).flatten(), minlength=counts.numel())
-        else:  # bincount would wait for the device
-            counts += count_pairs(rows_of, columns_of, self._num_classes + 1, self._num_classes).flatten()
-        if with_loss:
-            smoothing = self._options.label_smoothing
-            loss, pixels = cross_entropy_sums_of(values, ids, valid, weight=self._weight, label_smoothing=smoothing)
-            self.sums = counts, loss_sum + loss, weight_sum + pixels
 
 
 def class_of_largest(values: Tensor) -> Tensor:

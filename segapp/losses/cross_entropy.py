@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
@@ -30,8 +31,8 @@ from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of, 
 from segapp.losses.fused.reference import (
     CrossEntropySettings,
     compute_dtype,
-    soft_cross_entropy_sums,
     target_weight_sum,
+    upsample,
 )
 
 Implementation = Literal["auto", "reference", "triton", "sums"]
@@ -93,9 +94,11 @@ def upsample_cross_entropy(
         raise ValueError(f"implementation={implementation!r}: give one of {', '.join(get_args(Implementation))}")
     if target.is_floating_point() and target.dim() == 4:
         with torch.autocast(logits.device.type, enabled=False):
-            return soft_cross_entropy_sums(
-                logits, target, align_corners=align_corners, weight=weight, label_smoothing=label_smoothing
-            )
+            values = upsample(logits, (target.shape[2], target.shape[3]), align_corners)
+            weight = None if weight is None else weight.to(values.device, values.dtype)
+            soft = target.to(values.dtype)
+            loss_sum = F.cross_entropy(values, soft, weight, reduction="sum", label_smoothing=label_smoothing)
+            return loss_sum, _num_pixels(target)
     check_inputs(logits, target, weight)
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     chosen = choose_implementation(logits, target) if implementation == "auto" else implementation
@@ -122,6 +125,11 @@ def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
     if h > H or w > W or (h, w) == (H, W):
         return "reference"
     return "triton" if is_simulated(logits) or has_kernels(logits.device) else "sums"
+
+
+def _num_pixels(target: Tensor) -> Tensor:
+    """Return the number of pixels of a target of probabilities (N, C, H, W)."""
+    return torch.tensor(target[:, 0].numel(), dtype=wide_dtype(target.device), device=target.device)
 
 
 def _sums(
@@ -268,5 +276,5 @@ class CriterionCE(MeanCriterion):
     def denominator(self, target: Tensor) -> Tensor:
         """Return the weight sum; for a target of probabilities (N, C, H, W) the number of pixels."""
         if target.is_floating_point():
-            return torch.tensor(target[:, 0].numel(), dtype=wide_dtype(target.device), device=target.device)
+            return _num_pixels(target)
         return target_weight_sum(target, self.ignore_index, self.weight)

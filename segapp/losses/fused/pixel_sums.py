@@ -103,10 +103,6 @@ def _at_full_resolution(
         return function(values, *options.read(target, logits.shape[1]))
 
 
-def _part_of(target: Tensor, band: Band) -> Tensor:
-    return target[band.images, ..., band.rows, :]
-
-
 class _BandedSums(torch.autograd.Function):
     """The sums in one pass over bands, their gradient in another pass; second derivatives at full resolution."""
 
@@ -117,7 +113,7 @@ class _BandedSums(torch.autograd.Function):
         def work(bands: Iterator[Band]) -> list[Tensor]:
             totals: list[Tensor] = []
             for band in bands:
-                read = options.read(_part_of(target, band), logits.shape[1])
+                read = options.read(target[band.images, band.rows], logits.shape[1])
                 sums = [wide(entry) for entry in function(band.values, *read)]
                 totals = [total + entry for total, entry in zip(totals, sums, strict=True)] if totals else sums
             return totals
@@ -149,7 +145,7 @@ def _gradient_on_bands(
 ) -> Tensor:
     def work(bands: Iterator[Band]) -> None:
         for band in bands:
-            ids, valid = options.read(_part_of(target, band), logits.shape[1])
+            ids, valid = options.read(target[band.images, band.rows], logits.shape[1])
             values = band.values.detach().requires_grad_()
             with torch.enable_grad():
                 sums = function(values, ids, valid)[: len(slopes)]

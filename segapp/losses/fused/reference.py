@@ -57,9 +57,6 @@ def target_weight_sum(target: Tensor, ignore_index: int, weight: Tensor | None) 
     if weight is None:
         return wide(valid_pixels(target, ignore_index).sum())
     ids, valid = class_ids(target, weight.numel(), ignore_index)
-    if target.is_cpu and has_values(target):
-        counts = torch.bincount(ids[valid], minlength=weight.numel())
-        return (counts * weight.to("cpu", torch.float64)).sum()
     return wide_sum(weight.to(target.device, wide_dtype(target.device))[ids] * valid)
 
 
@@ -76,17 +73,3 @@ class CrossEntropySettings:
     align_corners: bool
     ignore_index: int
     label_smoothing: float
-
-
-def soft_cross_entropy_sums(
-    logits: Tensor, target: Tensor, *, align_corners: bool, weight: Tensor | None, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """Return (loss sum, number of pixels) for a target of class probabilities (N, C, H, W)."""
-    values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
-    if weight is not None:
-        weight = weight.to(values.device, values.dtype)
-    loss_sum = F.cross_entropy(
-        values, target.to(values.dtype), weight=weight, reduction="sum", label_smoothing=label_smoothing
-    )
-    pixels = target.shape[0] * target.shape[2] * target.shape[3]
-    return loss_sum, torch.tensor(pixels, dtype=wide_dtype(logits.device), device=logits.device)
