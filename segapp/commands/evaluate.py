@@ -24,7 +24,6 @@ from segapp.inference.evaluate import Evaluation, EvaluationSettings
 from segapp.inference.evaluator import EnsembleEvaluator, Evaluator, evaluate_on_devices
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
-from segapp.losses import AdditiveCriterion
 from segapp.metrics import SegmentationScores, group_iou, mean_of_known
 from segapp.run.files import write_atomic
 from segapp.run.words import printable
@@ -149,14 +148,6 @@ def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset:
             )
 
 
-def _build_criterion(trained: TrainedModel) -> AdditiveCriterion:
-    """Return the criterion of a training, with its class weights."""
-    criterion = criterion_of(trained.config, trained.scheme, lambda _: [1.0] * trained.scheme.num_classes)
-    if trained.criterion is not None:
-        criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
-    return criterion
-
-
 def _build_evaluators(
     networks: Sequence[tuple[str, TrainedModel]], ensemble: EnsemblePredictor | None, options: EvalOptions
 ) -> Sequence[Evaluator]:
@@ -173,8 +164,10 @@ def _build_evaluators(
         devices = choose_devices([int(name) if name.isdecimal() else name for name in names])[0]
         if not devices:
             raise ConfigError("--devices names no device: give at least one, e.g. 0,1 or cpu")
-    criterion = _build_criterion(trained).task.to(trained.device)
-    settings = replace(settings, criterion=criterion, host=HostLimit(len(devices)))
+    criterion = criterion_of(trained.config, trained.scheme, lambda _: [1.0] * trained.scheme.num_classes)
+    if trained.criterion is not None:
+        criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
+    settings = replace(settings, criterion=criterion.task.to(trained.device), host=HostLimit(len(devices)))
     first = Evaluator(trained.model, settings)
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from segapp.errors import CheckpointError, CommandError, ConfigError, RunError
-from segapp.memory.split_check import format_split
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.commands import Command, SetCommand, format_command, parse_command, send_command
 from segapp.run.events import CommandAnswer, EventReader
 from segapp.run.folder import RunFolder, find_run, is_sweep, run_folders
 from segapp.run.state import read_tail
-from segapp.run.words import aligned, duration, printable
+from segapp.run.words import aligned, dots, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.runs import RunSummary, list_runs, run_state, summarize
@@ -251,7 +250,7 @@ def split_problem(command: Command, folder: RunFolder) -> str | None:
     checked = view.split_checker.check(command.gpu0_bsz, command.shares)
     problem = checked.rejection(force=command.force)
     if problem is None and checked.split is not None and command.gpu0_bsz != "auto":
-        print(f"split {format_split(checked.split)} of {view.split_checker.batch_size}")
+        print(f"split {dots(checked.split)} of {view.split_checker.batch_size}")
     return problem
 
 

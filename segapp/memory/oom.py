@@ -17,11 +17,10 @@ from segapp.accelerator import GPUS, Gpu, accelerator_of, gpu_of
 from segapp.failpoints import failpoint
 from segapp.memory.counters import IDLE, DeviceMemoryTracker
 from segapp.memory.peaks import PHASES
-from segapp.memory.split_check import format_split
 from segapp.parallel import current_replica
 from segapp.parallel.replica_threads import failed_replica
 from segapp.run import events
-from segapp.run.words import first_line
+from segapp.run.words import dots, first_line
 
 MIB = 2**20
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG])i?B")
@@ -172,7 +171,7 @@ def report_lines(report: events.Oom) -> list[str]:
         f"  memory     {_amounts(report)}",
     ]
     if report.split:
-        lines.append(f"  split      {format_split(report.split)}")
+        lines.append(f"  split      {dots(report.split)}")
     predicted_mib = report.predicted_mib or []
     if any(mib is not None for mib in predicted_mib):
         shown = ", ".join("-" if mib is None else f"{mib:.0f}" for mib in predicted_mib)

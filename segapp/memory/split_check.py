@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from segapp.chunks import check_split
 from segapp.memory.peaks import PeakModel, Split
+from segapp.run.words import dots
 
 Level = Literal["ok", "tight", "won't fit", "no change", "refused"]
 
@@ -150,7 +151,7 @@ class SplitChecker:
         if check.split is None:
             return None, check.reasons[0]
         if self.needs_samples is not None and 0 in check.split:
-            reason = f"split {format_split(check.split)} leaves a rank without samples, and {self.needs_samples}"
+            reason = f"split {dots(check.split)} leaves a rank without samples, and {self.needs_samples}"
             return None, f"{reason}: give every rank at least one sample"
         return check.split, next(iter(check.notes), "")
 
@@ -212,7 +213,7 @@ class SplitChecker:
                 predicted = tuple(mib or 0.0 for mib in peaks.peak_mib(split))
                 reason = (
                     f"auto: device {now.index(max(now))} is the fullest, {100 * max(now):.0f} % at split "
-                    f"{format_split(current)}; {format_split(split)} is expected to bring the fullest to "
+                    f"{dots(current)}; {dots(split)} is expected to bring the fullest to "
                     f"{100 * then:.0f} % ({source})"
                 )
                 return SplitMove(candidates[split], split, predicted, reason)
@@ -297,11 +298,6 @@ def usable_mib(total_mib: float | None, used_mib: float | None, reserved_mib: fl
     if total_mib is None or used_mib is None or reserved_mib is None:
         return total_mib
     return max(0.0, total_mib - max(0.0, used_mib - reserved_mib))
-
-
-def format_split(split: Sequence[int] | None) -> str:
-    """Return a split as users see it: `2·3·3`; `-` if there is none."""
-    return "·".join(map(str, split)) if split else "-"
 
 
 def _amount(peak_mib: float, total_mib: float) -> str:

@@ -13,11 +13,9 @@ from typing import Any
 
 from segapp.accelerator import accelerator_of
 from segapp.assembly.devices import DevicePlan, with_precision
-from segapp.assembly.pairs import build_pairs, count_images, split_names
+from segapp.assembly.pairs import count_images, split_names
 from segapp.checkpoint.training_state import on_main
 from segapp.config import RunConfig, validate_config
-from segapp.custom.names import is_component
-from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import is_out_of_memory
@@ -115,7 +113,7 @@ def _largest(
     config: RunConfig, gpus: Sequence[GpuSpec], devices: DevicePlan, overhead: OverheadEstimate
 ) -> SavedMemoryPlan:
     """Return the plan of the largest batch for training and evaluation; a trial step confirms it in single and dp."""
-    limit = _num_training_images(config)
+    limit = count_images(config.data, split_names(config.data)[0])
     allowed = allowed_batches(config.train.effective_batch_size, limit)
     fewer: int | None = None
     notes: list[str] = []
@@ -160,11 +158,3 @@ def allowed_batches(effective_batch_size: int | None, num_images: int) -> list[i
     """
     largest = min(num_images, effective_batch_size or num_images)
     return [n for n in range(1, largest + 1) if effective_batch_size is None or effective_batch_size % n == 0]
-
-
-def _num_training_images(config: RunConfig) -> int:
-    if is_component(config.data.format):
-        return count_images(config.data, split_names(config.data)[0])
-    pairs = build_pairs(config.data, split_names(config.data)[0])
-    check_pairs(pairs)
-    return len(pairs)

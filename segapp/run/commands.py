@@ -168,7 +168,6 @@ class ReceivedCommand:
     problem: str | None
     """Why the file is refused; None for a command."""
     path: Path
-    sent_s: float = 0.0
 
     @property
     def text(self) -> str:
@@ -351,13 +350,13 @@ def _id_of(name: str) -> str:
 def _receive(path: Path) -> ReceivedCommand:
     command_id = _id_of(path.name)
     try:
-        by, sent_s, command = _parse_envelope(read_of_run(path, MAX_COMMAND_BYTES), command_id)
+        by, command = _parse_envelope(read_of_run(path, MAX_COMMAND_BYTES), command_id)
     except (CommandError, OSError) as error:
         return ReceivedCommand(command_id, "?", None, reason_of(error), path)
-    return ReceivedCommand(command_id, by, command, None, path, sent_s)
+    return ReceivedCommand(command_id, by, command, None, path)
 
 
-def _parse_envelope(content: bytes, command_id: str) -> tuple[str, float, Command]:
+def _parse_envelope(content: bytes, command_id: str) -> tuple[str, Command]:
     try:
         raw = from_json(content, allow_inf_nan=False)
     except ValueError as error:
@@ -366,11 +365,10 @@ def _parse_envelope(content: bytes, command_id: str) -> tuple[str, float, Comman
         raise CommandError("not a command of version 1")
     if raw.get("id") != command_id:
         raise CommandError("its id is not the one in its file name")
-    sent_s, by = raw.get("t"), raw.get("by")
-    if type(sent_s) not in (int, float) or not isinstance(by, str):
+    by = raw.get("by")
+    if type(raw.get("t")) not in (int, float) or not isinstance(by, str):
         raise CommandError("its sender or time is missing")
     try:
-        return by[:200], float(sent_s), _adapter.validate_python(raw.get("command"))  # type: ignore[arg-type]
-    except (ValidationError, OverflowError) as error:
-        reason = _first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise CommandError(printable(reason)[:500]) from None
+        return by[:200], _adapter.validate_python(raw.get("command"))
+    except ValidationError as error:
+        raise CommandError(printable(_first_problem(error))[:500]) from None

@@ -15,12 +15,13 @@ from torch import nn
 from segapp.config import LiveSettings, RecomputeChoice
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceMemoryTracker
-from segapp.memory.split_check import SplitChecker, format_split
+from segapp.memory.split_check import SplitChecker
 from segapp.models.blocks import find_blocks
 from segapp.parallel import recomputed_blocks, set_recompute
 from segapp.parallel.recompute import is_recomputable
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
 from segapp.run.events import Alert, EventLog, Gpu0Bsz
+from segapp.run.words import dots
 from segapp.training.batch_split import BatchSplitController
 from segapp.training.inbox import FinalStatus, Inbox
 from segapp.training.progress import TrainingPosition
@@ -247,7 +248,7 @@ class CommandController:
                 return
             pending.split, pending.predicted_mib = checked.split, checked.predicted_mib
             is_new = checked.level != "no change"
-            reason += f": split {format_split(checked.split)}, {checked.level}: {checked.reason}"
+            reason += f": split {dots(checked.split)}, {checked.level}: {checked.reason}"
         if command.recompute is not None:
             if self.recompute.problem is not None and command.recompute == "all":
                 self.inbox.answer(received, "rejected", f"recompute=all: {self.recompute.problem}", position.step)
@@ -473,7 +474,7 @@ class CommandController:
             at: Any = {"epoch": recent.epoch, "step": recent.step}
             for pending in recent.requested_by:
                 self._emit_split("applied", pending, recent.old, **at, split=split, observed_mib=observed)
-                self._answer_applied(pending, recent.step, f"split {format_split(split)}")
+                self._answer_applied(pending, recent.step, f"split {dots(split)}")
         if recent.steps_left <= 0 and recent.is_measured:
             self._recent_split = None
 
@@ -519,7 +520,7 @@ class CommandController:
         self.settings = with_changes(self.settings, restored)
         self.batch_split.apply(self.settings)
         self._update_pending_settings()
-        done = f"split {format_split(failed)} does not fit: back to split {format_split(recent.old_split)}"
+        done = f"split {dots(failed)} does not fit: back to split {dots(recent.old_split)}"
         reason = f"out of memory: {done} ({problem})"
         for pending in recent.requested_by:
             self._emit_split("reverted", pending, old, reason, epoch=recent.epoch, split=recent.old_split)

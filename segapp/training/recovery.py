@@ -21,12 +21,11 @@ from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import examine, headline, is_out_of_memory, release, report_lines
-from segapp.memory.split_check import format_split
 from segapp.parallel.distributed import PeerOutOfMemoryError
 from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, Oom, read_answers
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder
-from segapp.run.words import first_line
+from segapp.run.words import dots, first_line
 from segapp.training.commands import CommandController
 from segapp.training.context import RunContext
 from segapp.training.step.engine import StepEngine
@@ -161,7 +160,7 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
     ]
     if not problems:
         return
-    reason = f"out of memory: split {format_split(split)} does not fit: back to the one before ({problems[0]})"
+    reason = f"out of memory: split {dots(split)} does not fit: back to the one before ({problems[0]})"
     asked_for: Any = {name: change.get(name) for name in ("old", "new", "epoch", "id", "is_auto")}
     event_log.emit(Gpu0Bsz(status="reverted", **asked_for, reason=reason, reason_code="out_of_memory"))
     asked = next((raw for raw in rare if raw["type"] == "command" and raw.get("id") == change.get("id")), None)

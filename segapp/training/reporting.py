@@ -6,13 +6,13 @@ import contextlib
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from statistics import median_low
 from typing import Literal
 
 from segapp.config import RecomputeChoice
-from segapp.datasets.cache import CacheState, PixelCache
+from segapp.datasets.cache import PixelCache
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import TrainLoader, wait_advice
 from segapp.datasets.resources import cores_of_rank
@@ -233,22 +233,19 @@ class CacheWatch:
                 f"data.cache: {new} damaged {self._name} images in {self._cache.files.place} were decoded again: "
                 "check the disk if this happens again"
             )
-        if not self._is_stopped:
-            yield from self._stopped(self._cache.state())
-
-    def _stopped(self, state: CacheState) -> Sequence[str]:
-        if state.stopped is None or self._is_stopped or state.num_stored == state.num_images:
-            return ()
+        state = self._cache.state()
+        if self._is_stopped or state.stopped is None or state.num_stored == state.num_images:
+            return
         self._is_stopped = True
         move = (
             "free some of it, or name a folder on another disk in XDG_CACHE_HOME"
             if self._cache.files.kind == "disk"
             else "free memory, or set data.cache to disk"
         )
-        return (
+        yield (
             f"data.cache = {self._cache.files.kind} has no room in {self._cache.files.place} for "
             f"{state.num_images - state.num_stored} of {state.num_images} {self._name} images, "
-            f"{size(state.missing_bytes)} ({state.stopped}): they are decoded each time they are read; {move}",
+            f"{size(state.missing_bytes)} ({state.stopped}): they are decoded each time they are read; {move}"
         )
 
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from segapp.assembly.devices import DevicePlan
-from segapp.assembly.pairs import build_pairs
 from segapp.config import RunConfig, load_config, validate_config
 from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.parallel.distributed import Ranks
-from segapp.planning.auto import _num_training_images, allowed_batches, resolve_auto
+from segapp.planning.auto import allowed_batches, resolve_auto
 from segapp.planning.trial import evaluation_size
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
@@ -47,14 +46,6 @@ def test_batches_divide_the_effective_one(
     effective_batch_size: int | None, num_images: int, batches: list[int]
 ) -> None:
     assert allowed_batches(effective_batch_size, num_images) == batches
-
-
-def test_images_to_train_with_bound_the_batch(tiny: dict[str, Any]) -> None:
-    data = merged(tiny).data
-    num_train, num_val = (len(build_pairs(data, split)) for split in ("train", "val"))
-    assert _num_training_images(merged(tiny)) == num_train != num_val
-    swapped = merged(tiny, data={"train_split": "val", "val_split": "train"})
-    assert _num_training_images(swapped) == num_val
 
 
 def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_section: Any = (), **parallel: Any) -> Any:

@@ -278,7 +278,7 @@ def test_long_sender_is_cut_and_answered_commands_are_removed(run):
     (run / "commands" / NAME).write_text(good_body("0123456789ab", by="x" * 300, t=2))
     sent = send_command(run, PauseCommand(), by="y" * 300)
     first, second = drain_commands(run)
-    assert (first.by, first.sent_s, second.by, second.id) == ("x" * 200, 2.0, "y" * 200, sent)
+    assert (first.by, second.by, second.id) == ("x" * 200, "y" * 200, sent)
     assert remove_answered(run, {"0123456789ab", "ffffffffffff"}) == 1
     assert [item.id for item in drain_commands(run)] == [sent]
 

@@ -137,8 +137,8 @@ class EventReader:
     """Reads a growing `events.jsonl` incrementally; any content is safe.
 
     A last line without a newline is read when it is complete. Lines that are damaged, of an unknown type or of another
-    version are skipped and counted. A missing file reads as empty. With `last_bytes`, the present content is skipped,
-    except for about this much at its end (0: to wait for an answer).
+    version are skipped, and damaged ones counted. A missing file reads as empty. With `last_bytes`, the present content
+    is skipped, except for about this much at its end (0: to wait for an answer).
     """
 
     def __init__(self, path: Path | str, *, last_bytes: int | None = None) -> None:
@@ -147,8 +147,6 @@ class EventReader:
         """Increases if the file was replaced, truncated or removed: everything that was read before is invalid."""
         self.num_bad = 0
         """Damaged lines skipped."""
-        self.num_unknown = 0
-        """Lines of an unknown type or version skipped."""
         self._fd = -1
         self._offset = 0
         self._is_skipping = False
@@ -275,14 +273,10 @@ class EventReader:
                     yield line
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
-        """Return the event of a line; if this program knows none in it, count it and return None."""
+        """Return the event of a line; None if the line is damaged, which is counted, or not known to this program."""
         raw = parse_line(line)
-        if raw is None:
-            self.num_bad += 1
-        elif not is_known(raw):
-            self.num_unknown += 1
-            return None
-        return raw
+        self.num_bad += raw is None
+        return raw if raw is not None and is_known(raw) else None
 
     def _follow(self) -> bool:
         """Open the file, again if the path now names another one; return False if it does not exist."""
