@@ -12,9 +12,9 @@ as the backward pass of synchronized BatchNorm may, the devices wait for each ot
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,39 +137,25 @@ def check_replicable(module: nn.Module) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Size and strides of a tensor, and its order in memory."""
+_Layout = tuple[torch.Size, tuple[int, ...]]
+"""Size and strides of a tensor that is dense in memory."""
 
-    size: torch.Size
-    stride: tuple[int, ...] | None = None  # None: contiguous
-    order: tuple[int, ...] | None = None  # dimensions from outermost to innermost in memory; None: unchanged
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Layout:
-        """Return the layout of a tensor; contiguous if it is not dense."""
-        size, stride = tensor.size(), tensor.stride()
-        if len(size) < 2:
-            return cls(size)
-        order = tuple(sorted(range(len(size)), key=lambda dim: -stride[dim]))
-        num_values, is_plain = 1, True
-        for dim in reversed(order):
-            if size[dim] != 1 and stride[dim] != num_values:
-                return cls(size)
-            is_plain = is_plain and stride[dim] == num_values
-            num_values *= size[dim]
-        is_ordered = order == tuple(range(len(size)))
-        return cls(size, None if is_plain and is_ordered else stride, None if is_ordered else order)
+def _layout_of(tensor: Tensor) -> _Layout:
+    """Return the layout of a tensor; contiguous if it is not dense."""
+    size, stride, num_values = tensor.size(), tensor.stride(), 1
+    for dim in sorted(range(tensor.dim()), key=stride.__getitem__):
+        if size[dim] != 1 and stride[dim] != num_values:
+            return size, tuple(math.prod(size[dim + 1 :]) for dim in range(tensor.dim()))
+        num_values *= size[dim]
+    return size, stride
 
 
 def _pack(tensors: Sequence[Tensor], layouts: Sequence[_Layout]) -> Tensor:
     """Return one flat tensor with the values of all, each in its layout's order of memory."""
-    parts = []
-    for tensor, layout in zip(tensors, layouts, strict=True):
-        if layout.order is not None:
-            tensor = tensor.permute(layout.order)
-        parts.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
-    return torch.cat(parts)
+    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    torch._foreach_copy_(_unpack(flat, layouts), list(tensors))
+    return flat
 
 
 def _unpack(
@@ -180,15 +166,9 @@ def _unpack(
     `split` makes views or, like `torch.unsafe_split_with_sizes`, tensors with separate version counters, of which one
     may change while autograd has saved another.
     """
-    parts = split(flat, [layout.size.numel() for layout in layouts])
-    unpacked = []
-    for part, layout in zip(parts, layouts, strict=True):
-        if layout.stride is not None:
-            part = part.as_strided(layout.size, layout.stride)
-        elif len(layout.size) != 1:
-            part = part.view(layout.size)
-        unpacked.append(part)
-    return unpacked
+    parts = split(flat, [size.numel() for size, _ in layouts])
+    pairs = zip(parts, layouts, strict=True)
+    return [part if len(size) == 1 else part.as_strided(size, stride) for part, (size, stride) in pairs]
 
 
 class _CopyToDevices(torch.autograd.Function):
@@ -201,7 +181,7 @@ class _CopyToDevices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.devices, ctx.source = devices, tensors[0].device
-        ctx.layouts = [_Layout.of(tensor) for tensor in tensors]
+        ctx.layouts = [_layout_of(tensor) for tensor in tensors]
         ctx.set_materialize_grads(False)
         copies = [copy for row in _broadcast(tensors, ctx.layouts, devices) for copy in row]
         needed = ctx.needs_input_grad[1:]
@@ -258,7 +238,7 @@ def _copy_parameters(parameters: Sequence[Tensor], devices: Sequence[torch.devic
             parts = [list(copies[i : i + len(bucket)]) for i in range(0, len(copies), len(bucket))]
         else:
             detached = [tensor.detach() for tensor in tensors]
-            parts = _broadcast(detached, [_Layout.of(tensor) for tensor in tensors], devices)
+            parts = _broadcast(detached, [_layout_of(tensor) for tensor in tensors], devices)
         for row, part in zip(rows, parts, strict=True):
             for j, copied in zip(bucket, part, strict=True):
                 row[j] = copied
@@ -271,7 +251,7 @@ def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) ->
     rows: list[list[Tensor]] = [list(buffers) for _ in devices]
     for group in buckets(buffers):
         tensors = [buffers[j] for j in group]
-        layouts = [_Layout.of(tensor) for tensor in tensors]
+        layouts = [_layout_of(tensor) for tensor in tensors]
         flat: Tensor | None = None
         for i, device in enumerate(devices):
             if i == 0 and device == tensors[0].device:

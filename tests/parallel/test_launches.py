@@ -16,11 +16,11 @@ from tests.support.gpu.launch_counts import build_ddp_step, build_step, count
 
 BOUNDS = {
     "single": (850, 480),
-    "dp x2": (4100, 2460),
-    "dp x3": (5185, 3060),
-    "dp x3, CUDA's kernels": (3920, 1920),
-    "dp x8": (10600, 6050),
-    "dp x8, CUDA's kernels": (9040, 4610),
+    "dp x2": (4110, 2460),
+    "dp x3": (5200, 3060),
+    "dp x3, CUDA's kernels": (3935, 1920),
+    "dp x8": (10620, 6050),
+    "dp x8, CUDA's kernels": (9060, 4610),
     "ddp": (3800, 2770),
     "ddp, CUDA's kernels": (2420, 1580),
 }

@@ -8,7 +8,7 @@ from torch import nn
 
 from segapp.parallel import DataParallelModel
 from segapp.parallel.replica_threads import ReplicaThreads
-from segapp.parallel.replicas import _Layout, _pack, _unpack, replicate
+from segapp.parallel.replicas import _layout_of, _pack, _unpack, replicate
 from segapp.parallel.scatter_gather import reduce_add, resolve_devices, scatter
 
 CPU = torch.device("cpu")
@@ -59,14 +59,14 @@ def test_flat_buckets_keep_values_and_strides():
         torch.randn(()),
         torch.randn(0, 3),
     ]
-    layouts = [_Layout.of(tensor) for tensor in tensors]
+    layouts = [_layout_of(tensor) for tensor in tensors]
     flat = _pack(tensors, layouts)
     assert flat.numel() == sum(tensor.numel() for tensor in tensors)
     for ours, original in zip(_unpack(flat, layouts), tensors, strict=True):
         assert torch.equal(ours, original)
         assert ours.stride() == original.stride()
     for sparse_in_memory in (torch.randn(4, 6)[:, ::2], torch.randn(4, 4)[:, ::2]):
-        layout = _Layout.of(sparse_in_memory)
+        layout = _layout_of(sparse_in_memory)
         (dense,) = _unpack(_pack([sparse_in_memory], [layout]), [layout])
         assert torch.equal(dense, sparse_in_memory)
 
