@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors
-from segapp.inference.evaluate import Evaluation, EvaluationSettings
-from segapp.inference.evaluator import EnsembleEvaluator, Evaluator, evaluate_on_devices
+from segapp.inference.evaluate import Evaluation, EvaluationSettings, copy_to, evaluate
+from segapp.inference.evaluator import EnsembleEvaluator, Evaluator
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, group_iou, mean_of_known
@@ -90,15 +91,17 @@ def score_target(targets: Sequence[str], options: EvalOptions) -> ScoredSplit:
     split = options.split or split_names(data)[1]
     dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed)
     _note_training_images(networks, dataset)
-    evaluators = _build_evaluators(networks, ensemble, options)
+    settings = _build_settings(trained, ensemble, options)
     loader = EvalLoader(
         dataset,
-        options=build_load_options(config, dataset, evaluators[0].settings.device, config.eval.batch_size),
+        options=build_load_options(config, dataset, settings.device, config.eval.batch_size),
         batch_size=config.eval.batch_size,
     )
-    reads_windows = ensemble is None and evaluators[0].settings.reads_windows
+    counter = Evaluator if ensemble is None else partial(EnsembleEvaluator, ensemble)
+    batches = loader.batches(reads_windows=ensemble is None and settings.reads_windows)
     with contextlib.closing(loader), progress_bar(len(dataset), "evaluating") as progress:
-        found = evaluate_on_devices(evaluators, loader.batches(reads_windows=reads_windows), progress)
+        model = copy_to(trained.model, settings.device)
+        found = evaluate(model, batches, settings, counter=counter, progress=progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
     names = [name if targets.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(targets, start=1)]
@@ -148,16 +151,15 @@ def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset:
             )
 
 
-def _build_evaluators(
-    networks: Sequence[tuple[str, TrainedModel]], ensemble: EnsemblePredictor | None, options: EvalOptions
-) -> Sequence[Evaluator]:
-    """Return the evaluator of a mean of networks, or one for each device of a network."""
-    trained = networks[0][1]
+def _build_settings(
+    trained: TrainedModel, ensemble: EnsemblePredictor | None, options: EvalOptions
+) -> EvaluationSettings:
+    """Return the settings for the mean of several networks, or for one network on the devices of the options."""
     settings = EvaluationSettings(
         trained.inference, trained.scheme.num_classes, trained.scheme.ignore_index, trained.device
     )
     if ensemble is not None:
-        return [EnsembleEvaluator(ensemble, settings)]
+        return settings
     devices = [trained.device]
     if options.devices is not None:
         names = [name.strip() for name in options.devices.split(",") if name.strip()]
@@ -168,8 +170,7 @@ def _build_evaluators(
     if trained.criterion is not None:
         criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
     settings = replace(settings, criterion=criterion.task.to(trained.device), host=HostLimit(len(devices)))
-    first = Evaluator(trained.model, settings)
-    return [first] if devices == [trained.device] else [first.on(device) for device in devices]
+    return replace(settings.on(devices[0]), other_devices=tuple(devices[1:]))
 
 
 def score_lines(scored: ScoredSplit) -> list[str]:

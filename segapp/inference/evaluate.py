@@ -170,12 +170,39 @@ def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(s, dtype=torch.float64, device=device) for s in statistics)
 
 
+class DeviceCounter:
+    """Counts the batches that one device evaluates; the model is in eval mode, on the device of the settings."""
+
+    def __init__(self, model: SegmentationModel, settings: EvaluationSettings) -> None:
+        self.model, self.settings = model, settings
+        self.counts = EvaluationCounts(settings)
+        self.notes: list[str] = []
+
+    def add(self, batch: Batch | LargeBatch) -> None:
+        """Evaluate a batch and add its counts."""
+        is_single = self.settings.is_single or not self.settings.fits(self.model, batch.images)
+        images, target = batch.images, batch.target
+        if is_single and isinstance(images, Tensor) and isinstance(target, Tensor):
+            for one in range(len(images)):
+                self.count(images[one : one + 1], target[one : one + 1])
+        else:
+            self.count(images, target)
+        self.counts.num_images += len(batch.indices)
+
+    def count(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
+        """Evaluate images and add the counts of their pixels."""
+        oom_failpoint("eval.forward")
+        for counts, statistics in evaluate_parts(self.model, images, target, self.settings):
+            self.counts.add(counts, statistics)
+
+
 @torch.no_grad()
 def evaluate(
     model: SegmentationModel,
     batches: Iterable[Batch | LargeBatch],
     settings: EvaluationSettings,
     *,
+    counter: Callable[[SegmentationModel, EvaluationSettings], DeviceCounter] = DeviceCounter,
     check: Callable[[], None] = lambda: None,
     progress: Callable[[int], None] = lambda _: None,
     ranks: Ranks | None = None,
@@ -187,6 +214,7 @@ def evaluate(
         model: set to eval mode during the evaluation, and afterwards to its previous mode.
         batches: images (N, B, H, W) as stored in files, and targets (N, H, W).
         settings: how the images are evaluated.
+        counter: makes the counter of a device from the model and the settings there.
         check: called before every batch; may raise to end the evaluation.
         progress: called with the number of images done.
         ranks: the processes that share the images; each returns the result over all images.
@@ -202,8 +230,8 @@ def evaluate(
     num_images = num_batches = 0
     failure: Exception | None = None
     try:
-        counters = [DeviceCounter(model, settings)]
-        counters += [DeviceCounter(copy_to(model, device), settings.on(device)) for device in settings.other_devices]
+        counters = [counter(model, settings)]
+        counters += [counter(copy_to(model, device), settings.on(device)) for device in settings.other_devices]
         with without_cudnn_benchmark(), spread_over(counters) as add:
             for batch in batches:
                 failpoint("eval.batch")
@@ -230,32 +258,8 @@ def evaluate(
         counts.merge(other.counts)
     counts.sum_over(ranks)
     note = None if settings.host is None else ranks.first_of(settings.host.take_note())
-    return counts.result([] if note is None else [note])
-
-
-class DeviceCounter:
-    """Counts the batches that one device evaluates; the model is in eval mode, on the device of the settings."""
-
-    def __init__(self, model: SegmentationModel, settings: EvaluationSettings) -> None:
-        self.model, self.settings = model, settings
-        self.counts = EvaluationCounts(settings)
-
-    def add(self, batch: Batch | LargeBatch) -> None:
-        """Evaluate a batch and add its counts."""
-        is_single = self.settings.is_single or not self.settings.fits(self.model, batch.images)
-        images, target = batch.images, batch.target
-        if is_single and isinstance(images, Tensor) and isinstance(target, Tensor):
-            for one in range(len(images)):
-                self.count(images[one : one + 1], target[one : one + 1])
-        else:
-            self.count(images, target)
-        self.counts.num_images += len(batch.indices)
-
-    def count(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
-        """Evaluate images and add the counts of their pixels."""
-        oom_failpoint("eval.forward")
-        for counts, statistics in evaluate_parts(self.model, images, target, self.settings):
-            self.counts.add(counts, statistics)
+    notes = {*([] if note is None else [note]), *(own for each in counters for own in each.notes)}
+    return counts.result(sorted(notes))
 
 
 def evaluate_parts(

@@ -24,7 +24,7 @@ from segapp.datasets.loader import EvalLoader
 from segapp.datasets.pool import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import EvaluationCounts, EvaluationSettings, evaluate
-from segapp.inference.evaluator import Evaluator, evaluate_on_devices
+from segapp.inference.evaluator import Evaluator
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import MIN_SIDE_PX, HostLimit, measure_bytes_per_px, tile_frame, tiles_of
 from segapp.losses import CriterionCE, CriterionDice
@@ -79,9 +79,8 @@ def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) 
     settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
     expected = evaluate(ColorNet(), BATCHES, settings)
     done: list[int] = []
-    first = evaluator()
-    evaluators = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
-    found = evaluate_on_devices(evaluators, BATCHES, done.append)
+    on_all = replace(settings, other_devices=(CPU,) * (num_devices - 1))
+    found = evaluate(ColorNet(), BATCHES, on_all, counter=Evaluator, progress=done.append)
     assert found.scores == expected.scores
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.num_images == done[-1] == len(BATCHES)
@@ -93,14 +92,16 @@ def test_failing_device_ends_the_evaluation() -> None:
         def forward(self, images: Tensor) -> tuple[Tensor, ...]:
             raise ValueError("no such layer")
 
+    networks: Any = iter([ColorNet(), Broken()])
+    settings = replace(evaluator().settings, other_devices=(CPU,))
     with pytest.raises(ValueError, match="no such layer"):
-        evaluate_on_devices([evaluator(), evaluator(Broken())], BATCHES)
+        evaluate(ColorNet(), BATCHES, settings, counter=lambda _, own: Evaluator(next(networks), own))
 
 
 def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     batches = [batch(200, 300, 0), batch(40, 50, 1)]
     model = ColorNet(capacity_px=80 * 90)
-    found = evaluate_on_devices([evaluator(model)], batches)
+    found = evaluate(model, batches, evaluator().settings, counter=Evaluator)
     windowed = evaluator(inference=Inference(NORMALIZER, window_px=(64, 75)))
     windowed.add(batches[0])
     whole = evaluator()
@@ -110,7 +111,7 @@ def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     assert "windows of" in found.notes[-1]
     assert model.largest_px <= model.capacity_px
     with pytest.raises(OutOfMemoryError, match="does not fit"):
-        evaluate_on_devices([evaluator(ColorNet(capacity_px=100))], batches)
+        evaluate(ColorNet(capacity_px=100), batches, evaluator().settings, counter=Evaluator)
 
 
 @given(st.integers(0, 10_000))
@@ -156,7 +157,7 @@ def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None
         model, host = BlurNet(), HostLimit(max_px=150 * 150)
         settings = replace(whole, host=host)
         if is_detailed:
-            found = evaluate_on_devices([Evaluator(model, settings)], batches)
+            found = evaluate(model, batches, settings, counter=Evaluator)
         else:
             found = evaluate(model, batches, settings)
         assert model.largest_px <= 150 * 150
@@ -191,8 +192,8 @@ def test_large_tiff_in_parts_equals_the_decoded_whole(
     results = []
     for reads_windows in (False, True):
         batches = partial(EvalLoader(dataset).batches, reads_windows=reads_windows)
-        evaluator = Evaluator(BlurNet(), settings)
-        results.append((evaluate_on_devices([evaluator], batches()), evaluate(BlurNet(), batches(), settings).scores))
+        detailed = evaluate(BlurNet(), batches(), settings, counter=Evaluator)
+        results.append((detailed, evaluate(BlurNet(), batches(), settings).scores))
         assert [type(each).__name__ == "LargeBatch" for each in batches()] == [reads_windows, False, reads_windows]
     (whole, scores), (parts, scores_of_parts) = results
     assert torch.equal(parts.matrix, whole.matrix)
@@ -240,7 +241,7 @@ def test_batches_of_several_images_score_as_single_images(batch_size: int, tmp_p
     single, several = (
         (
             evaluate(ColorNet(), EvalLoader(dataset, batch_size=size), settings),
-            evaluate_on_devices([Evaluator(ColorNet(), settings)], EvalLoader(dataset, batch_size=size)),
+            evaluate(ColorNet(), EvalLoader(dataset, batch_size=size), settings, counter=Evaluator),
         )
         for size in (1, batch_size)
     )
