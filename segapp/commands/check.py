@@ -125,8 +125,8 @@ def _check_samples(config: RunConfig, scheme: ClassScheme, report: SplitReport) 
         dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)
     except DataError:  # the findings report it
         return
-    if data.sampling != "uniform" and report.num_masks == len(report.frequencies.classes_of_masks):
-        build_order(data, dataset, report.frequencies, config.seed)
+    if data.sampling != "uniform" and report.num_masks == len(report.targets.frequencies.classes_of_masks):
+        build_order(data, dataset, report.targets.frequencies, config.seed)
 
 
 def _measure(
@@ -179,9 +179,9 @@ def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple
 
 def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, list[float]]:
     """Return the class weights of every rule, from the masks of a split; empty if there are none."""
-    if scheme.multilabel is not None or not any(report.frequencies.pixels):
+    if scheme.multilabel is not None or not any(report.targets.frequencies.pixels):
         return {}
-    return {rule: class_weights(rule, report.frequencies) for rule in RULES}
+    return {rule: class_weights(rule, report.targets.frequencies) for rule in RULES}
 
 
 def as_dict(
@@ -223,9 +223,9 @@ def _split_as_dict(report: SplitReport) -> dict[str, Any]:
         "pairs": report.num_pairs,
         "masks": report.num_masks,
         "sizes": [{"size_px": list(size), "images": n} for size, n in _by_count(report)],
-        "pixels": list(report.frequencies.pixels),
-        "images": list(report.frequencies.images),
-        "ignored_px": report.frequencies.ignored_px,
+        "pixels": list(report.targets.frequencies.pixels),
+        "images": list(report.targets.frequencies.images),
+        "ignored_px": report.targets.frequencies.ignored_px,
         "ignored": report.ignored,
         "unknown_ids": []
         if unknown is None
@@ -248,8 +248,8 @@ def print_report(
     overview = Table("split", "pairs", "masks", "height x width, px", "ignored", box=None, pad_edge=False)
     for report in reports:
         sizes = [f"{height} x {width} ({n})" for (height, width), n in _by_count(report)]
-        total = report.valid_px + report.frequencies.ignored_px
-        ignored = f"{report.frequencies.ignored_px / total:.1%}" if total else "-"
+        has_masks = report.targets.valid_px + report.targets.frequencies.ignored_px
+        ignored = f"{report.targets.ignored_share:.1%}" if has_masks else "-"
         name = Text(printable(report.split))
         overview.add_row(name, str(report.num_pairs), str(report.num_masks), some_names(sizes, 3) or "-", ignored)
     console.print(overview)
@@ -286,8 +286,8 @@ def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme, weights: d
     for index, name in enumerate(scheme.names):
         cells = []
         for report in reports:
-            total = report.valid_px
-            share = f"{report.frequencies.pixels[index] / total:.2%}" if total else "-"
-            cells.append(f"{share} / {report.frequencies.images[index]}")
+            total = report.targets.valid_px
+            share = f"{report.targets.frequencies.pixels[index] / total:.2%}" if total else "-"
+            cells.append(f"{share} / {report.targets.frequencies.images[index]}")
         table.add_row(Text(printable(name)), *cells, *(f"{column[index]:.3g}" for column in weights.values()))
     return table

@@ -32,7 +32,6 @@ from segapp.datasets.orientation import Fit, Header, Turns
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import side_by_side
 from segapp.datasets.targets import (
-    ClassFrequencies,
     MaskCounts,
     Targets,
     absent_note,
@@ -106,10 +105,9 @@ class SplitReport:
     num_pairs: int
     num_masks: int  # pairs with a mask
     sizes: Mapping[tuple[int, int], int]  # number of readable images by (height, width), px
-    frequencies: ClassFrequencies  # counts over the readable masks
+    targets: Targets  # counts over the readable masks
     findings: tuple[DataProblem, ...]  # in the order of the pairs
     unknown_ids: UnknownIds | None = None  # None if every id is known
-    valid_px: int = 0  # pixels of the readable masks that are not ignored
     ignored: str | None = None  # the share of ignored pixels with its cause; None if it is small
 
 
@@ -191,10 +189,9 @@ def examine(
                 num_pairs=len(pairs),
                 num_masks=sum(pair.pair.mask is not None for pair in pairs),
                 sizes=dict(sizes),
-                frequencies=targets.frequencies,
+                targets=targets,
                 findings=tuple(findings),
                 unknown_ids=all_unknown([each.ids for each in pairs if each.ids is not None], scheme),
-                valid_px=targets.valid_px,
                 ignored=ignored_note(targets, scheme),
             )
         )

@@ -114,8 +114,6 @@ class SplitEvaluation:
     worst: list[EvaluatedImage]
     """The images with the lowest mIoU."""
     num_images: int
-    images: ImageCounts
-    """Counts of every image."""
 
 
 def evaluate_split(
@@ -134,7 +132,7 @@ def evaluate_split(
     miou = mean_of_known(iou_of(images.counts))
     order = [index for index in np.argsort(miou, kind="stable").tolist() if np.isfinite(miou[index])][:num_worst]
     worst = [evaluate_image(trained, dataset, index, HostLimit()) for index in order]
-    return SplitEvaluation(split, total.scores(), None if multilabel else images.total, worst, len(dataset), images)
+    return SplitEvaluation(split, total.scores(), None if multilabel else images.total, worst, len(dataset))
 
 
 def evaluate_image(

@@ -54,7 +54,7 @@ def write_report(
         run: name or folder.
         out: path of the HTML file, which is replaced.
         split: data split for the confusion matrix and the images; None: the run's own validation split.
-        num_worst: number of images shown with the lowest mIoU, and of images whose correction would raise mIoU most.
+        num_worst: number of images shown with the lowest mIoU.
         has_pictures: False: leave out the parts that need the model and the data.
 
     Raises:

@@ -65,14 +65,14 @@ def test_sound_data_has_no_findings_and_exact_counts(root: Path) -> None:
         crop_px=(32, 32),
     )
     masks = np.stack([read(path) for path in sorted((root / "masks" / "train").iterdir())])
-    assert report.frequencies.pixels == tuple(int((masks == c).sum()) for c in range(3))
-    assert report.frequencies.ignored_px == int((masks == 255).sum())
+    assert report.targets.frequencies.pixels == tuple(int((masks == c).sum()) for c in range(3))
+    assert report.targets.frequencies.ignored_px == int((masks == 255).sum())
     present = np.stack([(masks == c).any((1, 2)) for c in range(3)])
     valid_px = (masks != 255).sum((1, 2))
-    assert report.frequencies.images == tuple(present.sum(1).tolist())
-    assert report.frequencies.pixels_where_present == tuple((present * valid_px).sum(1).tolist())
-    assert report.frequencies.classes_of_masks == tuple(tuple(np.flatnonzero(row)) for row in present.T)
-    assert (report.frequencies.num_images, report.valid_px) == (8, valid_px.sum())
+    assert report.targets.frequencies.images == tuple(present.sum(1).tolist())
+    assert report.targets.frequencies.pixels_where_present == tuple((present * valid_px).sum(1).tolist())
+    assert report.targets.frequencies.classes_of_masks == tuple(tuple(np.flatnonzero(row)) for row in present.T)
+    assert (report.targets.frequencies.num_images, report.targets.valid_px) == (8, valid_px.sum())
     assert report.sizes == {(48, 64): 8}
     assert (report.num_pairs, report.num_masks) == (8, 8)
 

@@ -319,7 +319,7 @@ def test_confusion_matrix_leaves_out_classes_that_do_not_occur() -> None:
     matrix = np.zeros((70, 70), np.int64)
 
     def shown() -> list[str] | None:
-        found = _confusion(SplitEvaluation("val", None, matrix, [], 1, None), [f"n{i}" for i in range(70)])  # type: ignore[arg-type]
+        found = _confusion(SplitEvaluation("val", None, matrix, [], 1), [f"n{i}" for i in range(70)])  # type: ignore[arg-type]
         return None if found is None else re.findall(r"class=.end.>(\w+)<", found)
 
     assert shown() is None
