@@ -39,16 +39,11 @@ if TYPE_CHECKING:
     from segapp.models import SegmentationModel
 
 
-def id_dtype(num_classes: int) -> type[np.uint8] | type[np.uint16]:
-    """Return the smallest dtype that can hold the class ids."""
-    return np.uint8 if num_classes <= 256 else np.uint16
-
-
 def likeliest(probabilities: NDArray[Any], threshold: float | None) -> NDArray[Any]:
     """Return the classes (N, H, W) of probabilities (N, C, H, W), as `TrainedPredictor.labels` does."""
     num_classes = probabilities.shape[1]
     if threshold is None:
-        return np.asarray(probabilities.argmax(1).astype(id_dtype(num_classes)))
+        return np.asarray(probabilities.argmax(1).astype(np.uint8 if num_classes <= 256 else np.uint16))
     bits = 1 << np.arange(num_classes, dtype=np.int32).reshape(1, -1, 1, 1)
     return np.asarray(((probabilities > threshold) * bits).sum(1, dtype=np.int32))
 
@@ -151,27 +146,19 @@ class EnsemblePredictor:
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return class ids (N, H, W) of images (N, H, W, B), as `TrainedPredictor.labels` does."""
-        found = self._mean(images)
-        if self.threshold is not None:
-            return likeliest(found.cpu().numpy(), self.threshold)
-        labels: NDArray[Any] = found.argmax(1).cpu().numpy()
-        return labels.astype(id_dtype(self.scheme.num_classes))
-
-    def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return float32 (N, C, H, W) of images (N, H, W, B)."""
-        probabilities: NDArray[Any] = self._mean(images).cpu().numpy()
-        return probabilities
+        return likeliest(self.probabilities(images), self.threshold)
 
     @torch.no_grad()
-    def _mean(self, images: NDArray[Any]) -> Tensor:
-        """Return the mean probabilities, float32 (N, C, H, W) on the device of the first member."""
+    def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
+        """Return the mean probabilities, float32 (N, C, H, W), of images (N, H, W, B)."""
         total: Tensor | None = None
         for member in self.members:
             found = member.probability_tensor(images).to(self.device)
             total = found if total is None else total.add_(found)
             del found
         assert total is not None
-        return total.div_(len(self.members))
+        mean: NDArray[Any] = total.div_(len(self.members)).cpu().numpy()
+        return mean
 
 
 Predictor = TrainedPredictor | EnsemblePredictor
