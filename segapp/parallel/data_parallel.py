@@ -186,7 +186,7 @@ class DataParallelModel(nn.Module):
 
         Tuples, lists, deques, mappings and dataclasses are searched for tensors; objects of other classes are passed
         to every replica as they are, with the tensors in them. Devices without samples are skipped. A call without
-        samples, without tensors, or with 0-d tensors alone runs once on device 0.
+        samples, without tensors, or with only 0-d tensors runs once on device 0.
 
         Returns:
             `ReplicaOutputs`: one output per device with samples, even for a single device.

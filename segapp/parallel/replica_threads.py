@@ -233,7 +233,7 @@ class ReplicaThreads(Generic[T]):
         return answers[0]
 
     def _combined(self, key: str, values: list[Any], combine: Callable[[list[Any]], Sequence[Any]]) -> Sequence[Any]:
-        """Return the combined values, combined with those of the outer group's other replicas."""
+        """Return the combined values, combined with the values of the outer group's other replicas."""
         if self.outer is None:
             return combine(values)
 

@@ -61,7 +61,7 @@ class ShownRun:
         return f"to start again: `{command}`" if command else f"to continue: `segapp train --resume {self.argument}`"
 
     def doing(self, status: Status) -> str:
-        """Return what a trainer that starts waits for, and since when."""
+        """Return the step of the start at which a trainer is, and for how long."""
         since_s, lines = status.starting_s or status.now_s, self.log_lines()
         has_begun, has_log = self._has_begun(since_s), self._log_tail.written_s > since_s - 1
         what = (last_announced(lines) if has_log else None) or ("first step" if has_begun else "the trainer's process")

@@ -117,16 +117,16 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     applied = until(lambda: [e for e in events(run, "gpu0_bsz") if e["status"] == "applied"])[0]
     assert (applied["new"], applied["split"]) == (2, [2, 1, 0])
     terminal.wait_for("2·1·0")
-    terminal.keys("Space")
+    terminal.keys("p")
     terminal.wait_for("PAUSED  epoch")
     terminal.keys("c")
     at = events(run, "step")[-1]["step"]
     until(lambda: [e for e in events(run, "checkpoint") if e["step"] == at])
-    terminal.keys("Space")
+    terminal.keys("p")
     terminal.wait_for("LIVE")
     terminal.keys("S")
-    terminal.wait_for("after this epoch")
-    terminal.keys("n")
+    terminal.wait_for("After this epoch", "Now: saves step")
+    terminal.keys("x")
     terminal.wait_for("STOPPED")
     assert events(run, "run_end")[-1]["exit_code"] == 75
     terminal.keys("q")

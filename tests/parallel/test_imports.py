@@ -2,8 +2,6 @@ import json
 import subprocess
 import sys
 
-import segapp.parallel
-
 
 def modules_after(code: str) -> set[str]:
     script = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))"
@@ -13,9 +11,3 @@ def modules_after(code: str) -> set[str]:
 def test_splits_of_a_batch_load_no_torch():
     loaded = modules_after("from segapp.chunks import plan_chunks, check_split")
     assert not {"torch", "numpy", "segapp.parallel"} & loaded
-
-
-def test_every_public_name_exists_and_is_documented():
-    assert set(segapp.parallel.__all__) <= set(dir(segapp.parallel))
-    for name in segapp.parallel.__all__:
-        assert getattr(segapp.parallel, name).__doc__, name
