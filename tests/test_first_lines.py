@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import typer
 
 from segapp.cli import app
@@ -88,8 +89,22 @@ def test_every_command_prints_before_it_imports_torch(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert {name for name, (end, text) in found.items() if not text} == set(), found
     importing = {name for name, (end, _) in found.items() if end == "torch"}
-    assert importing >= {"export", "predict", "train"}
-    others = ("attach", "compare", "ctl", "docs", "eval", "init", "ls", "plan", "report", "schema", "status", "sweep")
+    assert importing >= {"export", "train"}
+    others = {
+        "attach",
+        "compare",
+        "ctl",
+        "docs",
+        "eval",
+        "init",
+        "ls",
+        "plan",
+        "predict",
+        "report",
+        "schema",
+        "status",
+        "sweep",
+    }
     assert importing.isdisjoint(others)
 
 
@@ -105,6 +120,24 @@ class Torch:
 sys.meta_path.insert(0, Torch())
 main(sys.argv[1:])
 """
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        ("nowhere data", "nowhere: no such run", 2),
+        ("here photo", "photo is neither a file nor a folder: check the path", 3),
+    ],
+)
+def test_predict_refuses_paths_before_torch(tmp_path: Path, words: str, message: str, code: int) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "1.png").touch()
+    (tmp_path / "runs" / "here").mkdir(parents=True)
+    (tmp_path / "runs" / "here" / "run.json").write_text("{}")
+    line = [sys.executable, "-c", PIPED, "predict", *words.split(), "--out", "out"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert message in done.stderr
+    assert (done.returncode, done.stdout) == (code, "")
 
 
 def test_pipes_get_no_line_of_the_start() -> None:

@@ -1,7 +1,7 @@
-"""Look for the files and folders that a config names before torch is imported, which takes seconds. No torch here."""
+"""Look for the files and folders that a config or a command line names before torch is imported. No torch here."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from segapp.assembly.pairs import build_location, split_names
@@ -9,8 +9,11 @@ from segapp.config import DataConfig, RunConfig, component_names, load_config
 from segapp.custom.loading import part_file
 from segapp.custom.names import is_component, is_file_name, split_name
 from segapp.datasets.layouts.formats import check_split
-from segapp.errors import CheckpointError
-from segapp.run.folder import find_run
+from segapp.errors import CheckpointError, ConfigError
+from segapp.run.folder import RunFolder, find_run, is_run
+from segapp.run.words import printable
+
+NETWORK_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
 def check_paths(config: RunConfig, *, is_new: bool = True) -> None:
@@ -32,17 +35,50 @@ def check_paths(config: RunConfig, *, is_new: bool = True) -> None:
 
 
 def check_data_of(targets: Iterable[str], root: str | None, split: str | None) -> None:
-    """Look for runs, and for the data of the first one; `root` replaces its folder. Files are left to their reader.
+    """Look for runs, and for the data of the first one; `root` replaces its folder.
 
     Raises:
         SegappError: one is missing.
     """
-    first, *_ = [None if Path(target).is_file() else find_run(target).config_yaml for target in targets]
-    if first is not None and first.is_file():
-        data = load_config(first).data
+    first, *_ = find_runs(targets)
+    if first is not None and first.config_yaml.is_file():
+        data = load_config(first.config_yaml).data
         _check_data(data if root is None else data.model_copy(update={"root": root}), [split or split_names(data)[1]])
+
+
+def find_runs(targets: Iterable[str]) -> list[RunFolder | None]:
+    """Return the run of each target; None for a file, which is left to its reader. Raise SegappError without a run."""
+    return [None if Path(target).is_file() else find_run(target) for target in targets]
 
 
 def _check_data(data: DataConfig, splits: Iterable[str]) -> None:
     for split in splits if not is_component(data.format) else ():
         check_split(build_location(data), split)
+
+
+def split_networks(words: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """Divide the words of a command line into networks, which come first, and paths of images.
+
+    The first word is a network. Each following word is one too, up to the first word that is not a run, a checkpoint
+    or weights.
+
+    Raises:
+        ConfigError: no path is left, or a word names both a run and a file or folder of images.
+    """
+    num_networks = 1
+    while num_networks < len(words) and _names_network(words[num_networks]):
+        num_networks += 1
+    networks, paths = list(words[:num_networks]), [Path(word) for word in words[num_networks:]]
+    if not paths:
+        raise ConfigError(f"{printable(networks[-1])} is a model: name images or folders after it")
+    return networks, paths
+
+
+def _names_network(word: str) -> bool:
+    path, run = Path(word), Path("runs") / word
+    if path.is_file():
+        return path.suffix.lower() in NETWORK_SUFFIXES
+    is_name = not word.startswith((".", "/")) and is_run(run)
+    if is_name and path.exists() and not is_run(path):
+        raise ConfigError(f"{printable(word)} is a run and a folder here: name {run} or ./{printable(word)}")
+    return is_name or is_run(path)

@@ -14,12 +14,9 @@ from segapp.inference.predict.outputs import OutputPlan
 from segapp.inference.predict.pipeline import predict_files
 from segapp.inference.predict.polygons import PolygonPlan
 from segapp.inference.predict.predictor import EnsemblePredictor, Predictor, TrainedPredictor
-from segapp.inference.predict.reading import Saved, find_images
-from segapp.run.folder import is_run
+from segapp.inference.predict.reading import InputFile, Saved
 from segapp.run.words import printable
 from segapp.training.console import progress_bar
-
-NETWORK_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -43,44 +40,13 @@ class PredictOptions:
     polygons: PolygonPlan | None = None
 
 
-def split_networks(words: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """Divide the words of a command line into networks, which come first, and paths of images.
-
-    The first word is a network. Each following word is one too, up to the first word that is not a run, a checkpoint
-    or weights.
-
-    Raises:
-        ConfigError: no path is left, or a word names both a run and a file or folder of images.
-    """
-    num_networks = 1
-    while num_networks < len(words) and _names_network(words[num_networks]):
-        num_networks += 1
-    networks, paths = list(words[:num_networks]), [Path(word) for word in words[num_networks:]]
-    if not paths:
-        raise ConfigError(f"{printable(networks[-1])} is a model: name images or folders after it")
-    return networks, paths
-
-
-def _names_network(word: str) -> bool:
-    path, run = Path(word), Path("runs") / word
-    if path.is_file():
-        return path.suffix.lower() in NETWORK_SUFFIXES
-    is_name = not word.startswith((".", "/")) and is_run(run)
-    if is_name and path.exists() and not is_run(path):
-        raise ConfigError(f"{printable(word)} is a run and a folder here: name {run} or ./{printable(word)}")
-    return is_name or is_run(path)
-
-
-def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, options: PredictOptions) -> None:
+def predict_target(networks: Sequence[str], files: Sequence[InputFile], out: Path, options: PredictOptions) -> None:
     """Predict files, write the outputs, and print the speed; the probabilities of several networks are averaged.
 
     Raises:
         ConfigError: an option does not fit the networks, or their classes differ.
         DataError: at the end, if files could not be read; the others are written.
     """
-    files, notes = find_images(paths, out)
-    for note in notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
     predictor = build_predictor(networks, options)
     plan = output_plan(out, predictor, options)
     with progress_bar(len(files), "predicting", unit="file") as progress:

@@ -13,6 +13,7 @@ from segapp.__main__ import main
 from segapp.commands.evaluate import EvalOptions, evaluate_target, score_target
 from segapp.commands.predict import PredictOptions, predict_target
 from segapp.errors import ConfigError
+from segapp.inference.predict.reading import find_images
 from segapp.report.page import write_report
 from tests.support.runs import events, merged, train
 
@@ -88,7 +89,9 @@ def test_ensemble_scores_what_predict_writes(
     shown = capsys.readouterr()
     evaluate_target(names, EvalOptions(), is_json=True)
     scores = json.loads(capsys.readouterr().out)
-    predict_target(names, [tiny_root / "images" / "val"], tmp_path / "out", PredictOptions(save=("labels",)))
+    predict_target(
+        names, find_images([tiny_root / "images" / "val"])[0], tmp_path / "out", PredictOptions(save=("labels",))
+    )
     confusion = np.zeros((3, 3), np.int64)
     masks = sorted((tiny_root / "masks" / "val").glob("*.png"))
     for mask in masks:

@@ -24,6 +24,7 @@ from segapp.config import RunConfig
 from segapp.datasets import cache
 from segapp.errors import DataError
 from segapp.export.write import open_onnx
+from segapp.inference.predict.reading import find_images
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
@@ -94,7 +95,7 @@ def test_evaluation_prediction_and_export_agree(
     assert "same class at 100" in capsys.readouterr().out
     images = Path(data["root"]) / "images" / "val"
     compute = open_onnx(onnx)
-    predict_target([str(run)], [images], tmp_path / "run", PredictOptions())
+    predict_target([str(run)], find_images([images])[0], tmp_path / "run", PredictOptions())
     for path in sorted((tmp_path / "run" / "labels").iterdir()):
         labels = np.array(Image.open(path))
         other = compute(tifffile.imread(images / f"{path.stem}.tif")[None])[0].argmax(0)
@@ -106,7 +107,7 @@ def test_evaluation_prediction_and_export_agree(
 def test_prediction_of_other_pixels_is_refused(run: Path, tmp_path: Path) -> None:
     Image.new("RGB", (40, 40)).save(tmp_path / "rgb.png")
     with pytest.raises(DataError, match=r"uint8 with 3 bands, data\.dtype is uint16"):
-        predict_target([str(run)], [tmp_path / "rgb.png"], tmp_path / "out", PredictOptions())
+        predict_target([str(run)], find_images([tmp_path / "rgb.png"])[0], tmp_path / "out", PredictOptions())
 
 
 def test_cached_samples_of_bands_equal_decoded_ones(

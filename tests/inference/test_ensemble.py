@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.assembly.paths import split_networks
 from segapp.cli import app
-from segapp.commands.predict import PredictOptions, predict_target, split_networks
+from segapp.commands.predict import PredictOptions, predict_target
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace, predict_strips
+from segapp.inference.predict.reading import find_images
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import Workspace
 from segapp.models import SegmentationModel, build_model
@@ -145,7 +147,7 @@ def test_command_writes_the_mean_of_two_runs(
     for names in (["s1"], ["s2"], ["s1", "s2"]):
         options = PredictOptions(save=("labels", "probabilities"))
         words = [str(tmp_path / "runs" / name) for name in names]
-        predict_target(words, [tmp_path / "photo.png"], tmp_path / "of" / "-".join(names), options)
+        predict_target(words, find_images([tmp_path / "photo.png"])[0], tmp_path / "of" / "-".join(names), options)
     maps = {name: np.load(tmp_path / "of" / name / "probabilities" / "photo.npz") for name in ("s1", "s2", "s1-s2")}
     stored = {name: archive["probabilities"].astype(np.float64) for name, archive in maps.items()}
     assert np.abs(stored["s1-s2"] - (stored["s1"] + stored["s2"]) / 2).max() <= 1  # 1 of 65535
@@ -156,4 +158,6 @@ def test_command_writes_the_mean_of_two_runs(
     labels = [cv2.imread(str(tmp_path / of / "labels" / "photo.png"), -1) for of in ("out", "of/s1-s2")]
     assert np.array_equal(*labels)
     with pytest.raises(ConfigError, match="belongs to one file of weights"):
-        predict_target(["s1", "s2"], [tmp_path / "photo.png"], tmp_path / "out", PredictOptions(config="x.yaml"))
+        predict_target(
+            ["s1", "s2"], find_images([tmp_path / "photo.png"])[0], tmp_path / "out", PredictOptions(config="x.yaml")
+        )
