@@ -9,7 +9,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -274,13 +274,7 @@ class CriterionSum(AdditiveCriterion):
         return torch.stack(losses).sum() if len({loss.dtype for loss in losses}) == 1 else sum(losses[1:], losses[0])
 
 
-class _Finalizes(Protocol):
-    """An `AdditiveCriterion`, or a `DataParallelCriterion` with one."""
-
-    def finalize(self, totals: Statistics, /) -> Tensor: ...
-
-
-def surrogate(criterion: _Finalizes, statistics: Statistics, totals: Statistics, *, average: bool = True) -> Tensor:
+def surrogate(criterion: Any, statistics: Statistics, totals: Statistics, *, average: bool = True) -> Tensor:
     """Return a scalar whose gradient is this chunk's exact share of the gradient of the loss of the whole step.
 
     Use it in your own DDP or gradient-accumulation loop: compute the statistics of each chunk, add them over ranks and
@@ -289,7 +283,7 @@ def surrogate(criterion: _Finalizes, statistics: Statistics, totals: Statistics,
     exact for any `finalize` by the chain rule. Second derivatives are exact for linear criteria only.
 
     Args:
-        criterion: the criterion of the statistics.
+        criterion: the `AdditiveCriterion` of the statistics, or a `DataParallelCriterion` with one.
         statistics: statistics of this chunk, with their graph.
         totals: statistics of the whole step, added over all chunks and ranks; they are constants here.
         average: the ranks' gradients are averaged afterwards, as by `DistributedDataParallel` and by

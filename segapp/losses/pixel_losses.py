@@ -212,9 +212,7 @@ def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_column
     The terms are (P,) each, float64; the CPU adds other dtypes in parallel, in any order. If the device has no float64,
     each column of a bin is added in float32: an error of 2e-6 of the loss for 3e5 pixels (measured). The bins are (P,).
     """
-    index = bins
-    if num_columns > 1:
-        index = bins * num_columns + torch.arange(bins.numel(), device=bins.device) % num_columns
+    index = bins * num_columns + torch.arange(bins.numel(), device=bins.device) % num_columns
     empty = terms[0].new_zeros(num_bins * num_columns, len(terms))
     table = empty.index_put((index,), torch.stack(list(terms), 1), accumulate=True)
     return list(table.view(num_bins, num_columns, len(terms)).sum(1).unbind(1))

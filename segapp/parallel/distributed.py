@@ -322,13 +322,9 @@ class Ranks:
 
     @torch.no_grad()
     def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the sums of the ranks' tensors, without gradient, in one exchange; several are added in float64."""
+        """Return the sums of the ranks' tensors, without gradient, in one exchange; they are added in float64."""
         if self.world_size == 1:
             return tensors
-        if len(tensors) == 1:
-            total = tensors[0].detach().clone()
-            dist.all_reduce(total)
-            return (total,)
         flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
         dist.all_reduce(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])

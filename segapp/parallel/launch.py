@@ -32,8 +32,6 @@ STORE_VARIABLE = "SEGAPP_RANK_STORE"
 """The file in which the ranks of one machine meet; without it, they meet at MASTER_ADDR and MASTER_PORT."""
 _PARENT_PID = "SEGAPP_PARENT_PID"
 """Process id of the parent, for each rank: the parent may die while Python still starts."""
-_LAST_REPORT_S = 5.0
-"""Maximum time for the last report of a process that ends, because its disk may have failed too."""
 _POLL_S = 0.05
 LIMIT_VARIABLE = "SEGAPP_PEER_TIMEOUT_S"
 LIMIT_S = 30.0
@@ -221,8 +219,8 @@ def end_with_peers(
     return is_over.set
 
 
-def end_process(exit_code: int, before: Callable[[], object] = lambda: None, report_s: float = _LAST_REPORT_S) -> None:
-    """End this process and its children, from any thread, after at most `report_s` for `before`."""
+def end_process(exit_code: int, before: Callable[[], object] = lambda: None, report_s: float = 5.0) -> None:
+    """End this process and its children, from any thread, after `before`, which has `report_s`: its disk may fail."""
 
     def guarded() -> None:
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
-import traceback
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
@@ -117,7 +116,6 @@ _NEEDS = (
     "Triton needs a C compiler, Python's headers and a cache folder that can be written (TRITON_CACHE_DIR); "
     "`segapp doctor` says what is missing"
 )
-_DEFECT = "This is a defect of segapp, not of this machine: report it with the output of `segapp doctor`"
 
 
 class KernelError(RuntimeError):
@@ -129,8 +127,6 @@ class KernelError(RuntimeError):
 
     Attributes:
         reason: the cause in one line.
-        is_own: True if segapp's own code around the kernels raised it; the kernels themselves may still run.
-        next_move: the fix, a sentence without its period.
     """
 
     def __init__(self, device: torch.device, cause: BaseException) -> None:
@@ -138,11 +134,8 @@ class KernelError(RuntimeError):
         # A compiler's error ends with its cause.
         message = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
         self.reason = f"{type(cause).__name__}: {message[:300]}"
-        frames = list(traceback.walk_tb(cause.__traceback__))
-        self.is_own = bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).startswith("segapp.")
-        self.next_move = _DEFECT if self.is_own else _NEEDS
         super().__init__(
-            f"the Triton kernels of the loss cannot run on {device}: {self.reason}. {self.next_move}; "
+            f"the Triton kernels of the loss cannot run on {device}: {self.reason}. {_NEEDS}; "
             'or give implementation="auto", which uses torch\'s operators then'
         )
 
@@ -180,13 +173,9 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def note_failure(device: torch.device, error: KernelError) -> None:
-    """Record that the kernels cannot run on a device after all; warn the first time that a reason occurs.
-
-    An error of segapp's own code is not recorded, because it may affect only one batch.
-    """
+    """Record that the kernels cannot run on a device after all; warn the first time that a reason occurs."""
     with _lock:
-        if not error.is_own:
-            _results[device] = error.reason
+        _results[device] = error.reason
         _warn(error)
 
 
@@ -194,8 +183,7 @@ def _warn(error: KernelError) -> None:
     if error.reason not in _warned:
         _warned.add(error.reason)
         warnings.warn(
-            f"the loss uses torch's operators instead of its Triton kernels, which is slower: {error.reason}. "
-            f"{error.next_move}",
+            f"the loss uses torch's operators instead of its Triton kernels, which is slower: {error.reason}. {_NEEDS}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -138,21 +138,6 @@ def test_empty_batch_leaves_the_kernels_on(implementation):
     assert choose_implementation(logits, target) == "triton"
 
 
-@pytest.mark.usefixtures("_trial_succeeds")
-def test_error_of_own_code_keeps_the_kernels_on(monkeypatch):
-    """It concerns one batch, and neither a compiler nor a cache folder would help."""
-    monkeypatch.setattr(triton_cross_entropy, "_tables", None)  # calling it raises in segapp's own code
-    logits, target = draw(2)
-    with all_warnings() as shown:
-        result = loss_and_gradient(logits, target)
-    check_results([result], logits, target)
-    (warning,) = (str(each.message) for each in shown)
-    assert "defect of segapp" in warning
-    assert "compiler" not in warning
-    assert kernels._results == {CPU: None}
-    assert choose_implementation(logits, target) == "triton"
-
-
 def test_trial_runs_once_however_many_threads_ask(monkeypatch):
     tried = []
 
