@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from segapp.config.modes import unsupported
 from segapp.config.options import UNKNOWN_OPTION
-from segapp.config.sections import MAX_LABELS, DataConfig, ParallelConfig, RunConfig, TrainConfig
+from segapp.config.sections import MAX_LABELS, DataConfig, ParallelConfig, RunConfig
 from segapp.config.trust import component_names
 from segapp.config.values import section_of
 from segapp.config.words import (
@@ -170,10 +170,6 @@ def _has_fitting_colors(data: DataConfig) -> bool:
     return num_colors == num_classes or (bool(data.rgb_masks) and num_colors > num_classes)
 
 
-def _is_multiple(train: TrainConfig) -> bool:
-    return not (train.effective_batch_size and train.batch_size and train.effective_batch_size % train.batch_size)
-
-
 def _has_other_number_of_budgets(parallel: ParallelConfig) -> bool:
     """Return True if `memory_budget_mib` does not have one number for each of the named devices."""
     is_named = isinstance(parallel.devices, list) and parallel.mode not in ("single", "model")
@@ -301,13 +297,6 @@ _TRAINING: tuple[Rule, ...] = (
      "cannot be combined with parallel.gpu0_bsz: keep one of them"),
     ("parallel.shares", lambda c: c.parallel.shares is not None and sum(c.parallel.shares) == 0,
      "adds up to 0: at least one device must take images"),
-    ("train.effective_batch_size", lambda c: not _is_multiple(c.train),
-     lambda c: f"{c.train.effective_batch_size} is not a multiple of train.batch_size = {c.train.batch_size}: "
-     f"use {-(-(c.train.effective_batch_size or 0) // c.train.batch_size) * c.train.batch_size}"),
-    ("train.accumulate",
-     lambda c: (batch := c.train.effective_batch_size) is not None and _is_multiple(c.train)
-     and c.train.accumulate not in (1, batch // c.train.batch_size if c.train.batch_size else 1),
-     "is set by train.effective_batch_size: keep one of them"),
     (_BUDGETS, lambda c: c.parallel.memory_budget_mib is not None and c.parallel.mode == "model",
      "does not support parallel.mode: model, where devices hold parts of the model: leave it out"),
     (_BUDGETS, lambda c: c.parallel.memory_budget_mib is not None and _has_other_number_of_budgets(c.parallel),

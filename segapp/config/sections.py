@@ -334,9 +334,6 @@ class TrainConfig(Section):
     accumulate: PositiveInt = 1
     """Micro-batches per step: a step processes batch_size x accumulate images. Change it if the batch that you want
     does not fit."""
-    effective_batch_size: PositiveInt | None = None
-    """Images per step, a multiple of batch_size. It sets accumulate to effective_batch_size / batch_size; null:
-    accumulate applies. Change it to keep the same step on machines with less memory."""
     recompute: Annotated[Literal["off", "auto", "all"] | list[Text], OnResume] = "off"
     """Blocks of the model whose activations are recomputed in the backward pass (activation checkpointing): the
     same result with less memory and more time. auto: as many of the first or last blocks as the plan needs;

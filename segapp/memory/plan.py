@@ -132,8 +132,6 @@ class MemoryPlan:
     max_row: PlanRow | None = None
     notes: tuple[str, ...] = ()
     network: NetworkFacts | None = None
-    has_effective_batch_size: bool = False
-    """True if the config has `train.effective_batch_size`."""
     fits: tuple[Fit, ...] = ()
     """Ways to make a step of the same images, the largest batch first; empty if none was searched."""
     chosen: Fit | None = None
@@ -147,13 +145,9 @@ class MemoryPlan:
         return next((fit for fit in fitting if fit.step_s <= EQUALLY_FAST * fastest_s), None)
 
     def as_config_keys(self, fit: Fit) -> str:
-        """Return the overrides that make the config's step like this, for the command line.
-
-        A config with `train.effective_batch_size` refuses `train.accumulate`, which is left out then.
-        """
+        """Return the overrides that make the config's step like this, for the command line."""
         names = f"[{','.join(fit.names)}]" if fit.names else "auto"
-        keys = [f"train.batch_size={fit.batch_size}"]
-        keys += [] if self.has_effective_batch_size else [f"train.accumulate={fit.accumulate}"]
+        keys = [f"train.batch_size={fit.batch_size}", f"train.accumulate={fit.accumulate}"]
         keys += [] if fit.gpu0_bsz is None else [f"parallel.gpu0_bsz={fit.gpu0_bsz}"]
         return " ".join((*keys, f"train.recompute={names if fit.recompute == 'chosen' else fit.recompute}"))
 

@@ -48,7 +48,7 @@ def resolve_auto(
         batch_size, accumulate = saved_plan.batch_size, saved_plan.accumulate
     else:
         batch_size = config.train.batch_size
-        accumulate = accumulation(config, batch_size)
+        accumulate = config.train.accumulate
     return with_train(config, batch_size=batch_size, accumulate=accumulate), saved_plan
 
 
@@ -113,14 +113,11 @@ def _largest(
     config: RunConfig, gpus: Sequence[GpuSpec], devices: DevicePlan, overhead: OverheadEstimate
 ) -> SavedMemoryPlan:
     """Return the plan of the largest batch for training and evaluation; a trial step confirms it in single and dp."""
-    limit = count_images(config.data, split_names(config.data)[0])
-    allowed = allowed_batches(config.train.effective_batch_size, limit)
-    fewer: int | None = None
+    most = count_images(config.data, split_names(config.data)[0])
     notes: list[str] = []
     while True:
-        batches = [batch for batch in allowed if fewer is None or batch <= fewer]
-        planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, batches=batches)
-        saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
+        planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, most=most)
+        saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate, notes)
         if devices.mode not in ("single", "dp"):
             return saved_plan
         resolved = with_train(config, batch_size=saved_plan.batch_size, accumulate=saved_plan.accumulate)
@@ -132,8 +129,8 @@ def _largest(
             text = str(error).partition("\n")[0]
             logger.info("batch of %d images: %s", saved_plan.batch_size, text)
             notes.append(f"a batch of {saved_plan.batch_size} was planned and ran out of memory in a trial step")
-            fewer = min(saved_plan.batch_size - 1, saved_plan.batch_size * 7 // 8)
-            if fewer < 1:
+            most = min(saved_plan.batch_size - 1, saved_plan.batch_size * 7 // 8)
+            if most < 1:
                 raise ConfigError(
                     f"train.batch_size = auto: not even one image fits ({text}): lower data.crop_px",
                     key="train.batch_size",
@@ -142,19 +139,3 @@ def _largest(
         finally:
             accelerator_of(devices.devices[0]).empty_cache()
         return replace(saved_plan, notes=(*notes, f"a batch of {saved_plan.batch_size} was confirmed by a trial step"))
-
-
-def accumulation(config: RunConfig, batch_size: int) -> int:
-    """Return the number of micro-batches per step with a batch of this size."""
-    total = config.train.effective_batch_size
-    return config.train.accumulate if total is None else total // batch_size
-
-
-def allowed_batches(effective_batch_size: int | None, num_images: int) -> list[int]:
-    """Return the possible batches: at most the number of images, and divisors of `train.effective_batch_size`.
-
-    >>> allowed_batches(12, 100), allowed_batches(None, 3)
-    ([1, 2, 3, 4, 6, 12], [1, 2, 3])
-    """
-    largest = min(num_images, effective_batch_size or num_images)
-    return [n for n in range(1, largest + 1) if effective_batch_size is None or effective_batch_size % n == 0]

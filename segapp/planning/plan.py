@@ -8,7 +8,6 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from segapp.chunks import Mode
 from segapp.config import RunConfig
@@ -97,15 +96,15 @@ class RecomputeSearch:
             return models[first]
         return replace(models[first], others=tuple(models[choice].first for choice in others))
 
-    def fastest(self, candidates: Sequence[tuple[PlanRow, int]]) -> Fit | None:
-        """Return the fastest candidate that fits, with recomputed blocks if necessary; None if there is none."""
+    def fastest(self, rows: Sequence[PlanRow], accumulate: int) -> Fit | None:
+        """Return the fastest split that fits, with recomputed blocks if necessary; None if there is none."""
         estimates = [
-            (step_s, row.fullest(self._gpus), row, accumulate)
-            for row, accumulate in candidates
+            (step_s, row.fullest(self._gpus), row)
+            for row in rows
             if (step_s := self._estimate_s(row, accumulate)) is not None
         ]
         first = sorted(estimates, key=lambda estimate: estimate[:2])[:MOST_TRIES]
-        return next(filter(None, (self._fewest(row, accumulate) for _, _, row, accumulate in first)), None)
+        return next(filter(None, (self._fewest(row, accumulate) for _, _, row in first)), None)
 
     def _estimate_s(self, row: PlanRow, accumulate: int) -> float | None:
         """Return the seconds of a step, if memory and time are proportional to the recomputed blocks; None: no fit."""
@@ -169,7 +168,7 @@ class RecomputeSearch:
             yield best
             if not self._blocks or (best.fits and best.step_s <= min(fit.step_s for fit in plain)):
                 continue
-            chosen = self.fastest([(row, accumulate) for row in rows])
+            chosen = self.fastest(rows, accumulate)
             if chosen is not None and chosen.recompute == "chosen":
                 yield chosen
             split = best.split if chosen is None else chosen.split
@@ -264,12 +263,12 @@ def plan_memory(
     *,
     mode: Mode | None = None,
     overhead: OverheadEstimate | None = None,
-    batches: Sequence[int] = range(1, LARGEST_BATCH + 1),
+    most: int = LARGEST_BATCH,
     fit: bool | None = False,
 ) -> MemoryPlan:
     """Return the plan of a config on given GPUs.
 
-    With `train.batch_size: auto`, the plan is for the largest of `batches`, in ascending order, that fits. With
+    With `train.batch_size: auto`, the plan is for the largest batch of at most `most` images that fits. With
     `train.recompute: auto`, the recomputed blocks are chosen for the config's split, or together with an automatic
     split and batch. `fit` asks for the batches, splits and recomputed blocks that make a step of the same images, with
     their times; with None, they are only searched if the config does not fit.
@@ -280,7 +279,6 @@ def plan_memory(
     is_auto = not config.train.batch_size
     small = with_batch(config, 2 * len(gpus)) if is_auto else config
     mode = mode or choose_mode(small, len(gpus))
-    images = config.train.effective_batch_size
     if overhead is None:
         environ = {ALLOCATOR_VARIABLES[-1]: EXPANDABLE_SEGMENTS, **os.environ}  # as a training sets it
         overhead = OverheadEstimate(context_mib(mode, len(gpus)), tensor_frac(environ))
@@ -293,49 +291,40 @@ def plan_memory(
         search = RecomputeSearch(pool, job, planner, facts.blocks)
         chosen: Fit | None = None
         if config.train.recompute == "auto":
-            config, planner, chosen = _with_chosen(config, planner, search, facts.min_train_batch, batches)
+            config, planner, chosen = _with_chosen(config, planner, search, facts.min_train_batch, most)
         elif is_auto:
-            config = with_batch(config, _largest_batch(config, planner, facts.min_train_batch, batches))
+            config = with_batch(config, _largest_batch(config, planner, facts.min_train_batch, most))
         plan = _assembled(config, planner, facts, chosen)
         if fit or (fit is None and not (plan.current or plan.best).fits):
-            table = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
-            plan = replace(plan, fits=table, has_effective_batch_size=images is not None)
+            plan = replace(plan, fits=tuple(search.table(config.train.batch_size * config.train.accumulate)))
     return plan
 
 
 def _with_chosen(
-    config: RunConfig, planner: Planner, search: RecomputeSearch, least: int, batches: Sequence[int]
+    config: RunConfig, planner: Planner, search: RecomputeSearch, least: int, most: int
 ) -> tuple[RunConfig, Planner, Fit | None]:
     """Return the config with its batch, the planner with the recomputed blocks, and these blocks.
 
-    An automatic batch is the one with the fastest step of `train.effective_batch_size` images; without that key, the
-    largest that fits, if possible without recomputation. If a given batch does not fit in any way, all blocks are
-    recomputed; None if its split is impossible.
+    An automatic batch is the largest that fits, if possible without recomputation. If a given batch does not fit in any
+    way, all blocks are recomputed; None if its split is impossible.
     """
-    train = config.train
-    total = train.effective_batch_size
-    counts = [train.batch_size] if train.batch_size else [n for n in batches if n >= least]
-    if not train.batch_size and total is None:
+    accumulate, is_auto = config.train.accumulate, not config.train.batch_size
+    if is_auto:
         try:
-            counts = [_largest_batch(config, planner, least, batches)]
+            count = _largest_batch(config, planner, least, most)
         except ConfigError:
-            counts = [_largest_batch(config, search.planner(train.accumulate, search.all_blocks), least, batches)]
-    total = total or counts[0] * train.accumulate
-    candidates = [
-        (row, total // count)
-        for count in counts
-        for row in _possible_rows(with_batch(config, count), search.planner(total // count))
-    ]
-    chosen = search.fastest(candidates)
-    if chosen is None and not train.batch_size:
-        raise _nothing_fits(planner, f"{counts[0]} images" if counts else "no allowed batch")
-    if not candidates:
+            count = _largest_batch(config, search.planner(accumulate, search.all_blocks), least, most)
+        config = with_batch(config, count)
+    rows = _possible_rows(config, planner)
+    chosen = search.fastest(rows, accumulate)
+    if chosen is None and is_auto:
+        raise _nothing_fits(planner, f"{config.train.batch_size} images")
+    if not rows:
         return config, planner, None
     if chosen is None:
-        row, accumulate = min(candidates, key=lambda candidate: candidate[0].fullest(planner.gpus))
+        row = min(rows, key=lambda row: row.fullest(planner.gpus))
         chosen = search.simulated(row, search.all_blocks, accumulate)
-    config = with_batch(config, chosen.batch_size, accumulate=chosen.accumulate)
-    return config, search.planner(chosen.accumulate, chosen.blocks_per_device), chosen
+    return config, search.planner(accumulate, chosen.blocks_per_device), chosen
 
 
 def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:
@@ -346,14 +335,14 @@ def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:
     return () if row is None else (row,)
 
 
-def _largest_batch(config: RunConfig, planner: Planner, least: int, batches: Sequence[int]) -> int:
-    """Return the largest of some batches that fits in training and in evaluation with the config's split."""
+def _largest_batch(config: RunConfig, planner: Planner, least: int, most: int) -> int:
+    """Return the largest batch that fits in training and in evaluation with the config's split."""
     gpu0_bsz = config.parallel.gpu0_bsz
     if planner.model.mode == "ddp":
         least = max(least, len(planner.gpus))
     if planner.has_split and isinstance(gpu0_bsz, int):
         least = max(least, gpu0_bsz)
-    allowed = [batch for batch in batches if batch >= least]
+    allowed = range(least, most + 1)
 
     def is_too_large(batch: int) -> bool:
         return not any(row.fits for row in _possible_rows(with_batch(config, batch), planner))
@@ -372,10 +361,9 @@ def _nothing_fits(planner: Planner, tried: str) -> ConfigError:
     )
 
 
-def with_batch(config: RunConfig, batch_size: int, **more: Any) -> RunConfig:
-    """Return the config with another `train.batch_size`, and other keys, and without `train.effective_batch_size`."""
-    train = config.train.model_copy(update={"batch_size": batch_size, "effective_batch_size": None, **more})
-    return config.model_copy(update={"train": train})
+def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
+    """Return the config with another `train.batch_size`."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": batch_size})})
 
 
 def _assembled(config: RunConfig, planner: Planner, facts: NetworkFacts, chosen: Fit | None) -> MemoryPlan:

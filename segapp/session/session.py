@@ -123,7 +123,7 @@ def _check_before_start(request: TrainRequest) -> None:
         return
     path, state = saved
     config = _with_saved(config, state, "precision") if config.train.precision == "auto" else config
-    if not config.train.batch_size or config.train.effective_batch_size is not None:
+    if not config.train.batch_size:
         config = _with_saved(config, state, "batch_size", "accumulate")
     is_limited = request.limit is not None  # with a limit, the number of images does not matter
     num_train = state["data"]["num_train"] if is_limited else count_images(config.data, split_names(config.data)[0])

@@ -1,7 +1,6 @@
 """The text of a plan and the plan in a run's folder, line by line and field by field by hand."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -159,10 +158,8 @@ def test_table_of_fits_by_hand():
     assert fit_table(plan_of_one(500.0)) == []
 
 
-def test_config_keys_leave_out_what_the_config_has():
+def test_config_keys_are_those_of_the_fit():
     plan = plan_of_one(500.0)
-    of_images = replace(plan, has_effective_batch_size=True)
-    assert of_images.as_config_keys(FITS[2]) == "train.batch_size=8 train.recompute=all"
     uneven = Fit(8, 2, 3, (3, 5), "chosen", ((), ("a",)), (1.0, 2.0), True, 1.0)
     assert plan.as_config_keys(uneven) == (
         "train.batch_size=8 train.accumulate=2 parallel.gpu0_bsz=3 train.recompute=auto"

@@ -15,7 +15,7 @@ from segapp.errors import ConfigError
 from segapp.memory.counters import DeviceInfo
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.parallel.distributed import Ranks
-from segapp.planning.auto import allowed_batches, resolve_auto
+from segapp.planning.auto import resolve_auto
 from segapp.planning.trial import evaluation_size
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
@@ -36,16 +36,6 @@ def test_published_data_that_are_not_here_have_their_usual_size(
 ) -> None:
     config = validate_config({"name": "plan", "data": {"format": format, "root": str(tmp_path / "absent")}})
     assert evaluation_size(config) == (size, f"usual for {format}: its images are not here")
-
-
-@pytest.mark.parametrize(
-    ("effective_batch_size", "num_images", "batches"),
-    [(12, 100, [1, 2, 3, 4, 6, 12]), (12, 5, [1, 2, 3, 4]), (None, 3, [1, 2, 3]), (1, 9, [1])],
-)
-def test_batches_divide_the_effective_one(
-    effective_batch_size: int | None, num_images: int, batches: list[int]
-) -> None:
-    assert allowed_batches(effective_batch_size, num_images) == batches
 
 
 def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_section: Any = (), **parallel: Any) -> Any:
@@ -156,14 +146,12 @@ def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], 
 
 
 @pytest.mark.slow
-def test_auto_batch_keeps_the_step_and_holds_after_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
-    section = {"batch_size": "auto", "effective_batch_size": 12}
-    config = on_budgets(tiny, 1, 9.0, section, gpu0_bsz="auto")
+def test_auto_batch_fits_and_holds_after_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = on_budgets(tiny, 1, 106.0, {"batch_size": "auto"}, gpu0_bsz="auto")  # 96 of them for cuBLAS
     folder = tmp_path / "run"
     assert train(config, folder) == 0
     settled = load_config(folder / "config.yaml")
-    batch, accumulate = settled.train.batch_size, settled.train.accumulate
-    assert batch * accumulate == 12
+    batch = settled.train.batch_size
     assert 2 <= batch < 12
     assert not events(folder, "oom")
     assert events(folder, "run_start")[0]["batch_size"] == batch

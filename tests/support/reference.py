@@ -185,7 +185,7 @@ def _in_brackets(text: str) -> str:
 
 
 UNITS = {
-    "batch_size": "images", "effective_batch_size": "images", "gpu0_bsz": "images", "shares": "images",
+    "batch_size": "images", "gpu0_bsz": "images", "shares": "images",
     "accumulate": "micro-batches", "workers": "processes", "early_stop": "evaluations",
     "patience": "evaluations", "keep": "files", "min_kept": "pixels", "critic_width": "channels",
 }  # fmt: skip
