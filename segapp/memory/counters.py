@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,6 +227,8 @@ class DeviceMemoryTracker:
         self._steps_to_profile = 0
         self._is_phase_whole = False
         """True if the current phase is the only one since the last reset of the peaks."""
+        self._finished_sizes: set[Hashable] = set()
+        self._is_left_out = False
 
     def usable_mib(self) -> list[float | None]:
         """Return each device's memory for this run: its total minus the memory of other processes; None if unknown."""
@@ -264,6 +266,25 @@ class DeviceMemoryTracker:
             self._is_phase_whole = False
         self.phase = phase
         self.report_progress(phase)
+
+    def begin_step(self, sizes: Hashable) -> None:
+        """Record that a step begins; leave the peaks out until the next one if cuDNN times its algorithms in this step.
+
+        It does so at the first step with new sizes, in workspaces of up to all free memory, which it then frees.
+
+        Args:
+            sizes: what the shapes of the step's convolutions depend on.
+        """
+        has_gpu = any(not isinstance(counters, ProcessCounters) for counters in self._counters.values())
+        is_left_out = has_gpu and torch.backends.cudnn.benchmark and sizes not in self._finished_sizes
+        if is_left_out != self._is_left_out:
+            with self._lock:
+                self._pop_peaks()
+                self._is_left_out = is_left_out
+
+    def end_step(self, sizes: Hashable) -> None:
+        """Record that a step with these sizes was made to its end."""
+        self._finished_sizes.add(sizes)
 
     def report_progress(self, activity: str | None = None) -> None:
         """Record progress of the training thread, in a phase or in `read`, while it waits for a batch."""
@@ -307,7 +328,9 @@ class DeviceMemoryTracker:
     def _pop_peaks(self) -> None:
         phase = self.phase if self._is_phase_whole else None
         for index, counters in self._counters.items():
-            self._peaks[index].note(counters.pop_peak_mib(), phase)
+            peak_mib = counters.pop_peak_mib()
+            if not self._is_left_out:
+                self._peaks[index].note(peak_mib, phase)
 
 
 class MemorySampler:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -310,6 +310,8 @@ class Trainer:
             num_pieces = oom.begin(self.position).num_pieces
             self.reporter.recompute()
             num_samples = images_in(self.position.batch, 1, self.settings.batch_size, len(self.train_loader.dataset))
+            sizes = self._sizes(group, num_pieces, num_samples)
+            self.device_memory.begin_step(sizes)
             try:
                 check = functools.partial(self.safe_point.check, before="micro-batch")
                 result = self.engine.step(group, check, num_pieces=num_pieces, num_samples=num_samples)
@@ -322,6 +324,7 @@ class Trainer:
                     raise
                 failure = error
             else:
+                self.device_memory.end_step(sizes)
                 self.position.step += 1
                 self.position.is_evaluated = False
                 if not self._has_stepped:  # kernels are compiled: no rank delays the others as long from now on
@@ -329,6 +332,12 @@ class Trainer:
                     self._has_stepped = True
                 return result
             oom.handle_step_failure(failure, self.position)
+
+    def _sizes(self, group: list[Batch], num_pieces: int, num_samples: int) -> Hashable:
+        """Return what the shapes of a step's convolutions depend on, and which passes they are part of."""
+        split = tuple(self.engine.network.split_of(num_samples))
+        is_frozen = bool(self.engine.model.frozen_parameters)
+        return tuple(map(len, group)), num_pieces, split, self.controller.recomputed, is_frozen
 
     def evaluate(self) -> Evaluation:
         """Evaluate on the validation split and emit the `val` event.

@@ -104,6 +104,33 @@ def test_observed_peaks_restart_with_a_new_split() -> None:
     assert watch.sample()[0]["peak_mib"] == 900.0  # of the interval, before the change too
 
 
+def test_peak_while_cudnn_times_algorithms_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = Counters()
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
+    counters.use(150.0)  # the weights arrive
+    counters.use(100.0)
+
+    def train(sizes: tuple[int, ...], mib: float, *, is_finished: bool = True) -> None:
+        watch.begin_step(sizes)
+        step(watch, counters, {"backward": mib})
+        if is_finished:
+            watch.end_step(sizes)
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    train((3, 2), 36000.0, is_finished=False)  # the algorithms that are left are timed in the step's repetition
+    assert watch.sample()[0]["peak_mib"] == 150.0
+    train((3, 2), 35000.0)
+    assert watch.sample()[0]["peak_mib"] is None
+    train((3, 2), 400.0)
+    train((5,), 30000.0)
+    assert watch.observed_mib() == [400.0]
+    train((5,), 700.0)
+    assert watch.sample()[0]["peak_mib"] == 700.0
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    train((1,), 800.0)
+    assert watch.observed_mib() == [800.0]
+
+
 def test_logical_devices_share_the_numbers_of_the_real_one() -> None:
     watch = DeviceMemoryTracker([DeviceInfo("cpu", pid=os.getpid())] * 3)
     found = watch.sample()

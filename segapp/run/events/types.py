@@ -182,7 +182,7 @@ class DeviceMemory(_Model):
     allocated_mib: float | None = None
     reserved_mib: float | None = None
     peak_mib: float | None = None
-    """Highest allocation since the last line."""
+    """Highest allocation since the last line; null in a step in which cuDNN times its algorithms."""
     phase: Text | None = None
     """Phase of the training at the peak: forward, loss, backward, step, eval."""
     phase_peak_mib: dict[str, float | None] | None = None
