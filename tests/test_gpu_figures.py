@@ -17,8 +17,8 @@ from segapp.planning.trial import build_trial_engine
 from segapp.training.step.assembler import StepLayout
 from segapp.training.step.engine import StepEngine
 from tests.gpu import figures_plan, figures_training
-from tests.gpu.figures_epochs import border_figures, epoch_figures
 from tests.gpu.figures_training import batch_of, engine_of, figures_config, mode_of
+from tests.support import rank_steps
 
 CPU = torch.device("cpu")
 CONFIG = figures_config(False, precision="fp32")
@@ -79,27 +79,6 @@ def test_single_device_is_called_single() -> None:
         assert mode_of(engine) == "single"
 
 
-def test_epochs_are_timed_with_what_lies_between_them() -> None:
-    """Three steps of 10 s an epoch, then 40 s: 4 images a step; the first two epochs are slower and not counted."""
-    starts, found = {1: 0, 2: 500, 3: 1000, 4: 1060, 5: 1120}, [{"type": "checkpoint", "save_s": 7.0}]
-    found += [
-        {"type": "step", "epoch": epoch, "t": start + step * (10 if epoch > 2 else 50)}
-        for epoch, start in starts.items()
-        for step in range(3)
-    ]
-    figures = epoch_figures([*found, {"type": "val", "t": 1e9}], 4)
-    assert figures["images/s, within epochs"] == pytest.approx(4 / 10)
-    assert figures["images/s, whole epochs"] == pytest.approx(12 / 60)
-    assert figures["whole over within"] == pytest.approx(0.5)
-    assert figures["s a save"] == 7.0
-
-
-def test_border_with_the_change_is_told_from_the_others() -> None:
-    ends = {1: (0, 10), 2: (40, 50), 3: (53, 60), 4: (69, 80), 5: (85, 90)}
-    found = [{"type": "step", "epoch": epoch, "t": t} for epoch, times in ends.items() for t in times]
-    assert border_figures(found, 4) == {"border with the change, s": 9, "other borders, s": 4}
-
-
 @pytest.mark.parametrize("ema", [None, 0.5])
 def test_plain_loop_trains_a_copy_of_the_network(ema: float | None) -> None:
     with engine_of(figures_config(False, ema=ema), CPU, "single") as engine:
@@ -118,15 +97,34 @@ def test_compilers_are_figures_of_a_small_network() -> None:
     names = [case.name.rpartition("images, ")[2] for case in figures_training.small_cases("cuda:0")]
     assert names == ["eager", "torch.compile", "torch.compile, reduce-overhead"]
     assert figures_training.SMALL_WAYS[names[2]] == {"mode": "reduce-overhead"}
-    names = {case.name for case in figures_training.step_cases("cuda:0")}
-    assert {"DeepLabV3-R50, fp32, no average", "LR-ASPP, auto, average"} < names
-    assert len(names) == 8
 
 
 def test_plan_rows_are_the_twelve_shipped_networks() -> None:
     names = {case.name.partition(",")[0] for case in figures_plan.plan_cases("cpu")}
     assert len(names) == 12
-    assert len(figures_plan.plan_cases("cuda:0")) == 12 * 2 * 2
+    assert len(figures_plan.plan_cases("cuda:0")) == 12 * 2
+
+
+def test_peaks_compared_with_plans_are_without_timed_algorithms() -> None:
+    config = figures_plan.network_config("demo", "fp32", 4, is_small=True)
+    seen, step = [], StepEngine.step
+
+    def note(engine: StepEngine, *args: object) -> object:
+        seen.append(torch.backends.cudnn.benchmark)
+        return step(engine, *args)  # type: ignore[arg-type]
+
+    with mock.patch.object(StepEngine, "step", note):
+        figures_plan._peaks(config, CPU)
+    assert seen == [False] * 2 + [True] * 4
+
+
+def test_networks_of_ranks_step_save_and_load() -> None:
+    for build in (rank_steps.SmallNet, rank_steps.DroppingNet):
+        engine = rank_steps.engine_of(rank_steps.CRITERIA["ce"](), build=build)
+        engine.step([rank_steps.images_of(8, 0)])
+        again = rank_steps.engine_of(rank_steps.CRITERIA["ce"](), build=build)
+        again.load_state_dict(engine.state_dict())
+        assert all(torch.equal(*pair) for pair in zip(*map(rank_steps.state_of, (engine, again)), strict=True))
 
 
 @pytest.mark.parametrize("name", [path.stem for path in figures_plan.CONFIGS])

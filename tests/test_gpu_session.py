@@ -159,7 +159,7 @@ def test_limits_of_all_rows_fit_nine_minutes() -> None:
 
 def test_figures_that_need_the_card_alone_come_first() -> None:
     *alone, beside = [{row.name for row in group} for group in groups(ROWS)]
-    assert alone == [{"step"}, {"loss"}, {"epochs"}, {"small-network"}]
+    assert alone == [{"step"}, {"loss"}, {"small-network"}]
     assert beside == {"tests", "ranks", "ranks-nccl", "plan", "sanitizer"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import torch
 from segapp.assembly.devices import numerics
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, load_config
+from segapp.inference.sliding import without_cudnn_benchmark
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import EVAL, PhasePeak, SimulationJob
 from segapp.memory.plan import BLAS_MIB
@@ -33,7 +35,7 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if "vitl" no
 """Of twelve networks, without those of a ViT-L. They are built without weights and without data."""
 
 PRECISIONS = ("fp32", "amp-bf16")
-WORKERS = 3
+WORKERS = 5
 """Processes that plan while the device is measured."""
 
 
@@ -42,15 +44,10 @@ Key = tuple[str, str, int]
 
 
 def plan_cases(device: str) -> list[Case]:
-    """Return a case for each network, precision and batch: peaks of steps and of an evaluation."""
+    """Return a case for each network and precision: peaks of steps with a quarter of the batch, and in evaluation."""
     place = torch.device(device)
     is_gpu = place.type == "cuda"
-    keys = [
-        (path.stem, precision, divisor)
-        for path in CONFIGS
-        for precision in (PRECISIONS if is_gpu else PRECISIONS[:1])
-        for divisor in ((4, 2) if is_gpu else (4,))
-    ]
+    keys = [(path.stem, precision, 4) for precision in (PRECISIONS if is_gpu else PRECISIONS[:1]) for path in CONFIGS]
     plans = Plans(keys, WORKERS if is_gpu else 1, is_small=not is_gpu)
     return [Case("{}, {}, batch/{}".format(*key), partial(plan_row, plans, place, key)) for key in keys]
 
@@ -132,7 +129,7 @@ def plan_row(plans: Plans, place: torch.device, key: Key) -> dict[str, Any]:
     if not is_gpu:
         _peaks(config, place)  # as on a card, without a measurement
         return {**row, "measured MiB": None}
-    measured_mib, measured_eval_mib, reserved_mib = _peaks(config, place)
+    measured_mib, measured_eval_mib, reserved_mib, timing_mib, timed_mib = _peaks(config, place)
     allowed_mib = max(step_mib, eval_mib) / tensor_frac(os.environ)  # what a plan leaves to the allocator
     fails = not _fits(config, place, allowed_mib)
     return {
@@ -141,6 +138,8 @@ def plan_row(plans: Plans, place: torch.device, key: Key) -> dict[str, Any]:
         "measured eval MiB": measured_eval_mib,
         "error %": 100 * (max(step_mib, eval_mib) / max(measured_mib, measured_eval_mib) - 1),
         "reserved MiB": reserved_mib,
+        "timing MiB": timing_mib,
+        "after timing MiB": timed_mib,
         "device MiB": torch.cuda.get_device_properties(place).total_memory / MIB,
         "allowed MiB": allowed_mib,
         "fails in plan": fails,
@@ -148,17 +147,28 @@ def plan_row(plans: Plans, place: torch.device, key: Key) -> dict[str, Any]:
     }
 
 
-def _peaks(config: RunConfig, place: torch.device) -> tuple[float, float, float]:
-    """Return the peaks of two steps and of an evaluation, and the memory that the allocator took, in MiB."""
+def _peaks(config: RunConfig, place: torch.device) -> tuple[float, float, float, float, float]:
+    """Return peaks in MiB.
+
+    Of two steps with the algorithms that cuDNN recommends, which are compared with the plan; of an evaluation; what the
+    allocator took until then; of the two steps in which cuDNN times its algorithms; and of two steps with those that it
+    has chosen, as a training makes them.
+    """
     engine = _engine(config, place)
     try:
         _reset(place)
-        _steps(engine, config)
+        _steps(engine, config, is_timing=False)
         step_mib = _peak_mib(place)
         _reset(place)
         evaluate_blank(engine, config, build_scheme(config.data), config.data.crop_px)
+        eval_mib = _peak_mib(place)
         reserved = torch.cuda.max_memory_reserved(place) / MIB if place.type == "cuda" else 0.0
-        return step_mib, _peak_mib(place), reserved
+        later = []
+        for _ in range(2):
+            _reset(place)
+            _steps(engine, config)
+            later.append(_peak_mib(place))
+        return step_mib, eval_mib, reserved, later[0], later[1]
     finally:
         del engine
         _free(place)
@@ -191,11 +201,15 @@ def _engine(config: RunConfig, place: torch.device) -> StepEngine:
     return engine
 
 
-def _steps(engine: StepEngine, config: RunConfig) -> None:
+def _steps(engine: StepEngine, config: RunConfig, *, is_timing: bool = True) -> None:
+    """Make two steps; cuDNN times its algorithms in them as in a training, or does not."""
     scheme, pixels = build_scheme(config.data), build_pixels(config.data)
     batch = blank_batch(scheme, int(config.train.batch_size), config.data.crop_px, pixels)
     train = config.train
-    with numerics(deterministic=train.deterministic, tf32=train.tf32):
+    with (
+        numerics(deterministic=train.deterministic, tf32=train.tf32),
+        contextlib.nullcontext() if is_timing else without_cudnn_benchmark(),
+    ):
         for _ in range(2):  # the second meets what the first leaves
             engine.step([batch])
 

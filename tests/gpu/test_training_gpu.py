@@ -69,11 +69,10 @@ def on(plain: dict[str, Any], device: str, **sections: Any) -> Any:
         {},
         {"train": {"precision": "fp16"}},
         {"train": {"precision": "auto", "ema": 0.9}},
-        {"train": {"channels_last": True}},
         {"train": {"tf32": False}},
         {"model": SEGFORMER, "train": {"precision": "fp16"}},
     ],
-    ids=["default", "fp16", "auto", "channels-last", "full-float32", "segformer-fp16"],
+    ids=["default", "fp16", "auto", "full-float32", "segformer-fp16"],
 )
 def test_two_epochs_end_with_finite_losses(
     device: str, sections: dict[str, Any], plain: dict[str, Any], tmp_path: Path

@@ -89,6 +89,7 @@ class SmallNet(nn.Module):
         return (self.head(features + self.pooled(features)),)
 
     base = None
+    frozen_parameters = ()
 
     def without_base(self, state: dict[str, Any]) -> dict[str, Any]:
         return state
