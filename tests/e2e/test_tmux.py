@@ -17,6 +17,7 @@ from segapp.commands.runs import control_run
 from segapp.config import dump_config
 from segapp.run.folder import RunFolder
 from segapp.run.lock import is_alive
+from segapp.tui.app import TYPING_S
 from tests.support.runs import events, merged
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
@@ -111,14 +112,16 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     terminal.start(f"{SEGAPP} attach")
     terminal.wait_for("tiny", "LIVE", "Loss")
     terminal.keys("b")
+    terminal.wait_for("enter to send")
     terminal.keys("2")
+    terminal.wait_for("ok: split 2·1·0")
     terminal.keys("Enter")
     terminal.wait_for("PENDING")
     applied = until(lambda: [e for e in events(run, "gpu0_bsz") if e["status"] == "applied"])[0]
     assert (applied["new"], applied["split"]) == (2, [2, 1, 0])
     terminal.wait_for("2·1·0")
     terminal.keys("p")
-    terminal.wait_for("PAUSED  epoch")
+    terminal.wait_for("● PAUSED")
     terminal.keys("c")
     at = events(run, "step")[-1]["step"]
     until(lambda: [e for e in events(run, "checkpoint") if e["step"] == at])
@@ -126,6 +129,7 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     terminal.wait_for("LIVE")
     terminal.keys("S")
     terminal.wait_for("After this epoch", "Now: saves step")
+    time.sleep(2 * TYPING_S)  # faster keys are typed text, which sends nothing
     terminal.keys("x")
     terminal.wait_for("STOPPED")
     assert events(run, "run_end")[-1]["exit_code"] == 75
