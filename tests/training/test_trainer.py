@@ -74,3 +74,21 @@ def test_rank_takes_its_own_random_state_up_again(
     }
     Trainer.load_state_dict(trainer, state)
     assert found == restored
+
+
+def test_only_finished_steps_have_had_their_algorithms_timed() -> None:
+    """A step that runs out of memory is repeated in pieces: other sizes, whose algorithms cuDNN times again."""
+    trainer = Mock(Trainer, device_memory=Mock(), engine=Mock(), oom_policy=Mock(), position=Position())
+    trainer.safe_point, trainer.reporter, trainer.controller = Mock(), Mock(), Mock(recomputed=((),))
+    trainer.settings, trainer.train_loader = Mock(batch_size=3), Mock(dataset=range(9))
+    trainer._has_stepped = True
+    trainer._sizes = lambda *args: Trainer._sizes(trainer, *args)
+    trainer.engine.network.split_of = lambda num: [num - 1, 1]
+    trainer.engine.model.frozen_parameters = ()
+    trainer.engine.step.side_effect = [OutOfMemoryError("full"), "result"]
+    trainer.oom_policy.begin.side_effect = [Mock(num_pieces=1), Mock(num_pieces=2)]
+    trainer.oom_policy.undo_recompute_if_cause.return_value = False
+    assert Trainer.train_step(trainer, [range(3)]) == "result"  # type: ignore[list-item, comparison-overlap]
+    calls = [(name, args[0][:3]) for name, args, _ in trainer.device_memory.method_calls]
+    whole, pieces = ((3,), 1, (2, 1)), ((3,), 2, (2, 1))
+    assert calls == [("begin_step", whole), ("begin_step", pieces), ("end_step", pieces)]
