@@ -138,13 +138,14 @@ class StopScreen(ChoiceScreen):
     HINT = ""
 
     def __init__(self, view: View, status: Status) -> None:
-        eta_s, step = etas_s(view, status)[0], view.step.step if view.step is not None else 0
+        eta_s = etas_s(view, status)[0]
         where = f" on {printable(status.host)}" if status.host else ""
         last = f"If the trainer does not answer{where}: kill {status.pid} saves a checkpoint, kill -9 does not."
         choices = (
             Choice("Keep training", "", "esc, n"),
             Choice(f"After this epoch{f', ~{duration(eta_s)}' if eta_s is not None else ''}", "epoch", "e"),
-            Choice(f"Now: saves step {step}", "now", "x"),
+            # the command is held for some seconds, in which the training goes on
+            Choice(f"Now: saves about step {view.at_step or 0}", "now", "x"),
         )
         super().__init__("Stop the training?", choices, last if status.pid is not None else "")
 

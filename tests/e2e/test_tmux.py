@@ -128,7 +128,7 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     terminal.keys("p")
     terminal.wait_for("LIVE")
     terminal.keys("S")
-    terminal.wait_for("After this epoch", "Now: saves step")
+    terminal.wait_for("After this epoch", "Now: saves about step")
     time.sleep(2 * TYPING_S)  # faster keys are typed text, which sends nothing
     terminal.keys("x")
     terminal.wait_for("STOPPED")
