@@ -185,7 +185,7 @@ def columns_of(runs: Sequence[FollowedRun]) -> list[Column]:
 
     def best_text(run: FollowedRun) -> str:
         facts = run.summary.shown
-        star = "★" if facts["best_miou"] == best.get(facts["num_classes"]) else ""
+        star = "★" if facts["best_miou"] and facts["best_miou"] == best.get(facts["num_classes"]) else ""
         score = star + number(facts["best_miou"])
         return with_count(score, facts["best_num_scored"], facts["num_classes"]) if len(counts) > 1 else score
 

@@ -149,6 +149,8 @@ def test_list_says_which_run_won_and_in_what_it_differs(tmp_path: Path) -> None:
         "d": ["?", "?", "?"],
     }  # fmt: skip
     assert rows["e"][3:6] == ["-", "-", "-"]
+    without_result = [run for run in followed.runs if run.name == "e"]
+    assert run_row(without_result[0], 200, columns_of(without_result)).plain.split()[3] == "-", "no star"
     narrow = run_row(None, 78, columns).plain.split()
     assert narrow == ["RUN", "STATE", "EPOCH", "BEST", "LOSS", "lr", "optim"]
     with_classes = RecordedRun(root / "f", classes=["x", "y"], steps_per_epoch=10)

@@ -375,7 +375,9 @@ def test_stopping_is_a_list_that_begins_with_training_on(fresh: RecordedRun, pre
         app.view.at_step = 93  # of a heartbeat after the last logged step, 25
         await press(app, pilot, "S")
         text = screen_text(app)
-        assert re.search(r"Keep training +esc, n.*\n.*After this epoch, ~32s +e .*\n.*Now: saves about step 93 +x ", text)
+        assert re.search(
+            r"Keep training +esc, n.*\n.*After this epoch, ~32s +e .*\n.*Now: saves about step 93 +x ", text
+        )
         await press(app, pilot, *pressed.split())
         assert sent(fresh) == wanted
 
