@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from segapp.checkpoint.saver import Position
 from segapp.config import LiveSettings
@@ -85,7 +86,7 @@ def test_only_finished_steps_have_had_their_algorithms_timed() -> None:
     trainer._sizes = lambda *args: Trainer._sizes(trainer, *args)
     trainer.engine.network.split_of = lambda num: [num - 1, 1]
     trainer.engine.model.frozen_parameters = ()
-    trainer.engine.step.side_effect = [OutOfMemoryError("full"), "result"]
+    trainer.engine.step.side_effect = [torch.OutOfMemoryError("full"), "result"]
     trainer.oom_policy.begin.side_effect = [Mock(num_pieces=1), Mock(num_pieces=2)]
     trainer.oom_policy.undo_recompute_if_cause.return_value = False
     assert Trainer.train_step(trainer, [range(3)]) == "result"  # type: ignore[list-item, comparison-overlap]
