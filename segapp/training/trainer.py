@@ -334,7 +334,7 @@ class Trainer:
             oom.handle_step_failure(failure, self.position)
 
     def _sizes(self, group: list[Batch], num_pieces: int, num_samples: int) -> Hashable:
-        """Return what the shapes of a step's convolutions depend on, and which passes they are part of."""
+        """Return a key of the shapes of a step's convolutions and of the passes that they are part of."""
         split = tuple(self.engine.network.split_of(num_samples))
         is_frozen = bool(self.engine.model.frozen_parameters)
         return tuple(map(len, group)), num_pieces, split, self.controller.recomputed, is_frozen
