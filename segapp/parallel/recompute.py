@@ -241,6 +241,7 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
             `DataParallelModel`. Ranks may differ.
 
     Raises:
+        TypeError: a set is a string.
         ValueError: a block lies within another, is compiled, or has a `forward` that its class does not have; in a
             later forward pass, the model has another number of devices than there are sets.
         RuntimeError: in a later step, a block's inputs or buffers change so that it cannot be recomputed.
@@ -251,6 +252,8 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         >>> type(network[1]).__name__, isinstance(network[1], RecomputedBlock)
         ('Sequential', True)
     """
+    if word := next((each for each in (sets, *sets) if isinstance(each, str)), None):
+        raise TypeError(f"set_recompute got the string {word!r} in place of a set of names: write [[{word!r}]]")
     names = {name for blocks in sets for name in blocks}
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
