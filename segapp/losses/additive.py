@@ -25,11 +25,18 @@ Outputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """Outputs of a model: logits, (logits, *auxiliary logits), or torchvision's {"out": ..., "aux": ...}."""
 
 
+def as_whole(outputs: Any) -> Any:
+    """Return outputs that are not a DataParallelModel's, whose `__torch_function__` raises and names the remedy."""
+    if isinstance(outputs, list) and hasattr(outputs, "__torch_function__"):
+        outputs.__torch_function__("segapp.losses")
+    return outputs
+
+
 def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
     """Return the main logits, then the auxiliary ones, each (N, C, h, w).
 
     Raises:
-        TypeError: another type, or a mapping without "out".
+        TypeError: another type, outputs of a `DataParallelModel`, or a mapping without "out".
         ValueError: an empty sequence.
     """
     if isinstance(outputs, Tensor):
@@ -40,11 +47,11 @@ def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
                 f'the model returned a mapping with keys {sorted(outputs)}: the main logits belong under "out"'
             )
         return (outputs["out"], *(value for key, value in outputs.items() if key != "out"))
-    if not isinstance(outputs, Sequence):
+    if not isinstance(as_whole(outputs), Sequence):
         raise TypeError(f"outputs are a {type(outputs).__name__}: give logits, a sequence of logits or a mapping")
     if not outputs:
         raise ValueError("outputs are an empty sequence: the first element must be the main logits")
-    return tuple(outputs)
+    return tuple(map(as_whole, outputs))
 
 
 class AdditiveCriterion(nn.Module):
@@ -95,10 +102,7 @@ class AdditiveCriterion(nn.Module):
 
     def forward(self, outputs: Outputs, target: Tensor) -> Tensor:
         """Return the scalar loss of a step with one chunk; see `statistics` for the arguments."""
-        refuse = None if isinstance(outputs, Tensor) else getattr(outputs, "__torch_function__", None)
-        if refuse is not None:
-            refuse(type(self))  # outputs of a DataParallelModel, which name the class that takes them
-        return self.finalize(self.statistics(outputs, target))
+        return self.finalize(self.statistics(as_whole(outputs), target))
 
 
 class MeanCriterion(AdditiveCriterion):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
+from segapp.losses.additive import as_whole
 from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, BlockBand, BlockSweep, sweep_bands
 from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, class_masks
 from segapp.losses.fused.grid import grid_of
@@ -54,9 +55,9 @@ def check_views(views: Tensor | Sequence[View]) -> list[View]:
     """Return the views as a list.
 
     Raises:
-        ValueError: no views, a view without tiles, or views with different N or C.
+        TypeError, ValueError: outputs of a `DataParallelModel`; no views or tiles, or views with different N or C.
     """
-    views_list: list[View] = [views] if isinstance(views, Tensor) else list(views)
+    views_list: list[View] = [views] if isinstance(views, Tensor) else list(as_whole(views))
     if not views_list or not all(_tensors(view) for view in views_list):
         raise ValueError("there are no views: give at least one tensor of logits, or one tile")
     shapes = [tuple(tensor.shape) for view in views_list for tensor in _tensors(view)]
@@ -78,7 +79,7 @@ def first_logits(views: Sequence[View]) -> Tensor:
 
 
 def _tensors(view: View) -> list[Tensor]:
-    return [view] if isinstance(view, Tensor) else [tile.logits for tile in view]
+    return [view] if isinstance(view, Tensor) else [tile.logits for tile in as_whole(view)]
 
 
 def probability_bands(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
-from segapp.losses.additive import MeanCriterion
+from segapp.losses.additive import MeanCriterion, as_whole
 from segapp.losses.fused.checks import (
     as_class_weight,
     check_inputs,
@@ -28,12 +28,7 @@ from segapp.losses.fused.checks import (
 )
 from segapp.losses.fused.kernels import MAX_CLASSES, KernelError, has_kernels, load_kernels, note_failure
 from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of, upsampled_sums
-from segapp.losses.fused.reference import (
-    CrossEntropySettings,
-    compute_dtype,
-    target_weight_sum,
-    upsample,
-)
+from segapp.losses.fused.reference import CrossEntropySettings, compute_dtype, target_weight_sum, upsample
 
 Implementation = Literal["auto", "reference", "triton", "sums"]
 """Implementation of the loss; "auto" chooses by device, sizes and number of classes."""
@@ -89,6 +84,7 @@ def upsample_cross_entropy(
         >>> torch.allclose(loss_sum / weight_sum.float(), F.cross_entropy(full, target), atol=1e-5)
         True
     """
+    as_whole(logits)
     check_label_smoothing(label_smoothing)
     if implementation not in get_args(Implementation):
         raise ValueError(f"implementation={implementation!r}: give one of {', '.join(get_args(Implementation))}")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
-from segapp.losses.additive import AdditiveCriterion, Statistics, reciprocal_or_zero
+from segapp.losses.additive import AdditiveCriterion, Statistics, as_whole, reciprocal_or_zero
 
 
 def pixel_wise_divergence(
@@ -126,7 +126,7 @@ class CriterionDistilled(AdditiveCriterion):
 
     def statistics(self, outputs: Any, target: Tensor) -> Statistics:
         """Return the task's statistics, the terms' sums (terms,) and the number of images."""
-        heads, values = outputs[:2]
+        heads, values = as_whole(outputs)[:2]
         count = torch.tensor(len(values), dtype=wide_dtype(values.device), device=values.device)
         return (*self._task.statistics(heads, target), values.sum(0), count)
 

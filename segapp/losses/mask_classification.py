@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
-from segapp.losses.additive import AdditiveCriterion, Statistics, reciprocal_or_zero
+from segapp.losses.additive import AdditiveCriterion, Statistics, as_whole, reciprocal_or_zero
 from segapp.losses.cross_entropy import CriterionCE
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_simulated
 from segapp.losses.fused.reference import compute_dtype
@@ -103,7 +103,7 @@ class CriterionMaskClassification(AdditiveCriterion):
         Raises:
             ValueError: shapes that do not fit, ids that are no class.
         """
-        predictions = list(zip(outputs[::2], outputs[1::2], strict=True))
+        predictions = list(zip(as_whole(outputs)[::2], outputs[1::2], strict=True))
         masks = predictions[0][0]
         check_inputs(masks, target)
         with torch.autocast(masks.device.type, enabled=False):
