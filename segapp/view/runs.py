@@ -326,12 +326,14 @@ class FollowedRun:
     def age_s(self) -> float | None:
         """Time since the last event; None if it is unknown.
 
-        Without a trainer it is the time at the last full minute, so that the rows of a list are drawn again together.
+        Without a trainer it is the age at the last full minute, so that the rows of a list are drawn again together;
+        the first minute is counted in seconds.
         """
         last_s: float | None = self.summary.times["last_s"]
         if self._source is not None or last_s is None:
             return self.summary.facts.event_age_s
-        return max(0.0, self._clock() // 60 * 60 - last_s)
+        now_s = self._clock()
+        return max(0.0, now_s // 60 * 60 - last_s, min(now_s - last_s, 60.0))
 
     @property
     def devices(self) -> str:

@@ -20,7 +20,7 @@ from segapp.tui.chart import LossChart, RunsChart
 from segapp.tui.runs_screen import columns_of, run_row
 from segapp.view.runs import FollowedRun, RunList, run_state
 from segapp.view.source import LiveSource
-from tests.support.recorded_runs import RecordedRun
+from tests.support.recorded_runs import Clock, RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle
 
 
@@ -104,6 +104,20 @@ def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
     run.folder.release()
     assert (num_evaluations(alpha), alpha.summary.state, alpha.summary.shown["step"]) == (2, "live", 21)
     assert alpha.summary.shown["best_miou"] != first_miou
+
+
+def test_age_of_an_ended_run_counts_its_first_minute_in_seconds(tmp_path: Path) -> None:
+    run, clock = recorded(tmp_path / "runs", "alpha", 1, "finished"), Clock(0.0)
+    ended_s = json.loads(run.folder.events.read_text().splitlines()[-1])["t"]
+    followed = RunList(tmp_path / "runs", clock)
+    read_on(followed)
+    ages = []
+    for seconds in range(300):
+        clock.now_s = ended_s + seconds
+        ages.append(followed.runs[0].age_s)
+    assert ages[:61] == pytest.approx(list(range(61)))
+    assert ages == sorted(ages)
+    assert all(seconds - 60 <= age_s <= seconds + 1e-3 for seconds, age_s in enumerate(ages))
 
 
 def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> None:
