@@ -391,7 +391,7 @@ class MonitorApp(App[None]):
     def action_help(self) -> None:
         """Show the keys of the open screen, or close them; in a run, those that act in the selected pane."""
         pane = self.pane if isinstance(self.screen, RunScreen) else ""
-        found = keys.help_lines(keys.here(self._keys_of_screen(), pane), pane)
+        found = keys.help_lines(keys.here(self._keys_of_screen(), pane), pane, in_ascii=self.is_ascii)
         if isinstance(self.screen, HelpScreen):
             self.screen.dismiss()
         else:

@@ -11,6 +11,7 @@ from textual.style import Style
 from segapp.tui.widgets import LiteralText
 
 _SHOWN = {"question_mark": "?", "slash": "/", "left": "←→", "down": "↓↑", "escape": "esc", "ctrl+p": "^p"}
+_IN_ASCII = {"←→": "left/right", "↓↑": "up/down"}
 
 
 class Key(NamedTuple):
@@ -87,10 +88,11 @@ def available(keys: Iterable[Key], *, sends: bool) -> list[Key]:
     return [key for key in keys if sends or not key.sends]
 
 
-def shown_key(key: Key) -> str:
+def shown_key(key: Key, *, in_ascii: bool = False) -> str:
     """Return the name of a key as displayed."""
     first = key.keys.split(",")[0]
-    return _SHOWN.get(first, first)
+    shown = _SHOWN.get(first, first)
+    return _IN_ASCII.get(shown, shown) if in_ascii else shown
 
 
 def here(keys: Sequence[Key], pane: str) -> list[Key]:
@@ -107,9 +109,11 @@ class KeyBar(LiteralText):
 
         In the tables of the screens, these are the command palette and help.
         """
+        in_ascii = self.app.has_class("-ascii")
         pieces = [
             Content.assemble(
-                (f" {shown_key(key)} ", "$text-accent bold"), (labels.get(key.label, key.label), "$foreground")
+                (f" {shown_key(key, in_ascii=in_ascii)} ", "$text-accent bold"),
+                (labels.get(key.label, key.label), "$foreground"),
             ).stylize(Style.from_meta({"key": key.keys.split(",")[0]}))
             for key in keys
             if key.label
@@ -124,9 +128,9 @@ class KeyBar(LiteralText):
             self.app.simulate_key(key)
 
 
-def help_lines(keys: Sequence[Key], pane: str = "") -> Content:
+def help_lines(keys: Sequence[Key], pane: str = "", *, in_ascii: bool = False) -> Content:
     """Return the help page: the keys, and the signs of the pane."""
-    lines = [_line(shown_key(key), key.help, "$text-accent bold") for key in keys if key.keys]
+    lines = [_line(shown_key(key, in_ascii=in_ascii), key.help, "$text-accent bold") for key in keys if key.keys]
     lines.append(_line("shift+drag", "select text with the terminal", "$text-accent bold"))
     signs = {
         "loss": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,9 @@ def test_without_colour_each_class_has_a_letter(run: RecordedRun) -> None:
         text = screen_text(app)
         assert "AAAAAA" in text
         assert "A road" in text
+        assert "left/right Evaluation  up/down Image" in text.splitlines()[-1]
+        await press(app, pilot, "question_mark")
+        assert re.search(r" left/right  show another evaluation.*\n.* up/down  show another image", screen_text(app))
 
     run_screen(run, act, ascii_only=True)
 
