@@ -18,12 +18,13 @@ from textual.pilot import Pilot
 from segapp.run.commands import drain_commands
 from segapp.run.events import CommandAnswer
 from segapp.tui import keys
-from segapp.tui.app import MonitorApp
+from segapp.tui.app import HOLD_S, TYPING_S, MonitorApp
 from segapp.tui.layout import plan_layout
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import CAMVID, Clock, RecordedRun, live_run
 from tests.support.screens import press, run_screen, said, screen_rows, screen_text, settle
 
+REAL_S = (HOLD_S, TYPING_S)
 SIZES = [(120, 36), (100, 30), (80, 24), (60, 15), (40, 10)]
 
 
@@ -416,7 +417,7 @@ def test_command_can_be_taken_back_for_three_seconds(fresh: RecordedRun, clock: 
         await after(1, "c")
         assert await after(1, "q") == ["stop", "checkpoint", "checkpoint"], "leaving sends it"
 
-    run_screen(fresh, act, seconds=(3.0, 0.6))
+    run_screen(fresh, act, seconds=REAL_S)
 
 
 TEXTS = ["reboot the server now", "See the notes", "pause", "Stop x", "p", "cd runs; cp a b2\nls", "S", "b2", "pl"]
@@ -446,7 +447,7 @@ def test_typed_text_sends_nothing(fresh: RecordedRun, clock: Clock, text: str, e
         assert app.theme == theme
 
     fresh.change_gpu0(5)
-    run_screen(fresh, act, seconds=(3.0, 0.6))
+    run_screen(fresh, act, seconds=REAL_S)
 
 
 def test_keys_of_the_run_do_nothing_in_the_list(fresh: RecordedRun) -> None:
