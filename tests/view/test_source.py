@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from segapp.run.folder import RunFolder
+from segapp.view.runs import run_state
 from segapp.view.source import LiveSource, newest_pictures
 from tests.support.recorded_runs import RecordedRun, live_run
 
@@ -42,15 +43,20 @@ def test_live_run_and_its_pause_are_shown(tmp_path: Path) -> None:
     run.folder.release()
 
 
-def test_trainer_gone_without_run_end_is_crashed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "state"), [(None, "crashed"), ("stopped", "stopped")])
+def test_trainer_gone_without_run_end_is_crashed(tmp_path: Path, end: str | None, state: str) -> None:
+    """It is gone before its first step, so that an end before it still counts, or after its last."""
     run = small_run(tmp_path / "run")
+    if end is not None:
+        run.end(end)
     code = "import sys; from segapp.run.folder import RunFolder; RunFolder(sys.argv[1]).acquire()"
     subprocess.run([sys.executable, "-c", code, str(run.folder.path)], check=True)
-    run.shift_to_now()
-    source = LiveSource(run.folder)
-    read_all(source)
-    assert source.status().state == "crashed"
-    assert source.status().is_over
+    for _ in range(2):
+        source = LiveSource(run.folder)
+        read_all(source)
+        assert source.status().state == run_state(run.folder.path) == state
+        assert source.status().is_over
+        run.shift_to_now()  # now the last step is newer than the lock
 
 
 def test_silent_trainer_on_another_host_is_lost(tmp_path: Path) -> None:
