@@ -112,9 +112,10 @@ def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
     found = header.throughput_line(view, LIVE, 200)
     assert {found.plain[span.start : span.end]: span.style for span in found.spans}["25%"] == "$text-warning bold"
     assert ascii_text(header.throughput_line(View(), LIVE, 200).plain) == "no step yet"
-    last = header.throughput_line(view, Status("finished"), 200)
-    assert last.plain == f"last  {found.plain}"
-    assert {span.style for span in last.spans} == {"$text-muted"}
+    for status in (Status("finished"), replace(LIVE, starting_s=145.0)):
+        last = header.throughput_line(view, status, 200)
+        assert last.plain == f"last  {found.plain}"
+        assert {span.style for span in last.spans} == {"$text-muted"}
 
 
 def banner(view: View, status: Status, width: int, *unseen: Raised) -> Content | None:
