@@ -53,7 +53,7 @@ def test_network_of_a_checkpoint_is_no_larger_than_its_tensors(
     options: dict[str, Any], more: dict[str, Any], tmp_path: Path
 ) -> None:
     config = {**CONFIG, "model": {**CONFIG["model"], "options": options}}
-    kind, said = outcome(restored, checkpoint(tmp_path / "a.pt", config, **more))
+    kind, said = outcome(restored, checkpoint(tmp_path / "a.pt", config, **more), limit_s=120)  # it imports smp
     assert kind == "refused", said
     assert "the model needs more than 256 MiB of memory" in said
 
