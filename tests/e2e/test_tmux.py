@@ -123,8 +123,9 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     terminal.keys("p")
     terminal.wait_for("● PAUSED")
     terminal.keys("c")
+    until(lambda: [e for e in events(run, "command") if (e["command"], e["status"]) == ("checkpoint", "applied")])
     at = events(run, "step")[-1]["step"]
-    until(lambda: [e for e in events(run, "checkpoint") if e["step"] == at])
+    assert [e for e in events(run, "checkpoint") if e["step"] == at]
     terminal.keys("p")
     terminal.wait_for("LIVE")
     terminal.keys("S")
