@@ -179,6 +179,8 @@ class PlainCriterion(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean x valid pixels, valid pixels) of one head's logits (N, C, h, w)."""
+        if target.is_floating_point():
+            raise TypeError(f"target is {target.dtype}: give integers, or derive your loss from AdditiveCriterion")
         count = self.denominator(target)
         # Without a valid pixel a mean is NaN; neither it nor its gradient may reach the sums.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

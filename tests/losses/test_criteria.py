@@ -28,6 +28,8 @@ def test_plain_loss_of_few_pixels_matches_torch(function, num_valid):
     mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     loss = PlainCriterion(function)(mine, target)
     loss.backward()
+    with pytest.raises(TypeError, match=r"target is torch.float32: give integers, or derive .* from AdditiveCriterion"):
+        PlainCriterion(function)(mine, target.float() / 2)
     if num_valid == 0:
         assert loss.item() == mine.grad.abs().max() == 0
         return
