@@ -293,7 +293,8 @@ def surrogate(criterion: Any, statistics: Statistics, totals: Statistics, *, ave
         statistics: statistics of this chunk, with their graph.
         totals: statistics of the whole step, added over all chunks and ranks; they are constants here.
         average: the ranks' gradients are averaged afterwards, as by `DistributedDataParallel` and by
-            `all_reduce_gradients`: the result is multiplied by the number of ranks. False if they are summed.
+            `all_reduce_gradients`: the result is multiplied by the size of the default process group. False if they are
+            summed, or for a DDP with another `process_group`: multiply the result by that group's size yourself.
 
     Returns:
         A scalar on the device of the statistics.

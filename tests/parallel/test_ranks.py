@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from segapp.losses import CriterionCE, surrogate
 from segapp.parallel import SyncBatchNorm, distributed
 from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, is_launched, wrap_ddp
 from segapp.parallel.launch import launch_local
@@ -186,6 +187,10 @@ def group_size(request):
 def test_group_of_one_rank_has_no_others(group_size):
     assert has_other_ranks() == (group_size > 1)
     assert stack_ranks(torch.arange(2.0)).shape == (group_size, 2)
+    logits, target = torch.randn(2, 3, 4, 4, requires_grad=True), torch.zeros(2, 8, 8, dtype=torch.uint8)
+    own = CriterionCE().statistics(logits, target)
+    own_share = surrogate(CriterionCE(), own, own, average=False)
+    assert torch.equal(surrogate(CriterionCE(), own, own), own_share * group_size)
 
 
 @pytest.mark.parametrize("group_size", [2], indirect=True)
