@@ -35,6 +35,9 @@ def test_scaler_halves_on_overflow_and_doubles_at_interval() -> None:
     other.load_state_dict(scaler.state_dict())
     assert float(other.scale) == 8.0
     assert int(other.growth_tracker) == int(scaler.growth_tracker) == 1
+    precision = Precision("amp-fp16", CPU)
+    precision.step(torch.optim.SGD([nn.Parameter(torch.ones(1))]), torch.tensor(False), is_skipped=torch.tensor(True))
+    assert precision.state_dict()["scaler"]["scale"] == 2.0**16, "skipped for another reason than its gradients"
 
 
 def test_master_weights_keep_updates_that_half_would_lose() -> None:

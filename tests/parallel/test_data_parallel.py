@@ -47,6 +47,8 @@ def test_new_gpu0_bsz_holds_from_the_next_forward():
     model.gpu0_bsz = 0
     outputs = model(x)
     assert (outputs.sizes, model.last_split) == ((4, 3), (0, 4, 3))
+    following = DataParallelModel(nn.Identity(), ["cpu"] * 3)
+    assert (following(outputs).sizes, following.last_split) == ((4, 3), (0, 4, 3)), "the chunks' devices, not the first"
     model.gpu0_bsz = None
     assert model(x).sizes == (2, 3, 2)
     assert model(x[:2]).sizes == (1, 1), "devices without samples are left out"
