@@ -216,7 +216,7 @@ class DataParallelModel(nn.Module):
         if len(self.devices) < 2:
             self._check_placement(itertools.islice(self.module.parameters(), 1))  # torch checks the others itself
             ((args, kwargs),) = chunks
-            return [self.module(*args, **kwargs)]
+            return [call() for call in with_masks([partial(self.module, *args, **kwargs)], chunks.sizes, self.module)]
         keep_workers(self)
         self._check_placement(self.module.parameters())
         devices = chunks.devices

@@ -139,7 +139,7 @@ def sample_masks(keys: Tensor | None) -> contextlib.AbstractContextManager[None]
     """Let layers make their masks from keys (N, L) of `SampleMasks` in the `with` statement, in this thread.
 
     The replicas of a `DataParallelModel` use the keys of their samples. If `keys` is None, layers draw from the
-    generator of their device, like torch's.
+    generator of their device, like torch's; so does a layer whose input has not a multiple of N rows, like tokens.
     """
     return _current(None if keys is None else _ForwardKeys(keys))
 
@@ -161,14 +161,16 @@ def with_masks(calls: Sequence[Callable[[], T]], sizes: Sequence[int], module: n
         ValueError: layers need a key for each sample of the batch, and there are more or fewer.
     """
     current: _ForwardKeys | None = getattr(_thread_local, "current", None)
-    if current is None or len(calls) == 1:  # a single call runs in this thread
+    if current is None:
         return list(calls)
-    if len(current.keys) != sum(sizes):
-        if any(isinstance(layer, _Masked) and layer.training for layer in module.modules()):
+    if len(current.keys) != (num_samples := sum(sizes)):
+        if num_samples and any(isinstance(layer, _Masked) and layer.training for layer in module.modules()):
             raise ValueError(
-                f"sample_masks has keys of {len(current.keys)} samples, and the batch has {sum(sizes)}: give one row"
+                f"sample_masks has keys of {len(current.keys)} samples, and the batch has {num_samples}: give one row"
                 " per sample, or None"
             )
+        return list(calls)
+    if len(calls) == 1:  # it runs in this thread
         return list(calls)
     return [partial(current.run_part, part, call) for part, call in zip(current.cut(sizes), calls, strict=True)]
 
@@ -199,7 +201,7 @@ class _Masked(nn.Module):
         if not self.training or not 0 < p < 1:
             return None
         keys = computed_once(functools.partial(_keys_of_call, self.mask_layer, features.device))
-        # Layers in windows of an image have several consecutive rows per sample.
+        # Layers in windows have several consecutive rows per sample; rows of another number are no samples, but tokens.
         if keys is None or not len(keys) or len(features) % len(keys):
             return None
         threshold = min(max(round(p * _NUM_LEVELS), 1), _NUM_LEVELS - 1)

@@ -220,15 +220,18 @@ def test_masks_around_a_model_reach_its_replicas(wrap):
 
 def test_keys_of_another_number_of_samples_are_refused():
     net, masks = three_calls()
-    model, x = BalancedDataParallel(1, net, ["cpu"] * 2), torch.ones(8, 3, dtype=torch.float64)
-    found = []
-    for run in (net, BalancedDataParallel(8, net, ["cpu"] * 2)):  # two rows per key, on one device
-        with sample_masks(masks.keys(1, 0, 4)):
-            found.append(run(x))
-    assert torch.equal(*found)
-    with sample_masks(masks.keys(1, 0, 4)):
-        with pytest.raises(
-            ValueError, match="keys of 4 samples, and the batch has 5: give one row per sample, or None"
-        ):
-            model(x[:5])
-        assert model.eval()(x[:5]).shape == (5, 6), "nothing is dropped"
+    x = torch.ones(8, 3, dtype=torch.float64)
+    keys = masks.keys(1, 0, 4)
+    for devices, gpu0_bsz in ((2, 1), (2, 5), (1, None), (0, None)):
+        model = BalancedDataParallel(gpu0_bsz, net.train(), ["cpu"] * devices)
+        with sample_masks(keys):
+            with pytest.raises(
+                ValueError, match="keys of 4 samples, and the batch has 5: give one row per sample, or None"
+            ):
+                model(x[:5])
+            assert model.eval()(x[:5]).shape == (5, 6), "nothing is dropped"
+    torch.manual_seed(3)
+    drawn = net.train()(x[:5])
+    torch.manual_seed(3)
+    with sample_masks(keys):
+        assert torch.equal(net(x[:5]), drawn), "a layer cannot tell samples from tokens, which may come first"
