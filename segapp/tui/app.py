@@ -108,6 +108,8 @@ class MonitorApp(App[None]):
         self._is_starting: bool | None = None
         self._held: list[Command] = []
         """Commands that have not been sent yet."""
+        self.sent_on_leaving: list[str] = []
+        """What was done with the commands that were still held when the user left."""
         self._send_at_s = self._typed_s = self._said_until_s = 0.0
         set_up_themes(self)
 
@@ -458,10 +460,13 @@ class MonitorApp(App[None]):
     def _names_held(self) -> str:
         return ", ".join(map(format_command, self._held))
 
-    def _send_held(self) -> None:
-        for command in self._held:
-            self.say(*self.shown.send(command))
+    def _send_held(self) -> list[str]:
+        """Send what is held; return what was done with each command."""
+        answers = [self.shown.send(command) for command in self._held]
+        for answer in answers:
+            self.say(*answer)
         self._held.clear()
+        return [text for text, _ in answers]
 
     def _take_back(self, why: str) -> None:
         self.say(f"{self._names_held()}: {why}, not sent", "warning")
@@ -471,7 +476,7 @@ class MonitorApp(App[None]):
         self.action_detach()
 
     def action_detach(self) -> None:
-        self._send_held()
+        self.sent_on_leaving += self._send_held()
         self.exit()
 
     def action_suspend_process(self) -> None:
@@ -563,7 +568,8 @@ def run_ui(
         ) from app.failure
     if not is_hung_up() and not app.shown.has_trainer_ended():  # then its error follows, and its folder is removed
         status, shown = app.status(), app.shown
-        how = state_label(status) if status.is_over else "the training continues"
+        ended = [state_label(status)] if status.is_over else []
+        how = printable("; ".join([*app.sent_on_leaving, *ended])) or "the training continues"
         text = f"left {shown.name} ({how}); to see it again: segapp attach {shown.argument}"
         with contextlib.suppress(OSError):
             print(finished_line(shown.view.best, shown.argument) if status.state == "finished" else text)

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from segapp.errors import ConfigError
+from segapp.run.commands import drain_commands
 from segapp.tui import terminal
-from segapp.tui.app import run_ui
+from segapp.tui.app import TYPING_S, run_ui
 from tests.support.recorded_runs import RecordedRun, live_run
 
 SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[1]))"
@@ -75,10 +76,15 @@ def run(tmp_path: Path) -> Any:
 def test_q_exits_with_attach_hint_and_restores_the_terminal(run: RecordedRun, tmp_path: Path) -> None:
     shown = Terminal(run, tmp_path)
     shown.read_until(b"LIVE")
+    os.write(shown.fd, b"c")
+    shown.read_until(b"u undoes it")
+    time.sleep(2 * TYPING_S)  # faster keys are typed text
     os.write(shown.fd, b"q")
     shown.read_until(b"segapp attach")
     assert shown.wait() == 0
     assert b"\x1b[?1049l" in shown.output
+    assert b" (sent: checkpoint); to see it again" in shown.output
+    assert [received.text for received in drain_commands(run.folder.path)] == ["checkpoint"]
 
 
 def test_ctrl_z_returns_to_the_shell_until_fg(run: RecordedRun, tmp_path: Path) -> None:
