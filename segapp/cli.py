@@ -156,8 +156,7 @@ def train(
 
     outlast_readers()
     if request.folder is not None and "RANK" not in os.environ:
-        request.folder.acquire(print)  # until torch is imported, viewers see that this process resumes the run
-        request.folder.release()
+        request.folder.acquire(print)  # while torch is imported, viewers see this, and another resume is refused
     if not sys.stderr.isatty():
         announce("importing torch")  # on a terminal, every command prints this
     from segapp.session.session import run_session

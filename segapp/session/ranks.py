@@ -76,6 +76,7 @@ def launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence
     command = ["-m", "segapp", *arguments, *([] if request.folder is not None else ["--run", str(folder.path)])]
     words = {"devices": [str(each) for each in devices.devices], "reasons": [devices.reason, devices.mode_reason]}
     environment = {RANK_DEVICES: json.dumps(words)}
+    folder.release()  # rank 0 takes it
     while True:
         adopted = fallbacks_after(folder, 0)
         code = launch_local(command, len(devices.devices), env=environment)

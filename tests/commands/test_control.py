@@ -101,6 +101,22 @@ def test_start_error_of_detached_training_is_printed(tiny: dict[str, Any], tmp_p
     assert (busy.returncode, str(os.getpid()) in busy.stderr) == (9, True)
 
 
+def test_second_resume_is_refused_while_the_first_starts(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """The log is the first one's: viewers show how long ago its last line was written."""
+    config = written(small(tiny), tmp_path)
+    folder = RunFolder.create(path=tmp_path / "run")
+    with folder:
+        folder.write_info()
+    folder.config_yaml.write_text(config.read_text())
+    folder.log.write_text("starting: importing torch\n")
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(100)\n")
+    with background(config, "--resume", "run", cwd=tmp_path, PYTHONPATH=str(tmp_path)) as first:
+        wait_for(lambda: "importing torch" in (tmp_path / "lines.log").read_text())
+        second = segapp("train", "--resume", "run", "--detach", cwd=tmp_path)
+        assert (second.returncode, str(first.pid) in second.stderr) == (9, True), second.stderr
+    assert folder.log.read_text() == "starting: importing torch\n"
+
+
 @pytest.mark.slow
 def test_pending_and_applied_commands_survive_a_kill(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = three_devices(tiny)
