@@ -396,16 +396,14 @@ def predict(
     If you list several models, segapp averages their class probabilities. The models must have the same classes. The
     exit code is 3 if an image cannot be read; the others are predicted.
     """
-    from segapp.assembly.paths import find_runs, split_networks
+    from segapp.assembly.paths import NETWORK_SUFFIXES, find_runs, split_networks
     from segapp.inference.predict.reading import find_images
     from segapp.run.words import printable
 
     networks, words = split_networks([target, *paths])
     if config is None:
-        find_runs(networks)
+        find_runs(name for name in networks if not name.endswith(NETWORK_SUFFIXES))
     files, notes = find_images(words, out)
-    for note in notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
     from segapp.commands.predict import PredictOptions, parse_batch, predict_target
     from segapp.inference.predict.outputs import parse_saved
     from segapp.inference.predict.polygons import parse_polygons
@@ -419,6 +417,8 @@ def predict(
         config,
         parse_polygons(polygons, min_area_px, simplify_px),
     )
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
     predict_target(networks, files, out, options)
 
 

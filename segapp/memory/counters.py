@@ -275,8 +275,8 @@ class DeviceMemoryTracker:
         Args:
             sizes: what the shapes of the step's convolutions depend on.
         """
-        has_gpu = any(not isinstance(counters, ProcessCounters) for counters in self._counters.values())
-        is_left_out = has_gpu and torch.backends.cudnn.benchmark and sizes not in self._finished_sizes
+        has_cudnn = any(self.devices[i].device.startswith("cuda") for i in self._counters)
+        is_left_out = has_cudnn and torch.backends.cudnn.benchmark and sizes not in self._finished_sizes
         if is_left_out != self._is_left_out:
             with self._lock:
                 self._pop_peaks()

@@ -253,7 +253,7 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         ('Sequential', True)
     """
     if word := next((each for each in (sets, *sets) if isinstance(each, str)), None):
-        raise TypeError(f"set_recompute got the string {word!r} in place of a set of names: write [[{word!r}]]")
+        raise TypeError(f"set_recompute got the string {word!r} instead of a set of names: write [[{word!r}]]")
     names = {name for blocks in sets for name in blocks}
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):

@@ -84,7 +84,7 @@ class ChoiceScreen(ModalScreen[str | None]):
                 yield Input(placeholder=self.HINT, compact=True)
             yield OptionList(compact=True)
             if self._note:
-                yield Static(Content.styled(self._note, "$text-muted"), classes="wrapped")
+                yield Static(Content.styled(self._note, "$text-muted"), classes="wrapped", markup=False)
 
     def on_mount(self) -> None:
         self.call_after_refresh(self._show)
@@ -144,7 +144,7 @@ class StopScreen(ChoiceScreen):
         choices = (
             Choice("Keep training", "", "esc, n"),
             Choice(f"After this epoch{f', ~{duration(eta_s)}' if eta_s is not None else ''}", "epoch", "e"),
-            # the command is held for some seconds, in which the training goes on
+            # the command is held for some seconds, in which the training continues
             Choice(f"Now: saves about step {view.at_step or 0}", "now", "x"),
         )
         super().__init__("Stop the training?", choices, last if status.pid is not None else "")

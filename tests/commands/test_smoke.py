@@ -64,7 +64,7 @@ def test_smoke_predicts_a_run_and_changes_no_file(tiny: dict[str, Any], tmp_path
 def test_smoke_of_failing_config_fails_alike_and_leaves_no_file(tiny: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(dump_config(validate_config(tiny)))
     cases = [
-        (("data.root=nowhere",), 3, "segapp check --config tiny.yaml"),
+        (("data.root=nowhere",), 3, "data root nowhere does not exist"),
         (("--resume",), 2, "--smoke tries a new training"),
         (("parallel.mode=ddp", "parallel.devices=[cpu,cpu]"), 2, "--smoke runs in one process"),
         (("model.weights=gone.pt",), 4, "no file gone.pt"),

@@ -209,6 +209,9 @@ def test_hostile_override_is_refused_without_running_code(tmp_path: Path) -> Non
 def test_contradictory_config_is_refused(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
     done = run(tmp_path, BASE, *overrides)
     if done.returncode == 0:  # what the data set's format knows is said before the data are read
+        for part in ("train", "trainannot", "val", "valannot"):
+            (tmp_path / "d" / part).mkdir(parents=True)
+            (tmp_path / "d" / part / "a.png").touch()
         done = segapp("train", "--config", "c.yaml", "--plain", *overrides, cwd=tmp_path, timeout_s=60)
     refused(done, *words)
 

@@ -18,7 +18,7 @@ def test_ways_to_the_loss_agree_on_a_cpu():
             assert row["repeats bitwise"]
             assert 0 < row["extra MiB"] < 8
             losses.setdefault((row["shape"], row["logits"]), []).append(row["loss"])
-    assert len(losses) == 2 * len(TINY_SHAPES)
+    assert len(losses) == len(TINY_SHAPES) + 1  # bfloat16 only for the first
     for ours, naive in losses.values():
         assert ours == pytest.approx(naive, rel=1e-5)
 
