@@ -1,7 +1,6 @@
 """Losses for semantic segmentation: criteria as additive statistics, exact for any batch split.
 
-The page `own-loop` explains the names. They need only torch and the standard library. The modules have more functions,
-which segapp itself uses.
+The page `own-loop` explains the names. They need only torch and the standard library.
 """
 
 from segapp.losses.additive import (

@@ -1,8 +1,7 @@
 """Exact parallel training for your own loop: the loss and gradients of a single device for any batch split.
 
-The page `own-loop` explains each name. This package needs only torch and the standard library, `segapp.accelerator`
-(kinds of devices) and `segapp.chunks`, which imports nothing. Its modules have more functions, which segapp's trainer
-uses: process groups, launching, memory placement.
+The page `own-loop` explains each name. This package needs only torch, the standard library, `segapp.accelerator` (kinds
+of devices) and `segapp.chunks`, which imports nothing. Its modules have more functions, which segapp's trainer uses.
 """
 
 from segapp.chunks import plan_chunks
