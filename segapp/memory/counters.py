@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from segapp.accelerator import Gpu, gpu_of
+from segapp.accelerator import CUDA, Gpu, gpu_of
 from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuPoller, GpuStatus
 from segapp.memory.peaks import PHASES
@@ -275,7 +275,7 @@ class DeviceMemoryTracker:
         Args:
             sizes: what the shapes of the step's convolutions depend on.
         """
-        has_cudnn = any(self.devices[i].device.startswith("cuda") for i in self._counters)
+        has_cudnn = any(self.devices[i].device.startswith(CUDA.kind) for i in self._counters)
         is_left_out = has_cudnn and torch.backends.cudnn.benchmark and sizes not in self._finished_sizes
         if is_left_out != self._is_left_out:
             with self._lock:
