@@ -177,6 +177,17 @@ def test_list_says_which_run_won_and_in_what_it_differs(tmp_path: Path) -> None:
     assert f"★{best:.3f} (11/11)" in rows["b"]
 
 
+async def list_with_all_runs(app: MonitorApp, pilot: Pilot[None]) -> runs_screen.RunsScreen:
+    """Return the list of runs after it has read and drawn every run."""
+    listed = app.screen
+    assert isinstance(listed, runs_screen.RunsScreen)
+    while listed.runs.poll(budget_s=60.0):
+        pass
+    listed._tick()
+    await pilot.pause()
+    return listed
+
+
 def test_preview_follows_the_cursor_on_one_scale(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for i, epochs in enumerate((2, 8, 5)):
@@ -184,12 +195,7 @@ def test_preview_follows_the_cursor_on_one_scale(tmp_path: Path) -> None:
         os.utime(run.folder.run_json, (i, i))
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        listed = app.screen
-        assert isinstance(listed, runs_screen.RunsScreen)
-        while listed.runs.poll(budget_s=60.0):
-            pass
-        listed._tick()
-        await pilot.pause()
+        await list_with_all_runs(app, pilot)
         axes = set()
         for i in (2, 1, 0):
             shown = [line[-60:] for line in screen_text(app).splitlines()]
@@ -257,12 +263,7 @@ def test_only_visible_rows_of_a_long_list_are_made(
     newest, oldest = f"run-{num_runs - 1}", "run-00"
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        listed = app.screen
-        assert isinstance(listed, runs_screen.RunsScreen)
-        while listed.runs.poll(budget_s=60.0):
-            pass
-        listed._tick()
-        await pilot.pause()
+        listed = await list_with_all_runs(app, pilot)
         text = screen_text(app)
         assert newest in text
         assert oldest not in text
