@@ -1,11 +1,10 @@
-"""mIoU on CamVid at equal CPU time: segapp's config against SMP's example with Lightning, and against a plain loop.
+"""mIoU on CamVid at equal CPU time: segapp's config against the same training in a plain PyTorch loop.
 
 Two trainings run at the same time, each with one thread on one core, for 12 minutes of CPU time; in the second
 repetition they change their cores and have another seed. CPU time is the same as wall time on an idle machine, and
-hardly changes with the load. All begin with random weights. The test needs the CamVid images, two cores and, for two
-of the peers, lightning:
+hardly changes with the load. Both begin with random weights. The test needs the CamVid images and two cores:
 
-uv run --with lightning pytest -m benchmark -n 0 -s tests/benchmarks/test_equal_time.py
+uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_equal_time.py
 
 SEGAPP_BENCHMARK_MINUTES=6 and SEGAPP_BENCHMARK_SEEDS=1 shorten it.
 """
@@ -23,7 +22,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import cv2
@@ -34,7 +32,7 @@ import torch
 
 from segapp.metrics import ConfusionMatrix
 from tests.support import ROOT
-from tests.support.camvid_peers import cpu_s_of
+from tests.support.plain_camvid import cpu_s_of
 
 SECONDS = 60 * float(os.environ.get("SEGAPP_BENCHMARK_MINUTES", "12"))
 SEEDS = int(os.environ.get("SEGAPP_BENCHMARK_SEEDS", "2"))
@@ -44,13 +42,8 @@ BATCH = 4
 NUM_CLASSES = 11
 TRAINING_IMAGES = 367
 VALIDATION_IMAGES = 101
-PEERS = {
-    "smp-example": ("smp", "--encoder", "resnext50_32x4d", "--batch", "32"),
-    "smp-mobile": ("smp", "--encoder", "tu-mobilenetv3_large_100", "--batch", "4"),
-    "plain": ("plain",),
-}
-PLAIN_VALIDATION = (4, 2.25)
-"""The plain loop validates every 4 epochs, on images with 2.25 times the pixels of a crop."""
+VALIDATION_EVERY, VALIDATION_PX_RATIO = 4, 2.25
+"""Validation comes every 4 epochs, on images with 2.25 times the pixels of a crop."""
 
 
 @dataclass(frozen=True)
@@ -93,39 +86,29 @@ def on_core(core: int, arguments: Sequence[str], log: Path, limit_cpu_s: float =
     return time.monotonic() - began, cpu_s
 
 
-def epochs_that_fit(program: Sequence[str], camvid: Path, out: Path, core: int, validation: tuple[int, float]) -> int:
+def epochs_that_fit(camvid: Path, out: Path, core: int) -> int:
     """Return the epochs that fit, by the time of 14 steps, less a tenth of the time for the start and the unforeseen.
 
-    An image of the validation, every so many epochs, takes a third of an image of the training times a ratio of pixels.
+    A validation image takes a third of an image of the training times the ratio of their pixels.
     """
-    name, *options = program
-    tried = ["tests.support.camvid_peers", name, str(camvid), str(out / "tried"), *options, "--steps", "14"]
+    tried = ["tests.support.plain_camvid", str(camvid), str(out / "tried"), "--steps", "14"]
     on_core(core, tried, out / "tried.log")
     step_s = json.loads((out / "tried/training.json").read_text())["step_s"]
-    validation_every, px_ratio = validation
-    validation_s = VALIDATION_IMAGES * step_s / BATCH * px_ratio / 3
-    return max(1, int(0.9 * SECONDS / (TRAINING_IMAGES / BATCH * step_s + validation_s / validation_every)))
+    validation_s = VALIDATION_IMAGES * step_s / BATCH * VALIDATION_PX_RATIO / 3
+    return max(1, int(0.9 * SECONDS / (TRAINING_IMAGES / BATCH * step_s + validation_s / VALIDATION_EVERY)))
 
 
-class PeerSide:
-    """A training without segapp (`tests/support/camvid_peers.py`)."""
+class PlainSide:
+    """The training without segapp (`tests/support/plain_camvid.py`)."""
 
-    def __init__(self, name: str, camvid: Path, out: Path, seed: int, core: int) -> None:
-        self.name, self.camvid, self.out, self.seed, self.core = name, camvid, out, seed, core
-        self.epochs = 50  # as the example is published
+    def __init__(self, camvid: Path, out: Path, seed: int, core: int) -> None:
+        self.camvid, self.out, self.seed, self.core, self.epochs = camvid, out, seed, core, 0
         out.mkdir(parents=True)
-
-    def plan(self) -> None:
-        """Choose the epochs from the time of some steps."""
-        if self.name != "smp-example":
-            validation = PLAIN_VALIDATION if self.name == "plain" else (1, 1.8)
-            self.epochs = epochs_that_fit(PEERS[self.name], self.camvid, self.out, self.core, validation)
 
     def train(self) -> None:
         """Train; the process predicts the validation images afterwards, which does not count."""
-        program, *options = PEERS[self.name]
-        options += ["--seed", str(self.seed), "--epochs", str(self.epochs), "--seconds", str(SECONDS)]
-        training = ["tests.support.camvid_peers", program, str(self.camvid), str(self.out), *options]
+        options = ["--seed", str(self.seed), "--epochs", str(self.epochs), "--seconds", str(SECONDS)]
+        training = ["tests.support.plain_camvid", str(self.camvid), str(self.out), *options]
         on_core(self.core, training, self.out / "train.log")
 
     def result(self) -> Trained:
@@ -133,7 +116,7 @@ class PeerSide:
         numbers = json.loads((self.out / "training.json").read_text())
         images, wall_s, cpu_s = (numbers[key] for key in ("images", "wall_s", "cpu_s"))
         miou = miou_of(self.camvid, self.out / "labels")
-        return Trained(self.name, self.seed, self.core, self.epochs, images, wall_s, cpu_s, miou)
+        return Trained("plain", self.seed, self.core, self.epochs, images, wall_s, cpu_s, miou)
 
 
 class SegappSide:
@@ -145,10 +128,6 @@ class SegappSide:
         self.run = out / "run"
         self.epochs = 0
         out.mkdir(parents=True)
-
-    def plan(self) -> None:
-        """Choose the epochs from the time of some steps of the plain loop, which has the same network."""
-        self.epochs = epochs_that_fit(PEERS["plain"], self.camvid, self.out, self.core, PLAIN_VALIDATION)
 
     def train(self) -> None:
         """Train, and stop as a scheduler would when the time is over."""
@@ -191,34 +170,26 @@ def miou_of(camvid: Path, labels: Path) -> float:
 @pytest.mark.benchmark
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("peer", PEERS)
-def test_miou_at_equal_time(peer: str, camvid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if PEERS[peer][0] == "smp" and not find_spec("lightning"):
-        pytest.skip("needs lightning: uv run --with lightning pytest ...")
-    results: list[list[Trained]] = []
+def test_miou_at_equal_time(camvid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results: list[tuple[Trained, Trained]] = []
     cores = sorted(os.sched_getaffinity(0))[:2]
     for seed in range(SEEDS):
         first, second = cores if seed == 0 else reversed(cores)
         ours = SegappSide(camvid, tmp_path / f"segapp-{seed}", seed, first)
-        theirs = PeerSide(peer, camvid, tmp_path / f"{peer}-{seed}", seed, second)
-        sides: tuple[SegappSide | PeerSide, ...] = (ours, theirs)
+        theirs = PlainSide(camvid, tmp_path / f"plain-{seed}", seed, second)
+        ours.epochs = theirs.epochs = epochs_that_fit(camvid, theirs.out, second)
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda side: side.plan(), sides[1:] if peer == "plain" else sides))
-            if peer == "plain":
-                ours.epochs = theirs.epochs  # the same training
-            list(pool.map(lambda side: side.train(), sides))
-            results.append(list(pool.map(lambda side: side.result(), sides)))
+            list(pool.map(lambda side: side.train(), (ours, theirs)))
+        results.append((ours.result(), theirs.result()))
         with capsys.disabled():
             print("", *results[-1], sep="\n")
-    of_segapp, of_peer = zip(*results, strict=True)
+    of_segapp, of_plain = zip(*results, strict=True)
     with capsys.disabled():
-        gain = statistics.mean(our.miou - their.miou for our, their in results)
-        speed = statistics.mean((our.images / our.wall_s) / (their.images / their.wall_s) for our, their in results)
-        per_cpu_s = statistics.mean((our.images / our.cpu_s) / (their.images / their.cpu_s) for our, their in results)
+        speed = statistics.mean((our.images / our.wall_s) / (plain.images / plain.wall_s) for our, plain in results)
+        per_cpu_s = statistics.mean((our.images / our.cpu_s) / (plain.images / plain.cpu_s) for our, plain in results)
         print(
-            f"{peer}: mIoU {statistics.mean(each.miou for each in of_segapp):.4f} of segapp, "
-            f"{statistics.mean(each.miou for each in of_peer):.4f} of the peer ({gain:+.4f}); "
-            f"images/s, segapp : peer = {speed:.3f}; "
-            f"images per CPU second, segapp : peer = {per_cpu_s:.3f}"
+            f"mIoU {statistics.mean(each.miou for each in of_segapp):.4f} of segapp, "
+            f"{statistics.mean(each.miou for each in of_plain):.4f} of the plain loop; "
+            f"images/s, segapp : plain = {speed:.3f}; images per CPU second, segapp : plain = {per_cpu_s:.3f}"
         )
-    assert all(each.cpu_s <= SECONDS + 60 for each in (*of_segapp, *of_peer))
+    assert all(each.cpu_s <= SECONDS + 60 for each in (*of_segapp, *of_plain))

@@ -1,14 +1,10 @@
-"""Trainings of CamVid without segapp, to compare with at equal time.
+"""A training of CamVid without segapp, to compare with at equal time.
 
-    python -m tests.support.camvid_peers smp CAMVID OUT --encoder resnext50_32x4d --batch 32 --epochs 50
-    python -m tests.support.camvid_peers plain CAMVID OUT --epochs 20
+    python -m tests.support.plain_camvid CAMVID OUT --epochs 20
 
-`smp` follows the CamVid notebook among the examples of segmentation_models_pytorch: its FPN, Dice loss, Adam, cosine
-schedule and augmentation in a Trainer of Lightning, but with random initial weights. `plain` has the model, the crops,
-the batch, the loss, the optimizer and the schedule of configs/camvid.yaml in a loop written by hand.
-
-Both write OUT/labels/NAME.png, the class ids of each validation image at full size, after the training time has been
-taken. OUT/training.json has the numbers of steps and images, and the seconds of wall time and CPU time.
+It has the model, the crops, the batch, the loss, the optimizer and the schedule of configs/camvid.yaml in a loop
+written by hand. It writes OUT/labels/NAME.png, the class ids of each validation image at full size, after the training
+time has been taken. OUT/training.json has the numbers of steps and images, and the seconds of wall time and CPU time.
 
 Shapes: N images, C classes, H, W height and width in pixels.
 """
@@ -48,21 +44,22 @@ Pixels = NDArray[Any]
 class CamVid(Dataset[tuple[Pixels, Pixels]]):
     """Images (3, H, W), uint8, and their masks (H, W); `change` maps an image (H, W, 3) and its mask."""
 
-    def __init__(self, root: Path, split: str, change: Callable[..., Any], ids: Pixels, *, in_memory: bool) -> None:
-        self.images = sorted((root / split).iterdir())
-        self.masks = sorted((root / f"{split}annot").iterdir())
-        self.change, self.ids = change, ids
-        self.pixels = [self._read(i) for i in range(len(self.images))] if in_memory else None
-
-    def _read(self, i: int) -> tuple[Pixels, Pixels]:
-        image = cv2.cvtColor(cv2.imread(str(self.images[i])), cv2.COLOR_BGR2RGB)
-        return image, self.ids[cv2.imread(str(self.masks[i]), cv2.IMREAD_GRAYSCALE)]
+    def __init__(self, root: Path, split: str, change: Callable[..., Any]) -> None:
+        ids = np.arange(256, dtype=np.uint8)
+        ids[UNLABELLED] = 255
+        self.change = change
+        self.pixels = [
+            (cv2.cvtColor(cv2.imread(str(image)), cv2.COLOR_BGR2RGB), ids[cv2.imread(str(mask), cv2.IMREAD_GRAYSCALE)])
+            for image, mask in zip(
+                sorted((root / split).iterdir()), sorted((root / f"{split}annot").iterdir()), strict=True
+            )
+        ]
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.pixels)
 
     def __getitem__(self, i: int) -> tuple[Pixels, Pixels]:
-        image, mask = self.pixels[i] if self.pixels else self._read(i)
+        image, mask = self.pixels[i]
         changed = self.change(image=image, mask=mask)
         return np.ascontiguousarray(changed["image"].transpose(2, 0, 1)), changed["mask"]
 
@@ -94,113 +91,8 @@ class Clock:
         return statistics.median(b - a for a, b in zip(self.ends[1:], self.ends[2:], strict=False))
 
 
-def train_smp(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """Train the example of SMP; return the number of images and the function from images to logits (N, C, H, W)."""
-    import lightning.pytorch as pl
-    import segmentation_models_pytorch as smp
-
-    num_ids = NUM_CLASSES + 1  # the example learns unlabelled pixels as class 0
-    ids = np.array([*range(1, num_ids), 0], np.uint8)
-    training = A.Compose(
-        [
-            A.HorizontalFlip(p=0.5),
-            A.ShiftScaleRotate(scale_limit=0.5, rotate_limit=0, shift_limit=0.1, p=1, border_mode=cv2.BORDER_CONSTANT),
-            A.PadIfNeeded(min_height=320, min_width=320),
-            A.RandomCrop(height=320, width=320),
-            A.GaussNoise(p=0.2),
-            A.Perspective(p=0.5),
-            A.OneOf([A.CLAHE(p=1), A.RandomBrightnessContrast(p=1), A.RandomGamma(p=1)], p=0.9),
-            A.OneOf([A.Sharpen(p=1), A.Blur(blur_limit=3, p=1), A.MotionBlur(blur_limit=3, p=1)], p=0.9),
-            A.OneOf([A.RandomBrightnessContrast(p=1), A.HueSaturationValue(p=1)], p=0.9),
-        ]
-    )
-    datasets = [
-        CamVid(chosen.camvid, split, change, ids, in_memory=False)
-        for split, change in (("train", training), ("val", A.PadIfNeeded(min_height=384, min_width=480)))
-    ]
-    loaders = [
-        DataLoader(dataset, batch_size=chosen.batch, shuffle=dataset is datasets[0], num_workers=4)
-        for dataset in datasets
-    ]
-    num_steps = chosen.epochs * len(loaders[0])
-
-    class Example(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = smp.create_model("FPN", chosen.encoder, encoder_weights=None, in_channels=3, classes=num_ids)
-            values = smp.encoders.get_preprocessing_params(chosen.encoder)
-            for name in ("mean", "std"):
-                self.register_buffer(name, torch.tensor(values[name]).view(1, 3, 1, 1))
-            self.criterion = smp.losses.DiceLoss("multiclass", from_logits=True)
-            self.counts: dict[str, list[tuple[Tensor, ...]]] = {"train": [], "valid": []}
-            self.num_images = 0
-
-        def forward(self, images_NCHW: Tensor) -> Tensor:
-            logits_NCHW: Tensor = self.model((images_NCHW - self.mean) / self.std)
-            return logits_NCHW
-
-        def loss_of(self, batch: tuple[Tensor, Tensor], split: str) -> Tensor:
-            target_NHW = batch[1].long()
-            logits_NCHW = self(batch[0])
-            predicted_NHW = logits_NCHW.softmax(1).argmax(1)
-            self.counts[split].append(
-                smp.metrics.get_stats(predicted_NHW, target_NHW, mode="multiclass", num_classes=num_ids)
-            )
-            loss: Tensor = self.criterion(logits_NCHW.contiguous(), target_NHW)
-            return loss
-
-        def report(self, split: str) -> None:
-            counts = [torch.cat(each) for each in zip(*self.counts[split], strict=True)]
-            per_image = smp.metrics.iou_score(*counts, reduction="micro-imagewise")
-            of_all = smp.metrics.iou_score(*counts, reduction="micro")
-            self.log_dict({f"{split}_per_image_iou": per_image, f"{split}_dataset_iou": of_all}, prog_bar=True)
-            self.counts[split].clear()
-
-        def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-            self.num_images += len(batch[0])
-            return self.loss_of(batch, "train")
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            clock.step()
-            if clock.ends[-1] >= chosen.seconds:
-                self.trainer.should_stop = True
-
-        def on_train_epoch_end(self) -> None:
-            self.report("train")
-
-        def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-            return self.loss_of(batch, "valid")
-
-        def on_validation_epoch_end(self) -> None:
-            self.report("valid")
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.Adam(self.parameters(), lr=2e-4)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps, eta_min=1e-5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    pl.seed_everything(chosen.seed)
-    example = Example()
-    trainer = pl.Trainer(
-        default_root_dir=chosen.out,
-        max_epochs=chosen.epochs,
-        max_steps=chosen.steps,
-        log_every_n_steps=1,
-        accelerator="cpu",
-    )
-    trainer.fit(example, *loaders)
-    example.eval()
-
-    def logits_of(images_NCHW: Tensor) -> Tensor:
-        padded_NCHW = nn.functional.pad(images_NCHW, (0, 0, 12, 12))
-        logits_NCHW: Tensor = example(padded_NCHW)[:, 1:, 12:-12]  # the evaluation leaves out unlabelled pixels
-        return logits_NCHW
-
-    return example.num_images, logits_of
-
-
 def train_plain(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """Train the shipped config of CamVid in a plain loop; return the same as `train_smp`."""
+    """Train the shipped config; return the number of images and the function from images to logits (N, C, H, W)."""
     import torchvision
     from torch.optim.swa_utils import AveragedModel
 
@@ -220,16 +112,14 @@ def train_plain(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable
         ],
         seed=chosen.seed,
     )
-    ids = np.arange(256, dtype=np.uint8)
-    ids[UNLABELLED] = 255
     torch.manual_seed(chosen.seed)
-    train_set = CamVid(chosen.camvid, "train", augment, ids, in_memory=True)
-    val_set = CamVid(chosen.camvid, "val", A.NoOp(), ids, in_memory=True)
+    train_set = CamVid(chosen.camvid, "train", augment)
+    val_set = CamVid(chosen.camvid, "val", A.NoOp())
     batch = training["batch_size"]
     loader = DataLoader(train_set, batch, shuffle=True, drop_last=True, num_workers=1, persistent_workers=True)
     val_loader = DataLoader(val_set, batch_size=1, num_workers=1)
 
-    shares = np.bincount(np.concatenate([mask.ravel() for _, mask in train_set.pixels or ()]), minlength=256)[:11]
+    shares = np.bincount(np.concatenate([mask.ravel() for _, mask in train_set.pixels]), minlength=256)[:11]
     weights = torch.tensor(1 / np.log(1.02 + shares / shares.sum()), dtype=torch.float32)  # ENet's rule
     model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(num_classes=NUM_CLASSES, weights_backbone=None)
     for module in model.modules():
@@ -308,11 +198,8 @@ def write_labels(camvid: Path, out: Path, logits_of: Callable[[Tensor], Tensor])
 def main() -> None:
     """Train as the command line says, and write OUT."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("peer", choices=["smp", "plain"])
     parser.add_argument("camvid", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--encoder", default="resnext50_32x4d")
-    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--steps", type=int, default=-1, help="end after so many steps, and predict nothing")
     parser.add_argument("--seconds", type=float, default=1e6, help="end after so many CPU seconds")
@@ -320,7 +207,7 @@ def main() -> None:
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     clock = Clock()
-    num_images, logits_of = {"smp": train_smp, "plain": train_plain}[chosen.peer](chosen, clock)
+    num_images, logits_of = train_plain(chosen, clock)
     wall_s, cpu_s = clock.wall_s(), cpu_s_of(psutil.Process())
     numbers = {
         "steps": len(clock.ends),

@@ -1,1 +1,0 @@
-"""Mutation testing: small changes of `segapp/`, each of which some test ought to notice."""
