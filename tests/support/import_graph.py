@@ -1,14 +1,11 @@
-"""The imports of the package as a graph: modules per folder, circles, and what reaches what.
+"""The imports of the package as a graph, and its circles.
 
-    python -m tests.support.import_graph
-
-prints the drawing. Imports for type checking count too: a reader follows them as well.
+Imports for type checking count too: a reader follows them as well.
 """
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -71,38 +68,3 @@ def circles(graph: Graph) -> list[list[str]]:
         if name not in index:
             visit(name)
     return found
-
-
-def folder_circles(graph: Graph) -> list[list[str]]:
-    """Circles between folders: each module stands for its folder, those at the root of the package for themselves."""
-    paths = module_paths()
-
-    def folder(name: str) -> str:
-        is_at_root = paths[name].parent == ROOT / "segapp"
-        return name if is_at_root or paths[name].name == "__init__.py" else name.rpartition(".")[0]
-
-    folders: dict[str, set[str]] = {}
-    for name, others in graph.items():
-        own = folders.setdefault(folder(name), set())
-        own |= {folder(other) for other in others} - {folder(name)}
-    return circles({name: frozenset(others) for name, others in folders.items()})
-
-
-def modules_per_folder(root: Path = ROOT) -> Counter[str]:
-    """Folder -> modules in it, `__init__.py` not counted."""
-    paths = module_paths(root).values()
-    return Counter(str(path.parent.relative_to(root)) for path in paths if path.name != "__init__.py")
-
-
-def main() -> None:
-    """Prints the drawing."""
-    graph = import_graph()
-    for folder, count in sorted(modules_per_folder().items()):
-        print(f"{count:3}  {folder}")
-    print(f"{len(graph)} modules, {sum(map(len, graph.values()))} imports")
-    print(f"circles of modules: {len(circles(graph))}", *circles(graph), sep="\n  ")
-    print(f"circles of folders: {len(folder_circles(graph))}", *folder_circles(graph), sep="\n  ")
-
-
-if __name__ == "__main__":
-    main()
