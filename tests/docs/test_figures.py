@@ -12,31 +12,46 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from segapp.assembly.pairs import build_pairs, build_scheme
+from segapp.config import load_config
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.masks import read_mask
-from segapp.docs.pages import FOLDER
-from tests.support import ROOT, mask_figure, mono_font, prediction_figure
-from tests.support.reference import PLAN_PICTURE
+from segapp.docs.pages import FOLDER, find_page
+from tests.support import ROOT, pictures
 
 PICTURES = FOLDER / "pictures"
 SVGS = sorted(PICTURES.glob("*.svg"))
 MAX_FONTS = 40 * 1024
+DATA = load_config(ROOT / "configs/demo.yaml", [f"data.root={ROOT / 'data/demo'}"]).data
+SCHEME, PAIR = build_scheme(DATA), build_pairs(DATA, "val")[0]
 
 
 def test_figure_of_masks_shows_the_demo_data() -> None:
-    assert np.array_equal(np.array(Image.open(mask_figure.FIGURE)), mask_figure.figure())
+    """An image, its mask in an image viewer, the mask in colors, and its ignored pixels, 6 px apart."""
+    page, ids = np.array(Image.open(PICTURES / "masks.png")), read_mask(PAIR.mask, SCHEME)
+    is_ignored, (height, width) = ids == SCHEME.ignore_index, ids.shape
+    colors = np.array([*SCHEME.palette, (0, 0, 0)], np.uint8)[np.where(is_ignored, len(SCHEME.palette), ids)]
+    in_a_viewer = np.array(Image.open(PAIR.mask))
+    as_viewed, ignored = (np.repeat(each[..., None], 3, 2) for each in (in_a_viewer, is_ignored * 255))
+    for part, (row, column) in zip(
+        (read_image(PAIR.image), as_viewed, colors, ignored), ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True
+    ):
+        top, left = row * (height + 6), column * (width + 6)
+        np.testing.assert_array_equal(page[top : top + height, left : left + width], part)
 
 
 def test_figure_of_a_prediction_shows_the_demo_data() -> None:
-    svg = prediction_figure.FIGURE.read_text(encoding="utf-8")
-    scheme, pair = prediction_figure.demo_pair()
+    svg = (PICTURES / "prediction.svg").read_text(encoding="utf-8")
     image, colors = (
         Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r'"data:image/png;base64,([^"]+)"', svg)
     )
-    labels, target = np.array(colors), read_mask(pair.mask, scheme)
-    assert np.array_equal(np.array(image), read_image(pair.image))
-    assert svg == prediction_figure.figure(np.array(image), labels, scheme)
-    assert np.mean((labels == target)[target != scheme.ignore_index]) > 0.8  # a random model: 0.1
+    labels, target = np.array(colors), read_mask(PAIR.mask, SCHEME)
+    assert np.array_equal(np.array(image), read_image(PAIR.image))
+    assert np.mean((labels == target)[target != SCHEME.ignore_index]) > 0.8  # a random model: 0.1
+    legend = re.findall(r'<rect class="swatch"[^>]* fill="#(\w+)"/><text[^>]*>([^<]*)<', svg)
+    shown = [(bytes(SCHEME.palette[i]).hex(), SCHEME.names[i]) for i in np.unique(labels)]
+    assert [(color, html.unescape(name)) for color, name in legend] == shown
+    assert np.array_equal(np.array(colors.convert("RGB")), np.array(SCHEME.palette, np.uint8)[labels])
 
 
 @pytest.mark.parametrize("path", SVGS, ids=lambda path: path.name)
@@ -45,18 +60,16 @@ def test_svg_has_its_fonts_and_loads_nothing(path: Path) -> None:
     assert all(target.startswith(("data:", "#")) for target in re.findall(r'(?:href="|url\()"?([^")]+)', svg))
     assert "@import" not in svg
     families = set(re.findall(r"font-family: ([^;,}]+)|font: \S+ ([^;,}]+)", svg))
-    assert {first or second for first, second in families} == {f'"{mono_font.FAMILY}"'}
+    assert {first or second for first, second in families} == {f'"{pictures.FAMILY}"'}
     fonts = re.findall(r"url\((data:font/[^)]+)\)", svg)
-    assert len(fonts) == len(mono_font.WEIGHTS)
+    assert len(fonts) == len(pictures.WEIGHTS)
     assert sum(map(len, fonts)) < MAX_FONTS
-    missing = {
-        c for weight in mono_font.WEIGHTS for c in mono_font.text_of(svg) if c not in mono_font.characters(weight)
-    }
-    assert missing == set(), "run: python -m tests.support.mono_font --write, then tests.support.reference --write"
+    missing = {weight: pictures.text_of(svg) - pictures.characters(weight) for weight in pictures.WEIGHTS}
+    assert not any(missing.values()), "python -m tests.support.pictures --write, then tests.support.reference --write"
 
 
 def test_plan_picture_is_the_whole_output_of_the_page() -> None:
-    svg, page = PLAN_PICTURE.read_text(encoding="utf-8"), (FOLDER / "tasks" / "plan.md").read_text(encoding="utf-8")
+    svg, page = pictures.PLAN_PICTURE.read_text(encoding="utf-8"), find_page("plan")[0].path.read_text(encoding="utf-8")
     command, block = page.split("```sh\n")[1], page.split("```text\n")[1].partition("\n\n...")[0]
     lines = map(html.unescape, re.findall(r"<text[^>]*>([^<]*)</text>", svg))
     assert " ".join(lines).split() == ["$", *command.partition("\n")[0].split(), *block.split()]
