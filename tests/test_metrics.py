@@ -50,24 +50,6 @@ def test_class_that_is_only_predicted_has_iou_0_and_no_recall():
     assert scores.precision == (1.0, None, 0.0, None)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_dice_precision_and_recall_match_loops_over_pixels(seed):
-    generator = np.random.default_rng(seed)
-    prediction, target = generator.integers(0, 4, (2, 9, 7)), generator.choice([0, 1, 2, 4, 255], (2, 9, 7))
-    confusion = ConfusionMatrix(5)
-    confusion.update(torch.from_numpy(prediction), torch.from_numpy(target))
-    scores = confusion.scores()
-    for number in range(5):
-        own, found = (target == number), (prediction == number) & (target != 255)
-        both = int((own & found).sum())
-        total = int(own.sum() + found.sum())
-        assert scores.dice[number] == (2 * both / total if total else None)
-        assert scores.precision[number] == (both / int(found.sum()) if found.any() else None)
-        assert scores.recall[number] == (both / int(own.sum()) if own.any() else None)
-    known = [value for value in scores.dice if value is not None]
-    assert scores.mean_dice == pytest.approx(sum(known) / len(known), abs=1e-15)
-
-
 @st.composite
 def batches(draw, fewest_classes=1):
     """A number of classes, an id of ignored pixels, and predictions and targets (B, N, H, W) of B batches."""
@@ -87,7 +69,7 @@ def assert_scores_equal(ours, theirs):
 
 
 @given(batches(fewest_classes=2))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_every_score_matches_torchmetrics(case):
     """Its macro means of precision and recall count a class without denominator as 0, which ours leave out."""
     from torchmetrics.functional import classification as theirs
@@ -122,7 +104,7 @@ def test_every_score_matches_torchmetrics(case):
 
 
 @given(batches(fewest_classes=2), st.integers(0, 2**32))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_every_score_of_sets_matches_torchmetrics(case, seed):
     """Classes that do not exclude each other; a pixel is ignored for all of them."""
     from torchmetrics.functional import classification as theirs
@@ -164,41 +146,6 @@ def test_no_valid_pixel_gives_no_score(shape):
     json.dumps(vars(scores), allow_nan=False)
 
 
-@given(
-    num_classes=st.integers(1, 9),
-    ignore_index=st.sampled_from([255, -1, -100]),
-    num_batches=st.integers(1, 4),
-    seed=st.integers(0, 2**31),
-)
-@settings(max_examples=40, deadline=None)
-def test_matrix_matches_a_loop_over_pixels(num_classes, ignore_index, num_batches, seed):
-    generator = np.random.default_rng(seed)
-    expected = np.zeros((num_classes, num_classes), dtype=np.int64)
-    confusion = ConfusionMatrix(num_classes, ignore_index)
-    for _ in range(num_batches):
-        shape = tuple(generator.integers(1, 6, size=3))
-        prediction = generator.integers(0, num_classes, size=shape)
-        target = generator.integers(0, num_classes, size=shape)
-        target[generator.random(shape) < 0.3] = ignore_index
-        for p, t in zip(prediction.ravel(), target.ravel(), strict=True):
-            if t != ignore_index:
-                expected[t, p] += 1
-        confusion.update(torch.from_numpy(prediction), torch.from_numpy(target))
-    assert confusion.matrix.numpy().tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("prediction_type", [torch.uint8, torch.int32, torch.int64])
-@pytest.mark.parametrize(
-    "target_type", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
-)
-def test_every_integer_type_counts_the_same(prediction_type, target_type):
-    prediction = torch.tensor([[[0, 1, 2]]]).to(prediction_type)
-    target = torch.tensor([[[2, 1, 255]]]).to(target_type)
-    confusion = ConfusionMatrix(3)
-    confusion.update(prediction, target)
-    assert confusion.matrix.nonzero().tolist() == [[1, 1], [2, 0]]
-
-
 def test_summed_counts_of_batches_equal_one_batch():
     torch.manual_seed(0)
     prediction, target = torch.randint(0, 5, (6, 8, 8)), torch.randint(0, 6, (6, 8, 8))
@@ -212,14 +159,6 @@ def test_summed_counts_of_batches_equal_one_batch():
     assert whole.scores() == summed.scores()
 
 
-def test_matrix_can_be_added_to_in_place():
-    confusion = confusion_of([[0, 1]], [[0, 0]], 2)
-    confusion.matrix.add_(torch.tensor([[1, 0], [0, 1]]))
-    assert confusion.scores().pixel_accuracy == 3 / 4
-    confusion.counts.zero_()
-    assert confusion.scores().miou is None
-
-
 def test_ignored_class_has_no_iou_and_predicting_it_is_wrong():
     scores = confusion_of([[0, 1, 1]], [[1, 1, 0]], 2, ignore_index=0).scores()
     assert scores.iou == (None, 0.5)
@@ -230,14 +169,32 @@ def test_ignored_class_has_no_iou_and_predicting_it_is_wrong():
     ("prediction", "target"), [([[3]], [[0]]), ([[-1]], [[0]]), ([[0]], [[3]]), ([[0]], [[-1]]), ([[0]], [[2**40]])]
 )
 def test_ids_out_of_range_are_refused_and_not_counted(prediction, target):
-    confusion = ConfusionMatrix(3)
+    """A prediction where the target is ignored may be any."""
+    confusion = confusion_of([[7, 1]], [[255, 1]], 3)
     with pytest.raises(ValueError, match=r"1 pixels .* not a class 0\.\.2 .* ignore_index=255"):
         confusion.update(torch.tensor([prediction]), torch.tensor([target]))
-    assert confusion.scores().num_valid_px == 0
+    assert confusion.matrix.nonzero().tolist() == [[1, 1]]
 
 
-def test_prediction_out_of_range_on_ignored_pixel_is_allowed():
-    assert confusion_of([[7, 1]], [[255, 1]], 3).scores().pixel_accuracy == 1.0
+@pytest.mark.parametrize(
+    ("prediction_type", "target_type"),
+    [
+        (torch.uint8, torch.int16),
+        (torch.uint8, torch.uint16),
+        (torch.int32, torch.uint8),
+        (torch.int64, torch.uint32),
+        (torch.int64, torch.uint64),
+    ],
+)
+def test_every_integer_type_counts_the_same(prediction_type, target_type):
+    """In inference mode too, and the inputs stay as they were."""
+    prediction = torch.tensor([[[0, 1, 2, 5]]]).to(prediction_type)
+    target = torch.tensor([[[2, 1, 255, 1]]]).to(target_type)
+    confusion = ConfusionMatrix(6)
+    with torch.inference_mode():
+        confusion.update(prediction, target)
+    assert confusion.matrix.nonzero().tolist() == [[1, 1], [1, 5], [2, 0]]
+    assert (prediction.tolist(), target.tolist()) == ([[[0, 1, 2, 5]]], [[[2, 1, 255, 1]]])
 
 
 def test_wrong_tensors_are_refused():
@@ -248,16 +205,6 @@ def test_wrong_tensors_are_refused():
         ConfusionMatrix(3).update(ids.float(), ids)
     with pytest.raises(ValueError, match="at least one class"):
         ConfusionMatrix(0)
-
-
-def test_inputs_are_unchanged_and_inference_mode_works():
-    prediction, target = torch.tensor([[[0, 5]]]), torch.tensor([[[0, 255]]])
-    with torch.inference_mode():
-        confusion = ConfusionMatrix(2)
-        confusion.update(prediction, target)
-    confusion.update(prediction, target)
-    assert confusion.scores().num_valid_px == 2
-    assert (prediction.tolist(), target.tolist()) == ([[[0, 5]]], [[[0, 255]]])
 
 
 def official_scores(predictions: list[np.ndarray], targets: list[np.ndarray], folder: Path) -> dict:
@@ -276,8 +223,7 @@ def official_scores(predictions: list[np.ndarray], targets: list[np.ndarray], fo
         return official.evaluateImgLists(*files, arguments)
 
 
-@pytest.mark.parametrize("agreement", [0.0, 0.8])
-@pytest.mark.parametrize("absent", [(), (26, 27, 31)])
+@pytest.mark.parametrize(("agreement", "absent"), [(0.0, ()), (0.8, (26, 27, 31))])
 def test_scores_match_the_official_cityscapes_evaluator(tmp_path, agreement, absent):
     from cityscapesscripts.helpers.labels import labels
 

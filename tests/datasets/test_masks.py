@@ -43,14 +43,32 @@ def names(count: int) -> list[str]:
     return [f"class {i}" for i in range(count)]
 
 
+def png(ids: np.ndarray, bits: int, color_type: int, size: tuple[int, int] | None = None) -> bytes:
+    """Return a PNG encoded by hand, because libraries differ in low bit depths; `size` (width, height) may lie."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    if bits == 16:
+        rows = [row.astype(">u2").tobytes() for row in ids]
+    else:
+        shifts = np.arange(bits - 1, -1, -1)
+        rows = [np.packbits((row[:, None] >> shifts & 1).astype(np.uint8).ravel()).tobytes() for row in ids]
+    header = struct.pack(">IIBBBBB", *(size or ids.shape[::-1]), bits, color_type, 0, 0, 0)
+    palette = chunk(b"PLTE", bytes(range(255, 255 - 3 * min(1 << bits, 60), -1))) if color_type == 3 else b""
+    body = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + palette + body + chunk(b"IEND", b"")
+
+
 # --- images
 
 
 @pytest.mark.parametrize("suffix", [".png", ".bmp", ".tif", ".ppm", ".webp"])
 def test_lossless_images_are_decoded_exactly(suffix: str, tmp_path: Path) -> None:
-    image = draw_image(0, 23, 31)
     options = {"lossless": True} if suffix == ".webp" else {}
-    np.testing.assert_array_equal(read_image(save(image, tmp_path / f"a{suffix}", **options)), image)
+    for size in ((23, 31), (1, 1), (1, 300), (300, 1)):
+        image = draw_image(0, *size)
+        np.testing.assert_array_equal(read_image(save(image, tmp_path / f"a{suffix}", **options)), image)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
@@ -83,11 +101,6 @@ def test_jpeg_matches_opencv_and_pillow(tmp_path: Path) -> None:
     path.write_bytes(jpeg_bytes(draw_image(3, 64, 80)))
     np.testing.assert_array_equal(read_image(path), cv2.imread(str(path))[..., ::-1])
     assert np.abs(read_image(path).astype(int) - np.array(Image.open(path))).max() <= 3
-
-
-@pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (7, 5)])
-def test_images_of_any_size_are_decoded(size: tuple[int, int], tmp_path: Path) -> None:
-    assert read_image(save(draw_image(4, *size), tmp_path / "a.png")).shape == (*size, 3)
 
 
 def test_file_names_of_any_bytes_are_read(tmp_path: Path) -> None:
@@ -174,52 +187,32 @@ def test_path_that_is_no_file_is_named(make: Callable[[Path], object], message: 
             read(path)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_file_is_named(tmp_path: Path) -> None:
-    path = save(draw_image(0, 4, 4), tmp_path / "a.png")
-    path.chmod(0)
-    with pytest.raises(DataError, match="permission"):
-        read_image(path)
-
-
 @case("F47", how="EIO at the first read of a mask", passes="tried again")
 def test_transient_storage_error_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(draw_image(0, 4, 4), tmp_path / "a.png")
-    calls = []
+    """A disk that fails at some reads is only made here, in place of `open` in the module that reads."""
+    path = save(draw_image(0, 4, 7), tmp_path / "a.png")
+    errors: list[OSError] = [OSError(5, "Input/output error"), OSError(5, "Input/output error")]
 
     def failing_open(*args: object, **kwargs: object) -> object:
-        calls.append(args)
-        if len(calls) < 3:
-            raise OSError(5, "Input/output error")
+        if errors:
+            raise errors.pop()
         return open(*args, **kwargs)  # type: ignore[call-overload]
 
     waited_s: list[float] = []
     monkeypatch.setattr(files.time, "sleep", waited_s.append)
     monkeypatch.setattr(files, "open", failing_open, raising=False)
-    assert read_image(path).shape == (4, 4, 3)
-    assert len(calls) == 3
+    assert read_image(path).shape == (4, 7, 3)
     assert waited_s == [0.05, 0.1]
-    monkeypatch.setattr(files, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-    with pytest.raises(DataError, match="Input/output error"):
-        read_image(path)
-
-
-def png_of(width: int, height: int) -> bytes:
-    """Return a PNG with this size in its header."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    body = zlib.compress(bytes(height * (1 + (width + 7) // 8)) if width < 30_000 else b"")
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    for error, said in ((OSError(5, "Input/output error"), "Input/output error"), (PermissionError(13, "no"), "perm")):
+        errors[:] = [error] * 9
+        with pytest.raises(DataError, match=said):
+            read_image(path)
 
 
 @pytest.mark.parametrize("size", [(20_000, 20_000), (2_000_000, 2_000)])
 def test_decompression_bomb_is_refused_before_decoding(size: tuple[int, int], tmp_path: Path) -> None:
     path = tmp_path / "bomb.png"
-    path.write_bytes(png_of(*size))
-    assert path.stat().st_size < 200_000
+    path.write_bytes(png(np.zeros((1, 8), np.uint8), 1, 0, size))
     for read in (read_image, read_header, lambda p: read_mask(p, class_scheme("voc"))):
         with pytest.raises(DataError, match=r"bomb\.png: too large .*cut it into tiles") as refused:
             read(path)
@@ -233,21 +226,17 @@ def test_decompression_bomb_is_refused_before_decoding(size: tuple[int, int], tm
 
 def test_grey_and_palette_masks_keep_their_ids(scheme: ClassScheme, tmp_path: Path) -> None:
     ids = draw_mask(0, 30, 40)
-    grey = save(ids, tmp_path / "grey.png")
     indexed = Image.fromarray(ids).convert("P")
     indexed.putdata(ids.ravel().tolist())
     indexed.putpalette(np.random.default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
-    indexed.save(tmp_path / "palette.png")
-    indexed.save(tmp_path / "palette.tif")
-    for path in (grey, tmp_path / "palette.png", tmp_path / "palette.tif", save(ids, tmp_path / "g.tif")):
+    for suffix in (".png", ".tif"):
+        indexed.save(tmp_path / f"palette{suffix}")
+        save(ids, tmp_path / f"grey{suffix}")
+    save(ids, tmp_path / "alpha.png", transparency=0)
+    for path in sorted(tmp_path.iterdir()):
         result = read_mask(path, scheme)
         assert result.dtype == np.uint8
         np.testing.assert_array_equal(result, ids, err_msg=path.name)
-
-
-def test_opencv_reads_the_same_grey_ids(scheme: ClassScheme, tmp_path: Path) -> None:
-    path = save(draw_mask(1, 33, 21), tmp_path / "a.png")
-    np.testing.assert_array_equal(read_mask(path, scheme), cv2.imread(str(path), cv2.IMREAD_UNCHANGED))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
@@ -258,28 +247,10 @@ def test_every_png_depth_keeps_the_ids(bits: int, color_type: int, tmp_path: Pat
     count = min(1 << bits, 12)
     ids = np.random.default_rng(bits).integers(0, count, (9, 16))
     path = tmp_path / "a.png"
-    path.write_bytes(packed_png(ids, bits, color_type))
+    path.write_bytes(png(ids, bits, color_type))
     scheme = class_scheme("folder", classes=names(12))
     np.testing.assert_array_equal(read_mask(path, scheme), ids)
     np.testing.assert_array_equal(stored_pixels(path, as_rgb=False)[0], ids)
-
-
-def packed_png(ids: np.ndarray, bits: int, color_type: int) -> bytes:
-    """Return a PNG encoded by hand, because libraries differ in low bit depths."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    height, width = ids.shape
-    if bits == 16:
-        rows = [row.astype(">u2").tobytes() for row in ids]
-    else:
-        shifts = np.arange(bits - 1, -1, -1)
-        rows = [np.packbits((row[:, None] >> shifts & 1).astype(np.uint8).ravel()).tobytes() for row in ids]
-    header = struct.pack(">IIBBBBB", width, height, bits, color_type, 0, 0, 0)
-    palette = chunk(b"PLTE", bytes(range(255, 255 - 3 * min(1 << bits, 60), -1))) if color_type == 3 else b""
-    body = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + palette + body + chunk(b"IEND", b"")
 
 
 def test_sixteen_bit_ids_are_exact(tmp_path: Path) -> None:
@@ -326,12 +297,9 @@ def test_several_colours_may_share_a_class(tmp_path: Path) -> None:
     scheme = class_scheme("folder", classes=names(2), palette=palette, rgb=True, label_map={0: 1, 1: 0, 2: 0, 3: 255})
     np.testing.assert_array_equal(read_mask(path, scheme), [[1, 0, 0, 255]])
     assert scheme.palette == ((1, 1, 1), (0, 0, 0))
-
-
-def test_black_and_white_masks_are_read_by_colour(tmp_path: Path) -> None:
-    path = save(np.array([[0, 255]], np.uint8), tmp_path / "a.png")
+    save(np.array([[0, 255, 255]], np.uint8), path)  # gray, read by color
     scheme = class_scheme("folder", classes=names(2), palette=[(0, 0, 0), (255, 255, 255)], rgb=True)
-    np.testing.assert_array_equal(read_mask(path, scheme), [[0, 1]])
+    np.testing.assert_array_equal(read_mask(path, scheme), [[0, 1, 1]])
 
 
 def test_unknown_colours_are_named_with_their_counts(tmp_path: Path) -> None:
@@ -365,20 +333,18 @@ def test_unknown_colours_are_named_with_their_counts(tmp_path: Path) -> None:
         ([[7, 26, 33, 0]], 19, 255, r"Cityscapes label ids"),
         ([[14, 38, 52, 75]], 5, 255, r"gray levels"),
         ([[257, 514, 0, 771]], 5, 255, r"scaled to 16 bits"),
+        ([[7, 34, 8, 7]], None, 255, r"34 \(1 px\)\. Add them to data\.label_map"),
     ],
 )
 def test_wrong_ids_are_named_with_the_likely_cause(
-    ids: list[list[int]], num_classes: int, ignore_index: int, message: str, tmp_path: Path
+    ids: list[list[int]], num_classes: int | None, ignore_index: int, message: str, tmp_path: Path
 ) -> None:
     path = save(np.array(ids, np.uint16 if max(ids[0]) > 255 else np.uint8), tmp_path / "mask.png")
-    scheme = class_scheme("folder", classes=names(num_classes), ignore_index=ignore_index)
+    scheme = class_scheme("cityscapes")
+    if num_classes is not None:
+        scheme = class_scheme("folder", classes=names(num_classes), ignore_index=ignore_index)
     with pytest.raises(DataError, match=rf"mask\.png: the mask holds ids {message}|mask\.png: .*{message}"):
         read_mask(path, scheme)
-
-
-def test_error_for_ids_outside_a_label_map_names_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"34 \(1 px\)\. Add them to data\.label_map"):
-        read_mask(save(np.array([[7, 34]], np.uint8), tmp_path / "a.png"), class_scheme("cityscapes"))
 
 
 @pytest.mark.parametrize(
@@ -394,19 +360,6 @@ def test_ids_at_the_range_limits_are_checked(num_classes: int, ignore_index: int
         else:
             with pytest.raises(DataError, match=rf" {value} \(4 px\)"):
                 read_mask(path, scheme)
-
-
-def test_grey_mask_with_alpha_keeps_its_ids(scheme: ClassScheme, tmp_path: Path) -> None:
-    ids = draw_mask(0, 9, 14)
-    path = save(ids, tmp_path / "a.png", transparency=0)
-    np.testing.assert_array_equal(read_mask(path, scheme), ids)
-
-
-def test_one_pixel_with_wrong_id_is_found(tmp_path: Path) -> None:
-    ids = np.zeros((500, 600), np.uint8)
-    ids[321, 123] = 5
-    with pytest.raises(DataError, match=r"5 \(1 px\)"):
-        read_mask(save(ids, tmp_path / "a.png"), class_scheme("folder", classes=names(5)))
 
 
 def test_ids_beyond_sixteen_bits_are_refused(tmp_path: Path) -> None:
@@ -442,16 +395,13 @@ def float_mask(path: Path, *values: float) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ignore_index", [255, -100, 3])
-def test_nan_in_a_float_mask_is_ignored(ignore_index: int, tmp_path: Path) -> None:
+def test_nan_in_a_float_mask_is_ignored(tmp_path: Path) -> None:
     path = float_mask(tmp_path / "a.tif", np.nan, 1, np.nan, 1, 2)
-    # 0 is no value of the masks: NaN must not become it on the way
-    scheme = class_scheme("folder", classes=names(2), label_map={1: 0, 2: 1}, ignore_index=ignore_index)
-    np.testing.assert_array_equal(read_mask(path, scheme)[0], [ignore_index, 0, ignore_index, 0, 1])
-
-
-def test_nan_ignores_a_pixel_in_sets_of_classes(tmp_path: Path) -> None:
-    path = float_mask(tmp_path / "a.tif", np.nan, 0, 3)
+    for ignore_index in (255, -100, 3):
+        # 0 is no value of the masks: NaN must not become it on the way
+        scheme = class_scheme("folder", classes=names(2), label_map={1: 0, 2: 1}, ignore_index=ignore_index)
+        np.testing.assert_array_equal(read_mask(path, scheme)[0], [ignore_index, 0, ignore_index, 0, 1])
+    path = float_mask(tmp_path / "b.tif", np.nan, 0, 3)
     bits = class_scheme("folder", classes=names(2), multilabel="bits")
     np.testing.assert_array_equal(read_mask(path, bits)[0], [bits.ignore_index, 0, 3, 2, 2])
     one = class_scheme("folder", classes=names(1), multilabel="channels")
@@ -476,18 +426,7 @@ def test_masks_of_several_frames_are_refused(scheme: ClassScheme, tmp_path: Path
         read_mask(tmp_path / "a.tif", scheme)
 
 
-def test_mask_follows_the_exif_rotation_of_its_image(scheme: ClassScheme, tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    ids = draw_mask(0, 10, 20)
-    np.testing.assert_array_equal(read_mask(save(ids, tmp_path / "a.png", exif=exif), scheme), np.rot90(ids, -1))
-
-
 # --- the check of headers
-
-
-def test_check_pairs_returns_upright_sizes(write_pairs: Callable[..., tuple[ImagePair, ...]]) -> None:
-    assert check_pairs(write_pairs([(10, 20), (31, 7)])) == ((10, 20), (31, 7))
 
 
 def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tuple[ImagePair, ...]]) -> None:
@@ -524,7 +463,9 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
 def test_real_camvid_passes_the_check_and_matches_pillow(camvid: Path) -> None:
     from segapp.datasets.layouts.formats import DataLocation, find_pairs
 
+    assert len(find_pairs(DataLocation("camvid", camvid), "train")) == 367
     pairs = find_pairs(DataLocation("camvid", camvid), "val")
+    assert len(pairs) == 101
     assert set(check_pairs(pairs)) == {(360, 480)}
     scheme = class_scheme("camvid")
     for pair in pairs[::25]:
