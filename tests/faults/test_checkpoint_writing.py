@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 
-from tests.support.fault_runs import SYNCHRONOUS, FaultRun, Invariants, case, is_stopped, needs, small_disk, traced
+from tests.support.fault_runs import (
+    LEAN,
+    SYNCHRONOUS,
+    FaultRun,
+    Invariants,
+    case,
+    is_stopped,
+    needs,
+    small_disk,
+    traced,
+)
 
 NewRun = Callable[..., FaultRun]
 
@@ -30,10 +40,6 @@ def one_save(new_run: NewRun, name: str = "work", **sections: Any) -> FaultRun:
 def one_save_sections(sections: dict[str, Any]) -> dict[str, Any]:
     """The sections of `one_save`."""
     return {**sections, "train": {"epochs": 2, **sections.get("train", {})}, "checkpoint": {"every_steps": 4}}
-
-
-LEAN: dict[str, Any] = {"train": {"ema": None}, "optim": {"name": "sgd", "lr": 0.01, "momentum": 0.0}}
-"""Few tensors, so few system calls a save: about nine for each."""
 
 
 def killed_at_call(new_run: NewRun, invariants: Invariants, saved: FaultRun, number: int) -> bool:

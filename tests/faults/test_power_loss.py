@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,19 +18,230 @@ from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import drain_commands, parse_command, send_command
 from segapp.run.events import EventReader, EventWriter, read_answers
 from segapp.run.files import machine_id
-from tests.support.fault_runs import SYNCHRONOUS, FaultRun, Invariants, case, is_stopped, needs, some, traced
-from tests.support.power_loss import Call, Disk, read_trace
+from tests.support.fault_runs import LEAN, SYNCHRONOUS, FaultRun, Invariants, case, is_stopped, needs, some, traced
 
 CALLS = "openat,write,fsync,fdatasync,close,rename,renameat,renameat2,link,linkat,unlink,unlinkat"
 ALL_CALLS = f"{CALLS},mkdir,mkdirat,ftruncate,pwrite64,fcntl"
-
-LEAN: dict[str, Any] = {
-    "optim": {"name": "sgd", "lr": 0.01, "momentum": 0.0},
-    "train": {"epochs": 2, "ema": None},
-    "checkpoint": {"every_steps": 4},
-}
-
 EVENTS, MANIFEST = "run/events.jsonl", "run/checkpoints/manifest.json"
+SHORT: dict[str, Any] = {**LEAN, "train": {"epochs": 2, "ema": None}, "checkpoint": {"every_steps": 4}}
+
+# --- a model of a disk that replays a trace ---------------------------------------------------------------------------
+
+_CALL = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\) += (?P<result>-?\d+)(?:<[^>]*>)?.*", re.DOTALL)
+_PLACE = re.compile(r'(?:\w+<(?P<directory>[^>]*)>, )?"(?:[^"\\]|\\.)*"')
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Call:
+    """A system call that succeeded: its name, arguments as strace prints them, and its result."""
+
+    name: str
+    arguments: str
+    result: int
+
+    @property
+    def strings(self) -> list[bytes]:
+        """The arguments in quotes: paths, or the bytes written."""
+        return [ast.literal_eval(f'b"{text}"') for text in _STRING.findall(self.arguments)]
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor in the first argument; -1 if there is none."""
+        match = re.match(r"(\d+)<", self.arguments)
+        return int(match[1]) if match else -1
+
+
+def read_trace(path: Path) -> Iterator[Call]:
+    """Yields the successful calls of a trace in the order of their ends."""
+    begun: dict[str, str] = {}
+    for line in path.read_text(errors="replace").splitlines():
+        pid, _, rest = line.partition(" ")
+        rest = rest.lstrip()
+        if rest.endswith(" <unfinished ...>"):
+            begun[pid] = rest.removesuffix(" <unfinished ...>")
+            continue
+        if resumed := re.fullmatch(r"<\.\.\. \w+ resumed>(.*)", rest):
+            rest = begun.pop(pid, "") + resumed[1]
+        if (call := _CALL.fullmatch(rest)) and int(call["result"]) >= 0:
+            yield Call(call["name"], call["arguments"], int(call["result"]))
+
+
+@dataclass
+class File:
+    """The bytes of a file, and those that a power cut leaves."""
+
+    content: bytes = b""
+    durable: bytes = b""
+
+
+Names = dict[str, File]
+Change = tuple[str, tuple[tuple[str, File | None], ...]]
+"""A directory, and the names in it that one call changed, with the file of each afterwards; None if it is removed."""
+
+
+class Disk:
+    """The files below a folder, as they are and as a power cut may leave them, after the method of ALICE (OSDI'14).
+
+    A file's bytes are durable once the file was synced; a name (made, renamed, linked, removed) once its directory was.
+    What was not synced may be there or not: here nothing, all, each alone and all but each of the names, with the bytes
+    that were not synced there or lost. A directory is a name with a slash at its end; what lies in one that is lost is
+    lost too.
+
+    Args:
+        root: the folder; what lies in it now is durable.
+        only: a folder in `root`, which may not exist yet: only what lies in it is looked at.
+    """
+
+    def __init__(self, root: Path, only: str = "") -> None:
+        self.root, self._only = root, only
+        self._names: Names = {}
+        for path in (root, *sorted((root / only).rglob("*")), root / only):
+            name = str(path.relative_to(root))
+            if path.is_dir():
+                self._names[name + "/"] = File()
+            elif path.is_file():
+                known = next((f for n, f in self._names.items() if (root / n).samefile(path)), None)
+                self._names[name] = known or File(path.read_bytes(), path.read_bytes())
+        self._durable = dict(self._names)
+        self._pending: list[Change] = []
+        self._fds: dict[int, File | str] = {}
+
+    def apply(self, call: Call, cwd: Path) -> bool:
+        """Applies one call; returns True if it changed the folder."""
+        opened = self._fds.get(call.fd)
+        match call.name.removesuffix("2").removesuffix("at"):
+            case "open":
+                return self._open(call, self._inside(call, cwd)[0])
+            case "close":
+                self._fds.pop(call.fd, None)
+            case "fcntl" if "F_DUPFD" in call.arguments and opened is not None:
+                self._fds[call.result] = opened
+            case "write" | "pwrite64" | "ftruncate" as name if isinstance(opened, File):
+                size = int(call.arguments.rpartition(", ")[2])
+                if name == "ftruncate":
+                    opened.content = opened.content[:size].ljust(size, b"\0")
+                else:  # every file here is written from its start, or appended to
+                    begin = len(opened.content) if name == "write" else size
+                    data = call.strings[0][: call.result]
+                    opened.content = (
+                        opened.content[:begin].ljust(begin, b"\0") + data + opened.content[begin + len(data) :]
+                    )
+                return True
+            case "fsync" | "fdatasync" if isinstance(opened, File):
+                opened.durable = opened.content
+                return True
+            case "fsync" if opened is not None:
+                for change in self._pending:
+                    if change[0] == opened:
+                        _rename(self._durable, change)
+                self._pending = [change for change in self._pending if change[0] != opened]
+                return True
+            case "mkdir" | "rename" | "link" | "unlink" as name:
+                return self._change_names(name, self._inside(call, cwd))
+        return False
+
+    def states(self) -> Iterator[dict[str, bytes]]:
+        """Yields the states that a power cut now may leave: the content of each name."""
+        pending = self._pending
+        but_one = [[other for other in pending if other is not each] for each in pending]
+        for changes in ([], pending, *([each] for each in pending), *but_one):
+            names = dict(self._durable)
+            for change in changes:
+                _rename(names, change)
+            files = {name: file for name, file in names.items() if _is_reachable(name, names)}
+            yield {name: file.content for name, file in files.items()}
+            yield {name: file.durable for name, file in files.items()}
+
+    def torn(self, name: str) -> Iterator[bytes]:
+        """Yields the contents that a power cut now may leave of a file: each part of what is not synced.
+
+        What was cut off or appended is there up to any byte; what follows is missing, or zeros.
+        """
+        if name in self._names:
+            file = self._names[name]
+            pairs = zip(file.durable, file.content, strict=False)
+            num_same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(file.durable))
+            yield file.durable
+            for end in range(num_same, len(file.content)):
+                yield file.content[:end]
+                yield file.content[:end] + bytes(len(file.content) - end)
+            yield file.content
+
+    def assert_same(self) -> None:
+        """The present files are those of the model."""
+        names = {name: file.content for name, file in self._names.items() if _is_reachable(name, self._names)}
+        paths = [path for path in (self.root / self._only).rglob("*") if path.is_file()]
+        assert names == {str(path.relative_to(self.root)): path.read_bytes() for path in paths}
+
+    def _open(self, call: Call, name: str | None) -> bool:
+        self._fds.pop(call.result, None)
+        if name is None:
+            return False
+        if "O_DIRECTORY" in call.arguments:
+            self._fds[call.result] = name
+            return False
+        if name not in self._names:
+            if "O_CREAT" not in call.arguments:
+                return False
+            self._change((name, File()))
+        self._fds[call.result] = self._names[name]
+        if "O_TRUNC" in call.arguments:
+            self._names[name].content = b""
+        return True
+
+    def _change_names(self, call: str, places: list[str | None]) -> bool:
+        names = [place for place in places if place is not None]
+        if len(names) < len(places):
+            return False
+        match call:
+            case "mkdir":
+                self._change((names[0] + "/", File()))
+            case "unlink":
+                self._change((names[0], None))
+            case "link":
+                self._change((names[1], self._names[names[0]]))
+            case "rename":
+                self._change((names[1], self._names[names[0]]), (names[0], None))
+        return True
+
+    def _change(self, *names: tuple[str, File | None]) -> None:
+        change = str(Path(names[0][0]).parent), names
+        _rename(self._names, change)
+        self._pending.append(change)
+
+    def _inside(self, call: Call, cwd: Path) -> list[str | None]:
+        """Returns the names in a call, each below the directory whose descriptor is before it; None outside."""
+        found: list[str | None] = []
+        for place, text in zip(_PLACE.finditer(call.arguments), call.strings, strict=True):
+            path = Path(os.path.normpath(cwd / (place["directory"] or "") / text.decode(errors="surrogateescape")))
+            name = path.relative_to(self.root) if path.is_relative_to(self.root) else None
+            is_looked_at = name is not None and (not self._only or name.parts[:1] in ((), (self._only,)))
+            found.append(str(name) if is_looked_at else None)
+        return found
+
+
+def _is_reachable(name: str, names: Names) -> bool:
+    """True for the name of a file whose folders are all there."""
+    return not name.endswith("/") and all(f"{parent}/" in names for parent in Path(name).parents)
+
+
+def _rename(names: Names, change: Change) -> None:
+    for name, file in change[1]:
+        names.pop(name, None)
+        if file is not None:
+            names[name] = file
+
+
+def put(state: dict[str, bytes], folder: Path) -> None:
+    """Makes a folder hold these files, and no other ones."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, content in state.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def promised_by(call: Call) -> int:
@@ -37,18 +250,6 @@ def promised_by(call: Call) -> int:
         return 0
     events = [json.loads(line) for line in call.strings[0].splitlines()]
     return max((event["step"] for event in events if event["type"] == "checkpoint"), default=0)
-
-
-def put(state: dict[str, bytes], folder: Path) -> None:
-    """Makes a folder hold exactly these files."""
-    (folder / "objects").mkdir(parents=True, exist_ok=True)
-    for path in folder.rglob("*"):
-        if path.is_file() and str(path.relative_to(folder)) not in state:
-            path.unlink()
-    for name, content in state.items():
-        path = folder / name
-        if not path.is_file() or path.read_bytes() != content:
-            path.write_bytes(content)
 
 
 @case(
@@ -61,16 +262,15 @@ def test_power_cut_at_any_call_keeps_committed_checkpoints(
     new_run: Callable[..., FaultRun], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     needs("strace")
-    run = new_run(**LEAN)
+    run = new_run(**SHORT)
     run.train(failpoints=f"train.step=7:kill;{SYNCHRONOUS}")
     promised = run.acknowledged_step()
     program = run.start(failpoints=f"ckpt.start=1:stop;{SYNCHRONOUS}")
-    options = ("-s", str(2**24), "-e", f"trace={CALLS}")
     run.wait_for(lambda: is_stopped(program), program)
     disk = Disk(run.folder / "checkpoints")
-    with traced(run, program, *options) as trace:
+    with traced(run, program, "-s", str(2**24), "-e", f"trace={CALLS}") as trace:
         assert run.ended(program).returncode == 0, program.stderr
-    found, num_calls, seen = tmp_path / "found", 0, set()
+    num_calls, seen = 0, set()
     for call in read_trace(trace):
         promised = max(promised, promised_by(call))
         num_calls += disk.apply(call, run.work)
@@ -80,12 +280,12 @@ def test_power_cut_at_any_call_keeps_committed_checkpoints(
             key = (promised, frozenset(state.items()))
             if key not in seen:
                 seen.add(key)
-                put(state, found)
-                rows = CheckpointFolder(found).verify()
+                put(state, tmp_path / "found")
+                rows = CheckpointFolder(tmp_path / "found").verify()
                 assert [row.problem for row in rows] == [None] * len(rows), (call.name, call.arguments[:200])
                 assert rows[0].entry.step >= promised, (call.name, call.arguments[:200])
     assert promised == 10
-    assert disk.files() == {str(p.relative_to(disk.root)): p.read_bytes() for p in disk.root.rglob("*") if p.is_file()}
+    disk.assert_same()
     record_property("figure", f"{num_calls} calls, {len(seen)} states of the disk")
 
 
@@ -102,7 +302,7 @@ class Written:
         promised: the lines that were synced by a call of their own: `seq` apart, they are never lost.
     """
 
-    sent: set[str]
+    sent: set[str] = field(default_factory=set)
     lines: set[bytes] = field(default_factory=set)
     promised: set[str] = field(default_factory=set)
     _unsynced: set[str] = field(default_factory=set)
@@ -126,34 +326,26 @@ def without_seq(event: dict[str, Any]) -> str:
 
 
 class Reading:
-    """Reads a folder in each state that a power cut may leave.
-
-    Args:
-        work: an empty folder.
-        written: what the trainer has written.
-    """
+    """Reads a run in each state that a power cut may leave, in an empty folder."""
 
     def __init__(self, work: Path, written: Written) -> None:
         self.work, self.written = work, written
         self._seen: set[object] = set()
 
     def state(self, state: dict[str, bytes]) -> bool:
-        """Checks events, commands and checkpoints of a state; False if it was checked before."""
+        """Checks events, commands and steps of a state; False if it was checked before."""
         inbox = {name: content for name, content in state.items() if name.startswith("run/commands/")}
         key = (len(self.written.promised), state.get(EVENTS), state.get(MANIFEST), frozenset(inbox.items()))
         if key in self._seen:
             return False
         self._seen.add(key)
+        put(inbox, self.work)
+        (self.work / "run" / "commands").mkdir(parents=True, exist_ok=True)
         found = self.events(state.get(EVENTS, b""))
-        commands = self.work / "run" / "commands"
-        shutil.rmtree(commands, ignore_errors=True)
-        commands.mkdir(parents=True)
-        for name, content in inbox.items():
-            (self.work / name).write_bytes(content)
         waiting = drain_commands(self.work / "run")
         assert [received.problem for received in waiting] == [None] * len(waiting)
-        assert {received.id for received in waiting} | set(read_answers(found)) == self.written.sent
-        assert {received.id for received in waiting} <= self.written.sent
+        ids = {received.id for received in waiting}
+        assert ids <= ids | set(read_answers(found)) == self.written.sent
         entries = json.loads(state[MANIFEST])["entries"] if MANIFEST in state else []
         steps = {event["step"] for event in found if event["type"] == "step"}
         newest = max((entry["step"] for entry in entries), default=0)
@@ -165,8 +357,7 @@ class Reading:
         path = self.work / "events.jsonl"
         path.write_bytes(content)
         found = EventReader(path).read_raw()
-        lines = content.split(b"\n")[:-1]
-        whole = [line for line in lines if line in self.written.lines]
+        whole = [line for line in content.split(b"\n")[:-1] if line in self.written.lines]
         assert found == [json.loads(line) for line in whole], "only whole lines that were written are read"
         assert [event["seq"] for event in found] == list(range(1, len(found) + 1))
         assert self.written.promised <= {without_seq(event) for event in found}, "a synced event is lost"
@@ -175,20 +366,11 @@ class Reading:
             writer.alert("test", "goes on")
         reader = EventReader(path)
         after = reader.read_raw()
-        assert [event["seq"] for event in after] == list(range(1, len(after) + 1))
-        assert len(after) == before + 1
+        assert [event["seq"] for event in after] == list(range(1, before + 2))
         assert after[: len(found)] == found
         assert set(path.read_bytes().split(b"\n")[:before]) <= self.written.lines
         assert reader.num_bad == 0
         return found
-
-
-def calls_of(run: FaultRun, failpoints: str) -> Iterator[Call]:
-    """Trains with a trace of the calls, and yields them."""
-    program = run.start(failpoints=f"{failpoints};{SYNCHRONOUS}", is_stopped=True)
-    with traced(run, program, "-s", str(2**24), "-e", f"trace={ALL_CALLS}") as trace:
-        run.ended(program)
-    yield from read_trace(trace)
 
 
 @pytest.fixture
@@ -215,16 +397,19 @@ def test_power_cut_keeps_synced_events_and_commands(
     record_property: Callable[[str, object], None],
 ) -> None:
     needs("strace")
-    run, written = new_run(**LEAN), Written(set())
+    run, written = new_run(**SHORT), Written()
     reading = Reading(tmp_path / "read", written)
-    reading.work.mkdir()
     num_calls = num_states = num_torn = 0
     kept: list[dict[str, bytes]] = []
     for failpoints in ("train.step=8:kill", ""):
         disk = Disk(run.work, only="run")
-        for call in calls_of(run, failpoints):
-            if call.name == "fsync" or call.name == "ftruncate":
+        program = run.start(failpoints=f"{failpoints};{SYNCHRONOUS}", is_stopped=True)
+        with traced(run, program, "-s", str(2**24), "-e", f"trace={ALL_CALLS}") as trace:
+            run.ended(program)
+        for call in read_trace(trace):
+            if call.name in ("fsync", "ftruncate"):
                 for content in list(disk.torn(EVENTS))[::every_byte]:
+                    reading.work.mkdir(exist_ok=True)
                     reading.events(content)
                     num_torn += 1
             written.note(call)
@@ -234,9 +419,7 @@ def test_power_cut_keeps_synced_events_and_commands(
             new = [state for state in disk.states() if reading.state(state)]
             num_states += len(new)
             kept += new[-1:]
-        assert disk.files() == {
-            str(path.relative_to(run.work)): path.read_bytes() for path in run.folder.rglob("*") if path.is_file()
-        }
+        disk.assert_same()
         if failpoints:
             assert run.acknowledged_step() == 5
             with open(run.folder / "events.jsonl", "ab") as file:
@@ -246,10 +429,9 @@ def test_power_cut_keeps_synced_events_and_commands(
     invariants.assert_same(run)
     assert set(read_answers(run.events())) == written.sent
     for number, state in enumerate(kept[:: max(1, len(kept) // num_resumed)]):
-        resumed = new_run(f"resumed-{number}", **LEAN)
-        for name, content in state.items():
-            (resumed.work / name).parent.mkdir(parents=True, exist_ok=True)
-            (resumed.work / name).write_bytes(content)
+        resumed = new_run(f"resumed-{number}", **SHORT)
+        config = {"config.yaml": (resumed.work / "config.yaml").read_bytes()}
+        put({**state, **config}, resumed.work)
         invariants.check(resumed)
     record_property("figure", f"{num_calls} calls, {num_states} states, {num_torn} torn files, {number + 1} resumed")
 
@@ -274,10 +456,8 @@ def test_power_cut_leaves_a_command_whole_or_absent(new_run: Callable[..., Fault
         is_sent |= call.name == "write" and call.fd == 1 and call.strings[0].startswith(b"sent ")
         for state in disk.states():
             num_states += 1
-            shutil.rmtree(found, ignore_errors=True)
-            (found / "commands").mkdir(parents=True)
-            for name, content in state.items():
-                (found / name).write_bytes(content)
+            put(state, found)
+            (found / "commands").mkdir(parents=True, exist_ok=True)
             texts = [(received.text, received.problem) for received in drain_commands(found)]
             assert texts == [("set lr_factor=0.25", None)] or (texts == [] and not is_sent)
     assert is_sent

@@ -60,6 +60,23 @@ MODEL = {
 }
 
 
+LEAN: dict[str, Any] = {"train": {"ema": None}, "optim": {"name": "sgd", "lr": 0.01, "momentum": 0.0}}
+"""Few tensors, so few system calls a save: about nine for each."""
+
+RANKS: dict[str, Any] = {
+    "model": {"library": "python", "name": "tests.support.double_net:DoubleNet", "encoder": None, "options": {}},
+    "train": {"precision": "fp32", "batch_size": 4, "epochs": 40},
+    "optim": {"name": "sgd", "lr": 0.05},  # AdamW amplifies the rounding of gradients that are 0
+    "parallel": {"mode": "ddp", "devices": ["cpu"]},
+}
+"""A tiny network in float64 on a rank of each machine."""
+
+
+def sections_of(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of `RANKS` with some keys replaced."""
+    return {name: {**RANKS.get(name, {}), **dict(sections.get(name, {}))} for name in {**RANKS, **sections}}
+
+
 def some(values: Sequence[Any], *short: Any) -> list[Any]:
     """Returns the parameters of a test: those in `short` are marked faults, the others faults_long."""
     marks = {True: pytest.mark.faults, False: pytest.mark.faults_long}
@@ -69,12 +86,7 @@ def some(values: Sequence[Any], *short: Any) -> list[Any]:
 
 
 def tiny_config(root: Path, **sections: Any) -> RunConfig:
-    """Returns a config of 15 steps with BatchNorm, dropout, AdamW, warm-up and averaged weights; takes about a second.
-
-    Args:
-        root: of the drawn data set (the fixture `tiny_root`).
-        **sections: keys to replace, section by section.
-    """
+    """Returns a config of 15 steps with BatchNorm, dropout, AdamW, warm-up and averaged weights, keys replaced."""
     base = {
         "name": "tiny",
         "seed": 3,
@@ -105,12 +117,7 @@ def finished_run(folder: Path, root: Path) -> Path:
 
 @dataclass
 class FaultRun:
-    """A run to inject faults into.
-
-    Args:
-        work: an empty folder; the run is in `work / "run"`.
-        config: of the run.
-    """
+    """A run to inject faults into: `work` is an empty folder, the run is in `work / "run"`."""
 
     work: Path
     config: RunConfig
@@ -127,17 +134,11 @@ class FaultRun:
         """The run folder."""
         return self.work / "run"
 
-    def start(
-        self,
-        *overrides: str,
-        failpoints: str = "",
-        is_stopped: bool = False,
-        machine: int | None = None,
-        **env: str,
-    ) -> Program:
-        """Starts (or resumes) the training."""
-        arguments = ["train", "--plain", "--config", "config.yaml", "--run", "run", "--resume", *overrides]
-        return self.program(*arguments, failpoints=failpoints, is_stopped=is_stopped, machine=machine, **env)
+    def start(self, *overrides: str, **options: Any) -> Program:
+        """Starts (or resumes) the training; `options` are those of `program`."""
+        return self.program(
+            "train", "--plain", "--config", "config.yaml", "--run", "run", "--resume", *overrides, **options
+        )
 
     def train(self, *overrides: str, failpoints: str = "", timeout_s: float = 60, **env: str) -> Any:
         """Trains (or resumes) to the end; fails the test if that takes too long."""
@@ -158,13 +159,7 @@ class FaultRun:
     def ended(
         self, program: Program, timeout_s: float = 60, *, must_act: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Waits for the end of a program, which must come in time (I6), and after its faults took place.
-
-        Args:
-            program: of this run.
-            timeout_s: the limit.
-            must_act: every failpoint it was started with must have acted.
-        """
+        """Waits for the end of a program, which must come in time (I6); with `must_act` after its faults took place."""
         if program.wait(timeout_s) is None:
             program.send(signal.SIGABRT)  # prints its stacks
             program.wait(5)
@@ -248,17 +243,13 @@ class FaultRun:
 
 
 def assert_acted(marks: Path) -> None:
-    """Fails where an armed failpoint has never acted.
-
-    Args:
-        marks: the folder that SEGAPP_FAILPOINT_MARKS named.
-    """
+    """Fails where an armed failpoint has left no mark in the folder that SEGAPP_FAILPOINT_MARKS named."""
     idle = sorted(path.name for path in marks.iterdir() if path.stat().st_size == 0)
     assert not idle, f"armed, but never visited when it was due: {', '.join(idle)}"
 
 
 def living_processes(sessions: set[int], tag: str) -> list[int]:
-    """Returns the processes of some sessions, and those with a tag in their environment; zombies are left out.
+    """Returns the living processes of some sessions, and those with a tag in their environment.
 
     A process that was forked, not executed, shows its parent's environment: it is found by its session.
     """
@@ -293,12 +284,7 @@ class Reference:
 
 
 class References:
-    """Uninterrupted runs, each made once.
-
-    Args:
-        root: of the data set.
-        work: where they lie.
-    """
+    """Uninterrupted runs on the data set `root`, each made once, in the folder `work`."""
 
     def __init__(self, root: Path, work: Path) -> None:
         self._root, self._work = root, work
@@ -342,11 +328,7 @@ def course(run: FaultRun) -> tuple[tuple[Any, ...], ...]:
 
 
 class Invariants:
-    """Checks of what must hold after any fault.
-
-    Args:
-        references: the uninterrupted runs to compare with.
-    """
+    """Checks of what must hold after any fault, against uninterrupted runs."""
 
     def __init__(self, references: References) -> None:
         self.references = references
@@ -354,11 +336,7 @@ class Invariants:
     def check(self, run: FaultRun, *, resume: bool = True, timeout_s: float = 60, **env: str) -> None:
         """Checks all invariants; the programs of `run` have ended or were killed.
 
-        Args:
-            run: the run with the fault.
-            resume: train to the end and compare with the reference (I3); False if the fault rules that out.
-            timeout_s: for the resumed training.
-            **env: for the resumed training.
+        Without `resume` it is not trained to its end (I3), where the fault rules that out.
         """
         self.assert_clean_processes(run)
         self.assert_nothing_lost(run)
@@ -467,13 +445,7 @@ def small_disk(where: Path, size_kib: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def traced(run: FaultRun, program: Program, *options: str) -> Iterator[Path]:
-    """strace on a program that was started with `is_stopped`, and all it forks; it goes on once strace holds it.
-
-    Args:
-        run: whose folder takes the trace.
-        program: waits for SIGCONT.
-        *options: of strace: `-e inject=...`, `-P PATH`.
-    """
+    """strace on a program that waits for SIGCONT, and all it forks; it goes on once strace holds it."""
     needs("strace")
     run.wait_for(lambda: is_stopped(program), program)
     trace = run.work / f"trace-{program.pid}"

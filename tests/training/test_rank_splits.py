@@ -11,7 +11,7 @@ import torch
 from segapp.config import dump_config
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from tests.support.machine_jobs import sections_of
+from tests.support.fault_runs import sections_of
 from tests.support.rank_runs import (
     check_killed_rank,
     check_other_numbers_of_ranks,
