@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,16 @@ import cv2
 import numpy as np
 from PIL import Image
 
-SIZE = (48, 64)
-Color = tuple[int, int, int]
+from tests.support.drawn_folders import seeded
+
+SIZE = (37, 53)
+TWELVE = tuple(f"{number:04}" for number in (0, 1, 2, 3, 5, 8, 11, 12, 14, 20, 21, 33))
+EIGHT, FOUR = TWELVE[:8], TWELVE[8:]
+SPLITS = (("train", EIGHT), ("val", FOUR))
 Codes = Mapping[Any, str | None]
-"""Value or colour in the masks -> name of its class; None: ignored pixels."""
+"""Value or color in the masks -> name of its class; None: ignored pixels."""
+UNNAMED: Codes = {0: "class_0", 1: "class_1", 2: "class_2"}
+BINARY: Codes = {0: "background", 255: "object"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Picture:
         group: patient, scene or video, which must not be divided.
         planes: pixels of each class, by its name; a class may be missing.
         ignored: pixels that must not be trained.
-        thumbnail: what its content is recognised by.
+        thumbnail: what its content is recognized by.
         is_broken: its files cannot be read.
     """
 
@@ -42,34 +48,53 @@ class Picture:
     thumbnail: np.ndarray
     is_broken: bool = False
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Pixels of each class that occurs."""
-        return {name: int(plane.sum()) for name, plane in self.planes.items() if plane.any()}
+
+@dataclass(frozen=True)
+class Read:
+    """`init` writes a config without a question; `check` refuses the data with the words, if there are some."""
+
+    check_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Truth:
-    """What a drawing knows.
+class Ask:
+    """`init` asks, and with one of the answers that it offers it reads the truth.
 
     Attributes:
-        pictures: the labelled images.
-        unused: groups of files that `init` has to name as not used, each by one of its files or its folder.
-        names_said: the data name their classes.
+        option: that answers it, or its beginning.
+        answers: all that it offers; empty: not compared.
+        or_read: the truth may be read without a question too.
     """
 
-    pictures: tuple[Picture, ...]
-    unused: tuple[tuple[str, ...], ...] = ()
-    names_said: bool = False
-
-    @property
-    def names(self) -> set[str]:
-        """Names of the classes that occur."""
-        return {name for picture in self.pictures for name in picture.counts}
+    option: str
+    answers: tuple[str, ...] = ()
+    or_read: bool = False
 
 
-def seeded(text: str) -> np.random.Generator:
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
+@dataclass(frozen=True)
+class Refuse:
+    """`init` refuses with the words."""
+
+    words: tuple[str, ...]
+
+
+Draw = Callable[["Canvas"], None]
+
+
+@dataclass(frozen=True)
+class DrawnLayout:
+    """A layout of a folder: how it is drawn, what is true of it, and what `segapp init` is to do with it."""
+
+    name: str
+    drawing: Draw
+    expected: Read | Ask | Refuse = Read()
+
+    def draw(self, root: Path) -> Canvas:
+        """Draws the layout into a folder, which is made, and returns what is true."""
+        root.mkdir(parents=True, exist_ok=True)
+        canvas = Canvas(root)
+        self.drawing(canvas)
+        return canvas
 
 
 def scene(key: str, size: tuple[int, int] = SIZE, bands: int = 3, like: str | None = None) -> np.ndarray:
@@ -79,6 +104,11 @@ def scene(key: str, size: tuple[int, int] = SIZE, bands: int = 3, like: str | No
         grid = 0.75 * seeded(f"scene {like}").uniform(0, 255, (6, 8, bands)).astype(np.float32) + 0.25 * grid
     pixels = cv2.resize(grid, size[::-1], interpolation=cv2.INTER_CUBIC).reshape(*size, bands)
     return np.clip(pixels + seeded(f"grain {key}").normal(0, 3, pixels.shape), 0, 255).astype(np.float32)
+
+
+def gray(key: str, size: tuple[int, int] = SIZE) -> np.ndarray:
+    """Returns smooth pixels (H, W) of 8 bits."""
+    return scene(key, size, 1)[..., 0].astype(np.uint8)
 
 
 def patches(key: str, count: int, size: tuple[int, int] = SIZE) -> np.ndarray:
@@ -102,7 +132,7 @@ def thumbnail(pixels: np.ndarray) -> np.ndarray:
 
 
 def coded(areas: np.ndarray, codes: Sequence[Any]) -> np.ndarray:
-    """Returns a mask of the codes of areas: uint8 or uint16 (H, W), or colours (H, W, 3)."""
+    """Returns a mask of the codes of areas: uint8 or uint16 (H, W), or colors (H, W, 3)."""
     table = np.array(codes)
     return table[areas].astype(np.uint8 if table.ndim == 2 or table.max() < 256 else np.uint16)
 
@@ -125,7 +155,7 @@ def save(path: Path, pixels: np.ndarray, **options: Any) -> None:
     suffix = path.suffix.lower()
     if suffix == ".npy":
         np.save(path, pixels)
-    elif suffix in (".tif", ".tiff") and (pixels.dtype != np.uint8 or pixels.ndim == 3) and "palette" not in options:
+    elif suffix == ".tif" and (pixels.dtype != np.uint8 or pixels.ndim == 3):
         import tifffile
 
         photometric = "rgb" if pixels.ndim == 3 and pixels.shape[2] == 3 else "minisblack"
@@ -134,15 +164,13 @@ def save(path: Path, pixels: np.ndarray, **options: Any) -> None:
         cv2.imwrite(str(path), pixels[..., ::-1])
     else:
         palette = options.pop("palette", None)
-        image = Image.fromarray(pixels)
+        image = Image.fromarray(pixels, "P" if palette else None)
         if palette is not None:
-            image = Image.fromarray(pixels, "P")
             image.putpalette(palette)
         if suffix in (".jpg", ".jpeg"):
             options.setdefault("quality", 92)
         with path.open("wb") as file:
-            image.save(file, {".jpg": "JPEG", ".ppm": "PPM", ".tif": "TIFF"}.get(suffix, suffix[1:].upper()
-                       .replace("JPG", "JPEG")), **options)  # fmt: skip
+            image.save(file, {".jpg": "JPEG", ".tif": "TIFF"}.get(suffix, suffix[1:].upper()), **options)
 
 
 @dataclass
@@ -152,18 +180,14 @@ class Canvas:
     Attributes:
         root: the folder.
         pictures: what was drawn with labels.
-        unused: groups of files that are no part of the data.
+        unused: kind -> files that are no part of the data; `init` has to name one of each kind, or its folder.
         names_said: the data name their classes.
     """
 
     root: Path
     pictures: list[Picture] = field(default_factory=list)
-    unused: list[tuple[str, ...]] = field(default_factory=list)
+    unused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     names_said: bool = False
-
-    def truth(self) -> Truth:
-        """Returns what was noted."""
-        return Truth(tuple(self.pictures), tuple(self.unused), self.names_said)
 
     def text(self, path: str, content: str | Iterable[str]) -> None:
         """Writes a text file, or lines."""
@@ -171,17 +195,16 @@ class Canvas:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content if isinstance(content, str) else "".join(f"{line}\n" for line in content))
 
-    def image(self, path: str, pixels: np.ndarray | None = None, size: tuple[int, int] = SIZE) -> np.ndarray:
+    def image(self, path: str, pixels: np.ndarray | None = None) -> np.ndarray:
         """Writes an image, a smooth one of its own if no pixels are given, and returns its pixels."""
-        drawn = scene(path, size).astype(np.uint8) if pixels is None else pixels
+        drawn = scene(path).astype(np.uint8) if pixels is None else pixels
         save(self.root / path, drawn)
         return drawn
 
-    def images_unused(self, *paths: str) -> None:
-        """Writes images that have no labels; `init` has to name them as not used."""
-        for path in paths:
-            self.image(path)
-        self.unused.append(paths)
+    def other(self, kind: str, path: str, pixels: np.ndarray | None = None) -> None:
+        """Writes an image that is no part of the data."""
+        self.image(path, pixels)
+        self.unused[kind].append(path)
 
     def pair(
         self,
@@ -208,7 +231,7 @@ class Canvas:
             pixels: of the image, of any type; None: smooth 8-bit RGB.
             size: height and width.
             like: key of a scene that the image resembles.
-            as_rgb: a mask of grey values is saved with three equal channels.
+            as_rgb: a mask of gray values is saved with three equal channels.
             **options: of the mask's format.
         """
         if pixels is None:
@@ -230,27 +253,60 @@ class Canvas:
         *,
         split: str | None = None,
         group: str | None = None,
-        is_broken: bool = False,
     ) -> None:
         """Notes the truth of an image whose areas 0, 1, ... have the names; None: ignored."""
         planes, ignored = planes_of(areas, names)
-        self.note_planes(image, source, pixels, planes, ignored, split=split, group=group, is_broken=is_broken)
+        self.pictures.append(Picture(image, source, split, group or image, planes, ignored, thumbnail(pixels)))
 
-    def note_planes(
-        self,
-        image: str,
-        source: str,
-        pixels: np.ndarray,
-        planes: Mapping[str, np.ndarray],
-        ignored: np.ndarray | None = None,
-        *,
-        split: str | None = None,
-        group: str | None = None,
-        is_broken: bool = False,
-    ) -> None:
-        """Notes the truth of an image by the pixels of each class."""
-        none = np.zeros(pixels.shape[:2], bool)
-        self.pictures.append(
-            Picture(image, source, split, group or image, planes, none if ignored is None else ignored,
-                    thumbnail(pixels), is_broken)
-        )  # fmt: skip
+
+def known_split(word: str) -> str:
+    """Returns the split that a word such as Training or validation means."""
+    return next(known for known in ("train", "val", "test") if word.lower().startswith(known))
+
+
+def unsplit(image: str, mask: str, codes: Codes = UNNAMED, **options: Any) -> Draw:
+    """Draws a layout without splits; `{}` in the paths is the name."""
+
+    def drawing(canvas: Canvas) -> None:
+        for name in TWELVE:
+            canvas.pair(image.replace("{}", name), mask.replace("{}", name), codes, **options)
+
+    return drawing
+
+
+def split(
+    image: str, mask: str, words: Sequence[str] = ("train", "val"), codes: Codes = UNNAMED, **options: Any
+) -> Draw:
+    """Draws a layout with a folder for each split, `{s}` in the paths."""
+
+    def drawing(canvas: Canvas) -> None:
+        for word, stems in zip(words, (EIGHT, FOUR), strict=True):
+            for stem in stems:
+                paths = [path.replace("{s}", word).replace("{}", stem) for path in (image, mask)]
+                canvas.pair(paths[0], paths[1], codes, split=known_split(word), **options)
+
+    return drawing
+
+
+def listed(image: str, mask: str, lists: str, line: str = "{}") -> Draw:
+    """Draws a layout with lists of names, `{s}` in their path."""
+
+    def drawing(canvas: Canvas) -> None:
+        for word, names in SPLITS:
+            for name in names:
+                canvas.pair(image.replace("{}", name), mask.replace("{}", name), UNNAMED, split=word)
+            canvas.text(lists.replace("{s}", word), [line.replace("{}", name) for name in names])
+
+    return drawing
+
+
+def named(drawing: Draw, texts: Mapping[str, str | Iterable[str]] | None = None) -> Draw:
+    """Draws a layout whose folders, values or further text files say the names of its classes."""
+
+    def both(canvas: Canvas) -> None:
+        drawing(canvas)
+        canvas.names_said = True
+        for name, content in (texts or {}).items():
+            canvas.text(name, content)
+
+    return both

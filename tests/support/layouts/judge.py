@@ -1,4 +1,4 @@
-"""What `segapp init` makes of a drawn layout, compared with the truth: images are recognised by their content."""
+"""What `segapp init` makes of a drawn layout, compared with the truth: images are recognized by their content."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import SegappError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import OpenQuestionError
-from tests.support.layouts.canvas import Picture, Truth, thumbnail
-from tests.support.layouts.layout import Ask, DrawnLayout, Read, Refuse
+from tests.support.layouts.canvas import Ask, Canvas, DrawnLayout, Picture, Refuse, thumbnail
 
 ALIKE = 0.97
 """Least correlation of an image with the drawn one that it is."""
@@ -47,10 +46,6 @@ class Verdict:
         outcome: "read", "asked" or "refused".
         said: its lines, or its error.
         classes: of the config.
-        num_right: images whose mask, classes and ignored pixels are the drawn ones.
-        num_true: images with labels that were drawn.
-        leaks: groups that are divided.
-        unnamed: files that are not used, and not named, one of each kind.
         wrong: what differs from the truth, as sentences.
         unusable: the error with which training refuses the config.
         config: path of the config.
@@ -60,33 +55,19 @@ class Verdict:
     outcome: str
     said: str
     classes: tuple[str, ...] = ()
-    num_right: int = 0
-    num_true: int = 0
-    leaks: tuple[str, ...] = ()
-    unnamed: tuple[str, ...] = ()
     wrong: list[str] = field(default_factory=list)
     unusable: str = ""
     config: Path | None = None
     question: OpenQuestionError | None = None
 
-    @property
-    def read_as(self) -> str:
-        """Name and confidence of the layout, or the options of the question, or the end of the refusal."""
-        if self.outcome == "read":
-            match = re.search(r"layout: (.*?) \((\d+ % sure)", self.said.replace("%", " %").replace("  ", " "))
-            return f"{match[1]}, {match[2]}" if match else self.said.partition("\n")[0][:60]
-        if self.question is not None:
-            return f"asks for {self.question.option}"
-        return self.said[-70:]
 
-
-def judged(layout: DrawnLayout, folder: Path) -> tuple[Truth, Verdict]:
+def judged(layout: DrawnLayout, folder: Path) -> tuple[Canvas, Verdict]:
     """Draws a layout into a folder, runs `init`, and returns the truth and the verdict."""
     truth = layout.draw(folder / DATA)
     return truth, judge(layout, truth, folder)
 
 
-def judge(layout: DrawnLayout, truth: Truth, folder: Path, /, **request: Any) -> Verdict:
+def judge(layout: DrawnLayout, truth: Canvas, folder: Path, /, **request: Any) -> Verdict:
     """Runs `init` on a drawn layout and compares what training would read with the truth.
 
     Args:
@@ -95,26 +76,25 @@ def judge(layout: DrawnLayout, truth: Truth, folder: Path, /, **request: Any) ->
         folder: of the data; the config is written there.
         **request: further keys of `InitRequest`, which answer questions.
     """
-    num_true = len(truth.pictures)
     try:
         result = propose_config(InitRequest(folder / DATA, folder / "made.yaml", force=True, **request))
     except OpenQuestionError as question:
-        return Verdict("asked", str(question), num_true=num_true, question=question)
+        return Verdict("asked", str(question), question=question)
     except SegappError as error:
-        return Verdict("refused", str(error), num_true=num_true)
-    verdict = Verdict("read", "\n".join(result.lines), num_true=num_true, config=result.configs[0])
+        return Verdict("refused", str(error))
+    verdict = Verdict("read", "\n".join(result.lines), config=result.configs[0])
     try:
         config = load_config(result.configs[0])
-        compare(truth, config, samples(config, truth), verdict, layout.tolerance)
+        compare(truth, config, samples(config, truth), verdict)
     except SegappError as error:
         verdict.unusable = str(error)
     if isinstance(layout.expected, Ask) and not layout.expected.or_read and not request:
         verdict.wrong.append("several readings are possible, and none is asked for")
-    verdict.unnamed = tuple(unnamed(truth, verdict.said))
+    verdict.wrong += [f"not used, and not named: {file}" for file in unnamed(truth, verdict.said)]
     return verdict
 
 
-def answered(layout: DrawnLayout, truth: Truth, folder: Path, asked: Verdict, /, **request: Any) -> Verdict | None:
+def answered(layout: DrawnLayout, truth: Canvas, folder: Path, asked: Verdict, /, **request: Any) -> Verdict | None:
     """Returns the verdict of the first answers to the open questions with which the truth is read; None without any."""
     assert asked.question is not None
     for answer in asked.question.answers:
@@ -127,7 +107,7 @@ def answered(layout: DrawnLayout, truth: Truth, folder: Path, asked: Verdict, /,
     return None
 
 
-def samples(config: RunConfig, truth: Truth) -> Iterator[Sample]:
+def samples(config: RunConfig, truth: Canvas) -> Iterator[Sample]:
     """Yields every image of both splits as the data sets of a training read it.
 
     Raises:
@@ -141,13 +121,13 @@ def samples(config: RunConfig, truth: Truth) -> Iterator[Sample]:
             yield sample_of(side, np.asarray(image), np.asarray(mask), scheme, truth)
 
 
-def sample_of(side: str, image: np.ndarray, mask: np.ndarray, scheme: ClassScheme, truth: Truth) -> Sample:
+def sample_of(side: str, image: np.ndarray, mask: np.ndarray, scheme: ClassScheme, truth: Canvas) -> Sample:
     """Returns an image (H, W, B) and its mask of train ids as a sample, with the drawn picture that the image is."""
     planes, ignored = read_planes(mask, scheme)
     return Sample(side, recognised(image, truth), planes, ignored)
 
 
-def _readable(config: RunConfig, split: str, truth: Truth) -> SegmentationDataset:
+def _readable(config: RunConfig, split: str, truth: Canvas) -> SegmentationDataset:
     """Returns the data set of a split; images that were drawn broken, and are refused by name, are left out.
 
     Raises:
@@ -172,7 +152,7 @@ def read_planes(mask: np.ndarray, scheme: ClassScheme) -> tuple[dict[str, np.nda
     return {name: (mask >> number & 1 > 0) & ~ignored for number, name in enumerate(scheme.names)}, ignored
 
 
-def recognised(image: np.ndarray, truth: Truth) -> Picture | None:
+def recognised(image: np.ndarray, truth: Canvas) -> Picture | None:
     """Returns the drawn picture that an image is; None if it is none."""
     own = thumbnail(image)
     best, likeness = None, ALIKE
@@ -182,7 +162,7 @@ def recognised(image: np.ndarray, truth: Truth) -> Picture | None:
     return best
 
 
-def compare(truth: Truth, config: RunConfig, read: Iterable[Sample], verdict: Verdict, tolerance: float) -> None:
+def compare(truth: Canvas, config: RunConfig, read: Iterable[Sample], verdict: Verdict) -> None:
     """Compares what is read with the truth, and notes it in the verdict."""
     verdict.classes = build_scheme(config.data).names
     found: dict[str, list[Picture]] = {"train": [], "val": []}
@@ -193,30 +173,24 @@ def compare(truth: Truth, config: RunConfig, read: Iterable[Sample], verdict: Ve
             problems["an image that is none of the labelled ones, or lacks bands"] += 1
             continue
         found[sample.side].append(sample.picture)
-        reason = difference(sample, truth, aliases, tolerance, is_set=config.data.multilabel is not None)
-        if reason:
+        if reason := difference(sample, truth, aliases):
             problems[reason] += 1
-        else:
-            verdict.num_right += 1
     verdict.wrong += [f"{count} images: {reason}" for reason, count in problems.items()]
     verdict.wrong += division_problems(truth, found, verdict.said)
     is_new = not {"train", "val"} <= {one.split for one in truth.pictures}
     if is_new:
         groups = [{picture.group for picture in found[side] if picture.split != "test"} for side in ("train", "val")]
-        verdict.leaks = tuple(sorted(groups[0] & groups[1]))
-        if verdict.leaks:
-            verdict.wrong.append(f"groups in both splits, such as {verdict.leaks[0]}")
+        if leaks := sorted(groups[0] & groups[1]):
+            verdict.wrong.append(f"groups in both splits, such as {leaks[0]}")
 
 
-def difference(sample: Sample, truth: Truth, aliases: dict[str, str], tolerance: float, *, is_set: bool) -> str | None:
+def difference(sample: Sample, truth: Canvas, aliases: dict[str, str]) -> str | None:
     """Returns how a mask differs from the drawn one; None if it does not.
 
     Args:
         sample: as read.
         truth: whose names count if the data say them; else each class must have one name, which `aliases` collects.
         aliases: name of the drawing -> name in the config.
-        tolerance: share of the pixels that may differ.
-        is_set: a pixel may have several classes, and the background is none.
     """
     picture = sample.picture
     assert picture is not None
@@ -224,11 +198,9 @@ def difference(sample: Sample, truth: Truth, aliases: dict[str, str], tolerance:
     if sample.ignored.shape != shape:
         return None if picture.is_broken else "another size than drawn"
     missing = sample.ignored & ~picture.ignored
-    if missing.mean() > tolerance:
+    if missing.any():
         return "labelled pixels are ignored"
     drawn = dict(picture.planes)
-    if is_set:
-        drawn.pop("background", None)
     rest = ~np.any([*picture.planes.values(), picture.ignored], axis=0)
     if "background" in sample.planes and "background" not in drawn:
         drawn["background"] = rest
@@ -241,17 +213,17 @@ def difference(sample: Sample, truth: Truth, aliases: dict[str, str], tolerance:
             return f"no class {name}"
         if aliases.setdefault(name, own) != own or [*aliases.values()].count(own) > 1:
             return f"{name} and others are one class {own}"
-        wrong |= (sample.planes[own] != plane) & ~missing
+        wrong |= sample.planes[own] != plane
     known = {aliases[name] for name, plane in drawn.items() if name in aliases}
     for name, plane in sample.planes.items():
         if name not in known:
-            wrong |= plane & ~missing
-    if (wrong & picture.ignored).mean() > tolerance:
+            wrong |= plane
+    if (wrong & picture.ignored).any():
         return "ignored pixels are trained"
-    return "another mask, or other classes" if wrong.mean() > tolerance else None
+    return "another mask, or other classes" if wrong.any() else None
 
 
-def _alias(name: str, plane: np.ndarray, sample: Sample, truth: Truth) -> str | None:
+def _alias(name: str, plane: np.ndarray, sample: Sample, truth: Canvas) -> str | None:
     """Returns the name that a class has in the config: its own, or a placeholder if the data name no classes."""
     if name in sample.planes and (sample.planes[name] & plane).any():
         return name
@@ -261,7 +233,7 @@ def _alias(name: str, plane: np.ndarray, sample: Sample, truth: Truth) -> str | 
     return likely if _PLACEHOLDER.fullmatch(likely) else None
 
 
-def division_problems(truth: Truth, found: Mapping[str, list[Picture]], said: str) -> Iterator[str]:
+def division_problems(truth: Canvas, found: Mapping[str, list[Picture]], said: str) -> Iterator[str]:
     """Yields how the splits differ from those of the data, or leave images out."""
     drawn: dict[str, set[str]] = {"train": set()}
     for picture in truth.pictures:
@@ -291,10 +263,10 @@ def _key(picture: Picture) -> str:
     return f"{picture.image} {picture.group}"
 
 
-def unnamed(truth: Truth, said: str) -> Iterator[str]:
+def unnamed(truth: Canvas, said: str) -> Iterator[str]:
     """Yields the first of each kind of unused files of which neither a name nor a folder of its own is said."""
     used = {path for picture in truth.pictures for path in (picture.image, picture.source)}
-    for files in truth.unused:
+    for files in truth.unused.values():
         folders = {folder for file in files for folder in _folders(file)} - {
             folder for file in used for folder in _folders(file)
         }
@@ -315,28 +287,10 @@ def problems(layout: DrawnLayout, verdict: Verdict) -> list[str]:
         missing = [word for word in expected.words if word not in verdict.said]
         return [] if verdict.outcome != "read" and not missing else [f"{verdict.outcome}, without {missing}"]
     if isinstance(expected, Ask) and not (verdict.outcome == "read" and expected.or_read):
-        if verdict.question is not None and verdict.question.option.startswith(expected.option):
-            return []
+        asked = verdict.question
+        if asked is not None and asked.option.startswith(expected.option):
+            return [] if set(expected.answers) <= set(asked.answers) else [f"it offers {[*asked.answers]}"]
         return [f"{verdict.outcome}, {expected.option} is not asked for: {verdict.said}"]
     if verdict.outcome != "read":
         return [f"{verdict.outcome}: {verdict.said}"]
-    unsaid = [word for word in expected.says if word not in verdict.said] if isinstance(expected, Read) else []
-    return [
-        *([f"written, then refused: {verdict.unusable}"] if verdict.unusable else []),
-        *verdict.wrong,
-        *(f"not said: {word}" for word in unsaid),
-        *(f"not used, and not named: {file}" for file in verdict.unnamed),
-    ]
-
-
-def summary(layout: DrawnLayout, verdict: Verdict) -> str:
-    """Returns a verdict in a few words, for a count."""
-    if verdict.outcome == "read":
-        if verdict.wrong:
-            return "wrong science"
-        if verdict.unusable:
-            return "written, then refused"
-        return "right, but files are not named" if verdict.unnamed else "right without a question"
-    if isinstance(layout.expected, Refuse) and not problems(layout, verdict):
-        return "refused with a good reason"
-    return verdict.outcome if isinstance(layout.expected, Ask) else f"{verdict.outcome}, though it can be read"
+    return [*([f"written, then refused: {verdict.unusable}"] if verdict.unusable else []), *verdict.wrong]

@@ -1,0 +1,376 @@
+"""Layouts that differ in what the files hold: encodings of masks, types of images, annotations, faults."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+from PIL import Image
+
+from tests.support import drawn_annotations
+from tests.support.layouts.canvas import (
+    BINARY,
+    SIZE,
+    SPLITS,
+    TWELVE,
+    UNNAMED,
+    Ask,
+    Canvas,
+    Codes,
+    Draw,
+    DrawnLayout,
+    Read,
+    Refuse,
+    coded,
+    gray,
+    named,
+    patches,
+    planes_of,
+    save,
+    scene,
+    split,
+    thumbnail,
+    unsplit,
+)
+from tests.support.layouts.naming import CAMVID_COLORS, table
+
+CAMVID_NAMES = (
+    "sky", "building", "pole", "road", "pavement", "tree", "sign symbol", "fence", "car", "pedestrian", "bicyclist",
+    "unlabelled",
+)  # fmt: skip
+CAMVID_IDS: Codes = {0: "sky", 1: "building", 2: "pole", 3: "road", 4: "pavement", 5: "tree", 8: "car", 11: None}
+DEEPGLOBE: Codes = {
+    (0, 255, 255): "urban_land", (255, 255, 0): "agriculture_land", (0, 255, 0): "forest_land", (0, 0, 0): None,
+}  # fmt: skip
+PALETTE = [value for number in range(256) for value in ((number * 37) % 256, (number * 91) % 256, (number * 53) % 256)]
+
+
+def rewritten(
+    codes: Codes, change: Callable[[np.ndarray, int], np.ndarray], suffix: str = "png", **options: int
+) -> Draw:
+    """Draws images and masks, of which `change` makes what is stored from the areas of each mask and its number."""
+
+    def drawing(canvas: Canvas) -> None:
+        for number, name in enumerate(TWELVE):
+            mask = f"masks/{name}.{suffix}"
+            areas = canvas.pair(f"images/{name}.png", mask, codes)
+            save(canvas.root / mask, change(areas, number), **options)
+
+    return drawing
+
+
+def as_jpeg(pixels: np.ndarray) -> np.ndarray:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=75)
+    return np.asarray(Image.open(file))
+
+
+def smooth(areas: np.ndarray, _: int) -> np.ndarray:
+    large = cv2.resize(coded(areas, list(CAMVID_COLORS)), None, fx=4, fy=4, interpolation=cv2.INTER_NEAREST)
+    return np.asarray(cv2.resize(cv2.GaussianBlur(large, (9, 9), 2), SIZE[::-1], interpolation=cv2.INTER_AREA))
+
+
+def with_alpha(areas: np.ndarray, _: int) -> np.ndarray:
+    return np.dstack([coded(areas, list(CAMVID_COLORS)), np.full(SIZE, 255, np.uint8)])
+
+
+def in_alpha(areas: np.ndarray, _: int) -> np.ndarray:
+    return np.dstack([np.zeros((*SIZE, 3), np.uint8), coded(areas, [0, 255])])
+
+
+def transparent(areas: np.ndarray, _: int) -> np.ndarray:
+    return np.dstack([coded(areas, [(0, 0, 0), (0, 200, 60)]), coded(areas, [0, 255])])
+
+
+def instances(areas: np.ndarray, number: int) -> np.ndarray:
+    """Class x 1000 + instance, as Cityscapes' instanceIds."""
+    base = 24_000 + number * 3
+    return coded(areas, [7000, 11_000, base, base + 1, 26_000 + number, 26_050 + number])
+
+
+def strays(canvas: Canvas) -> None:
+    """Black and white masks, a few of which have some gray pixels."""
+    unsplit("images/{}.jpg", "masks/{}.png", BINARY)(canvas)
+    for number in (1, 3, 8):
+        old = canvas.pictures[number]
+        areas = old.planes["object"].astype(int)
+        areas[20, 30:34] = 2
+        save(canvas.root / old.source, coded(areas, [0, 255, 128]))
+        planes, ignored = planes_of(areas, ["background", "object", None])
+        canvas.pictures[number] = replace(old, planes=planes, ignored=ignored)
+
+
+def cvat_masks(canvas: Canvas) -> None:
+    """CVAT's segmentation mask 1.1: VOC's folders, colors in labelmap.txt."""
+    codes: Codes = {(0, 0, 0): "background", (128, 64, 128): "road", (64, 0, 128): "car", (128, 128, 0): "tree"}
+    for name in TWELVE:
+        areas = canvas.pair(f"JPEGImages/{name}.jpg", f"SegmentationClass/{name}.png", codes)
+        objects = coded(areas, [(0, 0, 0), (9, 9, 9), (8, 8, 8), (7, 7, 7)])
+        canvas.other("objects", f"SegmentationObject/{name}.png", objects)
+    canvas.text("ImageSets/Segmentation/default.txt", TWELVE)
+    lines = [f"{name}:{','.join(map(str, color))}::" for color, name in codes.items()]
+    canvas.text("labelmap.txt", ["# label:color_rgb:parts:actions", *lines])
+
+
+def salt(canvas: Canvas) -> None:
+    """TGS salt: masks of 0 and 65535, with run lengths and depths in tables."""
+    rows: list[list[object]] = [["id", "rle_mask"]]
+    for name in TWELVE:
+        areas = canvas.pair(f"train/images/{name}.png", f"train/masks/{name}.png", {0: "background", 65535: "object"})
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], areas.T.ravel(), [0]]))) + 1
+        runs = (f"{start} {end - start}" for start, end in zip(edges[::2], edges[1::2], strict=True))
+        rows.append([name, " ".join(runs)])
+    canvas.text("train.csv", table(rows))
+    canvas.text("depths.csv", table([["id", "z"], *([name, 300] for name in TWELVE)]))
+
+
+# Types of images
+
+
+def wide(suffix: str, bands: int, dtype: type, factor: float = 1.0) -> Draw:
+    """Images of a type and a number of bands, or of one without an axis of bands; alpha is no band of a PNG."""
+
+    def drawing(canvas: Canvas) -> None:
+        for name in TWELVE:
+            path = f"images/{name}.{suffix}"
+            pixels = (scene(path, SIZE, max(1, bands)) * factor).astype(dtype)
+            canvas.pair(path, f"masks/{name}.png", UNNAMED, pixels=pixels if bands else pixels[..., 0])
+            if suffix == "png" and bands == 4:
+                canvas.pictures[-1] = replace(canvas.pictures[-1], thumbnail=thumbnail(pixels[..., :3]))
+
+    return drawing
+
+
+def bits_mixed(canvas: Canvas) -> None:
+    """Images of 8 and of 16 bits in one folder."""
+    for number, name in enumerate(TWELVE):
+        pixels = gray(name)
+        pixels = pixels if number % 2 else pixels.astype(np.uint16) * 257
+        canvas.pair(f"images/{name}.png", f"masks/{name}.png", UNNAMED, pixels=pixels)
+
+
+def floods(canvas: Canvas) -> None:
+    """Sen1Floods11: radar of two float bands, optical images of 13 bands, labels of -1, 0 and 1, tables of splits."""
+    for word, names in SPLITS:
+        rows = []
+        for name in names:
+            stem = f"{('Bolivia', 'Ghana', 'India')[int(name) % 3]}_{name}"
+            folder = "data/HandLabeled"
+            canvas.image(f"{folder}/S1Hand/{stem}_S1Hand.tif", scene(stem, SIZE, 2) / 10 - 30)
+            canvas.image(f"{folder}/S2Hand/{stem}_S2Hand.tif", (scene(stem, SIZE, 13) * 20).astype(np.uint16))
+            canvas.image(f"{folder}/LabelHand/{stem}_LabelHand.tif", (patches(stem, 3) - 1).astype(np.int16))
+            rows.append([f"{stem}_S1Hand.tif", f"{stem}_LabelHand.tif"])
+        canvas.text(f"splits/flood_{word}_data.csv", table(rows))
+
+
+def geotiff(canvas: Canvas) -> None:
+    """One large GeoTIFF and its mask."""
+    size = (389, 503)
+    tags = [(33550, "d", 3, (0.5, 0.5, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, 400_000.0, 5_600_000.0, 0.0), True)]
+    save(canvas.root / "ortho.tif", scene("area", size).astype(np.uint8), extratags=tags)
+    save(canvas.root / "ortho_mask.tif", (patches("area", 40, size) % 3).astype(np.uint8))
+
+
+def ome_tiff(canvas: Canvas) -> None:
+    """OME-TIFFs of two channels, a page each."""
+    import tifffile
+
+    for name in TWELVE:
+        image, mask = f"images/{name}.ome.tif", f"masks/{name}.png"
+        pixels = (scene(name, SIZE, 2) * 40 + 300).astype(np.uint16)
+        canvas.pair(image, mask, UNNAMED, pixels=pixels)
+        pages = np.moveaxis(pixels, 2, 0)
+        tifffile.imwrite(canvas.root / image, pages, metadata={"axes": "CYX"}, photometric="minisblack")
+
+
+def rotated(canvas: Canvas) -> None:
+    """Photographs that are stored lying, with the turn in EXIF; their masks are upright."""
+    for name in TWELVE:
+        image = f"images/{name}.jpg"
+        pixels = scene(image, SIZE[::-1]).astype(np.uint8)
+        canvas.pair(image, f"masks/{name}.png", UNNAMED, pixels=pixels)
+        exif = Image.Exif()
+        exif[0x0112] = 6  # turn clockwise by a quarter to show
+        save(canvas.root / image, np.rot90(pixels, 1).copy(), exif=exif)
+
+
+def pannuke(canvas: Canvas) -> None:
+    """PanNuke: arrays of images and of one plane for each class, the background last, in three folds."""
+    for fold in (1, 2, 3):
+        areas = np.stack([patches(f"{fold} {number}", 6) for number in range(4)])
+        images = np.stack([scene(f"{fold} {number}") for number in range(4)]).astype(np.float64)
+        save(canvas.root / f"images/fold{fold}/images.npy", images)
+        save(canvas.root / f"masks/fold{fold}/masks.npy", (areas[..., None] == np.arange(6)) * 1.0)
+        save(canvas.root / f"images/fold{fold}/types.npy", np.array(["Breast"] * 4))
+
+
+def unread(suffix: str, content: bytes) -> Draw:
+    """Images of a format that segapp does not read, with masks of the same stem."""
+
+    def drawing(canvas: Canvas) -> None:
+        for name in TWELVE:
+            (canvas.root / "images").mkdir(exist_ok=True)
+            (canvas.root / f"images/{name}.{suffix}").write_bytes(content)
+            save(canvas.root / f"masks/{name}.png", patches(name, 2).astype(np.uint8))
+
+    return drawing
+
+
+# Annotations
+
+
+def annotated(write: Callable[[Path], None], *, is_ignored: bool = False, num_train: int | None = None) -> Draw:
+    """Annotations of another program: BOX is a road and SMALL a car in every image; the rest is background."""
+
+    def drawing(canvas: Canvas) -> None:
+        write(canvas.root)
+        areas = drawn_annotations.expected().astype(int)
+        if is_ignored:
+            areas[30:40, 40:50] = 3
+        for path in sorted(canvas.root.rglob("*.jpg")):
+            pixels = np.asarray(Image.open(path).convert("RGB"))
+            image = str(path.relative_to(canvas.root))
+            is_val = num_train is not None and path.stem in drawn_annotations.NAMES[num_train:]
+            word = None if num_train is None else "val" if is_val else "train"
+            canvas.note(image, "annotations", pixels, areas, ["background", "road", "car", None], split=word)
+
+    return drawing
+
+
+def coco(root: Path) -> None:
+    drawn_annotations.coco(root, lambda ring: [drawn_annotations.flat(drawn_annotations.sides(ring))])
+
+
+def label_studio_tags(canvas: Canvas) -> None:
+    """Masks named after their image and the class."""
+    unsplit("images/{}.png", "masks/{}-tag-road-0.png", {0: "background", 255: "road"})(canvas)
+
+
+def instance_dirs(canvas: Canvas) -> None:
+    """A folder of masks for each image, one file an object (as in the Data Science Bowl 2018)."""
+    for name in TWELVE:
+        canvas.image(f"{name}/images/{name}.png")
+        for number in (1, 2):
+            plane = np.uint8(255) * (patches(name, 3) == number)
+            save(canvas.root / f"{name}/masks/{name}_{number}.png", plane)
+
+
+def parquet(canvas: Canvas) -> None:
+    """Parquet files of the Hugging Face hub: the images are in them."""
+    (canvas.root / "data").mkdir()
+    for word in ("train", "validation"):
+        (canvas.root / f"data/{word}-00000-of-00001.parquet").write_bytes(b"PAR1" + bytes(64) + b"PAR1")
+    canvas.text("id2label.json", json.dumps({"0": "background", "1": "road", "2": "car"}))
+
+
+# Faults
+
+
+def planted(kind: str) -> Draw:
+    """A folder with one fault in it, in the fourth training image or its mask."""
+
+    def drawing(canvas: Canvas) -> None:
+        split("images/{s}/{}.png", "masks/{s}/{}.png", codes=CAMVID_IDS)(canvas)
+        canvas.text("classes.csv", ["id,name", *(f"{number},{name}" for number, name in enumerate(CAMVID_NAMES))])
+        old = canvas.pictures[3]
+        target = canvas.root / old.image
+        canvas.pictures[3] = replace(old, is_broken=True)
+        if kind == "cut":
+            target.write_bytes(target.read_bytes()[:900])
+        elif kind == "size":
+            save(target, scene(old.image, (40, 64)).astype(np.uint8))
+        elif kind == "no mask":
+            (canvas.root / old.source).unlink()
+            canvas.unused["image"].append(canvas.pictures.pop(3).image)
+        elif kind == "range":
+            areas = patches(old.image, len(CAMVID_IDS))
+            areas[:4] = len(CAMVID_IDS)
+            save(canvas.root / old.source, coded(areas, [*CAMVID_IDS, 40]))
+            planes, ignored = planes_of(areas, [*CAMVID_IDS.values(), None])
+            canvas.pictures[3] = replace(old, planes=planes, ignored=ignored)
+
+    return named(drawing)
+
+
+def empty_masks(canvas: Canvas) -> None:
+    """Three masks without any labeled pixel of a class but the background."""
+    unsplit("images/{}.jpg", "masks/{}.png", BINARY)(canvas)
+    for at in (0, 1, 7):
+        old = canvas.pictures[at]
+        save(canvas.root / old.source, np.zeros(SIZE, np.uint8))
+        canvas.pictures[at] = replace(old, planes={"background": np.ones(SIZE, bool)})
+
+
+CHECKED = Read(check_names=(f"{TWELVE[3]}.png",))
+LAYOUTS = [
+    DrawnLayout(name, *(drawing if isinstance(drawing, tuple) else (drawing,)))
+    for name, drawing in {
+        "colors without a file": named(unsplit("images/{}.png", "masks/{}.png", CAMVID_COLORS)),
+        "colors and an opaque alpha": named(rewritten(CAMVID_COLORS, with_alpha)),
+        "transparent background": rewritten({0: "class_0", 1: "class_1"}, transparent),
+        "palette, names in order": named(
+            unsplit("images/{}.png", "masks/{}.png", CAMVID_IDS, palette=PALETTE), {"classes.txt": CAMVID_NAMES}
+        ),
+        "CVAT's masks": named(cvat_masks),
+        "DeepGlobe land cover": named(
+            unsplit("train/1{}_sat.jpg", "train/1{}_mask.png", DEEPGLOBE),
+            {"class_dict.csv": ["name,r,g,b", *(f"{name or 'unknown'},{r},{g},{b}" for (r, g, b), name in
+                                               DEEPGLOBE.items())]},
+        ),
+        "value 0 unlabeled": named(
+            unsplit("images/{}.jpg", "masks/{}.png", {0: None, 1: "sky", 2: "road", 3: "car"}),
+            {"classes.json": '{"0": "unlabeled", "1": "sky", "2": "road", "3": "car"}'},
+        ),
+        "ids with gaps": unsplit("images/{}.jpg", "masks/{}.png", {0: "class_0", 7: "class_7", 26: "class_26"}),
+        "ids from one": unsplit("images/{}.jpg", "masks/{}.png", {1: "class_1", 2: "class_2", 3: "class_3"}),
+        "ids in 16 bits": rewritten(UNNAMED, lambda areas, _: areas.astype(np.uint16)),
+        "REFUGE": (
+            unsplit("images/{}.jpg", "masks/{}.bmp", {0: "class_0", 128: "class_128", 255: "class_255"}),
+            Ask("--", or_read=True),
+        ),
+        "one bit": rewritten(BINARY, lambda areas, _: areas > 0),
+        "black and white in RGB": unsplit("images/{}.jpg", "masks/{}.png", BINARY, as_rgb=True),
+        "stray gray pixels": strays,
+        "TGS salt": salt,
+        "empty masks": empty_masks,
+        "masks as JPEG": (unsplit("images/{}.png", "masks/{}.jpg", BINARY), Refuse(("JPEG", "magick mogrify"))),
+        "masks that were JPEG": (
+            rewritten(BINARY, lambda areas, _: as_jpeg(coded(areas, [0, 255]))), Refuse(("smoothed", "magick mogrify"))
+        ),
+        "smoothed colors": (rewritten(CAMVID_COLORS, smooth), Refuse(("smoothed", "magick mogrify"))),
+        "object in alpha": (rewritten(BINARY, in_alpha), Refuse(("-alpha extract",))),
+        "class x 1000 + instance": (
+            rewritten({number: str(number) for number in range(6)}, instances), Refuse(("np.uint8", "--masks ids"))
+        ),
+        "16-bit gray": wide("png", 0, np.uint16, 40),
+        "16-bit RGB": wide("png", 3, np.uint16, 40),
+        "float TIFF of four bands": wide("tif", 4, np.float32, 1 / 255),
+        "TIFF of eight bands": wide("tif", 8, np.uint16, 40),
+        "8-bit gray": wide("png", 0, np.uint8),
+        "8-bit RGBA": wide("png", 4, np.uint8),
+        "8 and 16 bits": (bits_mixed, Refuse(("8", "16"))),
+        "OME-TIFF": ome_tiff,
+        "EXIF-rotated": rotated,
+        "arrays": unsplit("images/{}.npy", "masks/{}.npy"),
+        "PanNuke": (pannuke, Refuse(("save masks as ids",))),
+        "Sen1Floods11": (floods, Refuse(("np.where(mask < 0, 255, mask)",))),
+        "one GeoTIFF": (geotiff, Refuse(("gdal_retile.py",))),
+        "npz per image": (unread("npz", b"PK"), Refuse(("12 files of other kinds (.npz)", "np.save"))),
+        "DICOM": (unread("dcm", b"DICM"), Refuse(("12 files of other kinds (.dcm)", "save images and masks as PNG"))),
+        "parquet": (parquet, Refuse(("2 files of other kinds (.parquet)", "save images and masks as PNG"))),
+        "COCO": named(annotated(coco)),
+        "labelme": named(annotated(drawn_annotations.labelme, is_ignored=True)),
+        "YOLO": named(annotated(drawn_annotations.yolo, num_train=4)),
+        "Label Studio's tags": named(label_studio_tags),
+        "folder of masks for each image": (instance_dirs, Refuse(("has 2 masks", "np.any"))),
+        "damaged image": (planted("cut"), CHECKED),
+        "image of another size": (planted("size"), CHECKED),
+        "image without its mask": planted("no mask"),
+        "value without a name": planted("range"),
+    }.items()
+]  # fmt: skip

@@ -1,0 +1,495 @@
+"""Layouts that differ in folders, names, splits, lists and groups: usual ones, and those of public data sets."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from segapp.datasets.layouts.schemes import PUBLISHED
+from tests.support.layouts.canvas import (
+    BINARY,
+    EIGHT,
+    FOUR,
+    SIZE,
+    SPLITS,
+    TWELVE,
+    UNNAMED,
+    Ask,
+    Canvas,
+    Codes,
+    DrawnLayout,
+    Refuse,
+    coded,
+    gray,
+    known_split,
+    listed,
+    named,
+    save,
+    scene,
+    split,
+    unsplit,
+)
+
+CAMVID_COLORS: Codes = {
+    (128, 128, 128): "sky", (128, 0, 0): "building", (192, 192, 128): "pole", (128, 64, 128): "road",
+    (60, 40, 222): "pavement", (128, 128, 0): "tree", (64, 0, 128): "car", (0, 0, 0): None,
+}  # fmt: skip
+LOVEDA: Codes = {
+    0: None, 1: "background", 2: "building", 3: "road", 4: "water", 5: "barren", 6: "forest", 7: "agricultural",
+}  # fmt: skip
+SUIM: Codes = {
+    (0, 0, 0): "background", (0, 0, 255): "human diver", (255, 255, 0): "fish", (255, 0, 255): "reefs",
+    (255, 255, 255): "sea-floor", (0, 255, 0): "plants", (0, 255, 255): "wrecks", (255, 0, 0): "robots",
+}  # fmt: skip
+STREET: Codes = {0: "road", 2: "building", 8: "vegetation", 10: "sky", 13: "car", 255: None}
+STREET_COLORS = [(128, 64, 128), (70, 70, 70), (107, 142, 35), (70, 130, 180), (0, 0, 142), (0, 0, 0)]
+LIP: Codes = {0: "background", 2: "hair", 5: "upper-clothes", 9: "pants", 13: "face"}
+PETS: Codes = {1: "pet", 2: "background", 3: "border"}
+ROAD_CAR: Codes = {0: "background", 1: "road", 2: "car"}
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Returns rows as CSV."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
+
+
+# Names and scenes
+
+
+def mixed(canvas: Canvas) -> None:
+    """Images of several formats, and capitals in some endings."""
+    for number, name in enumerate(TWELVE):
+        canvas.pair(f"images/{name}{('.jpg', '.png', '.JPG', '.bmp')[number % 4]}", f"masks/{name}.png", UNNAMED)
+
+
+def scenes(canvas: Canvas) -> None:
+    for place, count in (("barn", 3), ("field", 2), ("lake", 4), ("mill", 3), ("road", 5)):
+        for name in TWELVE[:count]:
+            canvas.pair(f"{place}/images/{name}.jpg", f"{place}/masks/{name}.png", UNNAMED, group=place, like=place)
+
+
+def patients(canvas: Canvas) -> None:
+    """Slices of patients: slice, patient, eye in the name; a patient must not be divided."""
+    for patient in range(6):
+        for number in range(2 + patient % 3):
+            name, group = f"slice{number}_patient{patient:02}_{number % 2}", f"patient{patient:02}"
+            canvas.pair(f"images/{name}.png", f"masks/{name}.png", BINARY, group=group, like=group)
+
+
+def sparse_video(canvas: Canvas) -> None:
+    """Every fourth frame of three videos has a mask."""
+    for video, num_frames in (("v1", 16), ("v2", 21), ("v3", 13)):
+        for number in range(num_frames):
+            stem = f"{video}/{number:05}"
+            if number % 4 == 0:
+                canvas.pair(f"frames/{stem}.jpg", f"masks/{stem}.png", UNNAMED, group=video, like=video)
+            else:
+                canvas.other("frame", f"frames/{stem}.jpg", scene(stem, like=video).astype(np.uint8))
+
+
+def chase(canvas: Canvas) -> None:
+    """CHASE_DB1: both eyes of a child, two annotators, all in one folder."""
+    for number in range(1, 7):
+        for eye in "LR":
+            stem = f"Image_{number:02}{eye}"
+            areas = canvas.pair(f"{stem}.jpg", f"{stem}_2ndHO.png", BINARY, group=f"{number:02}", like=f"{number}")
+            canvas.other("annotator", f"{stem}_1stHO.png", coded(np.roll(areas, 1, axis=1), [0, 255]))
+
+
+def annotators(canvas: Canvas) -> None:
+    """Three annotators, a folder of masks each: one has to be chosen."""
+    for name in TWELVE:
+        areas = canvas.pair(f"images/{name}.png", f"masks/annotator2/{name}.png", UNNAMED)
+        for number in (1, 3):
+            canvas.other("mask", f"masks/annotator{number}/{name}.png", np.roll(areas, number, axis=1).astype(np.uint8))
+
+
+def changes(canvas: Canvas) -> None:
+    """Change detection: two pictures of a place and one mask of what changed."""
+    for name in TWELVE:
+        canvas.pair(f"B/{name}.png", f"label/{name}.png", BINARY)
+        canvas.other("before", f"A/{name}.png")
+
+
+def mvtec(canvas: Canvas) -> None:
+    """MVTec AD: training images are good and have no mask; ground_truth/<defect>/000_mask.png for the test images."""
+    for defect, count in (("broken_large", 4), ("broken_small", 3), ("contamination", 5)):
+        for number in range(count):
+            paths = f"bottle/test/{defect}/{number:03}.png", f"bottle/ground_truth/{defect}/{number:03}_mask.png"
+            canvas.pair(*paths, BINARY)
+    for word, count in (("train", 5), ("test", 3)):
+        for number in range(count):
+            canvas.other(word, f"bottle/{word}/good/{number:03}.png")
+
+
+def brats(canvas: Canvas) -> None:
+    """Slices of BraTS: modalities of a patient in folders of their names, labels 0, 1, 2 and 4."""
+    codes: Codes = {0: "class_0", 1: "class_1", 2: "class_2", 4: "class_4"}
+    for patient in range(1, 7):
+        for number in (60, 61):
+            folder = f"BraTS20_Training_{patient:03}"
+            stem = f"{folder}/{folder}"
+            pixels = gray(f"{patient} {number}")
+            canvas.pair(f"{stem}_flair_{number}.png", f"{stem}_seg_{number}.png", codes, pixels=pixels, group=folder)
+            canvas.other("modality", f"{stem}_t1_{number}.png", 255 - pixels)
+            canvas.other("modality", f"{stem}_t2_{number}.png", pixels // 2)
+
+
+# Splits in folders
+
+
+def test_split(canvas: Canvas) -> None:
+    """Training and validation images, and a test split with masks, which is left alone."""
+    split("{s}/images/{}.jpg", "{s}/masks/{}.png")(canvas)
+    canvas.pair("test/images/9000.jpg", "test/masks/9000.png", UNNAMED, split="test")
+
+
+def nested(canvas: Canvas) -> None:
+    """Folders of drives below each split."""
+    for word, drives in (("train", ("a", "b")), ("val", ("c",))):
+        for drive in drives:
+            for name in TWELVE[:4]:
+                path = f"{word}/{drive}/{name}"
+                canvas.pair(f"images/{path}.png", f"masks/{path}.png", UNNAMED, split=word, group=drive)
+
+
+def uavid(canvas: Canvas) -> None:
+    for word, sequences in (("uavid_train", ("seq1", "seq2")), ("uavid_val", ("seq3",))):
+        for sequence in sequences:
+            for name in TWELVE[:4]:
+                stem = f"{word}/{sequence}"
+                paths = f"{stem}/Images/{name}.png", f"{stem}/Labels/{name}.png"
+                canvas.pair(*paths, UNNAMED, split=word[6:], group=sequence)
+
+
+def loveda(canvas: Canvas) -> None:
+    for word, names in (("Train", TWELVE[:5]), ("Val", TWELVE[5:8])):
+        for area in ("Rural", "Urban"):
+            for name in names:
+                paths = f"{word}/{area}/images_png/{name}.png", f"{word}/{area}/masks_png/{name}.png"
+                canvas.pair(*paths, LOVEDA, split=word.lower())
+
+
+def drive(canvas: Canvas) -> None:
+    """DRIVE: masks of vessels as GIF, and fields of view that are all alike."""
+    field = np.zeros(SIZE, np.uint8)
+    field[6:-8, 8:-7] = 255
+    for word, numbers in (("training", range(21, 28)), ("test", range(1, 6))):
+        for number in numbers:
+            paths = f"{word}/images/{number:02}_{word}.tif", f"{word}/1st_manual/{number:02}_manual1.gif"
+            canvas.pair(*paths, BINARY, split=known_split(word))
+            canvas.other("field", f"{word}/mask/{number:02}_{word}_mask.gif", field)
+
+
+def bdd(canvas: Canvas) -> None:
+    for word, names in SPLITS:
+        for name in names:
+            image, mask = f"images/10k/{word}/{name}.jpg", f"labels/sem_seg/masks/{word}/{name}.png"
+            areas = canvas.pair(image, mask, STREET, split=word)
+            canvas.other("colors", f"labels/sem_seg/colormaps/{word}/{name}.png", coded(areas, STREET_COLORS))
+    canvas.other("test", "images/10k/test/x.jpg")
+    canvas.other("test", "images/10k/test/y.jpg")
+
+
+def coarse(canvas: Canvas) -> None:
+    """Cityscapes with the coarse masks alone."""
+    codes: Codes = {7: "class_7", 11: "class_11", 23: "class_23", 26: "class_26", 0: "class_0"}
+    for word, numbers in (("train", range(8)), ("val", range(8, 12))):
+        for number in numbers:
+            stem = f"{word}/erfurt/erfurt_{number:06}_000019"
+            image, mask = f"leftImg8bit/{stem}_leftImg8bit.png", f"gtCoarse/{stem}_gtCoarse"
+            areas = canvas.pair(image, f"{mask}_labelIds.png", codes, split=word)
+            canvas.other("color", f"{mask}_color.png", coded(areas, STREET_COLORS))
+            canvas.other("instances", f"{mask}_instanceIds.png", coded(areas, [7, 11, 23, 26_001, 0]))
+            canvas.text(f"{mask}_polygons.json", '{"objects": []}')
+
+
+def lip(canvas: Canvas) -> None:
+    for word, names in SPLITS:
+        for name in names:
+            mask = f"TrainVal_parsing_annotations/{word}_segmentations/{name}.png"
+            canvas.pair(f"TrainVal_images/{word}_images/{name}.jpg", mask, LIP, split=word)
+        canvas.text(f"{word}_id.txt", names)
+
+
+def isic(canvas: Canvas) -> None:
+    """ISIC 2018, task 1: splits in long names of folders, a license beside the images."""
+    split(
+        "ISIC2018_Task1-2_{s}_Input/ISIC_{}.jpg",
+        "ISIC2018_Task1_{s}_GroundTruth/ISIC_{}_segmentation.png",
+        ("Training", "Validation"),
+        BINARY,
+    )(canvas)
+    canvas.text("ISIC2018_Task1-2_Training_Input/LICENSE.txt", "CC-0\n")
+
+
+def duts(canvas: Canvas) -> None:
+    """DUTS: DUTS-TR and DUTS-TE, each with -Image and -Mask."""
+    for part, names, known in (("TR", EIGHT, "train"), ("TE", FOUR, "test")):
+        for name in names:
+            stem = f"DUTS-{part}/DUTS-{part}"
+            canvas.pair(f"{stem}-Image/ILSVRC_{name}.jpg", f"{stem}-Mask/ILSVRC_{name}.png", BINARY, split=known)
+
+
+def vistas(canvas: Canvas) -> None:
+    """Mapillary Vistas as downloaded: two versions of the labels, each with its config."""
+    newer: Codes = {0: "animal--bird", 1: "construction--road", 2: "sky", 3: None}
+    for (known, names), word in zip(SPLITS, ("training", "validation"), strict=True):
+        for name in names:
+            image = f"{word}/images/{name}.jpg"
+            areas = canvas.pair(image, f"{word}/v2.0/labels/{name}.png", newer, split=known)
+            save(canvas.root / f"{word}/v1.2/labels/{name}.png", 3 - areas.astype(np.uint8))
+            for version in ("v1.2", "v2.0"):
+                save(canvas.root / f"{word}/{version}/instances/{name}.png", (areas * 256).astype(np.uint16))
+    colors = [(10, 0, 0), (10, 9, 0), (10, 9, 8), (0, 0, 0)]
+    for version, entries in (("v1.2", ("Void", "Sky", "Road", "Bird")), ("v2.0", (*newer.values(),))):
+        labels = [
+            {"name": name or "void--unlabeled", "readable": name or "Unlabeled", "color": color}
+            for name, color in zip(entries, colors, strict=True)
+        ]
+        canvas.text(f"config_{version}.json", json.dumps({"labels": labels, "version": version[1:]}))
+
+
+def suim(canvas: Canvas) -> None:
+    """SUIM: train_val/ and TEST/, each with images and masks, and masks by class in TEST."""
+    for folder, names, kind in (("train_val", EIGHT, "train"), ("TEST", FOUR, "test")):
+        for name in names:
+            areas = canvas.pair(f"{folder}/images/{name}.jpg", f"{folder}/masks/{name}.bmp", SUIM, split=kind)
+            for number, short in ((1, "HD"), (2, "FV"), (3, "RO")) if kind == "test" else ():
+                canvas.other(short, f"TEST/masks/{short}/{name}.bmp", np.uint8(255) * (areas == number))
+
+
+def freiburg(canvas: Canvas) -> None:
+    """Freiburg Forest: other pictures of each scene, and one folder of masks by color."""
+    codes: Codes = {(170, 170, 170): "Trail", (0, 255, 0): "Grass", (102, 102, 51): "Vegetation", (0, 120, 255): "Sky"}
+    for word, names in (("train", EIGHT), ("test", FOUR)):
+        for name in names:
+            stem = f"b{name}_Clipped"
+            canvas.pair(f"{word}/rgb/{stem}.jpg", f"{word}/GT_color/{stem}_mask.png", codes, split=word)
+            for kind, suffix in (("nir_gray", "png"), ("evi_gray", "tif"), ("depth_gray", "png")):
+                path = f"{word}/{kind}/{stem}.{suffix}"
+                canvas.other(kind, path, gray(path))
+    canvas.text("labels.txt", [f"{name} {r} {g} {b}" for (r, g, b), name in codes.items()])
+
+
+def clinic(canvas: Canvas) -> None:
+    """CVC-ClinicDB: numbers as names, once as PNG and once as TIFF."""
+    for number in range(1, 13):
+        areas = canvas.pair(f"PNG/Original/{number}.png", f"PNG/Ground Truth/{number}.png", BINARY)
+        canvas.other("mask", f"TIF/Ground Truth/{number}.tif", coded(areas, [0, 255]))
+        canvas.other("image", f"TIF/Original/{number}.tif", scene(f"PNG/Original/{number}.png").astype(np.uint8))
+
+
+def sun_rgbd(canvas: Canvas) -> None:
+    """SUN RGB-D as prepared: image and label of one stem, and depth of another."""
+    for word, names in (("train", EIGHT), ("test", FOUR)):
+        for name in names:
+            canvas.pair(f"image/{word}/img-00{name}.jpg", f"label/{word}/img-00{name}.png", UNNAMED, split=word)
+            canvas.other("depth", f"depth/{word}/{name}.png", (scene(name, SIZE, 1)[..., 0] * 100).astype(np.uint16))
+
+
+def no_val_images(canvas: Canvas) -> None:
+    """Validation masks whose images are missing."""
+    for name in EIGHT:
+        canvas.pair(f"imgs/train/{name}.jpg", f"labels/train/{name}.png", UNNAMED, split="train")
+    (canvas.root / "imgs/val").mkdir()
+    for name in FOUR:
+        canvas.other("mask", f"labels/val/{name}.png", gray(name) // 100)
+
+
+def ade(canvas: Canvas) -> None:
+    """ADE20K's folders, ids and table of names, with other names of files: 0 is everything else, 1 a wall."""
+    codes: Codes = {0: None, 1: "wall", 2: "building", 3: "sky", 13: "person"}
+    for (known, names), word in zip(SPLITS, ("training", "validation"), strict=True):
+        for name in names:
+            stem = f"{word}/ADE_{word[:5]}_0000{name}"
+            canvas.pair(f"images/{stem}.jpg", f"annotations/{stem}.png", codes, split=known)
+    rows = [f"{number}\t0.1\t100\t10\t{name}" for number, name in enumerate(PUBLISHED["ade20k"].names, 1)]
+    canvas.text("objectInfo150.txt", ["Idx\tRatio\tTrain\tVal\tName", *rows])
+
+
+def roboflow(canvas: Canvas) -> None:
+    """Roboflow's semantic masks: hashes in the names, and a table of values in each split."""
+    for (known, names), word in zip(SPLITS, ("train", "valid"), strict=True):
+        for number, name in enumerate(names):
+            stem = f"{word}/{name}_jpg.rf.{(number + 3) * 7919 % 9973:04x}{int(name):04x}ab"
+            canvas.pair(f"{stem}.jpg", f"{stem}_mask.png", ROAD_CAR, split=known)
+        canvas.text(f"{word}/_classes.csv", "Pixel Value, Class\n0, background\n1, road\n2, car\n")
+
+
+# Lists and tables
+
+
+def voc_train_list(canvas: Canvas) -> None:
+    """VOC's folders with own classes; images that are in no list."""
+    listed("JPEGImages/{}.jpg", "SegmentationClass/{}.png", "ImageSets/Segmentation/{s}.txt")(canvas)
+    canvas.text("ImageSets/Segmentation/trainval.txt", TWELVE)
+    canvas.other("image", "JPEGImages/9998.jpg")
+    canvas.other("image", "JPEGImages/9999.jpg")
+
+
+def rellis(canvas: Canvas) -> None:
+    """RELLIS-3D: lists of an image and its mask of ids in each line; colors beside them."""
+    codes: Codes = {0: "class_0", 3: "class_3", 4: "class_4", 17: "class_17"}
+    for word, names in SPLITS:
+        lines = []
+        for number in map(int, names):
+            folder, stem = f"0000{number % 2}/pylon_camera_node", f"frame{number:06}-1581623790_{number}"
+            image, mask = f"{folder}/{stem}.jpg", f"{folder}_label_id/{stem}.png"
+            areas = canvas.pair(image, mask, codes, split=word)
+            canvas.other("color", f"{folder}_label_color/{stem}.png", coded(areas, STREET_COLORS))
+            lines.append(f"{image} {mask}")
+        canvas.text(f"{word}.lst", lines)
+
+
+def pet_lists(canvas: Canvas) -> None:
+    """Oxford Pets with its lists: a name, and numbers after it; and a list of all images."""
+    every = ["#Image CLASS-ID SPECIES BREED"]
+    for word, known, numbers in (("trainval", "train", range(4)), ("test", "test", range(4, 6))):
+        lines = [f"{kind}_{number} 1 1 1" for kind in ("Abyssinian", "beagle", "Bombay") for number in numbers]
+        for name in (line.split()[0] for line in lines):
+            canvas.pair(f"images/{name}.jpg", f"annotations/trimaps/{name}.png", PETS, split=known)
+        canvas.text(f"annotations/{word}.txt", lines)
+        every += lines
+    canvas.text("annotations/list.txt", every)
+
+
+def pseudo(canvas: Canvas) -> None:
+    """Names in the lists without the endings of the files, as mmsegmentation has them; the test list repeats some."""
+    listed("imgs/{}_img.jpg", "labels/{}_labelTrainIds.png", "splits/{s}.txt")(canvas)
+    canvas.text("splits/test.txt", TWELVE[7:9])
+
+
+def davis(canvas: Canvas) -> None:
+    """DAVIS: lists of sequences, not of images; those of an earlier year name fewer."""
+    for word, sequences in (("train", ("bear", "boat", "camel", "dance")), ("val", ("goat", "kite"))):
+        for sequence in sequences:
+            for number in range(2):
+                path = f"480p/{sequence}/{number:05}"
+                paths = f"JPEGImages/{path}.jpg", f"Annotations/{path}.png"
+                codes: Codes = {0: "background", 1: "object"}
+                canvas.pair(*paths, codes, split=word, group=sequence, like=sequence)
+        canvas.text(f"ImageSets/2017/{word}.txt", sequences)
+
+
+def landcover(canvas: Canvas) -> None:
+    """LandCover.ai after its script: tiles in output/, lists of names without ending; masks _m."""
+    for word, names in (("train", EIGHT[:6]), ("val", FOUR), ("test", EIGHT[6:])):
+        stems = [f"M-33-20-D-c-4-2_{int(name)}" for name in names]
+        for stem in stems:
+            canvas.pair(f"output/{stem}.jpg", f"output/{stem}_m.png", UNNAMED, split=word)
+        canvas.text(f"{word}.txt", stems)
+
+
+def open_earth_map(canvas: Canvas) -> None:
+    """OpenEarthMap: a folder for each region with images and labels; train.txt and val.txt of file names."""
+    codes: Codes = {0: "class_0", 1: "class_1", 2: "class_2", 4: "class_4", 8: "class_8"}
+    root = "OpenEarthMap_wo_xBD"
+    for word, regions in (("train", ("aachen", "accra", "lima")), ("val", ("tokyo",))):
+        names = [f"{region}_{number}.tif" for region in regions for number in range(1, 4)]
+        for name in names:
+            folder = f"{root}/{name.partition('_')[0]}"
+            canvas.pair(f"{folder}/images/{name}", f"{folder}/labels/{name}", codes, split=word, group=folder)
+        canvas.text(f"{root}/{word}.txt", names)
+
+
+def split_column(canvas: Canvas) -> None:
+    """data.csv has a column of splits, of which one is for a test."""
+    rows: list[list[object]] = [["filename", "mask", "subset"]]
+    for number, name in enumerate(TWELVE):
+        word = ("train", "valid", "train", "test", "train")[number % 5]
+        canvas.pair(f"images/{name}.jpg", f"masks/{name}.png", UNNAMED, split=word.replace("valid", "val"))
+        rows.append([f"{name}.jpg", f"{name}.png", word])
+    canvas.text("data.csv", table(rows))
+
+
+def image_folder(canvas: Canvas) -> None:
+    """A Hugging Face imagefolder: metadata.jsonl names image and mask, whose names differ."""
+    rows = []
+    for number, name in enumerate(TWELVE):
+        canvas.pair(f"train/{name}.png", f"train/seg_{number * 5 % 12:04}.png", UNNAMED)
+        rows.append(json.dumps({"file_name": f"{name}.png", "mask_file_name": f"seg_{number * 5 % 12:04}.png"}))
+    canvas.text("train/metadata.jsonl", rows)
+
+
+def a2d2(canvas: Canvas) -> None:
+    """A2D2: the word of the kind is inside the name."""
+    codes: Codes = {(255, 0, 0): "Car 1", (182, 89, 6): "Bicycle 1", (255, 0, 255): "RD normal street"}
+    for day in ("20180807145028", "20180925101535", "20181008095521"):
+        for number in range(4):
+            paths = (f"{day}/{kind}/cam/{day}_{kind}_front_{number:09}.png" for kind in ("camera", "label"))
+            canvas.pair(*paths, codes)
+
+
+LAYOUTS = [
+    DrawnLayout(name, *(drawing if isinstance(drawing, tuple) else (drawing,)))
+    for name, drawing in {
+        "_mask": unsplit("images/{}.jpg", "masks/{}_mask.png"),
+        ".jpg.png": unsplit("images/{}.jpg", "masks/{}.jpg.png"),
+        "unknown ending": unsplit("images/{}.jpg", "masks/{}_xyz.png"),
+        "img_ and mask_": unsplit("images/img_{}.jpg", "masks/mask_{}.png"),
+        "numbers after words": unsplit("x/image{}.jpg", "y/label{}.png"),
+        "capitals": unsplit("Images/{}.JPG", "Masks/{}.PNG"),
+        "side by side": unsplit("{}.jpg", "{}_mask.png"),
+        "side by side, beginnings": unsplit("img_{}.jpg", "mask_{}.png"),
+        "side by side, jpg and png": unsplit("{}.jpg", "{}.png"),
+        "side by side, unknown ending": unsplit("{}.png", "{}_zz.png"),
+        "folder per sample": unsplit("{}/image.png", "{}/mask.png"),
+        "SpaceNet roads": unsplit("P/PS-RGB/SN3_train_PS-RGB_img{}.tif", "P/masks/SN3_train_geojson_img{}.png", BINARY),
+        "imagesTr (nnU-Net)": unsplit("imagesTr/case_{}_0000.png", "labelsTr/case_{}.png"),
+        "several formats": mixed,
+        "scenes": scenes,
+        "slices of patients": patients,
+        "video, sparse masks": sparse_video,
+        "two annotators in a folder": (chase, Ask("--layout", ("*_1stHO", "*_2ndHO"))),
+        "annotator folders": (annotators, Ask("--layout", tuple(f"masks/annotator{n}" for n in (1, 2, 3)))),
+        "change detection": (changes, Ask("--", ("A -> label", "B -> label"))),
+        "MVTec AD": (mvtec, Ask("--layout", or_read=True)),
+        "BraTS slices": (brats, Ask("--layout", or_read=True)),
+        "images/masks split": split("images/{s}/{}.jpg", "masks/{s}/{}.png"),
+        "capitals, split": split("{s}/Images/{}.jpg", "{s}/Masks/{}.png", ("Train", "Val")),
+        "trainannot": split("{s}/{}.png", "{s}annot/{}.png"),
+        "x_train": split("images_{s}/{}.png", "masks_{s}/{}.png"),
+        "train and test": split("{s}/1{}.png", "{s}/1{}_GT.png", ("train", "test"), BINARY),
+        "CamVid's colors": named(split("{s}/{}.png", "{s}_labels/{}_L.png", codes=CAMVID_COLORS)),
+        "test split": test_split,
+        "folders of drives": nested,
+        "UAVid": uavid,
+        "LoveDA": named(loveda),
+        "DRIVE": drive,
+        "BDD100K": named(bdd),
+        "Cityscapes, coarse": coarse,
+        "Cityscapes, train ids": named(
+            split("leftImg8bit/{s}/a/a_00{}_leftImg8bit.png", "gtFine/{s}/a/a_00{}_gtFine_labelTrainIds.png",
+                  codes=STREET)
+        ),
+        "LIP": named(lip),
+        "ISIC 2018": isic,
+        "DUTS": duts,
+        "Vistas, two versions": (named(vistas), Ask("--layout", ("v1.2/labels", "v2.0/labels"))),
+        "SUIM": (named(suim), Ask("--", or_read=True)),
+        "Freiburg forest": (named(freiburg), Ask("--layout", ("rgb -> GT_color",))),
+        "CVC-ClinicDB": (clinic, Ask("--layout", or_read=True)),
+        "SUN RGB-D": sun_rgbd,
+        "masks of val without images": no_val_images,
+        "ADE20K's table": named(ade),
+        "Roboflow": named(roboflow),
+        "Paddle lists, other names": listed("JPEG/{}.jpg", "Ann/m{}q.png", "{s}.txt", "JPEG/{}.jpg Ann/m{}q.png"),
+        "VOC's lists": voc_train_list,
+        "RELLIS-3D": rellis,
+        "Oxford pets": pet_lists,
+        "mmsegmentation's lists": pseudo,
+        "DAVIS": davis,
+        "LandCover.ai": landcover,
+        "OpenEarthMap": open_earth_map,
+        "column of splits": split_column,
+        "imagefolder": (image_folder, Refuse(("metadata.jsonl", "to_csv"))),
+        "A2D2": (a2d2, Refuse(("write train.txt and val.txt with an image and its mask a line",))),
+    }.items()
+]  # fmt: skip
