@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +99,18 @@ def test_ranks_without_sync_bn_train_on_gpus(tiny: dict[str, Any], tmp_path: Pat
 
 
 def test_signal_stops_ranks_which_save(tiny: dict[str, Any], tmp_path: Path) -> None:
-    from tests.support.rank_runs import check_stop_by_signal
+    from segapp.config import dump_config
+    from tests.support.live_runs import background, seen, wait_for
+    from tests.support.rank_runs import ranks_of
 
-    check_stop_by_signal(tiny, tmp_path, TWO)
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 3000, TWO)))
+    run = tmp_path / "run"
+    with background(tmp_path / "ddp.yaml", cwd=tmp_path) as process:
+        wait_for(lambda: len(seen(run, "step")) > 2, process=process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    last = seen(run, "step")[-1]["step"]
+    assert torch.load(run / "checkpoints" / "last.pt", weights_only=True)["position"]["step"] == last
 
 
 def test_ranks_start_again_after_out_of_memory(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -109,9 +120,15 @@ def test_ranks_start_again_after_out_of_memory(tiny: dict[str, Any], tmp_path: P
 
 
 def test_killed_rank_ends_all_within_seconds(tiny: dict[str, Any], tmp_path: Path) -> None:
-    from tests.support.rank_runs import check_killed_rank
+    from segapp.config import dump_config
+    from tests.support.live_runs import background, seen
+    from tests.support.rank_runs import ranks_of
 
-    check_killed_rank(tiny, tmp_path, TWO)
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 3000, TWO)))
+    kill = {"SEGAPP_FAILPOINTS": "train.backward.rank1=4:kill"}
+    with background(tmp_path / "ddp.yaml", cwd=tmp_path, **kill) as process:
+        assert process.wait(200) in (8, 137)
+        assert time.time() - seen(tmp_path / "run", "step")[-1]["t"] < 30
 
 
 def test_run_of_two_ranks_resumes_with_three_and_one(tiny: dict[str, Any], tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training.step.assembler import StepAssembler
 from tests.support.golden_runs import float64
-from tests.support.runs import differing, events, merged, segapp, train
-from tests.training.test_fine_tuning import saved, stopped_and_resumed
+from tests.support.rank_runs import losses, trained_by_ranks
+from tests.support.runs import differing, events, merged, train
+from tests.training.test_resume import final_state, stopped_and_resumed
 
 VIT = {"encoder": "tu-vit_tiny_patch16_224", "name": "eomt", "library": "segapp"}
 SMALL = {"depth": 3, "embed_dim": 48, "num_heads": 3, "num_queries": 6, "num_blocks": 2}
@@ -46,36 +47,23 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(tiny_root: Path, backbone: Path) -> dict[str, Any]:
+def lora(base: dict[str, Any], backbone: Path) -> dict[str, Any]:
     """EoMT on a small ViT with adapters; two steps an epoch."""
     return {
-        "name": "lora",
-        "seed": 3,
-        "data": {
-            "format": "folder",
-            "root": str(tiny_root),
-            "classes": ["ground", "box", "disc"],
-            "crop_px": [32, 48],
-            "workers": 0,
-        },
+        **base,
+        "data": {**base["data"], "crop_px": [32, 48]},
         "model": {**VIT, "options": SMALL, "weights_backbone": str(backbone), "adapters": 4},
         "loss": {"name": "mask_classification"},
         "optim": {"name": "adamw", "lr": 0.001},
-        "schedule": {"name": "constant"},
         "train": {"epochs": 2, "batch_size": 5, "ema": 0.9},
-        "log": {"every_steps": 1, "tensorboard": False},
     }
 
 
 @pytest.fixture(scope="module")
-def run(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(lora: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora") / "run"
-    assert train(merged(base), folder) == 0
+    assert train(merged(lora), folder) == 0
     return folder
-
-
-def losses(folder: Path) -> list[float]:
-    return [event["loss"] for event in events(folder, "step")]
 
 
 def with_random_adapters(library: str, name: str, encoder: str, **options: Any) -> SegmentationModel:
@@ -89,32 +77,23 @@ def with_random_adapters(library: str, name: str, encoder: str, **options: Any) 
     return model.eval()
 
 
-@pytest.mark.slow
-def test_checkpoint_holds_adapters_head_and_their_average(
-    base: dict[str, Any], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("segapp.models.adapters._reference", lambda *_: None)  # as without a weights file
-    assert train(merged(base), tmp_path / "full") == 0
-    small, full = saved(run), saved(tmp_path / "full")
-    assert losses(run) == losses(tmp_path / "full")
-    trained = [name for name in small["model"] if ".lora_" in name or not name.startswith("encoder.")]
+def test_checkpoint_holds_adapters_head_and_their_average(lora: dict[str, Any], run: Path) -> None:
+    small, names = final_state(run), list(assembled(lora)[1].state_dict())
+    trained = [name for name in names if ".lora_" in name or not name.startswith("encoder.")]
     assert list(small["model"]) == list(small["ema"]["module"]) == trained
-    assert differing(small["model"], {name: full["model"][name] for name in trained}) == []
-    kept = [name for name in full["model"] if name not in small["model"]]
-    assert len(kept) == small["base"]["num_tensors"]
-    assert "base" not in full
+    assert small["base"]["num_tensors"] == len(names) - len(trained)
     assert len(small["optimizer"]["state"]) == len(trained) - sum("num_updates" in name for name in trained)
     (start,) = events(run, "run_start")
-    assert start["num_trainable"] == sum(small["model"][name].numel() for name in trained)
-    sizes = [(folder / "checkpoints" / "last.pt").stat().st_size for folder in (run, tmp_path / "full")]
-    frozen = 4 * sum(full["model"][name].numel() for name in kept)  # once: the average of the weights shares them
-    assert frozen < sizes[1] - sizes[0] < 1.2 * frozen
+    num_trained = sum(small["model"][name].numel() for name in trained)
+    assert start["num_trainable"] == num_trained
+    states = 4 * 4 * num_trained  # weights, their average and two of AdamW, each of float32
+    assert states < (run / "checkpoints" / "last.pt").stat().st_size < 1.3 * states + 100_000
 
 
 @pytest.mark.slow
-def test_backbone_stays_as_the_file_has_it(base: dict[str, Any], run: Path, backbone: Path) -> None:
+def test_backbone_stays_as_the_file_has_it(lora: dict[str, Any], run: Path, backbone: Path) -> None:
     """And the rest is trained: the adapters' effect is no longer zero."""
-    model = build_network(merged(base).model, 3, with_weights=False)
+    model = build_network(merged(lora).model, 3, with_weights=False)
     model.load_state_dict(read_trained(str(run)).model.state_dict())
     file = torch.load(backbone, weights_only=True)
     changed = {
@@ -124,66 +103,63 @@ def test_backbone_stays_as_the_file_has_it(base: dict[str, Any], run: Path, back
     assert changed == {f"blocks.{number}.{layer}" for number in range(3) for layer in layers}
 
 
-def test_dp_trains_adapters_as_one_device(base: dict[str, Any], tmp_path: Path) -> None:
+def test_dp_trains_adapters_as_one_device(lora: dict[str, Any], tmp_path: Path) -> None:
     """In float64: what differs is the order of the sums."""
     dp = {"mode": "dp", "devices": ["cpu", "cpu", "cpu"], "shares": [0, 1, 4]}
     with float64():
-        assert train(merged(base, train={"epochs": 1}), tmp_path / "single") == 0
-        assert train(merged(base, train={"epochs": 1}, parallel=dp), tmp_path / "dp") == 0
+        assert train(merged(lora, train={"epochs": 1}), tmp_path / "single") == 0
+        assert train(merged(lora, train={"epochs": 1}, parallel=dp), tmp_path / "dp") == 0
     assert losses(tmp_path / "dp") == pytest.approx(losses(tmp_path / "single"), rel=1e-12)
     assert len(losses(tmp_path / "dp")) == 2
 
 
 @pytest.mark.slow
-def test_ranks_train_adapters_as_one_device(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
+def test_ranks_train_adapters_as_one_device(lora: dict[str, Any], run: Path, tmp_path: Path) -> None:
     ranks = {"mode": "ddp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1}
-    (tmp_path / "ddp.yaml").write_text(dump_config(merged(base, parallel=ranks)))
-    result = segapp("train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    (tmp_path / "ddp.yaml").write_text(dump_config(merged(lora, parallel=ranks)))
+    trained_by_ranks("--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
     assert losses(tmp_path / "run") == pytest.approx(losses(run), rel=1e-5)
-    assert list(saved(tmp_path / "run")["ema"]["module"]) == list(saved(run)["ema"]["module"])
+    assert list(final_state(tmp_path / "run")["ema"]["module"]) == list(final_state(run)["ema"]["module"])
 
 
 @pytest.mark.slow
-def test_half_precision_with_adapters_resumes_bitwise(base: dict[str, Any], tmp_path: Path) -> None:
-    config = merged(base, train={"precision": "fp16"})
+def test_half_precision_with_adapters_resumes_bitwise(lora: dict[str, Any], tmp_path: Path) -> None:
+    config = merged(lora, train={"precision": "fp16"})
     assert train(config, tmp_path / "whole") == 0
-    stopped_and_resumed(config, tmp_path / "run", 4)
+    stopped_and_resumed(config, tmp_path / "run", "train.step=3")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert differing(saved(tmp_path / "run"), saved(tmp_path / "whole")) == []
+    assert differing(final_state(tmp_path / "run"), final_state(tmp_path / "whole")) == []
 
 
 @pytest.mark.slow
-def test_other_base_is_refused_at_resume_and_by_readers(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
+def test_other_base_is_refused_at_resume_and_by_readers(lora: dict[str, Any], run: Path, tmp_path: Path) -> None:
     """The file of then continues the run."""
     file, copy = tmp_path / "backbone.pt", tmp_path / "run"
     shutil.copytree(run, copy)
-    weights = torch.load(base["model"]["weights_backbone"], weights_only=True)
+    weights = torch.load(lora["model"]["weights_backbone"], weights_only=True)
     torch.save(weights, file)
-    config = merged(base, model={"weights_backbone": str(file)}, train={"epochs": 3})
+    config = merged(lora, model={"weights_backbone": str(file)}, train={"epochs": 3})
     weights["blocks.0.norm1.weight"][0] += 1e-6
     torch.save(weights, tmp_path / "other.pt")
-    other = config.model_copy(
-        update={"model": config.model.model_copy(update={"weights_backbone": str(tmp_path / "other.pt")})}
-    )
+    other = merged(config.model_dump(mode="json"), model={"weights_backbone": str(tmp_path / "other.pt")})
     with pytest.raises(CheckpointError, match=r"only adapters and head.*backbone.pt with sha256 \w{16}, and sha256"):
         run_session(TrainRequest(other, RunFolder(copy)))
     assert run_session(TrainRequest(config, RunFolder(copy))) == 0
     assert read_trained(str(copy)).step == 6
     file.unlink()
-    gone = shutil.move(base["model"]["weights_backbone"], file)
+    gone = shutil.move(lora["model"]["weights_backbone"], file)
     try:
         with pytest.raises(CheckpointError, match=r"epoch_0002.pt holds only adapters and head, their base: .*no"):
             read_trained(str(run / "checkpoints" / "epoch_0002.pt"))
     finally:
-        shutil.move(gone, base["model"]["weights_backbone"])
+        shutil.move(gone, lora["model"]["weights_backbone"])
 
 
-def test_random_base_is_saved_whole_and_said(base: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    config = merged(base, model={"weights_backbone": None}, train={"epochs": 1})
+def test_random_base_is_saved_whole_and_said(lora: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    config = merged(lora, model={"weights_backbone": None}, train={"epochs": 1})
     assert train(config, tmp_path / "run") == 0
     assert "checkpoints hold the whole model, the frozen backbone too: no weights file" in capsys.readouterr().out
-    state = saved(tmp_path / "run")
+    state = final_state(tmp_path / "run")
     assert "base" not in state
     assert "encoder.blocks.0.attn.qkv.base_layer.weight" in state["model"]
     assert read_trained(str(tmp_path / "run")).step == 2
@@ -210,8 +186,8 @@ def test_merged_network_computes_what_the_adapted_did(library: str, name: str, e
 
 
 @pytest.mark.slow
-def test_predict_export_and_from_run_use_the_merged_network(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
-    assembler = StepAssembler(merged(base), build_scheme(merged(base).data))
+def test_predict_export_and_from_run_use_the_merged_network(lora: dict[str, Any], run: Path, tmp_path: Path) -> None:
+    assembler = StepAssembler(merged(lora), build_scheme(merged(lora).data))
     adapted = assembler.build_model(with_weights=True)
     adapted.load_state_dict(network_state(find_checkpoint(str(run)).state), strict=False)
     images = torch.randn(2, 3, 32, 48)
@@ -219,7 +195,7 @@ def test_predict_export_and_from_run_use_the_merged_network(base: dict[str, Any]
         wanted = adapted.eval()(images)[0]
         assert not torch.equal(wanted, assembler.build_model(with_weights=True).eval()(images)[0])
         export_target(str(run), tmp_path / "net.safetensors", format=None, argmax=False)
-        plain = merged(base, model={"adapters": None, "weights_backbone": None}).model
+        plain = merged(lora, model={"adapters": None, "weights_backbone": None}).model
         others = [
             read_trained(str(run)).model,
             read_trained(str(tmp_path / "net.safetensors")).model,
@@ -232,9 +208,9 @@ def test_predict_export_and_from_run_use_the_merged_network(base: dict[str, Any]
 
 
 @pytest.mark.slow
-def test_plan_counts_gradients_and_state_of_adapters_only(base: dict[str, Any]) -> None:
+def test_plan_counts_gradients_and_state_of_adapters_only(lora: dict[str, Any]) -> None:
     """AdamW's two states of float32, and no second copy of the backbone in the average of the weights."""
-    simulator = build_simulator(merged(base, model={"weights_backbone": None}))
+    simulator = build_simulator(merged(lora, model={"weights_backbone": None}))
     (phases,) = simulator.run(SimulationJob("single", (2,)), alloc_unit_bytes=1).devices
     model = simulator.assembler.build_model(with_weights=False)
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -244,22 +220,14 @@ def test_plan_counts_gradients_and_state_of_adapters_only(base: dict[str, Any]) 
     assert mib["gradients"] == pytest.approx(num_trained, rel=0.01)
 
 
-@pytest.mark.slow
-def test_run_with_adapters_is_the_base_of_another(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
-    config = merged(base, model={"weights_backbone": None, "weights": str(run)}, train={"epochs": 1})
-    assert train(config, tmp_path / "second") == 0
-    assert saved(tmp_path / "second")["base"]["sources"] == [str(run)]
-    assert read_trained(str(tmp_path / "second")).step == 2
-
-
-def assembled(base: dict[str, Any], **sections: Any) -> tuple[RunConfig, SegmentationModel]:
-    config = merged(base, **sections)
+def assembled(lora: dict[str, Any], **sections: Any) -> tuple[RunConfig, SegmentationModel]:
+    config = merged(lora, **sections)
     return config, StepAssembler(config, build_scheme(config.data)).build_model(with_weights=False)
 
 
-def test_freeze_thaw_and_layer_decay_apply_to_adapters(base: dict[str, Any]) -> None:
+def test_freeze_thaw_and_layer_decay_apply_to_adapters(lora: dict[str, Any]) -> None:
     freeze = {"freeze": ["encoder.blocks.0", "decoder"], "freeze_epochs": 1}
-    config, model = assembled(base, model=freeze, optim={"layer_decay": 0.5})
+    config, model = assembled(lora, model=freeze, optim={"layer_decay": 0.5})
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     assert not any(name.startswith(("encoder.blocks.0.", "decoder.")) for name in trained)

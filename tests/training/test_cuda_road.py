@@ -30,15 +30,12 @@ def config(tiny: dict[str, Any], **sections: Any) -> RunConfig:
 
     The interpreter takes as long for a row of logits as for a short one, so the crops are low and wide.
     """
-    model = {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_large"}
+    network = {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_large"}
     train = {"epochs": 2, "batch_size": 5, "ema": None, **sections.pop("train", {})}
     return merged(
-        tiny,
+        {**tiny, "model": network, "optim": {"name": "sgd", "lr": 0.001}, "schedule": {"name": "constant"}},
         data={"crop_px": [16, 64]},
-        model={**model, **sections.pop("model", {})},
-        optim={"name": "sgd", "lr": 0.001},
         train=train,
-        schedule={"name": "constant", "warmup_steps": 0},
         **sections,
     )
 
@@ -55,6 +52,16 @@ def check_kernels(found: list[dict[str, Any]]) -> None:
         assert each["losses"] > 0
         assert each["layers"] > 0
         assert "warnings" not in each
+
+
+def started(*words: str, folder: Path, **variables: str) -> str:
+    """Run a module in a new process on the road and return its output; Triton chooses its interpreter at the import."""
+    (folder / "facts").mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **on_cuda_road.environment(folder / "facts"), **variables}
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -80,14 +87,9 @@ def test_situations_of_one_process_take_their_course(tiny: dict[str, Any], tmp_p
         for name, each, points in cases
     ]
     (tmp_path / "cases.json").write_text(json.dumps(listed))
-    (tmp_path / "facts").mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **on_cuda_road.environment(tmp_path / "facts")}
-    command = [sys.executable, "-m", "tests.support.gpu.on_cuda_road", str(tmp_path / "cases.json")]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    started("tests.support.gpu.on_cuda_road", str(tmp_path / "cases.json"), folder=tmp_path)
     for name, each in plain.items():
         assert train(each, tmp_path / name) == 0
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors.decode() + output.decode()
     for name, (_, _, truth) in runs.items():
         assert events(tmp_path / name, "run_end")[-1]["status"] == "finished", name
         if truth is not None:
@@ -112,11 +114,9 @@ def test_situations_of_ranks_take_their_course(tiny: dict[str, Any], tmp_path: P
         parallel={"mode": "ddp", "devices": CPUS[:2], "shares": [1, 4]},
     )
     (tmp_path / "ddp.yaml").write_text(dump_config(ranks))
-    (tmp_path / "facts").mkdir()
-    variables = {"SEGAPP_FAILPOINTS": "train.backward.rank1=4:oom", **on_cuda_road.environment(tmp_path / "facts")}
-    done = segapp_process("train", "--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path, **variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the ranks start again" in done.stdout
+    words = ["segapp", "train", "--plain", "--config", str(tmp_path / "ddp.yaml"), "--run", str(tmp_path / "run")]
+    output = started(*words, folder=tmp_path, SEGAPP_FAILPOINTS="train.backward.rank1=4:oom")
+    assert "the ranks start again" in output
     run = tmp_path / "run"
     starts = events(run, "run_start")
     assert [(event["split"], event.get("resumed_from_step")) for event in starts] == [([1, 4], None), ([1, 4], 3)]
@@ -126,10 +126,3 @@ def test_situations_of_ranks_take_their_course(tiny: dict[str, Any], tmp_path: P
     found = on_cuda_road.facts(tmp_path / "facts")
     assert sorted(each["rank"] for each in found) == ["0", "0", "1", "1"]
     check_kernels(found)
-
-
-def segapp_process(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the program in a new process, which Triton's interpreter needs: it is chosen when Triton is imported."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "segapp", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)

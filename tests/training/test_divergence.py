@@ -86,13 +86,3 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(
         train(merged(tiny, schedule={"warmup_steps": 0}), tmp_path / "run")
     assert [each["step"] for each in events(tmp_path / "run", "val")] == [5]
     assert events(tmp_path / "run", "checkpoint") == []
-
-
-@pytest.mark.slow
-def test_healthy_runs_say_nothing_of_it(tiny: dict[str, Any], tmp_path: Path) -> None:
-    assert train(tiny_of(tiny), tmp_path / "run") == 0
-    assert [each["kind"] for each in events(tmp_path / "run", "alert")] == []
-
-
-def tiny_of(tiny: dict[str, Any]) -> Any:
-    return merged(tiny, schedule={"warmup_steps": 0})

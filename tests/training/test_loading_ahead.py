@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import segapp
 from segapp import failpoints
-from segapp.checkpoint.saver import CheckpointSaver
 from segapp.config import RunConfig
 from segapp.datasets.pool import BatchPool
 from segapp.datasets.sampling import sample_order
 from segapp.inference.evaluate import Evaluation
 from segapp.run.commands import parse_command, send_command
+from segapp.run.events import Event
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
@@ -25,7 +25,7 @@ from segapp.training.step.engine import StepEngine
 from segapp.training.validation import Validation
 from tests.datasets.test_loader_failures import _remember_children, assert_no_children  # noqa: F401  # a fixture
 from tests.support.rank_runs import check_split_change
-from tests.support.runs import events, merged, train
+from tests.support.runs import each_save, events, merged, train
 
 Loaded = tuple[int, tuple[int, ...], str]
 NUM_EPOCHS, NUM_IMAGES, STEPS_PER_EPOCH = 3, 10, 5
@@ -57,23 +57,6 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[Loaded]:
     return found
 
 
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
-    """Call a function before a step of a number, counted in this process."""
-
-    def arm(number: int, act: Callable[[], object]) -> None:
-        original, count = StepEngine.step, iter(range(1, 99))
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if next(count) == number:
-                act()
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(StepEngine, "step", step)
-
-    return arm
-
-
 def losses(folder: Path) -> list[tuple[int, float]]:
     return [(step["step"], step["loss"]) for step in events(folder, "step")]
 
@@ -82,7 +65,8 @@ def scores(folder: Path) -> list[tuple[int, float, list[float]]]:
     return [(val["epoch"], val["loss"], val["iou"]) for val in events(folder, "val")]
 
 
-@pytest.mark.parametrize("stop", [6, 8], ids=["at the border of an epoch", "within an epoch"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("stop", [8, 6], ids=["within an epoch", "at the border of an epoch"])
 def test_stopped_run_with_workers_takes_the_course_without(
     tiny: dict[str, Any], tmp_path: Path, batches: list[Loaded], stop: int
 ) -> None:
@@ -110,22 +94,22 @@ def test_stopped_run_with_workers_takes_the_course_without(
 
 
 def test_changed_split_at_a_border_keeps_the_batches(
-    tiny: dict[str, Any],
-    tmp_path: Path,
-    batches: list[Loaded],
-    at_step: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: dict[str, Any], tmp_path: Path, batches: list[Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parallel = {"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1}
     assert train(loading(tiny, 0, parallel=parallel), tmp_path / "plain") == 0
     expected = batches.copy()
     batches.clear()
-    at_step(STEPS_PER_EPOCH + 3, lambda: send_command(tmp_path / "run", parse_command("set gpu0_bsz=2")))
+
+    def change(event: Event) -> None:
+        if event.type == "step" and event.step == STEPS_PER_EPOCH + 2:
+            send_command(tmp_path / "run", parse_command("set gpu0_bsz=2"))
+
     monkeypatch.setattr(inbox, "POLL_S", 1e9)  # only the border of an epoch reads the folder again
-    scores = iter([0.9, 0.5, 0.4])  # the first epoch is saved as the best one
-    monkeypatch.setattr(Evaluation, "monitored", lambda *_: next(scores))
-    monkeypatch.setattr(CheckpointSaver, "_is_affordable", lambda _: True)
-    assert train(loading(tiny, 2, parallel=parallel, checkpoint={"every_epochs": 1000}), tmp_path / "run") == 0
+    scored(monkeypatch, [0.9, 0.5, 0.4])  # the first epoch is saved as the best one
+    config = loading(tiny, 2, parallel=parallel, checkpoint={"every_epochs": 1000})
+    with each_save():
+        segapp.train(config, run=tmp_path / "run", on_event=change)
     assert batches == expected
     splits = [(step["epoch"], step["split"]) for step in events(tmp_path / "run", "step")]
     assert splits == [(e, [2, 0] if e == 3 else [1, 1]) for e in (1, 2, 3) for _ in range(STEPS_PER_EPOCH)]
@@ -142,9 +126,8 @@ def test_changed_split_of_ranks_with_workers_is_exact(tiny: dict[str, Any], tmp_
     check_split_change(tiny, tmp_path, ["cpu", "cpu"])
 
 
-@pytest.mark.parametrize("every_steps", [None, 3])
 def test_workers_start_once_and_evaluations_find_their_batches(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int | None
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training and validation have a pool each, which are told once what to load, and once for each evaluation."""
     built: list[BatchPool] = []
@@ -159,18 +142,28 @@ def test_workers_start_once_and_evaluations_find_their_batches(
     monkeypatch.setattr(BatchPool, "_build", lambda pool: built.append(pool) or build(pool))
     monkeypatch.setattr(BatchPool, "_start", lambda pool, batches: starts.append(pool) or start(pool, batches))
     monkeypatch.setattr(Validation, "run", evaluate)
-    config = loading(tiny, 2, eval={"every_steps": every_steps, "batch_size": 3})
+    config = loading(tiny, 2, eval={"every_steps": 3, "batch_size": 3})
     assert train(config, tmp_path / "run") == 0
-    num_evaluations = 3 if every_steps is None else 5
-    assert len(events(tmp_path / "run", "val")) == num_evaluations
+    num_evaluations = len(events(tmp_path / "run", "val"))
+    assert num_evaluations == 5
     assert ready == [(0, 1, 2)] * num_evaluations, "the first images were given to workers before"
     training, validation = built
     assert (starts.count(training), starts.count(validation)) == (1, num_evaluations)
     assert_no_children()
 
 
-def test_early_stop_discards_what_is_loaded_ahead(tiny: dict[str, Any], tmp_path: Path) -> None:
-    config = loading(tiny, 2, train={"epochs": 50, "early_stop": 1}, optim={"name": "adamw", "lr": 1e-12})
-    assert train(config, tmp_path / "run") == 0
-    assert events(tmp_path / "run", "val")[-1]["epoch"] < 50
+def test_early_stop_discards_what_is_loaded_ahead(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best is the third, after one that is worse; the next two are not better."""
+    scored(monkeypatch, [0.5, 0.4, 0.6, 0.6, 0.5, 0.9])
+    assert train(loading(tiny, 2, train={"epochs": 7, "early_stop": 2}), tmp_path / "run") == 0
+    assert [event["epoch"] for event in events(tmp_path / "run", "val")] == [1, 2, 3, 4, 5]
+    assert "no better miou for 2 evaluations" in events(tmp_path / "run", "run_end")[-1]["reason"]
     assert_no_children()
+
+
+def scored(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> None:
+    """Give the evaluations of the next training these scores, in this order."""
+    left = iter(scores)
+    monkeypatch.setattr(Evaluation, "monitored", lambda *_: next(left))

@@ -10,22 +10,21 @@ import torch
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
-from segapp.training import signals
+from tests.support.golden_runs import float64
+from tests.support.rank_runs import losses
 from tests.support.runs import differing, events, merged, train
-from tests.training.test_resume import stop_at
+from tests.training.test_resume import final_state, stopped_and_resumed
 
 DINO_V3 = "tu-vit_small_patch16_dinov3"
 TINY_VIT: dict[str, Any] = {"depth": 4, "embed_dim": 48, "num_heads": 3}
+QUERIES = {**TINY_VIT, "num_queries": 6, "num_blocks": 2}
 EOMT: dict[str, Any] = {
     "model": {
         "library": "segapp",
         "name": "eomt",
         "aux": True,
         "encoder": DINO_V3,
-        "options": {**TINY_VIT, "num_queries": 6, "num_blocks": 2, "mask_steps": 6},
+        "options": {**QUERIES, "mask_steps": 6},
     },
     "loss": {"name": "mask_classification", "align_corners": False, "aux_weight": 1.0},
 }
@@ -43,114 +42,64 @@ DPT: dict[str, Any] = {
     },
 }
 SEGFORMER: dict[str, Any] = {"library": "smp", "name": "Segformer", "options": {"decoder_segmentation_channels": 16}}
+SWIN_OPTIONS = {"depths": [1, 1, 1, 1], "embed_dim": 24, "strict_img_size": False}
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "DINOv2": ({**EOMT["model"], "encoder": "tu-vit_small_patch14_dinov2", "options": QUERIES}, (42, 70)),
     "ConvNeXt": ({**SEGFORMER, "encoder": "tu-test_convnext"}, (64, 96)),
     "SegFormer": ({**SEGFORMER, "encoder": "mit_b0"}, (64, 96)),
-    "Swin": (
-        {
-            **SEGFORMER,
-            "encoder": "tu-swin_tiny_patch4_window7_224",
-            "options": {"depths": [1, 1, 1, 1], "embed_dim": 24, "strict_img_size": False},
-        },
-        (64, 96),
-    ),
-    "DINOv2": (
-        {
-            "library": "segapp",
-            "name": "eomt",
-            "aux": True,
-            "encoder": "tu-vit_small_patch14_dinov2",
-            "options": {**TINY_VIT, "num_queries": 6, "num_blocks": 2},
-        },
-        (42, 70),
-    ),
+    "Swin": ({**SEGFORMER, "encoder": "tu-swin_tiny_patch4_window7_224", "options": SWIN_OPTIONS}, (64, 96)),
     "DPT": (DPT["model"], (64, 96)),
 }
 """A network, and a crop that it takes and that is not square."""
 
 
-def config_of(tiny: dict[str, Any], network: dict[str, Any], **sections: Any) -> RunConfig:
-    base = {
-        "data": {"crop_px": [32, 64]},
-        "optim": {"name": "sgd", "lr": 0.01},
-        "train": {"epochs": 2, "batch_size": 4, "ema": 0.9},
-        "eval": {"every_epochs": 2},
-    }
-    own = {key: {**base.get(key, {}), **value} for key, value in {**base, **network, **sections}.items()}
-    return merged(tiny, **own)
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["model"]
-    return state
+def config_of(base: dict[str, Any], network: dict[str, Any], **sections: Any) -> RunConfig:
+    own = {"data": {"crop_px": [32, 64]}, "optim": {"lr": 0.01}, "eval": {"every_epochs": 2}, **network, **sections}
+    return merged({**base, "model": {}}, **own)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "network", [pytest.param(EOMT, id="EoMT"), pytest.param(DPT, id="DPT-DINOv3", marks=pytest.mark.slow)]
-)
-def test_any_split_takes_the_course_of_one_device(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Any
-) -> None:
-    """DPT without its dropout, and not in micro-batches, whose BatchNorm statistics are each one's own."""
-    monkeypatch.setattr(torch.nn.functional, "dropout", lambda values, *args, **kwargs: values)
+def test_any_split_of_eomt_takes_the_course_of_one_device(base: dict[str, Any], tmp_path: Path) -> None:
+    """In float64; a share of 0, and micro-batches."""
     splits: dict[str, dict[str, Any]] = {
-        "single": {"train": {"epochs": 3, "batch_size": 10}},
-        "dp": {
-            "parallel": {"mode": "dp", "devices": ["cpu"] * 3, "shares": [0, 3, 7]},
-            "train": {"epochs": 3, "batch_size": 10},
-        },
-        "accumulate": {"train": {"epochs": 3, "batch_size": 2, "accumulate": 5}},
+        "single": {"train": {"batch_size": 10}},
+        "dp": {"parallel": {"mode": "dp", "devices": ["cpu"] * 3, "shares": [0, 3, 7]}, "train": {"batch_size": 10}},
+        "accumulate": {"train": {"batch_size": 2, "accumulate": 5}},
     }
-    if network is DPT:
-        del splits["accumulate"]
-    losses, weights = {}, {}
-    for name, sections in splits.items():
-        assert train(config_of(tiny, network, **sections), tmp_path / name) == 0
-        losses[name] = [event["loss"] for event in events(tmp_path / name, "step")]
-        weights[name] = weights_of(tmp_path / name)
-    for name in splits:
-        assert losses[name] == pytest.approx(losses["single"], rel=1e-5)
-        for key, tensor in weights["single"].items():
-            torch.testing.assert_close(weights[name][key], tensor, rtol=1e-4, atol=1e-6)
+    with float64():
+        for name, sections in splits.items():
+            assert train(config_of(base, EOMT, **sections), tmp_path / name) == 0
+            assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "single"), rel=1e-10), name
+            for key, tensor in final_state(tmp_path / "single")["model"].items():
+                torch.testing.assert_close(final_state(tmp_path / name)["model"][key], tensor, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.slow
-def test_stopped_eomt_training_resumes_bitwise(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(tiny, EOMT, optim={"name": "adamw", "lr": 0.001})
+def test_stopped_eomt_training_resumes_bitwise(base: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(base, EOMT, optim={"name": "adamw", "lr": 0.001}, train={"epochs": 2, "ema": 0.9})
     assert train(config, tmp_path / "whole") == 0
-    with monkeypatch.context() as patch:
-        stop_at(patch, 4)
-        assert train(config, tmp_path / "run") == signals.EXIT_STOPPED_AND_SAVED
-    assert run_session(TrainRequest(config, RunFolder(tmp_path / "run"))) == 0
-    whole, resumed = (
-        torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True) for name in ("whole", "run")
-    )
+    stopped_and_resumed(config, tmp_path / "run", "train.step=3")
+    whole, resumed = final_state(tmp_path / "whole"), final_state(tmp_path / "run")
     assert differing(whole, resumed) == []
-    assert int(resumed["model"]["masking.num_updates"]) == whole["position"]["step"] > 0
+    assert int(resumed["model"]["masking.num_updates"]) == whole["position"]["step"] == 4
 
 
 @pytest.mark.slow
-def test_eomt_learns_the_drawn_classes_in_bf16(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_eomt_learns_the_drawn_classes_in_bf16(base: dict[str, Any], tmp_path: Path) -> None:
     sections = {"train": {"epochs": 6, "batch_size": 2, "precision": "amp-bf16"}, "eval": {"every_epochs": 6}}
-    assert train(config_of(tiny, EOMT, optim={"name": "adamw", "lr": 0.002}, **sections), tmp_path) == 0
-    steps = events(tmp_path, "step")
-    assert set(steps[0]["terms"]) == {"class", "mask_bce", "mask_dice"}
-    first, last = (sum(step["loss"] for step in part) for part in (steps[:5], steps[-5:]))
+    assert train(config_of(base, EOMT, optim={"name": "adamw", "lr": 0.002}, **sections), tmp_path) == 0
+    assert set(events(tmp_path, "step")[0]["terms"]) == {"class", "mask_bce", "mask_dice"}
+    first, last = (sum(part) for part in (losses(tmp_path)[:5], losses(tmp_path)[-5:]))
     assert last < 0.9 * first
     assert events(tmp_path, "val")[-1]["miou"] > 0.2
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("SegFormer", "DPT") else ()) for n in NETWORKS]
-)
-def test_network_trains_at_an_odd_crop_and_evaluates_at_others(tiny: dict[str, Any], tmp_path: Path, name: str) -> None:
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_network_trains_at_an_odd_crop_and_evaluates_at_others(base: dict[str, Any], tmp_path: Path, name: str) -> None:
     model, crop = NETWORKS[name]
     network = {"model": model, "loss": EOMT["loss"] if model["library"] == "segapp" else {"name": "ce"}}
-    config = config_of(tiny, network, data={"crop_px": list(crop)}, train={"epochs": 1, "batch_size": 4})
+    config = config_of(base, network, data={"crop_px": list(crop)}, train={"epochs": 1}, eval={})
     assert train(config, tmp_path / "run") == 0
     (val,) = events(tmp_path / "run", "val")  # images of 48 x 64 px
     assert val["loss"] is not None

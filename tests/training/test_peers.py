@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
+from segapp.assembly.devices import DevicePlan
 from segapp.errors import DistributedError
 from segapp.parallel import launch
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.launch import Peers
 from segapp.run.files import machine_id
-from segapp.session.ranks import _find_peers
+from segapp.session.ranks import joined_ranks
 from segapp.training.step.engine import StepEngine
 from segapp.training.watchdog import exchange_timeout_s
 from tests.support.runs import merged, train
@@ -23,12 +24,9 @@ from tests.support.runs import merged, train
 
 def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[tuple[list[int], int]] = []
-
-    def end_with_peers(pids: list[int], exit_code: int, _before: Callable[[], None]) -> Callable[[], None]:
-        watched.append((pids, exit_code))
-        return lambda: None
-
-    monkeypatch.setattr(launch, "end_with_peers", end_with_peers)
+    monkeypatch.setattr(
+        launch, "end_with_peers", lambda pids, code, _before: watched.append((pids, code)) or (lambda: None)
+    )
     here, own = machine_id(), os.getpid()
 
     def watch(rank: int, places: list[tuple[str, int]]) -> None:
@@ -76,18 +74,14 @@ def test_timeout_of_exchanges_is_set_once_after_a_step(
 ) -> None:
     order: list[str] = []
     step = StepEngine.step
-
-    def noted(engine: StepEngine, *words: Any, **named: Any) -> Any:
-        order.append("step")
-        return step(engine, *words, **named)
-
-    monkeypatch.setattr(StepEngine, "step", noted)
+    monkeypatch.setattr(StepEngine, "step", lambda *args, **named: order.append("step") or step(*args, **named))
     monkeypatch.setattr(Ranks, "tighten_timeout", lambda _: order.append("timeout"))
     assert train(merged(tiny, train={"epochs": 1}), tmp_path / "run") == 0
     assert order == ["step", "timeout", "step", "step", "step", "step"]
 
 
-def test_wrong_time_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_time_limit_is_named(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", "soon")
-    with pytest.raises(DistributedError, match="SEGAPP_PEER_TIMEOUT_S='soon' is not a number of seconds"):
-        _find_peers(Ranks())
+    refused = pytest.raises(DistributedError, match="SEGAPP_PEER_TIMEOUT_S='soon' is not a number of seconds")
+    with refused, joined_ranks(merged(tiny), DevicePlan("single", (torch.device("cpu"),), "")):
+        pass

@@ -6,28 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from segapp.config import dump_config
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from tests.support.fault_runs import sections_of
+from tests.support.fault_table import case
 from tests.support.rank_runs import (
-    check_killed_rank,
-    check_other_numbers_of_ranks,
     check_restart_after_out_of_memory,
     check_split_change,
-    check_stop_by_signal,
     losses,
     ranks_of,
     trained_by_ranks,
 )
 from tests.support.runs import differing, events, merged, segapp
+from tests.training.test_resume import final_state
 
 TRUST = {"SEGAPP_TRUST_PARTS": "1"}
 CPUS: list[str | int] = ["cpu", "cpu"]
 
 
+@case(
+    "R08",
+    how="saved by three ranks, then by two, resumed by one process",
+    passes="bare names; the course of one device",
+)
 def test_run_whose_ranks_come_and_go_equals_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
     """Three ranks, two, then one, with dropout and uneven shares: the losses in float64 are those of one process."""
     sections = sections_of({"train": {"batch_size": 5}, "schedule": {"name": "constant", "warmup_steps": 0}})
@@ -40,8 +43,15 @@ def test_run_whose_ranks_come_and_go_equals_one_device(tiny: dict[str, Any], tmp
     for epochs, num_ranks in enumerate((3, 2, 1), start=1):
         how = ["--resume", "run"] if epochs > 1 else ["--run", "run"]
         words = ["--plain", "--config", "ddp.yaml", *how, f"train.epochs={epochs}"]
-        trained_by_ranks(*words, cwd=tmp_path, num_ranks=num_ranks, **TRUST)
+        done = trained_by_ranks(*words, cwd=tmp_path, num_ranks=num_ranks, **TRUST)
+        assert "Warning" not in done.stderr
+        assert not [key for key in final_state(tmp_path / "run")["model"] if key.startswith("module.")]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=0, abs=1e-12)
+    assert [event["seq"] for event in events(tmp_path / "run")] == list(range(1, len(events(tmp_path / "run")) + 1))
+    vals = [[(e["loss"], e["miou"], e["num_images"]) for e in events(tmp_path / n, "val")] for n in ("run", "alone")]
+    assert vals[0] == [pytest.approx(val, rel=1e-6) for val in vals[1]]
+    for rank, log in enumerate([tmp_path / "run/trainer.log", tmp_path / "run/logs/rank-0001.log"]):
+        assert f" rank {rank}, round 0, process " in log.read_text().splitlines()[0]
     found = [(e["ranks"], e["old_ranks"], e["split"], e["step"]) for e in events(tmp_path / "run", "topology")]
     assert found == [(2, 3, [4, 1], 2), (1, 2, None, 4)]
     alerts = [e["message"] for e in events(tmp_path / "run", "alert") if e["kind"] == "settings"]
@@ -75,34 +85,20 @@ def test_ranks_recompute_by_command_and_take_the_same_course(tiny: dict[str, Any
     assert courses[0] == courses[1]
 
 
+@case("N03", how="out of memory on rank 1", passes="all ranks end, a resume recomputes all blocks")
 @pytest.mark.slow
 def test_ranks_start_again_after_out_of_memory(tiny: dict[str, Any], tmp_path: Path) -> None:
     check_restart_after_out_of_memory(tiny, tmp_path, CPUS)
 
 
 @pytest.mark.slow
-def test_ranks_stop_at_the_same_step_and_save(tiny: dict[str, Any], tmp_path: Path) -> None:
-    check_stop_by_signal(tiny, tmp_path, CPUS)
-
-
-@pytest.mark.slow
-def test_killed_rank_ends_all_ranks_within_seconds(tiny: dict[str, Any], tmp_path: Path) -> None:
-    check_killed_rank(tiny, tmp_path, CPUS)
-
-
-@pytest.mark.slow
-def test_run_goes_between_two_ranks_three_and_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
-    check_other_numbers_of_ranks(tiny, tmp_path, "cpu")
-
-
-@pytest.mark.slow
 def test_uneven_ranks_resume_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 3, CPUS, gpu0_bsz=1)))
+    constant = {"name": "constant", "warmup_steps": 0}  # the other schedules depend on train.epochs
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of({**tiny, "schedule": constant}, 3, CPUS, shares=[1, 4])))
     for name, stages in (("whole", (3,)), ("parts", (1, 3))):
         for epochs in stages:
             resume = ["--resume", name] if (tmp_path / name).exists() else ["--run", name]
-            words = [f"train.epochs={epochs}", "schedule.name=constant", "schedule.warmup_steps=0"]
-            assert segapp("train", "--config", "ddp.yaml", *resume, *words, cwd=tmp_path).returncode == 0
-    states = [torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True) for name in ("whole", "parts")]
-    found = [path for path in differing(*states) if not path.startswith(("/best", "/memory"))]
-    assert found == []
+            words = ["--plain", "--config", "ddp.yaml", *resume, f"train.epochs={epochs}"]
+            trained_by_ranks(*words, cwd=tmp_path)
+    found = differing(*(final_state(tmp_path / name) for name in ("whole", "parts")))
+    assert [path for path in found if not path.startswith(("/best", "/memory"))] == []

@@ -13,33 +13,28 @@ from segapp import failpoints
 from segapp.checkpoint.saver import CheckpointSaver
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import dump_config
-from segapp.inference.evaluate import Evaluation
-from tests.support.runs import each_save, events, merged, segapp, train
+from tests.support.rank_runs import trained_by_ranks
+from tests.support.runs import each_save, events, merged, train
+from tests.training.test_loading_ahead import scored
 
 SCORES = [0.3, 0.1, 0.4, 0.2, 0.7, 0.6, 0.65, 0.5, 0.45, 0.6, 0.3, 0.2, 0.1, 0.2]
 """Of 14 epochs, the fifth is the best one; the first and the third had been before."""
 
-WRITE_S = 4.0
-
-
-def scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the evaluations of the next training these scores."""
-    left = iter(SCORES)
-    monkeypatch.setattr(Evaluation, "monitored", lambda *_: next(left))
+WRITE_S = 2.5
 
 
 def test_fourteen_short_epochs_do_not_wait_for_the_writer(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = merged(tiny, train={"epochs": len(SCORES), "batch_size": 10}, checkpoint={"keep": 20})
+    config = merged(base, train={"epochs": len(SCORES), "batch_size": 10, "ema": 0.9}, checkpoint={"keep": 20})
     slow, whole = tmp_path / "slow", tmp_path / "whole"
-    scored(monkeypatch)
+    scored(monkeypatch, SCORES)
     failpoints.arm(f"ckpt.before_fsync=sleep:{WRITE_S}")
     try:
         assert train(config, slow) == 0
     finally:
         failpoints.arm("")
-    scored(monkeypatch)
+    scored(monkeypatch, SCORES)
     with each_save():
         assert train(config, whole) == 0
 
@@ -71,7 +66,7 @@ def test_fourteen_short_epochs_do_not_wait_for_the_writer(
     ],
 )
 def test_best_epoch_is_saved_as_soon_as_a_save_is_affordable(
-    tiny: dict[str, Any],
+    base: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     scores: list[float],
@@ -79,10 +74,10 @@ def test_best_epoch_is_saved_as_soon_as_a_save_is_affordable(
     saved: list[tuple[int, bool]],
 ) -> None:
     """No epoch is due, so only best epochs are saved, and the end. The third epoch cannot save the second."""
-    left, verdicts = iter(scores), iter(affordable)
-    monkeypatch.setattr(Evaluation, "monitored", lambda *_: next(left))
+    verdicts = iter(affordable)
+    scored(monkeypatch, scores)
     monkeypatch.setattr(CheckpointSaver, "_is_affordable", lambda _: next(verdicts))
-    config = merged(tiny, train={"epochs": len(scores), "batch_size": 10}, checkpoint={"every_epochs": 1000, "keep": 9})
+    config = merged(base, train={"epochs": len(scores), "batch_size": 10}, checkpoint={"every_epochs": 1000, "keep": 9})
     assert train(config, tmp_path / "run") == 0
     assert [(save["epoch"], save["is_best"]) for save in events(tmp_path / "run", "checkpoint")] == saved
     best_epoch = 1 + scores.index(max(scores))
@@ -90,24 +85,15 @@ def test_best_epoch_is_saved_as_soon_as_a_save_is_affordable(
 
 
 @pytest.mark.slow
-def test_ranks_skip_the_same_saves(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_skip_the_same_saves(base: dict[str, Any], tmp_path: Path) -> None:
     """Rank 0 decides for all, by its own clock; the other rank writes nothing and knows no duration."""
-    config = merged(
-        tiny,
-        train={"epochs": 9, "batch_size": 10},
-        checkpoint={"every_steps": 1, "keep": 20},
-        parallel={"mode": "ddp", "devices": ["cpu", "cpu"]},
-    )
+    ranks = {"mode": "ddp", "devices": ["cpu", "cpu"]}
+    config = merged(base, train={"epochs": 9, "batch_size": 10}, checkpoint={"every_steps": 1}, parallel=ranks)
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    arguments = ("train", "--plain", "--config", "config.yaml", "--run", "run")
-    result = segapp(*arguments, cwd=tmp_path, SEGAPP_FAILPOINTS=f"ckpt.before_fsync=sleep:{WRITE_S}")
-    assert result.returncode == 0, result.stderr
-    run = tmp_path / "run"
-    scores = [event["miou"] for event in events(run, "val")]
-    assert len(scores) == 9
-    saved = [event["epoch"] for event in events(run, "checkpoint")]
-    assert saved[0] == 1
-    assert saved[-1] == 9
-    assert len(saved) < 9
-    assert load_checkpoint(run, "best").facts.last_epoch == 1 + scores.index(max(scores))
-    assert load_checkpoint(run, "last").facts.last_epoch == 9
+    slow = {"SEGAPP_FAILPOINTS": f"ckpt.before_fsync=sleep:{WRITE_S}"}
+    trained_by_ranks("--plain", "--config", "config.yaml", "--run", "run", cwd=tmp_path, **slow)
+    scores = [event["miou"] for event in events(tmp_path / "run", "val")]
+    first, *between, last = [event["epoch"] for event in events(tmp_path / "run", "checkpoint")]
+    assert (first, last, len(scores)) == (1, 9, 9)
+    assert len(between) < 7
+    assert load_checkpoint(tmp_path / "run", "best").facts.last_epoch == 1 + scores.index(max(scores))
