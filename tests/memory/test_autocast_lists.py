@@ -1,16 +1,14 @@
 """The simulated devices' autocast beside the installed torch: its header, its registrations, and the casts by hand."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from segapp.compat.torch import autocast_operators
 from segapp.memory.simulated_devices import AUTOCAST
-from tests.support import ROOT
+from tests.support.gpu import autocast_rules
+from tests.support.own_process import printed_json
 
 MACROS = {
     "LOWER_PRECISION_FP": "lower",
@@ -52,11 +50,8 @@ def test_no_operator_that_torch_registers_is_missing():
 
 
 def test_each_kind_casts_as_cuda_does():
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.gpu.autocast_rules"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
     half, single, double = "bfloat16", "float32", "float64"
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+    assert printed_json(autocast_rules.main) == {
         "matmul": half,
         "einsum": half,
         "matmul of float64": double,

@@ -1,21 +1,15 @@
 """Tensors on simulated devices have the devices, dtypes, casts and copies of real ones, by hand."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.support import ROOT
+from tests.support.gpu import simulated_devices
+from tests.support.own_process import printed_json
 
 
 @pytest.mark.slow
 def test_simulated_tensors_are_those_of_a_device():
-    command = [sys.executable, "-m", "tests.support.gpu.simulated_devices"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
     first, second = "simgpu:0", "simgpu:1"
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+    assert printed_json(simulated_devices.main) == {
         "placed": {
             "0.weight": [first, "float32", [2, 2, 1, 1], True],
             "1.weight": [second, "float32", [2], False],

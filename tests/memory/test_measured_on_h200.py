@@ -10,9 +10,7 @@ function.
 import functools
 import json
 import lzma
-import multiprocessing
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -22,6 +20,7 @@ from segapp.memory.split_check import FULL_FRAC, PLAIN_FRAC
 from tests.gpu.figures_plan import network_config, planned_phases
 from tests.support import ROOT
 from tests.support.caching_allocator import MIB, least_bytes, replayed
+from tests.support.own_process import in_own_process
 
 DATA = ROOT / "tests" / "data"
 ROWS = {
@@ -65,10 +64,8 @@ def held_by(case):
 
 @functools.cache
 def planned(key):
-    """Return the planned peak of each phase, from a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(planned_phases, *key, is_small=False).result()
+    """Return the planned peak of each phase."""
+    return in_own_process(planned_phases, *key, is_small=False)
 
 
 def highest(phases):

@@ -1,107 +1,134 @@
 """Simulations of every kind of training, and the relations between their peaks."""
 
-import functools
-import json
-import subprocess
-import sys
-
 import pytest
 
+from segapp.config import validate_config
 from segapp.losses.overlap import HELD_BYTES, SORT_BYTES
-from tests.support import ROOT
-from tests.support.simulated_cases import TRAININGS
+from segapp.memory.peaks import SimulationJob, fit_model, splits_to_simulate
+from segapp.planning.simulate import build_simulator
+from tests.support.own_process import in_own_process
 
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.slow,  # test_simulation_against_torch.py holds the simulation to a measurement in every run
+    pytest.mark.slow,  # test_measured_on_h200.py holds the simulation to a measurement in every run
 ]
 
-PARAMS_MIB = 1.1e6 * 4 / 2**20  # LR-ASPP on MobileNetV3-Small, about
+LRASPP = {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"}
+LINKNET = {"library": "smp", "name": "Linknet", "encoder": "resnet18"}
+SINGLE, DDP, DP = SimulationJob("single", (4,)), SimulationJob("ddp", (4,)), SimulationJob("dp", (3, 2, 4))
+EVALUATED = SimulationJob("single", (4,), eval_px=(512, 1024))
+TRAININGS = {
+    "linknet": (SINGLE, {"model": LINKNET}),
+    "ddp": (DDP, {"model": LINKNET}),
+    "ddp without views": (DDP, {"model": LINKNET, "parallel": {"gradient_as_bucket_view": False}}),
+    "model": (SimulationJob("model", (4, 0)), {"model": LINKNET}),
+    "eval": (EVALUATED, {}),
+    "slide": (EVALUATED, {"eval": {"slide": True}}),
+    "tta": (EVALUATED, {"eval": {"tta": True}, "train": {"precision": "fp16", "ema": 0.99}}),
+    "plain": (SINGLE, {}),
+    **{name: (SINGLE, {"train": {"precision": name}}) for name in ("amp-fp16", "amp-bf16", "fp16")},
+    **{name: (SINGLE, {"loss": {"name": name}}) for name in ("ohem", "dice", "focal", "lovasz")},
+    "adamw": (SINGLE, {"optim": {"name": "adamw"}}),
+    "ema": (SINGLE, {"train": {"ema": 0.99}}),
+    "accumulate": (SimulationJob("single", (4,), accumulate=2), {}),
+    "dp": (DP, {}),
+    "dp plain batchnorm": (DP, {"parallel": {"sync_bn": False}}),
+    "dp without gpu 0": (SimulationJob("dp", (0, 4)), {}),
+}
+"""Name -> job and config sections."""
 
 
-@functools.cache
-def simulated(what):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.simulated_cases", what],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=1100,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def simulator(crop=(256, 320), **sections):
+    raw = {
+        "name": "paper",
+        "data": {"format": "folder", "root": "nowhere", "classes": [f"c{i}" for i in range(19)], "crop_px": crop},
+        "model": LRASPP,
+        **sections,
+        "train": {"precision": "fp32", **sections.get("train", {})},
+    }
+    return build_simulator(validate_config(raw))
 
 
-def phases(training):
-    """Return the phases of each device of a simulated training; the first call simulates its whole group."""
-    return simulated("default" if training in TRAININGS else "more")[training]
+def simulate_all():
+    """Return the phases of each device of every training."""
+    return {name: simulator(**sections).run(job).devices for name, (job, sections) in TRAININGS.items()}
 
 
-def peak(training, device=0):
-    return max(mib for mib, _ in phases(training)[device].values())
+def predicted_and_simulated():
+    """Return peaks of splits that the fit has not seen."""
+    rows = []
+    for model in (LRASPP, LINKNET):
+        own = simulator(crop=(512, 512), model=model)
+        for mode, num, unseen in (("dp", 3, [(3, 3, 3), (5, 1, 2), (0, 3, 6), (7, 1, 0)]), ("single", 1, [(1,), (9,)])):
+            jobs = [SimulationJob(mode, split, eval_px=(512, 640)) for split in splits_to_simulate(mode, num)]
+            fitted = fit_model(mode, [own.run(job) for job in jobs])
+            truths = [own.run(SimulationJob(mode, split, eval_px=(512, 640))).peak_mib() for split in unseen]
+            rows += [(fitted.peak_mib(split), truth) for split, truth in zip(unseen, truths, strict=True)]
+    return rows
 
 
-def kinds(training, phase, device=0):
-    return phases(training)[device][phase][1]
+@pytest.fixture(scope="module")
+def found():
+    return in_own_process(simulate_all)
+
+
+def peak(devices, device=0):
+    return max(each.mib for each in devices[device].values())
 
 
 def test_affine_model_is_within_1_percent_on_unseen_splits():
-    rows = simulated("affine")
-    assert len(rows) == 12
-    for model, split, predicted, truth in rows:
-        for i, (a, b) in enumerate(zip(predicted, truth, strict=True)):
-            assert a == pytest.approx(b, rel=0.01, abs=0.5), (model, split, i)
+    for predicted, truth in in_own_process(predicted_and_simulated):
+        assert predicted == pytest.approx(truth, rel=0.01, abs=0.5)
 
 
-def test_half_precision_needs_about_half_the_activations():
-    full = kinds("plain", "backward")["activations"]
+def test_half_precision_needs_about_half_the_activations(found):
+    full = found["plain"][0]["backward"].by_kind["activations"]
     for training in ("amp-fp16", "amp-bf16", "fp16"):
-        assert 0.45 * full < kinds(training, "backward")["activations"] < 0.62 * full, training
-    weights = kinds("plain", "step")["weights"]
-    assert kinds("fp16", "step")["masters"] == pytest.approx(weights, rel=0.05)  # all but BatchNorm's
-    assert kinds("fp16", "step")["weights"] < 0.6 * weights
+        assert 0.45 * full < found[training][0]["backward"].by_kind["activations"] < 0.62 * full, training
+    weights, half = (found[training][0]["step"].by_kind for training in ("plain", "fp16"))
+    assert half["masters"] == pytest.approx(weights["weights"], rel=0.05)  # all but BatchNorm's
+    assert half["weights"] < 0.6 * weights["weights"]
 
 
-def test_optimizer_ema_and_masters_count_as_weight_copies():
-    weights = kinds("plain", "step")["weights"]
-    assert kinds("plain", "step")["optimizer"] == pytest.approx(weights, rel=0.02)
-    assert kinds("adamw", "step")["optimizer"] == pytest.approx(2 * weights, rel=0.02)
-    assert kinds("ema", "step")["average"] == pytest.approx(weights, rel=0.05)
-    assert kinds("plain", "step")["gradients"] == pytest.approx(weights, rel=0.02)
-    assert peak("accumulate") - peak("plain") == pytest.approx(weights, rel=0.1)
+def test_optimizer_ema_and_masters_count_as_weight_copies(found):
+    plain, adamw, ema = (found[training][0]["step"].by_kind for training in ("plain", "adamw", "ema"))
+    weights = plain["weights"]
+    assert [plain["optimizer"], adamw["optimizer"] / 2, plain["gradients"]] == pytest.approx([weights] * 3, rel=0.02)
+    assert ema["average"] == pytest.approx(weights, rel=0.05)
+    assert peak(found["accumulate"]) - peak(found["plain"]) == pytest.approx(weights, rel=0.1)
 
 
-def test_no_criterion_needs_three_full_resolution_tensors():
+def test_no_criterion_needs_three_full_resolution_tensors(found):
     for training in ("ohem", "dice", "focal"):
-        assert peak(training) < peak("plain") + 8 * 32, training  # a few bands of 32 MiB
-    assert peak("lovasz") < peak("plain") + 1.1 * (HELD_BYTES + SORT_BYTES) / 2**20
+        assert peak(found[training]) < peak(found["plain"]) + 8 * 32, training  # a few bands of 32 MiB
+    assert peak(found["lovasz"]) < peak(found["plain"]) + 1.1 * (HELD_BYTES + SORT_BYTES) / 2**20
 
 
-def test_device_memory_follows_its_role():
-    dp = phases("dp")
-    assert "optimizer" in dp[0]["backward"][1]
-    assert all("optimizer" not in device["backward"][1] and "replicas" in device["backward"][1] for device in dp[1:])
-    assert peak("dp", 2) > peak("dp", 1)
-    assert "activations" not in kinds("dp without gpu 0", "backward")
+def test_device_memory_follows_its_role(found):
+    first, *others = (phases["backward"].by_kind for phases in found["dp"])
+    assert "optimizer" in first
+    assert all("optimizer" not in kinds and "replicas" in kinds for kinds in others)
+    assert peak(found["dp"], 2) > peak(found["dp"], 1)
+    assert "activations" not in found["dp without gpu 0"][0]["backward"].by_kind
     # A replica's SyncBatchNorm keeps no more than BatchNorm does.
-    assert peak("dp", 2) == pytest.approx(peak("dp plain batchnorm", 2), rel=0.02)
+    assert peak(found["dp"], 2) == pytest.approx(peak(found["dp plain batchnorm"], 2), rel=0.02)
 
 
-def test_ddp_without_bucket_views_holds_gradients_twice():
-    weights = kinds("linknet", "step")["weights"]
-    assert kinds("ddp", "step")["gradients"] == pytest.approx(weights, rel=0.02)
-    assert kinds("ddp without views", "step")["buckets"] == pytest.approx(weights, rel=0.02)
-    assert "buckets" not in kinds("ddp", "step")
+def test_ddp_without_bucket_views_holds_gradients_twice(found):
+    plain, ddp, without = (found[name][0]["step"].by_kind for name in ("linknet", "ddp", "ddp without views"))
+    assert [ddp["gradients"], without["buckets"]] == pytest.approx([plain["weights"]] * 2, rel=0.02)
+    assert "buckets" not in ddp
 
 
-def test_model_mode_divides_the_weights():
-    whole = kinds("linknet", "step")["weights"]
-    parts = [kinds("model", "step", device)["weights"] for device in range(2)]
+def test_model_mode_divides_the_weights(found):
+    whole = found["linknet"][0]["step"].by_kind["weights"]
+    parts = [phases["step"].by_kind["weights"] for phases in found["model"]]
     assert sum(parts) == pytest.approx(whole, rel=0.01)
     assert min(parts) > 0
-    assert max(peak("model", device) for device in range(2)) < peak("linknet")
+    assert max(peak(found["model"], device) for device in range(2)) < peak(found["linknet"])
 
 
-def test_windows_need_less_than_whole_images():
-    assert kinds("slide", "eval")["evaluation"] < kinds("eval", "eval")["evaluation"]
-    assert "average" in kinds("tta", "eval")
+def test_windows_need_less_than_whole_images(found):
+    whole, slide, tta = (found[training][0]["eval"].by_kind for training in ("eval", "slide", "tta"))
+    assert slide["evaluation"] < whole["evaluation"]
+    assert "average" in tta

@@ -1,59 +1,144 @@
-"""A training step really run on the CPU, its allocations as torch's profiler saw them, beside the simulation of it.
+"""Training steps really run on the CPU beside their plans: peaks and times, each in `own_process`.
 
-    python tests/support/real_steps.py MODEL SPLIT... [recompute=SHARE]
-
-prints one JSON object a split; with a share, for the fewest first blocks to compute again in that share of the peak.
-The backend of the simulation is for the whole process: this has one of its own.
+Peaks are in MiB. `ledger` is the most that lived at once among the storages that the operators of a real step returned;
+`allocator` is torch's profiler's count of the step, which also has what a kernel takes and frees within one call.
 """
 
-import json
-import sys
-import warnings
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from segapp.assembly.pairs import build_scheme
-from segapp.config import validate_config
+from segapp.config import RunConfig, validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
+from segapp.memory.plan import GpuSpec, OverheadEstimate
 from segapp.parallel import data_parallel
+from segapp.planning import simulate
+from segapp.planning.plan import plan_memory
 from segapp.planning.simulate import Simulator, build_simulator, run_step
-from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts
+from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
+from segapp.training.step.engine import StepEngine
 
-MODELS = {
-    "lraspp": {"library": "torchvision", "name": "lraspp_mobilenet_v3_large"},
-    "fcn_resnet18": {"library": "torchvision", "name": "fcn", "encoder": "resnet18"},
-    "deeplabv3_resnet50": {"library": "torchvision", "name": "deeplabv3_resnet50"},
-    "unet_resnet18": {"library": "smp", "name": "Unet", "encoder": "resnet18"},
-    "fpn_mobilenet": {"library": "smp", "name": "FPN", "encoder": "mobilenet_v2"},
-    "segformer_b0": {"library": "smp", "name": "Segformer", "encoder": "mit_b0"},
-    "linknet_resnet18": {"library": "smp", "name": "Linknet", "encoder": "resnet18"},
-    "fcn_mobilenet": {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_large"},
-    "pspnet_resnet18": {"library": "smp", "name": "PSPNet", "encoder": "resnet18"},
-    "frozen": {"library": "smp", "name": "FPN", "encoder": "resnet18", "freeze": ["backbone"], "freeze_epochs": 1},
+MIB = 2**20
+Blocks = tuple[str, ...]
+
+
+def torchvision(name: str, **model: Any) -> dict[str, Any]:
+    return {"library": "torchvision", "name": name, **model}
+
+
+def smp(name: str, encoder: str, **model: Any) -> dict[str, Any]:
+    return {"library": "smp", "name": name, "encoder": encoder, **model}
+
+
+def eomt(encoder: str, **model: Any) -> dict[str, Any]:
+    return {"library": "segapp", "name": "eomt", "encoder": encoder, **model}
+
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "LR-ASPP MobileNetV3-L": torchvision("lraspp_mobilenet_v3_large"),
+    "FCN ResNet-18": torchvision("fcn", encoder="resnet18"),
+    "FCN ResNet-50": torchvision("fcn_resnet50"),
+    "FCN MobileNetV3-L": torchvision("fcn", encoder="mobilenet_v3_large"),
+    "DeepLabV3 MobileNetV3-L": torchvision("deeplabv3_mobilenet_v3_large"),
+    "DeepLabV3 ResNet-50": torchvision("deeplabv3_resnet50"),
+    "Unet ResNet-18": smp("Unet", "resnet18"),
+    "Unet EfficientNet-B0": smp("Unet", "efficientnet-b0"),
+    "Unet VGG-11-BN": smp("Unet", "vgg11_bn"),
+    "Unet++ ResNet-18": smp("UnetPlusPlus", "resnet18"),
+    "FPN MobileNetV2": smp("FPN", "mobilenet_v2"),
+    "FPN ConvNeXt-Atto": smp("FPN", "tu-convnext_atto"),
+    "PSPNet ResNet-18": smp("PSPNet", "resnet18"),
+    "PAN ResNet-18": smp("PAN", "resnet18"),
+    "Linknet ResNet-34": smp("Linknet", "resnet34"),
+    "MAnet ResNet-18": smp("MAnet", "resnet18"),
+    "DeepLabV3+ ResNet-34": smp("DeepLabV3Plus", "resnet34"),
+    "DeepLabV3+ RegNetY-002": smp("DeepLabV3Plus", "tu-regnety_002"),
+    "UPerNet ResNet-50": smp("UPerNet", "resnet50"),
+    "UPerNet Swin-T": smp("UPerNet", "tu-swin_tiny_patch4_window7_224", options={"img_size": 160}),
+    "UPerNet HRNet-W18-S": smp("UPerNet", "tu-hrnet_w18_small"),
+    "Segformer MiT-B0": smp("Segformer", "mit_b0"),
+    "Segformer MiT-B2": smp("Segformer", "mit_b2"),
+    # Transformers of one resolution get more pixels: of few tokens, attention would take no memory worth a look.
+    "DPT ViT-S/16": smp("DPT", "tu-vit_small_patch16_224", options={"dynamic_img_size": True}, crop_px=(224, 224)),
+    "EoMT ViT-S/16": eomt("tu-vit_small_patch16_dinov3", crop_px=(224, 224)),
 }
+"""Networks of the page on accuracy."""
+
+OTHERS = {
+    "LR-ASPP MobileNetV3-S": torchvision("lraspp", encoder="mobilenet_v3_small"),
+    "EoMT ViT-Ti/16": eomt("tu-vit_tiny_patch16_224", options={"mask_steps": 9, "num_queries": 16}),
+    "FPN frozen": smp("FPN", "resnet18", freeze=["backbone"], freeze_epochs=1),
+}
+RECOMPUTED = ("LR-ASPP MobileNetV3-L", "Segformer MiT-B2", "EoMT ViT-S/16")
+BATCH, NUM_CLASSES = 2, 19
 
 
-def config_of(model, crop=(128, 160), **sections):
-    sections["train"] = {"precision": "fp32", **sections.get("train", {})}
+def config_of(name: str, crop_px: tuple[int, int] | None = None) -> RunConfig:
+    """A config of small crops, whose loss computes the same tensors on every device."""
+    model = {**NETWORKS, **OTHERS}[name].copy()
+    own_crop_px = model.pop("crop_px", (160, 160))
+    is_masks = model["name"] == "eomt"
+    classes = [f"c{i}" for i in range(NUM_CLASSES)]
     return validate_config(
         {
-            "name": "real",
-            "data": {"format": "folder", "root": "nowhere", "classes": [f"c{i}" for i in range(19)], "crop_px": crop},
-            "model": MODELS[model],
-            "optim": {"name": "sgd", "momentum": 0.9},
+            "name": "scored",
+            "data": {"format": "folder", "root": "nowhere", "classes": classes, "crop_px": crop_px or own_crop_px},
+            "model": model,
+            "loss": {"name": "mask_classification"} if is_masks else {"options": {"implementation": "reference"}},
+            "optim": {"name": "adamw", "lr": 1e-4} if is_masks else {"name": "sgd", "momentum": 0.9, "lr": 0.01},
+            "train": {"batch_size": BATCH, "precision": "fp32"},
             "parallel": {"sync_bn": False},
-            **sections,
         }
     )
 
 
-def static_bytes(engine):
-    tensors = [*engine.model.parameters(), *engine.model.buffers(), *engine.guard.kept]
-    tensors += [t for state in engine.update.optimizer.state.values() for t in state.values()]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+def simulator_of(config: RunConfig) -> Simulator:
+    """The simulator of the first epochs, in which `model.freeze` holds."""
+    return Simulator(StepAssembler(config, build_scheme(config.data)))
+
+
+def simulated(simulator: Simulator, split: Sequence[int], blocks: Blocks = ()) -> Any:
+    """A simulation with all logical devices on one, whose sizes are not rounded."""
+    job = SimulationJob("dp" if len(split) > 1 else "single", tuple(split), recompute=(blocks,))
+    return simulator.run(job, ["simgpu:0"] * len(split), alloc_unit_bytes=1, is_host_batch=False)
+
+
+def real_engine(
+    simulator: Simulator, ledger: StorageLedger, blocks: Blocks = (), split: Sequence[int] = (BATCH,)
+) -> StepEngine:
+    """The engine of a training on logical devices of the CPU; it tells a ledger of its phases and tensors."""
+    torch.manual_seed(0)
+    mode = "dp" if len(split) > 1 else "single"
+    shares = tuple(split) if mode == "dp" else None
+    layout = StepLayout(mode, (torch.device("cpu"),) * len(split), shares=shares, recompute=(blocks,))
+    parts = simulator.assembler.build_parts(layout, lambda _: [1.0] * NUM_CLASSES, with_weights=False)
+    ledger.tag(parts.model.parameters(), "weights")
+    ledger.tag(parts.model.buffers(), "buffers")
+    return simulator.assembler.assemble(parts, layout, RealDevices(tag=ledger.tag), mark=ledger.mark)
+
+
+def ledger_mib(simulator: Simulator, blocks: Blocks = ()) -> float:
+    """Peak of the second of two real steps."""
+    ledger = StorageLedger(alloc_unit_bytes=1)
+    engine, batch = real_engine(simulator, ledger, blocks), simulator.batch(BATCH)
+    ledger.tag((batch.images, batch.target), "input")
+    with ledger:
+        run_step(engine, [batch], ledger)
+        ledger.mark("idle")
+        first_mark = ledger.num_marks
+        run_step(engine, [batch], ledger)
+        ledger.mark("idle")
+    return max(sum(moment.values()) for moment in ledger.peaks(first_mark)["cpu"].values()) / MIB
 
 
 class InThisThread:
@@ -63,93 +148,123 @@ class InThisThread:
     nodes are per thread.
     """
 
-    def __class_getitem__(cls, _):
+    def __class_getitem__(cls, _: Any) -> type[InThisThread]:
         return cls
 
-    def __init__(self, *_):
+    def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def run(self, calls):
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         return [call() for call in calls]
 
 
-def real_engine(simulator, split, recompute=None):
-    """The engine of a training, on logical devices of the CPU."""
-    torch.manual_seed(0)
-    mode = "dp" if len(split) > 1 else "single"
-    devices = (torch.device("cpu"),) * len(split)
-    layout = StepLayout(mode, devices, shares=split if mode == "dp" else None, recompute=recompute)
-    assembler = simulator.assembler
-    model = assembler.prepare(assembler.build_model(with_weights=False), layout).train()
-    criterion = assembler.build_criterion(lambda _: [1.0] * 19)
-    return assembler.assemble(StepParts(model, criterion), layout)
-
-
-def measured_mib(engine, batch):
-    """Highest sum of what lives before the step and what the profiler sees allocated and freed within it, MiB."""
+def allocator_mib(engine: StepEngine, batch: Any) -> float:
+    """Highest sum of what lives before the second step and what the profiler sees allocated and freed within it."""
     run_step(engine, [batch], StorageLedger())
-    before = static_bytes(engine) + batch.images.nbytes + batch.target.nbytes
+    tensors = [*engine.model.parameters(), *engine.model.buffers(), *engine.guard.kept, batch.images, batch.target]
+    tensors += [t for state in engine.update.optimizer.state.values() for t in state.values()]
+    live = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         engine.step([batch])
-    changes = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live, highest = 0, 0
-    for change in sorted(changes, key=lambda e: e.start_ns()):
+    highest = 0
+    events: Any = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for change in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         live += change.nbytes()
         highest = max(highest, live)
-    return (before + highest) / 2**20
+    return highest / MIB
 
 
-def chosen_blocks(simulator, split, share):
-    """The fewest first blocks with which a step fits into a share of the peak."""
-    blocks, most = simulator.facts("single").blocks, share * simulated_mib(simulator, split)
-    sets = ((blocks[:count],) for count in range(1, len(blocks) + 1))
-    return next(each for each in sets if simulated_mib(simulator, split, each) <= most)
+def beside_profiler(name: str, *splits: tuple[int, ...], share: float | None = None) -> list[tuple[Any, ...]]:
+    """Return (allocator, simulated, blocks) of each split; with frozen parameters a second time without.
 
-
-def simulated_mib(simulator, split, recompute=None):
-    job = SimulationJob("dp" if len(split) > 1 else "single", split, recompute=recompute)
-    devices = ["simgpu:0"] * len(split)
-    return simulator.run(job, devices, alloc_unit_bytes=1, is_host_batch=False).peak_mib()[0]
-
-
-def at_full_resolution(build):
-    """The loss of the CPU's reference on both sides: bands and kernels allocate differently."""
-
-    def build_criterion(*arguments):
-        criterion = build(*arguments)
-        for part in criterion.modules():
-            if hasattr(part, "implementation"):
-                part.implementation = "reference"
-        return criterion
-
-    return build_criterion
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    config = config_of(sys.argv[1])
-    share = next((float(word.removeprefix("recompute=")) for word in sys.argv[2:] if "=" in word), None)
-    splits = [tuple(map(int, word.split("+"))) for word in sys.argv[2:] if "=" not in word]
-    # One simulator as `segapp plan` builds it, and before it one of the epochs in which `model.freeze` holds.
-    own = Simulator(StepAssembler(config, build_scheme(config.data)))
-    simulators = [own, build_simulator(config)] if config.model.freeze else [own]
-    StepAssembler.build_criterion = at_full_resolution(StepAssembler.build_criterion)
-    data_parallel.ReplicaThreads = InThisThread
-    if share is not None:
+    Args:
+        name: of the network.
+        splits: of the batch.
+        share: of the peak, in which the fewest first blocks are computed again.
+    """
+    config, rows = config_of(name, (128, 160)), []
+    own, thawed = simulator_of(config), build_simulator(config)
+    with mock.patch.object(data_parallel, "ReplicaThreads", InThisThread):
         for split in splits:
-            blocks = chosen_blocks(own, split, share)
-            simulated, plain = simulated_mib(own, split, blocks), simulated_mib(own, split)
-            measured_ = measured_mib(real_engine(own, split, blocks), own.batch(sum(split)))
-            print(json.dumps((split, measured_, simulated, plain, blocks)))
-        sys.exit()
-    rows = [(split, simulated_mib(simulator, split)) for split in splits for simulator in simulators]
-    measured = []
-    for split in splits:
-        engine, batch = real_engine(own, split), own.batch(sum(split))
-        measured.append(measured_mib(engine, batch))
-        if engine.model.frozen_parameters:
-            engine.unfreeze()
-            measured.append(measured_mib(engine, batch))
-    for (split, simulated), mib in zip(rows, measured, strict=True):
-        print(json.dumps((split, mib, simulated)))
+            blocks = () if share is None else first_blocks(own, split, share)
+            engine, batch = real_engine(own, StorageLedger(), blocks, split), own.batch(sum(split))
+            rows.append((allocator_mib(engine, batch), simulated(own, split, blocks).peak_mib()[0], blocks))
+            if engine.model.frozen_parameters:
+                engine.unfreeze()
+                rows.append((allocator_mib(engine, batch), simulated(thawed, split).peak_mib()[0], ()))
+    return rows
+
+
+def first_blocks(simulator: Simulator, split: Sequence[int], share: float) -> Blocks:
+    """The fewest first blocks with which a step fits into a share of its peak."""
+    blocks, most = simulator.facts("single").blocks, share * simulated(simulator, split).peak_mib()[0]
+    sets = (blocks[:count] for count in range(1, len(blocks) + 1))
+    return next(each for each in sets if simulated(simulator, split, each).peak_mib()[0] <= most)
+
+
+def plan_row(name: str, *, has_allocator: bool) -> dict[str, Any]:
+    """A network's plan beside its real step."""
+    simulator = simulator_of(config_of(name))
+    allocated = (
+        allocator_mib(real_engine(simulator, StorageLedger()), simulator.batch(BATCH)) if has_allocator else None
+    )
+    planned = simulated(simulator, (BATCH,)).peak_mib()[0]
+    return {"network": name, "planned": planned, "ledger": ledger_mib(simulator), "allocator": allocated}
+
+
+def seconds_of(compute: Callable[[], Any], times: int = 5) -> float:
+    """Least processor time of a call."""
+    found = []
+    for _ in range(times):
+        began = time.process_time()
+        compute()
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def this_cpu() -> dict[str, float]:
+    """Speeds of one thread of this processor: of a large convolution, of a copy, and of a small operator."""
+    images, weight, small = torch.randn(4, 128, 56, 56), torch.randn(128, 128, 3, 3), torch.zeros(1)
+    flops = 2 * images.numel() * weight.numel() / 128
+    copied = torch.zeros(2**24)
+    return {
+        "LAUNCH_S": seconds_of(lambda: [small.add_(1) for _ in range(1000)]) / 1000,
+        "FLOPS_PER_S": flops / seconds_of(lambda: F.conv2d(images, weight, padding=1)),
+        "HALF_FLOPS_PER_S": 1e9,
+        "BYTES_PER_S": 2 * copied.nbytes / seconds_of(copied.clone),
+    }
+
+
+def recompute_rows(name: str) -> list[dict[str, Any]]:
+    """Peak and time of steps that compute nothing, the blocks chosen for half of the memory, and all blocks again."""
+    config = config_of(name, (384, 384))
+    simulator = simulator_of(config)
+    every = tuple(simulator.facts("single").blocks)
+    half = GpuSpec(simulated(simulator, (BATCH,)).peak_mib()[0] / 2, "half")
+    chooses = config.model_copy(update={"train": config.train.model_copy(update={"recompute": "auto"})})
+    plan = plan_memory(chooses, (half,), mode="single", overhead=OverheadEstimate((0.0,), tensor_frac=1.0))
+    assert plan.chosen is not None
+    ways = {"nothing": (), "chosen": plan.chosen.blocks_per_device[0], "all": every}
+    with mock.patch.multiple(simulate, **this_cpu()):
+        predicted = {way: simulated(simulator, (BATCH,), blocks).step_s(1) for way, blocks in ways.items()}
+    engines = {way: real_engine(simulator, StorageLedger(), each) for way, each in ways.items()}
+    measured_s, batch = dict.fromkeys(ways, float("inf")), simulator.batch(BATCH)
+    for number in range(7):  # the ways take turns
+        for way, engine in engines.items():
+            engine.network.module.train()
+            step_s = seconds_of(lambda engine=engine: engine.step([batch]), 1)
+            measured_s[way] = min(measured_s[way], step_s) if number else measured_s[way]  # the first allocates
+    del engines
+    gc.collect()
+    return [
+        {
+            "network": name,
+            "again": way,
+            "blocks": f"{len(blocks)} of {len(every)}",
+            "planned": simulated(simulator, (BATCH,), blocks).peak_mib()[0],
+            "ledger": ledger_mib(simulator, blocks),
+            "time": measured_s[way] / measured_s["nothing"],
+            "predicted time": predicted[way] / predicted["nothing"],
+        }
+        for way, blocks in ways.items()
+    ]
