@@ -11,21 +11,14 @@ from segapp.parallel import DataParallelModel, convert_sync_batchnorm, set_recom
 from segapp.parallel.scatter_gather import tensors_in
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("library", "name", "encoder", "expected"),
     [
         (
-            "torchvision",
-            "fcn",
-            "resnet18",
-            [f"backbone.layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)],
-        ),
-        (
             "smp",
             "Unet",
             "resnet18",
-            [*(f"encoder.layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1))]
+            [f"encoder.layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]
             + [f"decoder.blocks.{i}" for i in range(5)],
         ),
         ("smp", "Segformer", "mit_b0", [f"encoder.block{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]),
@@ -39,14 +32,16 @@ from segapp.parallel.scatter_gather import tensors_in
         (
             "segapp",
             "eomt",
-            "tu-vit_small_patch16_dinov3",
+            "tu-vit_tiny_patch16_224",
             [*(f"encoder.blocks.{i}" for i in range(12)), "decoder.upscale.0", "decoder.upscale.1"],
         ),
     ],
 )
 def test_blocks_are_residual_and_transformer_blocks(library, name, encoder, expected):
     """Of ConvNeXt's stages the blocks, of an EoMT also the upscaling of its patches."""
-    assert list(find_blocks(build_model(library, name, 3, encoder=encoder))) == expected
+    with torch.device("cpu" if encoder == "mit_b0" else "meta"):  # mit reads values while it is built
+        model = build_model(library, name, 3, encoder=encoder)
+    assert list(find_blocks(model)) == expected
 
 
 class Own(nn.Module):
@@ -86,13 +81,8 @@ NETWORKS = [
     ("smp", "DPT", "tu-vit_tiny_patch16_224", {}, 224),
     ("smp", "UPerNet", "tu-convnext_atto", {}, 64),
     ("smp", "Unet", "densenet121", {}, 64),
-    ("smp", "FPN", "xception", {}, 64),
     ("smp", "FPN", "efficientnet-b0", {}, 64),
-    ("smp", "Unet", "tu-swin_tiny_patch4_window7_224", {}, 224),
     ("smp", "PAN", "dpn68", {}, 128),
-    ("smp", "UnetPlusPlus", "mobilenet_v2", {}, 64),
-    ("smp", "MAnet", "timm-regnety_002", {}, 64),
-    ("smp", "Unet", "inceptionv4", {}, 128),
     ("torchvision", "lraspp", "mobilenet_v3_small", {}, 64),
     ("torchvision", "deeplabv3", "resnet18", {}, 64),
 ]
