@@ -9,8 +9,7 @@ from unittest import mock
 import torch
 
 from segapp.checkpoint import training_state
-from segapp.checkpoint.snapshot import hold_own_state
-from segapp.checkpoint.training_state import load_checkpoint, save_checkpoint
+from segapp.checkpoint.training_state import save_checkpoint
 from segapp.errors import SegappError
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
@@ -73,17 +72,3 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
 def maps(folder: Path) -> str:
     """Return "checkpoint" if this process has mapped a file of a folder, else nothing."""
     return "checkpoint" if str(folder) in Path("/proc/self/maps").read_text() else ""
-
-
-def mapped_by_an_optimizer(folder: Path) -> tuple[str, str]:
-    """Return what is mapped after an optimizer loaded a mapped state, and after it got memory of its own."""
-    optimizers = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(1000))]) for _ in range(2)]
-    optimizers[0].param_groups[0]["params"][0].grad = torch.ones(1000)
-    optimizers[0].step()
-    state = optimizers[0].state_dict()
-    save_checkpoint(folder, {"model": {}, "optimizer": state}, CheckpointFacts(step=1, epoch=1))
-    optimizers[1].load_state_dict(load_checkpoint(folder, is_mapped=True).state["optimizer"])
-    before = maps(folder)
-    hold_own_state(optimizers[1])
-    assert torch.equal(optimizers[1].state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
-    return before, maps(folder)
