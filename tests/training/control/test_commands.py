@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from segapp import failpoints
-from segapp.config import LiveSettings
+from segapp.config import LiveSettings, RunConfig
 from segapp.datasets.loader import EvalLoader
-from segapp.errors import OutOfMemoryError, RunError
+from segapp.errors import RunError
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel import DataParallelModel
 from segapp.run.commands import parse_command, send_command
@@ -28,6 +30,7 @@ from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.network import ReplicatedNetwork
+from segapp.training.validation import SamplePictures
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import alerts, differing, events, train
 
@@ -103,7 +106,7 @@ def test_new_split_is_applied_after_a_full_batch_succeeds(harness: ControllerHar
     assert changes == [{"lr_factor": 0.5}, {"gpu0_bsz": 0}]  # of the first only what was not superseded
 
 
-@pytest.mark.parametrize(("num_full", "num_short"), [(0, 0), (0, 25), (1, 0), (19, 0), (2, 17), (20, 0), (2, 18)])
+@pytest.mark.parametrize(("num_full", "num_short"), [(0, 25), (19, 0), (2, 17), (20, 0), (2, 18)])
 def test_split_is_reverted_within_twenty_steps_only(harness: ControllerHarness, num_full: int, num_short: int) -> None:
     harness.send("set gpu0_bsz=6")
     controller, before = harness.controller, harness.batch_split.current
@@ -136,13 +139,6 @@ def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> Non
     assert harness.last()["status"] == "accepted"
     harness.send("set gpu0_bsz=6 --force")
     assert harness.last()["status"] == "accepted"
-
-
-@pytest.mark.parametrize(("num_devices", "status"), [(1, "rejected"), (2, "accepted")])
-def test_split_of_two_devices_is_the_least_to_steer(tmp_path: Path, num_devices: int, status: str) -> None:
-    harness = ControllerHarness(tmp_path / "run", num_devices)
-    harness.send("set gpu0_bsz=3")
-    assert harness.last()["status"] == status
 
 
 def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
@@ -188,12 +184,22 @@ def test_invalid_or_redundant_command_is_answered_at_once(
     assert_answered_once(harness.folder.path)
 
 
-@pytest.mark.parametrize("mode", ["model", "single"])
-def test_gpu0_bsz_in_modes_without_split_is_rejected_with_why(tmp_path: Path, mode: str) -> None:
-    harness = ControllerHarness(tmp_path / "run", num_devices=1, mode=mode)
-    harness.send("set gpu0_bsz=1")
-    assert harness.last()["status"] == "rejected"
-    assert {"model": "whole batch", "single": "one device"}[mode] in harness.last()["reason"]
+@pytest.mark.parametrize(
+    ("num_devices", "mode", "status", "reason"),
+    [
+        (1, "model", "rejected", "whole batch"),
+        (1, "single", "rejected", "one device"),
+        (1, "dp", "rejected", ""),
+        (2, "dp", "accepted", ""),
+    ],
+)
+def test_split_of_two_devices_is_the_least_to_steer(
+    tmp_path: Path, num_devices: int, mode: str, status: str, reason: str
+) -> None:
+    harness = ControllerHarness(tmp_path / "run", num_devices, mode)
+    harness.send("set gpu0_bsz=3")
+    assert harness.last()["status"] == status
+    assert reason in harness.last()["reason"]
 
 
 def test_pending_auto_is_superseded_by_a_newer_request(
@@ -292,43 +298,39 @@ def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in events(folder, "step")]
 
 
-def model_of(folder: Path) -> dict[str, Any]:
+def state_of(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
     return state
+
+
+def tiny_of(root: Path) -> dict[str, Any]:
+    data = {"format": "folder", "root": str(root), "classes": ["ground", "box", "disc"], "workers": 0}
+    return {"name": "tiny", "seed": 3, "data": data, "log": {"every_steps": 1, "tensorboard": False}}
 
 
 @pytest.fixture(scope="module")
 def even(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A reference run over three devices without commands: 5 images a step, 2 steps an epoch, split 1·2·2."""
-    tiny: dict[str, Any] = {
-        "name": "tiny",
-        "seed": 3,
-        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
-        "log": {"every_steps": 1, "tensorboard": False},
-    }
+    tiny = tiny_of(tiny_root)
     folder = tmp_path_factory.mktemp("even") / "run"
     assert train(three_devices(tiny), folder) == 0
     return tiny, folder
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("text", "split"), [("set gpu0_bsz=3", [3, 1, 1]), ("set shares=0,1,4", [0, 1, 4])])
-def test_run_with_changed_split_equals_the_unchanged_run(
-    even: tuple[dict[str, Any], Path], tmp_path: Path, text: str, split: list[int]
-) -> None:
+def test_run_with_changed_split_equals_the_unchanged_run(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     tiny, reference = even
-    folder = tmp_path / "run"
-    sent_before(folder, text)
+    folder, split = tmp_path / "run", [0, 1, 4]
+    sent_before(folder, "set shares=0,1,4")
     assert train(three_devices(tiny), folder) == 0
     assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
     pending, applied = events(folder, "gpu0_bsz")
     assert (pending["status"], applied["status"]) == ("pending", "applied")
     assert applied["split"] == split == events(folder, "step")[0]["split"]
-    assert applied["observed_mib"][0] > 10
+    assert applied["observed_mib"][2] > 10
     assert [event["split"] for event in events(folder, "epoch_start")] == [split] * 3
-    assert assert_answered_once(folder)[text]["status"] == "applied"
-    saved = model_of(folder)["settings"]
-    assert (saved["gpu0_bsz"], saved["shares"]) == ((3, None) if "gpu0" in text else (None, split))
+    assert assert_answered_once(folder)["set shares=0,1,4"]["status"] == "applied"
+    saved = state_of(folder)["settings"]
+    assert (saved["gpu0_bsz"], saved["shares"]) == (None, split)
 
 
 @pytest.mark.sampled(2)
@@ -348,7 +350,7 @@ def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
         assert losses(folder) == losses(reference)
         assert not [
             path
-            for path in differing(model_of(folder), model_of(reference))
+            for path in differing(state_of(folder), state_of(reference))
             if not path.startswith(("/best", "/memory"))
         ]
     else:
@@ -361,56 +363,30 @@ def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
     assert assert_answered_once(folder)["set gpu0_bsz=3"]["status"] == ("rejected" if hit == 1 else "applied")
 
 
-def test_oom_in_a_replica_reverts_the_split(
-    even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny, reference = even
-    from segapp.inference.sliding import NormalizedInput
-
-    forward = NormalizedInput.forward
-
-    def bounded(self: NormalizedInput, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.training and len(images) > 2 and images.device.type == "cpu":
-            raise torch.OutOfMemoryError("more than two images")
-        return forward(self, images)
-
-    monkeypatch.setattr(NormalizedInput, "forward", bounded)
-    folder = tmp_path / "run"
-    sent_before(folder, "set gpu0_bsz=3")
-    assert train(three_devices(tiny), folder) == 0
-    assert losses(folder) == losses(reference)
-    assert "more than two images" in assert_answered_once(folder)["set gpu0_bsz=3"]["reason"]
-
-
-@pytest.mark.slow
-def test_third_oom_in_a_step_saves_and_exits(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    tiny, _ = even
-    failpoints.arm("train.backward=4:oom*3")
-    try:
-        with pytest.raises(OutOfMemoryError, match=r"lower train\.batch_size"):
-            train(three_devices(tiny), tmp_path / "run")
-    finally:
-        failpoints.arm("")
-    assert model_of(tmp_path / "run")["position"]["step"] == 3
-    assert events(tmp_path / "run", "run_end")[-1]["exit_code"] == 6
-
-
 def test_lr_factor_holds_from_next_epoch_and_after_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
-    config = small(tiny, 3, schedule={"name": "constant", "warmup_steps": 0})
+    config = small(tiny, 2, schedule={"name": "constant", "warmup_steps": 0}, train={"batch_size": 5})
     folder = tmp_path / "run"
     sent_before(folder, "set lr_factor=0.5", "stop epoch")
     assert train(config, folder) == 75
-    assert [event["lr"] for event in events(folder, "step")] == [0.0005] * 5
+    assert [event["lr"] for event in events(folder, "step")] == [0.0005] * 2
     assert run_session(TrainRequest(config, RunFolder(folder))) == 0
-    assert {event["lr"] for event in events(folder, "step")} == {0.0005}
+    assert [event["lr"] for event in events(folder, "step")] == [0.0005] * 4
     assert assert_answered_once(folder)["stop epoch"]["reason"].startswith("asked to stop after the epoch: saved")
 
 
+@pytest.fixture(scope="module")
+def alone(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """A reference run on one device without commands: 2 epochs of 2 steps, of three and of two micro-batches."""
+    config = small(tiny_of(tiny_root), 2, train={"batch_size": 2, "accumulate": 3})
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert train(config, folder) == 0
+    return config, folder
+
+
 def test_stop_in_validation_resumes_bitwise(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small(tiny, 2)
-    assert train(config, tmp_path / "whole") == 0
+    config, whole = alone
     folder = tmp_path / "run"
     batches = EvalLoader.batches
     num_seen = []
@@ -429,16 +405,13 @@ def test_stop_in_validation_resumes_bitwise(
     assert num_seen[-1] == 1  # of 0 to 3
     assert not events(folder, "val")
     assert run_session(TrainRequest(config, RunFolder(folder))) == 0
-    assert losses(folder) == losses(tmp_path / "whole")
-    assert not differing(model_of(folder), model_of(tmp_path / "whole"))
+    assert losses(folder) == losses(whole)
+    assert not differing(state_of(folder), state_of(whole))
     assert_answered_once(folder)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_pause_changes_neither_losses_nor_reported_speed(tiny: dict[str, Any], tmp_path: Path, accumulate: int) -> None:
-    config = small(tiny, 2, train={"accumulate": accumulate})
-    assert train(config, tmp_path / "whole") == 0
+def test_pause_changes_neither_losses_nor_reported_speed(alone: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, whole = alone
     folder = tmp_path / "run"
     sent_before(folder, "pause")
 
@@ -453,8 +426,8 @@ def test_pause_changes_neither_losses_nor_reported_speed(tiny: dict[str, Any], t
     thread.start()
     assert train(config, folder) == 0
     thread.join()
-    assert losses(folder) == losses(tmp_path / "whole")
-    assert not differing(model_of(folder), model_of(tmp_path / "whole"))
+    assert losses(folder) == losses(whole)
+    assert not differing(state_of(folder), state_of(whole))
     first, others = events(folder, "step")[0], events(folder, "step")[1:]
     assert first["step_s"] < 1.0 + 5 * max(event["step_s"] for event in others)  # without the 1.5 s of the pause
     phases = [event["phase"] for event in events(folder, "heartbeat")]
@@ -484,7 +457,7 @@ def test_settings_applied_after_checkpoint_replay_at_same_step(
     finally:
         failpoints.arm("")
     saved = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, "lr_factor": 1.0, "recompute": "config"}
-    assert model_of(folder)["settings"] == saved  # before
+    assert state_of(folder)["settings"] == saved  # before
     assert run_session(TrainRequest(three_devices(tiny), RunFolder(folder))) == 0
     steps, expected = events(folder, "step"), events(reference, "step")
     assert [event["split"] for event in steps] == [[1, 2, 2]] * 2 + [[0, 3, 2]] * 4
@@ -514,29 +487,22 @@ def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness)
 
 
 def test_sample_images_show_all_three_and_change_nothing(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: tuple[RunConfig, Path], tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import cv2
-
-    from segapp.training import validation as sample_images
-
-    modes: list[bool] = []
-
-    def predict(model: nn.Module, *rest: Any) -> Any:
-        modes.append(model.training)
-        return predict_image(model, *rest)  # type: ignore[arg-type]
-
-    config, predict_image = small(tiny, 1), sample_images.predict_image
-    monkeypatch.setattr(sample_images, "predict_image", predict)
-    assert train(config, tmp_path / "run") == 0
-    assert modes == [False] * 3
-    paths = sorted((tmp_path / "run" / "samples").iterdir())
-    assert [path.name for path in paths] == ["epoch_0001_0.png", "epoch_0001_1.png", "epoch_0001_2.png"]
-    drawn = cv2.imread(str(paths[0]))
-    assert drawn.shape == (48, 3 * 64, 3)
-    palette = [tuple(color) for color in seen(tmp_path / "run", "run_start")[0]["palette"]]
-    assert {tuple(bgr[::-1]) for bgr in drawn[:, 64:].reshape(-1, 3).tolist()} <= {*palette, (0, 0, 0)}
-    assert len(palette) == 3
-    monkeypatch.setattr(sample_images.SamplePictures, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    """Next to each other: the image, the prediction, and the mask with its ignored pixels in black."""
+    config, whole = alone
+    paths = sorted((whole / "samples").iterdir())
+    assert [path.name for path in paths] == [f"epoch_000{epoch}_{i}.png" for epoch in (1, 2) for i in range(3)]
+    palette = np.array([*seen(whole, "run_start")[0]["palette"], *[(0, 0, 0)] * 253], np.uint8)
+    for number, path in zip((0, 2, 3), paths[3:], strict=True):  # of 4 images
+        image, prediction, truth = np.split(cv2.imread(str(path))[..., ::-1], 3, axis=1)
+        assert np.array_equal(image[..., ::-1], cv2.imread(str(tiny_root / "images" / "val" / f"{number:02}.png")))
+        mask = cv2.imread(str(tiny_root / "masks" / "val" / f"{number:02}.png"), cv2.IMREAD_UNCHANGED)
+        assert np.array_equal(truth, palette[mask])
+        assert not np.array_equal(prediction, truth)
+        assert {tuple(color) for color in prediction.reshape(-1, 3).tolist()} <= {*map(tuple, palette[:3].tolist())}
+    # A disk that takes no picture changes nothing either.
+    monkeypatch.setattr(SamplePictures, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     assert train(config, tmp_path / "none") == 0
-    assert not differing(model_of(tmp_path / "run"), model_of(tmp_path / "none"))
+    assert not list((tmp_path / "none").glob("samples/*"))
+    assert not differing(state_of(whole), state_of(tmp_path / "none"))
