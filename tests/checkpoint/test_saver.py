@@ -74,6 +74,12 @@ class Training:
         self.position.step = step
         self.weight.fill_(step)
 
+    def save_at_length(self) -> None:
+        """Saves in 50 s, so that due saves are skipped for a long time."""
+        self.store.write_s = 50.0
+        self.saver.begin()
+        assert self.saver.wait()
+
     def handle(self, event: Event) -> None:
         self.events.append(event)
 
@@ -123,12 +129,13 @@ def test_failed_saves_are_retried_ever_later(tmp_path: Path, monkeypatch: pytest
 def test_due_save_is_skipped_while_the_writer_is_busy(training: Training) -> None:
     training.store.may_write.clear()
     training.saver.begin_or_skip()
-    training.move_to(step=2)
+    training.move_to(step=2)  # the next update, while the writer works
     training.saver.begin_or_skip()
     assert training.store.steps == []
     training.store.may_write.set()
     assert training.saver.wait()
     assert training.store.steps == [1]
+    assert load_checkpoint(training.folder).state["model"]["weight"].tolist() == [1.0, 1.0]
     training.move_to(step=3)
     training.saver.begin_or_skip()
     assert training.saver.wait()
@@ -152,9 +159,7 @@ def test_saves_of_any_rhythm_take_a_twentieth_of_the_time(training: Training) ->
 
 
 def test_commands_and_ends_are_saved_at_any_time(training: Training) -> None:
-    training.store.write_s = 100.0
-    training.saver.begin()
-    assert training.saver.wait()
+    training.save_at_length()
     training.move_to(step=2)
     training.saver.begin_or_skip()
     training.saver.begin_asked(training.position)
@@ -210,24 +215,8 @@ def test_best_state_waits_in_memory_until_the_next_save(training: Training, is_w
     assert [(event.step, event.is_best) for event in training.checkpoints()] == [(1, False), (4, True), (9, False)]
 
 
-def test_states_that_improve_all_the_time_delay_no_due_save(training: Training) -> None:
-    """A kept best is a copy in memory; if each moved the next save, a run that improves would never be saved."""
-    training.copy_s, training.store.write_s = 0.25, 3.0
-    for number in range(1, 400):
-        training.position, training.metric = Position(step=number), number / 400
-        training.saver.begin_or_skip(is_best=True)
-        assert training.saver.wait()
-        training.now_s += 0.55
-    begun = [event.step for event in training.checkpoints()]
-    assert begun[0] == 1
-    gap_s = 20 * (0.25 + 3.0)
-    assert len(begun) >= int(399 * (0.25 + 0.55) / (gap_s + 3.0 + 0.8))
-
-
 def test_former_best_is_dropped_before_the_next_copy(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    training.store.write_s = 50.0
-    training.saver.begin()
-    assert training.saver.wait()
+    training.save_at_length()
     evaluations(training, [0.3])
     kept = weakref.ref(training.saver._kept_best.state["model"]["weight"])
     alive = []
@@ -239,9 +228,7 @@ def test_former_best_is_dropped_before_the_next_copy(training: Training, monkeyp
 
 @pytest.mark.parametrize("way", ["better", "same position", "failed write", "failed training", "not finite"])
 def test_best_state_in_memory_reaches_the_disk_on_every_way(training: Training, way: str) -> None:
-    training.store.write_s = 50.0
-    training.saver.begin()
-    assert training.saver.wait()
+    training.save_at_length()
     evaluations(training, [0.3, 0.7, 0.5] if way != "same position" else [0.3, 0.7])
     saver, steps = training.saver, [1, 3, 8]
     training.position = Position(step=3 if way == "same position" else 8)
@@ -313,15 +300,6 @@ def test_epochs_and_steps_are_due_together(
     saver = Training(tmp_path, rules, monkeypatch).saver
     ends = {2: 1, 4: 2, 6: 3, 8: 4}
     assert [step for step in range(1, 9) if saver.is_due(step, ends.get(step))] == due
-
-
-def test_state_is_written_as_it_was_when_the_save_began(training: Training) -> None:
-    training.store.may_write.clear()
-    training.saver.begin()
-    training.weight += 5  # the next update, while the writer works
-    training.store.may_write.set()
-    assert training.saver.wait()
-    assert load_checkpoint(training.folder).state["model"]["weight"].tolist() == [1.0, 1.0]
 
 
 def test_finish_saves_once_more_after_a_failure(training: Training) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from segapp import failpoints
 from segapp.accelerator import Accelerator
-from segapp.checkpoint.snapshot import capture_rng, hold_own_state, restore_rng, snapshot
+from segapp.checkpoint.snapshot import capture_rng, hold_own_state, num_tensor_bytes, restore_rng, snapshot
 from segapp.checkpoint.training_state import load_checkpoint, require_finite, save_checkpoint
 from segapp.errors import CheckpointError, NonFiniteError, StorageError
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
@@ -72,6 +72,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in ("objects", "manifest.json"))
 
 
+def problems(folder: Path) -> list[str]:
+    return [status.problem for status in CheckpointFolder(folder).verify() if status.problem]
+
+
 def damage(path: Path, how: str) -> None:
     """Changes a file in place, so that every hard link of it is changed."""
     size = path.stat().st_size
@@ -108,22 +112,19 @@ def test_training_state_is_read_back_bit_for_bit(tmp_path):
     assert torch.load(tmp_path / "last.pt", weights_only=True)["checkpoint"]["step"] == 7
 
 
-def test_equal_states_have_equal_bytes_under_any_name(tmp_path):
-    one, _ = save(tmp_path / "one", 3)
-    two, _ = save(tmp_path / "another", 3, finished_epoch=7)
-    assert one.sha256 == two.sha256 == hashlib.sha256((tmp_path / "another" / "epoch_0007.pt").read_bytes()).hexdigest()
-
-
 def test_manifest_lists_every_file_with_sha256_and_size(tmp_path):
-    save(tmp_path, 3, finished_epoch=1, metric=0.1, is_best=True)
+    one, _ = save(tmp_path, 3, finished_epoch=1, metric=0.1, is_best=True)
+    again, _ = save(tmp_path / "another", 3, finished_epoch=7, metric=0.1)
+    assert one.sha256 == again.sha256, "equal states have equal bytes under any name"
+    shutil.rmtree(tmp_path / "another")
     save(tmp_path, 5)
     raw = json.loads((tmp_path / "manifest.json").read_text())
     assert sorted(raw["names"]) == names(tmp_path) == ["best.pt", "epoch_0001.pt", "last.pt"]
     for name, sha256 in raw["names"].items():
         content = (tmp_path / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == sha256
-        [entry] = [entry for entry in raw["entries"] if entry["sha256"] == sha256]
-        assert entry["size_bytes"] == len(content)
+        [size] = [entry["size_bytes"] for entry in raw["entries"] if entry["sha256"] == sha256]
+        assert size == len(content)
     assert [(entry["step"], entry["epoch"]) for entry in raw["entries"]] == [(5, 1), (3, 1)]
 
 
@@ -253,13 +254,16 @@ def test_snapshot_waits_for_its_device_once(num_lockable, monkeypatch):
 
 
 def test_snapshot_stays_fixed_and_keeps_shared_weights_shared():
-    weight = nn.Parameter(torch.ones(3))
-    model = OrderedDict(a=weight, b=weight)
+    weight = nn.Parameter(torch.arange(9.0).view(3, 3))
+    model = OrderedDict(a=weight, b=weight, turned=weight.t(), row=weight[1])
     model._metadata = {"": {"version": 2}}
+    assert num_tensor_bytes(model) == 4 * (9 + 9 + 3), "the other views are stored as tensors of their own"
     copy = snapshot({"model": model})
+    expected = weight.detach().clone()
     with torch.no_grad():
         weight.zero_()
-    assert copy["model"]["a"].sum() == 3
+    for name, value in (("a", expected), ("turned", expected.t()), ("row", expected[1])):
+        assert torch.equal(copy["model"][name], value), name
     assert copy["model"]["a"] is copy["model"]["b"]
     assert not copy["model"]["a"].requires_grad
     assert copy["model"]._metadata == {"": {"version": 2}}
@@ -306,23 +310,18 @@ def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
         if not killed_save(folder, f"{point}={visit}:kill"):
             break
         num_kills += 1
-        for file in folder.glob("*.pt"):
-            assert_is_whole(torch.load(file, weights_only=True))
-        assert not any(status.problem for status in CheckpointFolder(folder).verify())
-        loaded = load_checkpoint(folder)
-        assert loaded.messages == ()
-        assert assert_is_whole(loaded.state) == loaded.step
-        assert loaded.step == (40 if point in BEFORE_COMMIT else 50)
-        assert load_checkpoint(folder, "best").step == (20 if point in BEFORE_COMMIT else 50)
-        assert load_checkpoint(folder, "epoch_0004").step == 40
-        assert load_checkpoint(folder, is_holder=True).step == loaded.step
-        assert assert_is_whole(torch.load(folder / "last.pt", weights_only=True)) == loaded.step
+        assert problems(folder) == []
+        last, best = (40, 20) if point in BEFORE_COMMIT else (50, 50)
+        assert [load_checkpoint(folder, which).step for which in ("best", "epoch_0004")] == [best, 40]
+        for is_holder in (False, True):
+            loaded = load_checkpoint(folder, is_holder=is_holder)
+            assert (assert_is_whole(loaded.state), loaded.messages) == (last, ())
+        assert assert_is_whole(torch.load(folder / "last.pt", weights_only=True)) == last
         # The next save works, tidies up, and nothing is left over.
         save(folder, 60, finished_epoch=6, keep=2)
-        epochs = ["epoch_0004.pt" if loaded.step == 40 else "epoch_0005.pt", "epoch_0006.pt"]
-        assert names(folder) == ["best.pt", *epochs, "last.pt"]
+        assert names(folder) == ["best.pt", f"epoch_000{last // 10}.pt", "epoch_0006.pt", "last.pt"]
         assert len(list((folder / "objects").iterdir())) == len(CheckpointFolder(folder).verify())
-        assert not any(status.problem for status in CheckpointFolder(folder).verify())
+        assert problems(folder) == []
     else:
         pytest.fail("the sweep did not end")
     assert num_kills > 0, "the point was never reached"
@@ -357,10 +356,17 @@ def test_error_after_commit_is_reported_and_repaired_later(tmp_path, point):
 # -- damage -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["empty", "half", "-1", "flip", "zeros"])
-def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, how):
-    for step in (30, 20, 10):  # the newest is the last commit, not the highest step
+@pytest.fixture
+def newest(tmp_path) -> Path:
+    """The object of the newest of three checkpoints, which is the last commit and not the highest step."""
+    for step in (30, 20, 10):
         save(tmp_path, step)
+    (found,) = (tmp_path / "objects").glob("00000010*")
+    return found
+
+
+@pytest.mark.parametrize("how", ["empty", "half", "-1", "flip", "zeros"])
+def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, newest, how):
     damage(tmp_path / "last.pt", how)
     assert [status.problem is None for status in CheckpointFolder(tmp_path).verify()] == [False, True]
     viewer = load_checkpoint(tmp_path)
@@ -370,7 +376,7 @@ def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, how):
     assert loaded.step == 20
     assert "last.pt (epoch 1, step 10) is damaged" in loaded.messages[0]
     assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
-    assert [status.problem for status in CheckpointFolder(tmp_path).verify()] == [None]
+    assert problems(tmp_path) == []
     again = load_checkpoint(tmp_path, is_holder=True)
     assert (again.step, again.messages) == (20, ())
     assert assert_is_whole(torch.load(tmp_path / "last.pt", weights_only=True)) == 20
@@ -378,22 +384,17 @@ def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, how):
         load_checkpoint(tmp_path / "last.pt.corrupt")
 
 
-def test_two_damaged_newest_fall_back_to_third_and_are_named(tmp_path):
+def test_two_damaged_newest_fall_back_to_third_then_none(tmp_path):
     for epoch in (1, 2, 3):
         save(tmp_path, epoch * 10, finished_epoch=epoch)
     damage(tmp_path / "epoch_0003.pt", "flip")
     damage(tmp_path / "epoch_0002.pt", "half")
-    loaded = load_checkpoint(tmp_path, is_holder=True)
+    loaded = load_checkpoint(tmp_path)
     assert loaded.step == 10
     assert "step 30) is damaged: its sha256" in loaded.messages[0]
     assert "step 20) is damaged: it has" in loaded.messages[1]
     assert "went back to epoch_0001.pt" in loaded.messages[2]
-
-
-def test_all_damaged_is_an_error_listing_them(tmp_path):
-    for epoch in (1, 2, 3):
-        save(tmp_path, epoch * 10, finished_epoch=epoch)
-        damage(tmp_path / f"epoch_000{epoch}.pt", "flip")
+    damage(tmp_path / "epoch_0001.pt", "flip")
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match="none of the 3 checkpoints") as caught:
         load_checkpoint(tmp_path, is_holder=True)
@@ -401,29 +402,20 @@ def test_all_damaged_is_an_error_listing_them(tmp_path):
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
-def test_overwritten_last_is_detected_and_older_one_loads(tmp_path):
-    save(tmp_path, 10)
-    other = tmp_path / "other"
-    other.write_bytes(b"rubbish")
-    os.replace(other, tmp_path / "last.pt")
+@pytest.mark.parametrize(
+    "put",
+    [lambda path: path.write_bytes(b"rubbish"), os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")],
+    ids=["rubbish", "pipe", "folder", "link"],
+)
+def test_overwritten_last_is_detected_and_its_object_loads(tmp_path, newest, put):
+    (tmp_path / "last.pt").unlink()
+    put(tmp_path / "last.pt")
     assert "last.pt" in CheckpointFolder(tmp_path).verify()[0].problem
-    with pytest.raises(CheckpointError, match="damaged"):
-        load_checkpoint(tmp_path / "last.pt")
     loaded = load_checkpoint(tmp_path, is_holder=True)
     assert loaded.step == 10
     assert "last.pt is damaged" in loaded.messages[0]
-    assert (tmp_path / "last.pt.corrupt").read_bytes() == b"rubbish"
-    assert CheckpointFolder(tmp_path).verify()[0].problem is None
-
-
-@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_pipe_folder_or_link_as_last_does_not_hang(tmp_path, put):
-    save(tmp_path, 10)
-    (tmp_path / "last.pt").unlink()
-    put(tmp_path / "last.pt")
-    loaded = load_checkpoint(tmp_path, is_holder=True)
-    assert loaded.step == 10
     assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
+    assert problems(tmp_path) == []
 
 
 def test_damaged_best_is_an_error_without_fallback(tmp_path):
@@ -443,6 +435,7 @@ def test_damaged_best_is_an_error_without_fallback(tmp_path):
         lambda raw: json.dumps({**raw, "entries": [{**raw["entries"][0], "object": "../../x.pt"}], "names": {}}),
         lambda raw: json.dumps({**raw, "entries": [{**raw["entries"][0], "size_bytes": "many"}]}),
     ],
+    ids=["empty", "list", "outside", "size"],
 )
 def test_damaged_manifest_is_refused_and_objects_are_kept(tmp_path, change):
     save(tmp_path, 10)
@@ -464,28 +457,69 @@ def test_damaged_manifest_is_refused_and_objects_are_kept(tmp_path, change):
     [
         ("sha256", "0" * 64, "its sha256 is not the one"),
         ("size_bytes", 5, "bytes instead of 5"),
-        ("step", 11, "says step 11, epoch 3, position 0, the file says step 20, epoch 3, position 0"),
-        ("epoch", 9, "says step 20, epoch 9, position 0, the file says step 20, epoch 3, position 0"),
-        ("position", 4, "says step 20, epoch 3, position 4, the file says step 20, epoch 3, position 0"),
+        ("step", 11, "says step 11, epoch 2, position 0, the file says step 10, epoch 2, position 0"),
+        ("epoch", 9, "says step 10, epoch 9, position 0, the file says step 10, epoch 2, position 0"),
+        ("position", 4, "says step 10, epoch 2, position 4, the file says step 10, epoch 2, position 0"),
     ],
 )
-def test_manifest_contradicting_its_file_is_refused(tmp_path, field, value, problem):
-    save(tmp_path, 10)
-    save(tmp_path, 20)
+def test_manifest_contradicting_its_file_is_refused(tmp_path, newest, field, value, problem):
     raw = json.loads((tmp_path / "manifest.json").read_text())
     raw["entries"][0][field] = value
     (tmp_path / "manifest.json").write_text(json.dumps(raw))
     loaded = load_checkpoint(tmp_path)
-    assert loaded.step == 10
+    assert loaded.step == 20
     assert problem in loaded.messages[0]
 
 
-def test_missing_manifest_error_lists_loadable_files(tmp_path):
+def test_missing_or_newer_manifest_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing is committed"):
+        load_checkpoint(tmp_path)
     save(tmp_path, 10, finished_epoch=1)
-    (tmp_path / "manifest.json").unlink()
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
+    for use in (load_checkpoint, lambda folder: CheckpointFolder(folder).verify(), lambda folder: save(folder, 20)):
+        with pytest.raises(CheckpointError, match="newer segapp"):
+            use(tmp_path)
+    manifest.unlink()
     with pytest.raises(CheckpointError, match=r"epoch_0001\.pt, last\.pt"):
         load_checkpoint(tmp_path)
     assert load_checkpoint(tmp_path / "epoch_0001.pt").messages
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("use", ["load", "save"])
+def test_object_that_is_gone_is_restored_from_its_alias(tmp_path, newest, use, is_copied):
+    content = newest.read_bytes()
+    newest.unlink()
+    missing, intact = CheckpointFolder(tmp_path).verify()
+    assert (missing.problem or "").startswith(f"objects/{newest.name} is missing")
+    assert intact.problem is None
+    if is_copied:  # as on a file system without hard links
+        (tmp_path / "last.pt").unlink()
+        (tmp_path / "last.pt").write_bytes(content)
+    if use == "load":
+        loaded = load_checkpoint(tmp_path, is_holder=True)
+        said = f"objects/{newest.name} was missing and is restored from last.pt"
+        assert (loaded.step, loaded.messages) == (10, (said,))
+    else:
+        save(tmp_path, 40)
+    assert newest.read_bytes() == content
+    assert problems(tmp_path) == []
+    steps = [row.entry.step for row in CheckpointFolder(tmp_path).verify()]
+    assert steps == ([10, 20] if use == "load" else [40, 10])
+    assert not list(tmp_path.rglob("*.corrupt"))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_object_is_not_restored_from_a_damaged_alias(tmp_path, newest, is_there):
+    newest.unlink()
+    (tmp_path / "last.pt").unlink()
+    if is_there:
+        (tmp_path / "last.pt").write_bytes(b"x")
+    loaded = load_checkpoint(tmp_path, is_holder=True)
+    assert loaded.step == 20
+    assert ("is damaged" if is_there else "is missing") in loaded.messages[0], loaded.messages
+    assert not newest.exists()
 
 
 # -- files from elsewhere -----------------------------------------------------------------------------------------
@@ -508,7 +542,6 @@ def test_file_without_manifest_loads_with_warning(tmp_path):
     ("make", "says"),
     [
         (lambda path: path.write_bytes(b""), "damaged or no checkpoint"),
-        (lambda path: path.write_text("hello"), "damaged or no checkpoint"),
         (lambda path: torch.save({"weight": torch.ones(1)}, path), "not a checkpoint of segapp"),
         (lambda path: torch.save([1], path), "not a checkpoint of segapp"),
         (lambda path: torch.save({"model": {}, "x": path}, path), "pathlib.*could run code"),
@@ -517,6 +550,7 @@ def test_file_without_manifest_loads_with_warning(tmp_path):
         (os.mkfifo, "no such file"),
         (lambda path: None, "no such file"),
     ],
+    ids=["empty", "weights", "list", "code", "newer", "no position", "pipe", "absent"],
 )
 def test_foreign_file_is_one_clear_error(tmp_path, make, says):
     make(tmp_path / "x.pt")
@@ -524,65 +558,10 @@ def test_foreign_file_is_one_clear_error(tmp_path, make, says):
         load_checkpoint(tmp_path / "x.pt")
 
 
-def test_newer_manifest_and_folder_without_commit_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="nothing is committed"):
-        load_checkpoint(tmp_path)
-    save(tmp_path, 10)
-    raw = json.loads((tmp_path / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps({**raw, "format": 2}))
-    for use in (load_checkpoint, lambda folder: CheckpointFolder(folder).verify(), lambda folder: save(folder, 20)):
-        with pytest.raises(CheckpointError, match="newer segapp"):
-            use(tmp_path)
-
-
 def test_unknown_checkpoint_name_error_lists_committed_ones(tmp_path):
     save(tmp_path, 10)
     with pytest.raises(CheckpointError, match=r"there is no such checkpoint: did you mean last\.pt\? use last\.pt"):
         load_checkpoint(tmp_path, "best")
-
-
-@pytest.mark.parametrize("is_copied", [False, True])
-@pytest.mark.parametrize("use", ["load", "save"])
-def test_object_that_is_gone_is_restored_from_its_alias(tmp_path, use, is_copied):
-    save(tmp_path, 10)
-    save(tmp_path, 20)
-    (newest,) = (tmp_path / "objects").glob("00000020*")
-    content = newest.read_bytes()
-    newest.unlink()
-    missing, intact = CheckpointFolder(tmp_path).verify()
-    assert (missing.problem or "").startswith(f"objects/{newest.name} is missing")
-    assert intact.problem is None
-    if is_copied:  # as on a file system without hard links
-        (tmp_path / "last.pt").unlink()
-        (tmp_path / "last.pt").write_bytes(content)
-    if use == "load":
-        loaded = load_checkpoint(tmp_path, is_holder=True)
-        assert (loaded.step, loaded.messages) == (
-            20,
-            (f"objects/{newest.name} was missing and is restored from last.pt",),
-        )
-    else:
-        save(tmp_path, 30)
-    assert newest.read_bytes() == content
-    assert [(row.entry.step, row.problem) for row in CheckpointFolder(tmp_path).verify()][-2:] == (
-        [(20, None), (10, None)] if use == "load" else [(30, None), (20, None)]
-    )
-    assert not list(tmp_path.rglob("*.corrupt"))
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_object_is_not_restored_from_a_damaged_alias(tmp_path, is_there):
-    save(tmp_path, 10)
-    save(tmp_path, 20)
-    (newest,) = (tmp_path / "objects").glob("00000020*")
-    newest.unlink()
-    (tmp_path / "last.pt").unlink()
-    if is_there:
-        (tmp_path / "last.pt").write_bytes(b"x")
-    loaded = load_checkpoint(tmp_path, is_holder=True)
-    assert loaded.step == 10
-    assert ("is damaged" if is_there else "is missing") in loaded.messages[0], loaded.messages
-    assert not newest.exists()
 
 
 def test_mutated_files_are_refused_or_read_without_crash(tmp_path):
@@ -593,9 +572,7 @@ def test_mutated_files_are_refused_or_read_without_crash(tmp_path):
         broken = bytearray(content)
         for _ in range(generator.randrange(1, 20)):
             broken[generator.randrange(len(broken))] = generator.randrange(256)
-        (tmp_path / "x.pt").write_bytes(
-            broken[: generator.randrange(len(broken))] if generator.random() < 0.2 else broken
-        )
+        (tmp_path / "x.pt").write_bytes(broken[: generator.randrange(len(broken) // 2, 2 * len(broken))])
         with contextlib.suppress(CheckpointError):
             load_checkpoint(tmp_path / "x.pt")
 
@@ -649,7 +626,7 @@ def test_names_are_copies_without_hard_links(tmp_path, monkeypatch):
     for epoch in (1, 2, 3, 4):
         save(tmp_path, epoch * 10, finished_epoch=epoch, metric=0.1 * epoch, is_best=epoch == 2, keep=2)
     assert names(tmp_path) == ["best.pt", "epoch_0003.pt", "epoch_0004.pt", "last.pt"]
-    assert all(status.problem is None for status in CheckpointFolder(tmp_path).verify())
+    assert problems(tmp_path) == []
     for entry in list((tmp_path / "objects").iterdir()):
         if entry.name.startswith("00000040"):
             damage(entry, "flip")
