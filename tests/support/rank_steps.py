@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,17 +29,14 @@ from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import (
     AdditiveCriterion,
-    CriterionBCE,
     CriterionCE,
     CriterionDice,
     CriterionLovasz,
     CriterionMaskClassification,
-    CriterionOHEM,
-    CriterionTversky,
 )
 from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
-from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute
+from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.launch import STORE_VARIABLE
 from segapp.precision import Precision
@@ -68,10 +64,7 @@ def splits_of(num_ranks: int) -> dict[str, dict[str, Any]]:
 CRITERIA: dict[str, Callable[[], AdditiveCriterion]] = {
     "ce": lambda: CriterionCE(weight=torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1),
     "dice": CriterionDice,
-    "ohem": lambda: CriterionOHEM(0.7, 100),
     "lovasz": CriterionLovasz,
-    "tversky": lambda: CriterionTversky(gamma=0.75),
-    "bce": lambda: CriterionBCE(pos_weight=2.0),
 }
 
 
@@ -169,14 +162,9 @@ def errors_of(
     sizes: Sequence[int] = (FULL_BATCH,),
     build: Callable[[], nn.Module] = SmallNet,
 ) -> list[float]:
-    """Make one step for each split; return the largest errors of losses, gradient norms and state over all ranks.
+    """Make a step for each split, in micro-batches of these sizes.
 
-    Args:
-        criterion: builds the criterion.
-        ranks: the ranks.
-        splits: of the steps: `gpu0_bsz` or `shares`, changed between them.
-        sizes: samples of the micro-batches of every step.
-        build: builds the network.
+    Return the largest errors of losses, gradient norms and state over all ranks.
     """
     ours, alone = engine_of(criterion(), ranks, build, **splits[0]), engine_of(criterion(), None, build)
     errors = [0.0, 0.0]
@@ -207,68 +195,6 @@ def as_one_device() -> Iterator[None]:
         yield
 
 
-def collectives_of_a_step(ranks: Ranks, num_micro_batches: int) -> dict[str, int]:
-    """Count the exchanges that Python code begins in the third step; those of DDP's reducer are in C++."""
-    engine = engine_of(CriterionCE(), ranks)
-    own = [part(images_of(FULL_BATCH, i), engine.network.split_of(FULL_BATCH), ranks.rank) for i in range(4)]
-    for _ in range(2):
-        engine.step(own[:num_micro_batches])
-    with counted_collectives() as counts:
-        engine.step(own[:num_micro_batches])
-    return dict(counts)
-
-
-@contextlib.contextmanager
-def counted_collectives() -> Iterator[Counter[str]]:
-    """Count the exchanges that Python code begins in the block."""
-    counts: Counter[str] = Counter()
-    with contextlib.ExitStack() as stack:
-        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "broadcast_object_list"):
-            call = getattr(dist, name)
-
-            def counted(*args: Any, _name: str = name, _call: Any = call, **options: Any) -> Any:
-                counts[_name] += 1
-                return _call(*args, **options)
-
-            stack.enter_context(mock.patch.object(dist, name, counted))
-        yield counts
-
-
-def recomputed_steps(ranks: Ranks) -> dict[str, Any]:
-    """Compare ranks that compute different blocks again with ranks that compute none again, after two steps."""
-    sets = [["body"], ["pooled"], ["body", "pooled"]]
-    shares = [8, 0] if ranks.world_size == 2 else [6, 2, 0] + [0] * (ranks.world_size - 3)
-    split: dict[str, Any] = {} if ranks.world_size == 1 else {"shares": shares}
-    kept, again = (engine_of(CriterionCE(), ranks, **split) for _ in range(2))
-    set_recompute(again.model, [sets[ranks.rank % 3]])
-    own = [part(images_of(FULL_BATCH, i), kept.network.split_of(FULL_BATCH), ranks.rank) for i in range(3)]
-    exchanged = []
-    for engine in (kept, again):
-        engine.step(own[:1])
-        with counted_collectives() as counts:
-            engine.step(own[1:])
-        exchanged.append(dict(counts))
-    difference = max(float((a - b).abs().max()) for a, b in zip(state_of(kept), state_of(again), strict=True))
-    row = torch.tensor([difference], dtype=torch.float64, device=own_device())
-    dist.all_reduce(row, dist.ReduceOp.MAX)
-    return {"difference": float(row), "collectives": exchanged}
-
-
-def resumed_step(ranks: Ranks) -> float:
-    """Return the largest difference between three steps, and two that were saved, loaded and followed by one."""
-    split = list(splits_of(ranks.world_size).values())[-1]
-    whole, parts = (engine_of(CriterionCE(), ranks, **split) for _ in range(2))
-    own = [part(images_of(FULL_BATCH, i), whole.network.split_of(FULL_BATCH), ranks.rank) for i in range(3)]
-    for each in own:
-        whole.step([each])
-    for each in own[:2]:
-        parts.step([each])
-    again = engine_of(CriterionCE(), ranks, **split)
-    again.load_state_dict(parts.state_dict())
-    again.step(own[2:])
-    return max(float((a - b).abs().max()) for a, b in zip(state_of(whole), state_of(again), strict=True))
-
-
 def figures(ranks: Ranks) -> dict[str, Any]:
     """Return every figure of the tests."""
     splits = splits_of(ranks.world_size)
@@ -297,17 +223,13 @@ def figures(ranks: Ranks) -> dict[str, Any]:
             for title, split in splits.items()
             for sizes in ((8,), (8, 5))
         },
-        "collectives": {str(number): collectives_of_a_step(ranks, number) for number in (1, 4)},
-        "recomputed": recomputed_steps(ranks),
-        "resumed": resumed_step(ranks),
     }
 
 
 def let_ranks_share_a_gpu(rank: int) -> None:
-    """Set what makes NCCL accept ranks that share a GPU; to be called before the first use of NCCL in a process.
+    """Set what makes NCCL accept ranks that share a GPU, before its first use in a process.
 
-    NCCL 2.30 has a variable for it. Earlier versions compare the host and the bus of the GPUs, and NCCL_HOSTID replaces
-    the host: the ranks pass for machines that talk through sockets.
+    NCCL before 2.30 compares host and bus: with hosts of their own the ranks pass for machines that talk by sockets.
     """
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     apart = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}

@@ -32,16 +32,6 @@ def build(kind: Any = "wgan-gp", seed: int = 7) -> CriticTrainer:
     return CriticTrainer(critic, critic, update, Ranks(), penalty=kind, factor=10.0, seed=seed)
 
 
-def test_shapes_of_the_layers_by_hand() -> None:
-    """4x4 convolutions that double the channels; SAGAN's attention, query and key an eighth as wide; one score."""
-    critic = Critic(5, (8, 8), width=16)
-    assert [tuple(weight.shape) for weight in critic.parameters() if weight.ndim == 4] == [
-        *[(16, 5, 4, 4), (32, 16, 4, 4), (64, 32, 4, 4)],
-        *[(8, 64, 1, 1), (8, 64, 1, 1), (64, 64, 1, 1)],
-        (1, 64, 1, 1),
-    ]
-
-
 def test_self_attention_is_that_of_torch() -> None:
     torch.manual_seed(0)
     layer, features = SelfAttention(16).double(), torch.randn(2, 16, 3, 5, dtype=torch.float64)
@@ -55,14 +45,27 @@ def batch_of(*indices: int) -> Batch:
     return Batch(torch.zeros(len(indices), 3, 1, 1), torch.zeros(len(indices), 1, 1), indices)
 
 
-def make_step(trainer: CriticTrainer, *indices: int, is_step_bad: bool = False, factor: float = 1.0) -> None:
+def make_step(
+    trainer: CriticTrainer, *indices: int, is_step_bad: bool = False, factor: float = 1.0, shift: float = 0.0
+) -> None:
     generator = torch.Generator().manual_seed(trainer.num_steps)
     real, fake = torch.rand(2, len(indices), 5, 8, 8, generator=generator)
     trainer.begin()
-    trainer.take((None, None, (real, factor * fake)))
+    trainer.take((None, None, (real, factor * (fake + shift))))
     trainer.backward([batch_of(*indices)])
     trainer.finish_gradients()
     trainer.apply(torch.tensor(float(is_step_bad)))
+
+
+def test_critic_learns_to_score_the_teacher_above_the_student() -> None:
+    trainer = build()
+    for _ in range(30):
+        make_step(trainer, 3, 1, 2, shift=2.0)
+    real, fake = torch.rand(2, 3, 5, 8, 8, generator=torch.Generator().manual_seed(29))
+    with torch.no_grad():
+        gap = trainer.critic(real).mean() - trainer.critic(fake + 2).mean()
+    assert float(gap) > 0
+    assert float(trainer.values["critic"]) > 0
 
 
 @pytest.fixture

@@ -13,25 +13,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from segapp import failpoints
-from segapp.assembly.criterion import build_criterion
 from segapp.assembly.optimizer import build_optimizer
+from segapp.checkpoint.snapshot import snapshot
 from segapp.chunks import RankSplit
-from segapp.config import LossConfig, OptimConfig
+from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.memory.counters import IDLE
 from segapp.models.normalizer import Normalizer
 from segapp.optim import WeightAverage
-from segapp.parallel import BalancedDataParallel, DataParallelModel
+from segapp.parallel import BalancedDataParallel, DataParallelModel, SampleMasks, mask_by_sample, set_recompute
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.training.step.update import MAX_BAD_STEPS, WeightUpdate
+from tests.support.runs import differing
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -83,8 +85,8 @@ class TinyNet(nn.Module):
 
 def batch(num: int, ignored: float = 0.0, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(0, 256, (num, 3, 16, 24), generator=generator, dtype=torch.uint8)
-    target = torch.randint(0, 3, (num, 16, 24), generator=generator, dtype=torch.uint8)
+    images = torch.randint(0, 256, (num, 3, 13, 22), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 3, (num, 13, 22), generator=generator, dtype=torch.uint8)
     target[torch.rand(target.shape, generator=generator) < ignored] = 255
     return Batch(images, target, tuple(range(num)))
 
@@ -116,6 +118,11 @@ def engine_of(
         clip_grad_norm=clip,
     )
     return StepEngine(network, criterion, update, mark=mark)
+
+
+def joined(*batches: Batch) -> Batch:
+    images, target = (torch.cat([getattr(b, name) for b in batches]) for name in ("images", "target"))
+    return Batch(images, target, tuple(range(len(images))))
 
 
 def parameters(engine: StepEngine) -> list[Tensor]:
@@ -159,29 +166,22 @@ def test_linear_loss_lets_no_rank_wait_between_its_passes(
     both = engine_of(copy.deepcopy(criterion), ranks=NotedRanks(order), mark=order.append)
     alone = engine_of(copy.deepcopy(criterion))
     own = batch(3, ignored=0.2)
-    whole = Batch(own.images.repeat(2, 1, 1, 1), own.target.repeat(2, 1, 1), tuple(range(6)))
-    results = [engine.step([part]) for engine, part in ((both, own), (alone, whole))]
+    results = [both.step([own]), alone.step([joined(own, own)])]
     assert order == expected
     assert float(results[0].loss) == pytest.approx(float(results[1].loss), rel=1e-6)
     for mine, theirs in zip(parameters(both), parameters(alone), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
-def test_normalizer_equals_the_formula() -> None:
-    images = batch(2).images
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (MEAN, STD))
-    expected = (images.double() / 255 - mean) / std
-    torch.testing.assert_close(Normalizer(MEAN, STD)(images).double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_one_step_equals_torchs_own_operators() -> None:
+    """The formula of the normalization, of the loss and of the update."""
     engine = engine_of(CriterionCE())
     torch.manual_seed(0)
     model = TinyNet()
     data = batch(3, ignored=0.3)
     mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (MEAN, STD))
     logits = model((data.images.float() / 255 - mean) / std)[0]
-    full = F.interpolate(logits, (16, 24), mode="bilinear", align_corners=True)
+    full = F.interpolate(logits, (13, 22), mode="bilinear", align_corners=True)
     loss = F.cross_entropy(full, data.target.long(), ignore_index=255)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss.backward()
@@ -203,12 +203,8 @@ def test_one_step_equals_torchs_own_operators() -> None:
     ids=["ce", "weighted-ce", "dice", "ohem"],
 )
 def test_accumulation_equals_the_whole_batch(criterion: Callable[[], AdditiveCriterion]) -> None:
-    whole = Batch(
-        *(torch.cat(parts) for parts in zip(*((b.images, b.target) for b in _uneven()), strict=True)),
-        (0, 1, 2, 3, 4, 5),
-    )
     together, apart = engine_of(criterion(), lr=1.0), engine_of(criterion(), lr=1.0)
-    a, b = together.step([whole]), apart.step(_uneven())
+    a, b = together.step([joined(*_uneven())]), apart.step(_uneven())
     torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
     for x, y in zip(parameters(together), parameters(apart), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
@@ -222,37 +218,23 @@ def test_reported_loss_is_that_of_the_whole_batch(
 ) -> None:
     """The mean over all pixels of the step in float64, whatever the step is divided among."""
     parts = [[batch(2, 0.9, seed=10 + i), batch(3, 0.1, seed=20 + i)] for i in range(accumulate)]
-    images, target = (
-        torch.cat(column) for column in zip(*((b.images, b.target) for p in parts for b in p), strict=True)
-    )
+    whole = joined(*(b for pair in parts for b in pair))
     torch.manual_seed(0)
     network = NormalizedInput(TinyNet(), Normalizer(MEAN, STD)).double()
     network.normalizer = Normalizer(MEAN, STD, torch.float64)
     with torch.no_grad():
-        expected = float(criterion()(network(images), target))
+        expected = float(criterion()(network(whole.images), whole.target))
     if mode == "ddp":
         reported = reported_by_ranks(criterion, [[own for own, _ in parts], [own for _, own in parts]])
     else:
         engine = engine_of(criterion(), num_devices=2 if mode == "dp" else 1)
-        joined = [
-            Batch(torch.cat([a.images, b.images]), torch.cat([a.target, b.target]), tuple(range(5))) for a, b in parts
-        ]
-        reported = [float(engine.step(joined).loss)]
+        reported = [float(engine.step([joined(*pair) for pair in parts]).loss)]
     assert reported == pytest.approx([expected] * len(reported), rel=1e-5)
 
 
 def _uneven() -> list[Batch]:
     """Micro-batches of different sizes and shares of ignored pixels: a mean of means is far off."""
     return [batch(1, 0.95, seed=1), batch(3, 0.0, seed=2), batch(2, 0.5, seed=3)]
-
-
-def test_mean_of_means_differs_from_engine_loss() -> None:
-    criterion = CriterionCE()
-    engine = engine_of(criterion)
-    with torch.no_grad():
-        means = torch.stack([criterion(engine.network.module(b.images), b.target) for b in _uneven()])
-    exact = engine.step(_uneven()).loss
-    assert abs(float(means.mean() - exact)) > 1e-3
 
 
 def test_dice_over_micro_batches_runs_dropout_and_norm_once() -> None:
@@ -267,28 +249,26 @@ def test_dice_over_micro_batches_runs_dropout_and_norm_once() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def everything_of(engine: StepEngine) -> Any:
+    """A copy of the weights, buffers, average and momentum."""
+    assert engine.update.average is not None
+    average = engine.update.average.module.state_dict()
+    return snapshot([engine.model.state_dict(), average, engine.update.optimizer.state_dict()["state"]])
+
+
 def test_bad_step_changes_nothing_and_is_counted() -> None:
     engine = engine_of(CriterionCE(), nn.BatchNorm2d(6), average=True)
     engine.step([batch(2)])
-    before = parameters(engine)
-    buffers = [b.clone() for b in engine.model.buffers()]
-    average = [t.clone() for t in engine.update.average.module.state_dict().values()]
-    momentum = [s["momentum_buffer"].clone() for s in engine.update.optimizer.state.values()]
+    before = everything_of(engine)
     handle = engine.model.body[0].register_forward_hook(lambda _m, _i, output: output * math.inf)
     result = engine.step([batch(2)])
     handle.remove()
     assert float(result.is_bad) == 1.0
     assert (int(engine.update.bad_steps), int(engine.update.bad_in_row)) == (1, 1)
-    after = [s["momentum_buffer"] for s in engine.update.optimizer.state.values()]
-    for old, new in (
-        *zip(before, parameters(engine), strict=True),
-        *zip(buffers, engine.model.buffers(), strict=True),
-        *zip(average, engine.update.average.module.state_dict().values(), strict=True),
-        *zip(momentum, after, strict=True),
-    ):
-        assert torch.equal(old, new)
+    assert differing(everything_of(engine), before) == []
     engine.step([batch(2)])
     assert (int(engine.update.bad_steps), int(engine.update.bad_in_row)) == (1, 0)
+    assert len(differing(everything_of(engine), before)) >= 3 * len(list(engine.model.parameters()))
 
 
 def test_resumed_run_ends_at_the_same_bad_step() -> None:
@@ -336,6 +316,75 @@ def test_interrupted_step_is_rolled_back(precision: str) -> None:
         assert torch.equal(a, b)
 
 
+def dropping_engine(num_devices: int = 1, mode: Any = "lockstep", criterion: Any = CriterionCE, **split: Any) -> Any:
+    """Return an engine in float64 whose network drops values, channels and samples, some in a recomputed block."""
+    torch.manual_seed(0)
+    inside = nn.Sequential(nn.Conv2d(6, 6, 1), nn.Dropout(0.3), nn.Tanh())
+    model: Any = TinyNet(nn.Dropout2d(0.2), inside, DropPath(0.2)).double()
+    mask_by_sample(model)
+    set_recompute(model, [("body.2",), (), ("body.2",)][:num_devices])
+    inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64))
+    network = TrainedNetwork(model, inner, CPU)
+    if num_devices > 1:
+        network = ReplicatedNetwork(model, DataParallelModel(inner, ["cpu"] * num_devices, mode=mode, **split), CPU)
+    groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
+    update = WeightUpdate(model, build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups), Precision("fp32", CPU))
+    model.min_train_batch = 1
+    engine = StepEngine(network, criterion().double(), update, masks=SampleMasks(model, 3))
+    engine.network.module.train()
+    return engine
+
+
+def course(engine: StepEngine, micro: int = 8, num_pieces: int = 1) -> list[float]:
+    """Return the losses of four steps of eight samples, in micro-batches of so many."""
+    losses = []
+    for step in range(4):
+        whole = batch(8, 0.2, seed=step)
+        parts = zip(whole.images.split(micro), whole.target.split(micro), strict=True)
+        batches = [
+            Batch(images, target, tuple(range(len(images))), 1, 8 * step + micro * i)
+            for i, (images, target) in enumerate(parts)
+        ]
+        losses.append(float(engine.step(batches, num_pieces=num_pieces).loss))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("division", "options"),
+    [
+        ({}, {"num_pieces": 3}),
+        ({}, {"micro": 3}),
+        ({"num_devices": 3, "shares": [5, 0, 3]}, {}),
+        ({"num_devices": 3, "mode": "threads"}, {"num_pieces": 2}),
+    ],
+    ids=["pieces", "micro-batches", "three uneven devices", "threads, pieces"],
+)
+@pytest.mark.parametrize("criterion", [CriterionCE, CriterionDice])
+def test_losses_with_dropout_are_those_of_one_device(
+    criterion: Any, division: dict[str, Any], options: dict[str, int]
+) -> None:
+    """The generator decides nothing, and is left as it is."""
+    expected = course(dropping_engine(criterion=criterion))
+    assert len(set(expected)) == 4
+    engine = dropping_engine(criterion=criterion, **division)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    assert course(engine, **options) == pytest.approx(expected, rel=0, abs=1e-12)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_retried_step_has_the_masks_of_the_first_try() -> None:
+    engine, other = dropping_engine(), dropping_engine()
+    parts = [batch(4, seed=1), batch(4, seed=2)]
+
+    def leave() -> None:
+        raise KeyError("leave")
+
+    with pytest.raises(KeyError):
+        engine.step(parts, leave)
+    assert torch.equal(engine.step(parts).loss, other.step(parts).loss)
+
+
 @pytest.mark.parametrize(
     ("shares", "smallest_chunk", "needs_samples", "most"),
     [((6, 4, 2), 1, None, 6), ((6, 4, 2), 2, None, 1), ((6, 4, 2), 1, "why", 2), ((8, 4, 0), 2, None, 2)],
@@ -368,28 +417,12 @@ def test_step_without_valid_pixels_has_loss_0_and_no_update() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(engine), strict=True))
 
 
-@pytest.mark.parametrize("implementation", ["auto", "reference"])
-def test_config_selects_the_cross_entropy_implementation(implementation: str) -> None:
-    section = LossConfig.model_validate({"name": "ce", "options": {"implementation": implementation}})
-    criterion = build_criterion(section, 3, 255, lambda _: torch.ones(3))
-    assert isinstance(criterion, CriterionCE)
-    assert criterion.implementation == implementation
-
-
-def test_split_of_a_step_is_that_of_its_first_micro_batch() -> None:
-    engine = engine_of(CriterionCE())
-    assert engine.step([batch(4), batch(2)]).split == [4]
-    assert engine.step([batch(4), batch(2)], num_samples=9).split == [9]
-
-
-def test_phases_of_a_step_are_marked_as_they_begin() -> None:
+def test_micro_batches_have_one_split_and_their_own_phases() -> None:
     marks: list[str] = []
     engine = engine_of(CriterionCE(), mark=marks.append)
-    engine.step([batch(2)])
-    assert marks == ["forward", "loss", "backward", "step", "data"]
-    marks.clear()
-    engine.step([batch(2)] * 2)
-    assert marks == ["forward", "loss", "backward"] * 2 + ["step", "data"]
+    assert engine.step([batch(4), batch(2), batch(1)]).split == [4]
+    assert marks == ["forward", "loss", "backward"] * 3 + ["step", "data"]
+    assert engine.step([batch(4), batch(2)], num_samples=9).split == [9]
 
 
 @pytest.mark.parametrize("phase", ["forward", "loss", "backward", "optimizer"])

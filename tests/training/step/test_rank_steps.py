@@ -14,8 +14,6 @@ from tests.support.rank_steps import CRITERIA, splits_of
 
 pytestmark = pytest.mark.slow  # test_parallel_training.py and test_ranks.py train and sum over two ranks in every run
 
-NUM_BATCHNORMS = 2
-
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -39,24 +37,3 @@ def test_losses_of_50_steps_with_dropout_equal_one_device(figures: dict[str, Any
     for title, (loss, norm, state) in figures["dropout"].items():
         assert loss <= 1e-12, title
         assert max(norm, state) <= 1e-10, title
-
-
-def test_resumed_steps_equal_the_uninterrupted_ones_bit_for_bit(figures: dict[str, Any]) -> None:
-    assert figures["resumed"] == 0.0
-
-
-def test_recomputed_steps_equal_the_others_bit_for_bit(figures: dict[str, Any]) -> None:
-    """The ranks compute different blocks again, one has no samples, and nothing is exchanged a second time."""
-    assert figures["recomputed"]["difference"] == 0.0
-    without, with_recompute = figures["recomputed"]["collectives"]
-    assert without == with_recompute != {}
-
-
-@pytest.mark.parametrize(("num_micro_batches", "most"), [(1, 2), (4, 2)])
-def test_exchanges_of_a_step_beside_ddp_and_batchnorm(
-    figures: dict[str, Any], num_micro_batches: int, most: int
-) -> None:
-    """The denominators of the step before its first forward pass, and the sum of its statistics at the end."""
-    exchanges = sum(figures["collectives"][str(num_micro_batches)].values())
-    of_batchnorm = 2 * NUM_BATCHNORMS * num_micro_batches  # one each in forward and backward
-    assert exchanges - of_batchnorm <= most

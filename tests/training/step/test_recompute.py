@@ -1,8 +1,7 @@
-"""Steps and trainings with `train.recompute` equal those without, bit for bit."""
+"""Steps with `train.recompute` equal those without, bit for bit."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,9 @@ from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError
 from segapp.parallel.recompute import RecomputedBlock
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training.step.assembler import StepAssembler, StepLayout
 from segapp.training.step.engine import StepEngine
-from tests.support.runs import differing, events, merged, train
+from tests.support.runs import differing, merged
 
 CPU = torch.device("cpu")
 OPTIONS = {"encoder_depth": 3, "decoder_channels": [16, 8, 8]}
@@ -102,22 +98,3 @@ def test_names_and_devices_of_a_layout_choose_the_blocks(tiny: dict[str, Any]) -
 def test_recomputation_is_refused_beside_compiled_steps(tiny: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"train\.recompute.*cannot be combined with train\.compile"):
         merged(tiny, train={"compile": True, "recompute": "all"}, parallel={"mode": "single"})
-
-
-@pytest.mark.slow
-def test_a_resume_with_other_blocks_takes_the_same_course(tiny: dict[str, Any], tmp_path: Path) -> None:
-    def config(epochs: int, recompute: Any) -> RunConfig:
-        sections = {"epochs": epochs, "batch_size": 4, "recompute": recompute}
-        schedule = {"name": "constant", "warmup_steps": 0}
-        return merged(tiny, model=UNET, train=sections, data={"crop_px": [48, 64]}, schedule=schedule)
-
-    assert train(config(3, "off"), tmp_path / "whole") == 0
-    for epochs, recompute in enumerate(("all", ["decoder.*"], "off"), start=1):
-        folder = RunFolder(tmp_path / "parts") if epochs > 1 else None
-        assert run_session(TrainRequest(config(epochs, recompute), folder, tmp_path / "parts")) == 0
-    courses = [
-        [(event["step"], event["loss"]) for event in events(tmp_path / name, "step")] for name in ("whole", "parts")
-    ]
-    assert courses[0] == courses[1]
-    states = [torch.load(tmp_path / name / "checkpoints/last.pt", weights_only=True) for name in ("whole", "parts")]
-    assert differing(*(state["model"] for state in states)) == []

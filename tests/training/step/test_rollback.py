@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from segapp.checkpoint.snapshot import snapshot
-from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel
 from segapp.precision import half_except_batchnorm
 from segapp.training.step.rollback import BufferGuard
@@ -56,29 +55,32 @@ def assert_values(model: nn.Module, expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("restore", [BufferGuard.restore, lambda guard: guard.restore_where(torch.tensor(1.0))])
-def test_restore_gives_the_remembered_values(restore: Callable[[BufferGuard], None]) -> None:
+@pytest.mark.parametrize(
+    ("restore", "is_undone"),
+    [
+        (BufferGuard.restore, True),
+        (lambda guard: guard.restore_where(torch.tensor(1.0)), True),
+        (lambda guard: guard.restore_where(torch.tensor(0.0)), False),
+    ],
+    ids=["by hand", "bad step", "good step"],
+)
+def test_restore_gives_the_remembered_values(restore: Callable[[BufferGuard], None], is_undone: bool) -> None:
+    """Three times, each with other values."""
     model = half_except_batchnorm(network())
     guard = BufferGuard(model)
-    with torch.no_grad():
-        model[1].running_mean.add_(3.0)
-        model[1].num_batches_tracked.add_(5)
-    expected = values(model)
-    guard.remember()
-    disturb(model)
-    restore(guard)
-    assert_values(model, expected)
-
-
-def test_good_step_keeps_its_new_values() -> None:
-    model = network()
-    guard = BufferGuard(model)
-    guard.remember()
-    with torch.no_grad():
-        model[1].running_mean.add_(3.0)
-    expected = values(model)
-    guard.restore_where(torch.tensor(0.0))
-    assert_values(model, expected)
+    for number in (1, 2, 3):
+        with torch.no_grad():
+            model[1].running_mean.add_(number)
+            model[3].num_batches_tracked.add_(number)
+        remembered = values(model)
+        guard.remember()
+        with torch.no_grad():
+            model[1].running_mean.mul_(2)
+            model[3].running_var.fill_(number + 5)
+            model[3].num_batches_tracked.add_(7)
+        expected = remembered if is_undone else values(model)
+        restore(guard)
+        assert_values(model, expected)
 
 
 def test_buffers_keep_identity_values_and_layout() -> None:
@@ -170,22 +172,3 @@ def test_replicas_update_the_common_storage(gpu0_bsz: int | None) -> None:
     assert not torch.equal(ours[1].running_mean, before["1.running_mean"])
     guard.restore()
     assert_values(ours, before)
-
-
-@pytest.mark.parametrize("make", [network, lambda: half_except_batchnorm(network())], ids=["fp32", "fp16"])
-def test_average_equals_lerp_of_every_tensor(make: Callable[[], nn.Module]) -> None:
-    model = make()
-    average = WeightAverage(model, 0.9)
-    BufferGuard(model)  # the average is made before its source moves
-    expected = [t.detach().double() for t in average.module.state_dict().values() if t.is_floating_point()]
-    for update in range(1, 4):
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if "expanded" not in n)):
-                tensor.add_(1)
-        average.update(torch.tensor(0.0))
-        rate = 1 - min(0.9, (1 + update) / (10 + update))
-        current = [t.double() for t in model.state_dict().values() if t.is_floating_point()]
-        expected = [a.lerp(c, rate) for a, c in zip(expected, current, strict=True)]
-    found = [t for t in average.module.state_dict().values() if t.is_floating_point()]
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
