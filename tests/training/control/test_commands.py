@@ -128,9 +128,15 @@ def test_split_is_reverted_within_twenty_steps_only(harness: ControllerHarness, 
 
 
 def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> None:
+    harness.send("set shares=1,4,3")
+    harness.begin_epoch(5)
+    harness.controller.after_step([1, 4, 3], 8, 6)
     harness.send("set gpu0_bsz=6")
     harness.begin_epoch(15)
-    harness.controller.revert_split("no memory", 15)
+    assert harness.controller.revert_split("no memory", 15) == "split 6·1·1 does not fit: back to split 1·4·3"
+    splits = [(event["old"], event["new"], event["status"]) for event in seen(harness.folder.path, "gpu0_bsz")]
+    assert splits[1:] == [(None, 1, "applied"), (1, 6, "pending"), (1, 6, "reverted")]
+    assert harness.batch_split.current == (1, 4, 3)
     for text in ("set gpu0_bsz=6", "set gpu0_bsz=7", "set shares=6,2,0"):
         harness.send(text)
         assert harness.last()["status"] == "rejected"
@@ -225,15 +231,16 @@ def test_settings_are_rejected_in_the_last_epoch(harness: ControllerHarness) -> 
 
 
 def test_cancel_removes_one_or_all_pending_commands(harness: ControllerHarness) -> None:
-    first, second = harness.send("set gpu0_bsz=3"), harness.send("set lr_factor=0.1")
-    stop = harness.send("stop epoch")
+    texts = ("set gpu0_bsz=3", "stop epoch", "stop epoch", "set lr_factor=0.1")
+    first, stop, other_stop, second = map(harness.send, texts)
     harness.send(f"cancel {first}")
+    harness.send(f"cancel {stop}")
     assert harness.controller.requests.settings == LiveSettings(lr_factor=0.1)
     assert harness.controller.requests.stop == "epoch"
     harness.send("cancel")
     assert harness.controller.requests.settings is None
     assert harness.controller.requests.stop is None
-    for command_id in (first, second, stop):
+    for command_id in (first, second, stop, other_stop):
         assert harness.answers(command_id) == ["accepted", "cancelled"]
 
 
@@ -245,6 +252,7 @@ def test_resume_cancels_pending_pause_and_stop_a_later_stop(harness: ControllerH
     assert harness.answers(pause) == ["cancelled"]
     later = harness.send("stop epoch")
     now = harness.send("stop")
+    harness.send("stop epoch")
     assert harness.controller.requests.stop == "now"
     assert harness.answers(later) == ["accepted", "cancelled"]
     harness.controller.answer_at_end(MIDDLE, "the end", is_finished=False)

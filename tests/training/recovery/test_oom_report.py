@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,29 +12,11 @@ import torch
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import examine, release
 from segapp.parallel import DataParallelModel, current_replica
-from segapp.parallel.distributed import Ranks
-from segapp.run.events import EventLog, EventReader, EventWriter
-from segapp.run.folder import RunFolder
-from segapp.training.context import RunContext
-from segapp.training.recovery import OomPolicy
-
-
-class Dead(types.ModuleType):
-    """`torch.cuda` after which nothing works."""
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*_args: Any, **_kwargs: Any) -> Any:
-            raise torch.AcceleratorError(f"CUDA error in {name}")
-
-        return call
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> RunContext:
-    folder = RunFolder.create("tiny", path=tmp_path / "run")
-    log = EventLog(EventWriter(folder.events))
-    memory = DeviceMemoryTracker([DeviceInfo("cpu"), DeviceInfo("cpu")])
-    return RunContext(folder, log, Ranks(), None, memory)  # type: ignore[arg-type]
+def memory() -> DeviceMemoryTracker:
+    return DeviceMemoryTracker([DeviceInfo("cpu", total_mib=mib) for mib in (100.0, 200.0, 300.0)])
 
 
 def of_replica(position: int, message: str) -> RuntimeError:
@@ -45,7 +26,7 @@ def of_replica(position: int, message: str) -> RuntimeError:
     return error
 
 
-def test_report_has_the_device_of_the_replica_that_failed() -> None:
+def test_report_has_the_device_of_the_replica_that_failed(memory: DeviceMemoryTracker) -> None:
     class Full(torch.nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             replica = current_replica()
@@ -53,7 +34,6 @@ def test_report_has_the_device_of_the_replica_that_failed() -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
             return images
 
-    memory = DeviceMemoryTracker([DeviceInfo("cpu", total_mib=mib) for mib in (100.0, 200.0, 300.0)])
     with pytest.raises(torch.OutOfMemoryError) as caught:
         DataParallelModel(Full(), ["cpu"] * 3, gpu0_bsz=0)(torch.zeros(7, 2))
     report = examine(caught.value, memory)
@@ -61,73 +41,53 @@ def test_report_has_the_device_of_the_replica_that_failed() -> None:
     assert report.problem == "CUDA out of memory. Tried to allocate 20.00 MiB"
 
 
-def reported(context: RunContext, error: Exception) -> dict[str, Any]:
-    sizes: Any = {"accumulate": 1, "eval_batch_size": 1, "crop_px": (32, 32)}
-    controller: Any = types.SimpleNamespace(batch_split=types.SimpleNamespace(batch_size=1))
-    policy = OomPolicy(context, None, controller, None, **sizes)  # type: ignore[arg-type]
-    report = examine(error, context.device_memory)
-    release(error, torch.device("cuda"))
-    policy._give_up(report.model_copy(update={"epoch": 1, "step": 2}), "nothing")
-    found = [raw for raw in EventReader(context.folder.events).read_raw() if raw["type"] == "oom"]
-    assert len(found) == 1
-    return found[0]
+def test_report_is_whole_where_cuda_calls_raise(memory: DeviceMemoryTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead(types.ModuleType):
+        """`torch.cuda` after which nothing works."""
 
+        def __getattr__(self, name: str) -> Any:
+            def call(*_args: Any, **_kwargs: Any) -> Any:
+                raise torch.AcceleratorError(f"CUDA error in {name}")
 
-def test_report_is_whole_where_cuda_calls_raise(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+            return call
+
     error = of_replica(1, "CUDA out of memory. Tried to allocate 2.00 GiB")
     monkeypatch.setattr(torch, "cuda", Dead("cuda"))
-    event = reported(context, error)
-    assert (event["device"], event["index"], event["requested_mib"]) == ("cuda:1", 1, 2048.0)
-    assert event.get("total_mib") is None
+    report = examine(error, memory)
+    release(error, torch.device("cuda"))
+    assert (report.device, report.index, report.requested_mib) == ("cuda:1", 1, 2048.0)
+    assert report.allocated_mib is None
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("free_gib", "others_mib"), [(1, 3072.0), (4, 0.0), (6, 0.0)])
+@pytest.mark.parametrize(
+    ("free_gib", "allocated_gib", "reserved_gib", "others_mib", "fragmentation"),
+    [(1, 18, 20, 3072.0, 0.1), (4, 21, 20, 0.0, 0.0), (6, 0, 20, 0.0, 1.0), (2, 1, 0, 22528.0, None)],
+)
 def test_report_has_the_counters_of_the_gpu(
-    context: RunContext,
+    memory: DeviceMemoryTracker,
     monkeypatch: pytest.MonkeyPatch,
     free_gib: int,
+    allocated_gib: int,
+    reserved_gib: int,
     others_mib: float,
+    fragmentation: float | None,
 ) -> None:
+    """Of 24 GiB; worked by hand."""
     fake = types.SimpleNamespace(
         mem_get_info=lambda _: (free_gib << 30, 24 << 30),
-        memory_reserved=lambda _: 20 << 30,
-        memory_allocated=lambda _: 18 << 30,
-        get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
-        empty_cache=lambda: None,
-    )
-    monkeypatch.setattr(torch, "cuda", fake)
-    event = reported(context, of_replica(0, "CUDA error: out of memory"))
-    assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
-    assert event["others_mib"] == others_mib
-
-
-def on_cuda(monkeypatch: pytest.MonkeyPatch, **amounts: Any) -> None:
-    """Let CUDA answer with these amounts."""
-    fake = types.SimpleNamespace(
-        mem_get_info=lambda _: (1 << 30, 24 << 30),
-        memory_reserved=lambda _: amounts["reserved"],
-        memory_allocated=lambda _: amounts["allocated"],
+        memory_reserved=lambda _: reserved_gib << 30,
+        memory_allocated=lambda _: allocated_gib << 30,
         get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
     )
     monkeypatch.setattr(torch, "cuda", fake)
+    report = examine(of_replica(0, "CUDA error: out of memory"), memory)
+    assert (report.total_mib, report.reserved_mib) == (24576.0, 1024.0 * reserved_gib)
+    assert (report.allocated_mib, report.others_mib) == (1024.0 * allocated_gib, others_mib)
+    assert report.fragmentation == (None if fragmentation is None else pytest.approx(fragmentation))
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("allocated", "reserved", "expected"), [(750, 1000, 0.25), (1001, 1000, 0.0), (0, 10, 1.0), (1, 0, None)]
-)
-def test_report_has_the_unused_share_of_the_allocator(
-    context: RunContext, monkeypatch: pytest.MonkeyPatch, allocated: int, reserved: int, expected: float | None
-) -> None:
-    on_cuda(monkeypatch, allocated=allocated, reserved=reserved)
-    report = examine(of_replica(0, "CUDA error: out of memory"), context.device_memory)
-    assert report.fragmentation == expected
-
-
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_cause", [True, False])
-def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: bool) -> None:
+def test_release_frees_what_a_failed_step_held(has_cause: bool) -> None:
     """The frames of an error, and of the one that it was raised from or after, hold the activations."""
     held: list[weakref.ref[torch.Tensor]] = []
 
@@ -154,6 +114,6 @@ def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: b
 @pytest.mark.parametrize(
     ("amount", "mib"), [("512.00 KiB", 0.5), ("20.00 MiB", 20.0), ("1.50 GiB", 1536.0), ("many bytes", None)]
 )
-def test_requested_memory_is_read_in_any_unit(context: RunContext, amount: str, mib: float | None) -> None:
+def test_requested_memory_is_read_in_any_unit(memory: DeviceMemoryTracker, amount: str, mib: float | None) -> None:
     error = RuntimeError(f"CUDA out of memory. Tried to allocate {amount}. GPU 0 has a total capacity of 23.68 GiB")
-    assert examine(error, context.device_memory).requested_mib == mib
+    assert examine(error, memory).requested_mib == mib

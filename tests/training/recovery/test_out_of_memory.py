@@ -99,16 +99,6 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     assert saved(folder)["fallbacks"] == oom["fallbacks"]
 
 
-@pytest.mark.usefixtures("_without_batchnorm")
-@pytest.mark.slow
-def test_replica_over_its_memory_budget_is_named(plain: dict[str, Any], tmp_path: Path) -> None:
-    assert train(budgeted(plain, 900, 900, 900, gpu0_bsz=0), tmp_path / "whole") == 0
-    peak = saved(tmp_path / "whole")["memory"]["observed"][0][1][2]
-    assert train(budgeted(plain, 900, 900, 0.8 * peak, gpu0_bsz=0), tmp_path / "run") == 0
-    assert events(tmp_path / "run", "oom")[0]["index"] == 2
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
-
-
 @case("N03", how="a memory budget that no piece fits", passes="saved, exit 6")
 @pytest.mark.slow
 def test_step_fitting_in_no_part_saves_and_stops_with_advice(plain: dict[str, Any], tmp_path: Path) -> None:
@@ -199,13 +189,7 @@ def check_fault(plain: dict[str, Any], reference: Path, folder: Path, seed: int)
     passes="no loss and no checkpoint changes",
 )
 @pytest.mark.usefixtures("_without_batchnorm")
-@pytest.mark.parametrize(
-    "seeds", [range(3), pytest.param(range(3, 50), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
-)
-def test_oom_at_random_phases_changes_no_loss_or_checkpoint(
-    plain: dict[str, Any], tmp_path: Path, seeds: range
-) -> None:
+def test_oom_at_random_phases_changes_no_loss_or_checkpoint(plain: dict[str, Any], tmp_path: Path) -> None:
     assert train(three_devices(plain), tmp_path / "reference") == 0
-    phases = [check_fault(plain, tmp_path / "reference", tmp_path / str(seed), seed) for seed in seeds]
-    print({phase: phases.count(phase) for phase in sorted(set(phases))})
-    assert len(set(phases)) > 1
+    phases = {check_fault(plain, tmp_path / "reference", tmp_path / str(seed), seed) for seed in range(6)}
+    assert len(phases) > 2

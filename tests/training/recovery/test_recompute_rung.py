@@ -23,7 +23,7 @@ from segapp.session.session import run_session
 from segapp.training import inbox
 from segapp.training.commands import RecomputableBlocks
 from segapp.training.step import assembler
-from tests.support.live_runs import small, three_devices
+from tests.support.live_runs import small
 from tests.support.runs import differing, events, merged, train
 
 
@@ -99,24 +99,6 @@ def test_a_step_out_of_memory_recomputes_all_blocks(undisturbed: tuple[RunConfig
 
 
 @pytest.mark.slow
-def test_a_second_failure_of_the_step_cuts_pieces(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
-    """One image is too few for BatchNorm, so that batches of two allow no pieces; those of four do."""
-    config, folder = (
-        merged(undisturbed[0].model_dump(mode="json"), train={"batch_size": 4, "epochs": 1}),
-        tmp_path / "run",
-    )
-    failpoints.arm("train.backward=2:oom*2")
-    assert train(config, folder) == 0
-    found = events(folder, "oom")
-    assert [(oom["step"], oom["fallbacks"]) for oom in found] == [
-        (1, {"is_recomputed": True}),
-        (1, {"num_pieces": 2, "is_recomputed": True}),
-    ]
-    assert "BatchNorm computes its statistics from smaller pieces" in found[1]["action"]
-    assert choices(folder) == [(1, "all", "out of memory", [5])]
-
-
-@pytest.mark.slow
 def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
     """Out of memory and a crash in epoch 1, off from epoch 2 on, a crash there, and out of memory once more."""
     config, reference = undisturbed
@@ -142,17 +124,6 @@ def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunC
         ("applied", 5, "no blocks recomputed in the backward pass"),
     ]
     assert [oom["step"] for oom in events(folder, "oom")] == [1, 7]
-
-
-@pytest.mark.slow
-def test_commands_switch_recomputation_on_three_devices(plain: dict[str, Any], tmp_path: Path) -> None:
-    """All from epoch 2 on, then what the config says: the course does not change, and no device has its own."""
-    config, folder = three_devices(plain, 3), tmp_path / "run"
-    assert train(config, tmp_path / "reference") == 0
-    sender = Sender(folder, {1: "set recompute=all", 2: "set recompute=config"})
-    assert run_session(TrainRequest(config, run=folder), listener=sender) == 0
-    assert_same_course(folder, tmp_path / "reference")
-    assert choices(folder) == [(2, "all", "by hand", [5, 5, 5]), (4, "config", "train.recompute", [0, 0, 0])]
 
 
 @pytest.mark.slow
