@@ -64,18 +64,13 @@ def test_each_rank_has_a_log_that_begins_with_its_machine(tmp_path: Path, monkey
     for rank in (0, 12):
         with session._logging_to(folder, rank, session.rank_words(rank)):
             logging.getLogger("segapp").error("a line")
+    with session._logging_to(folder):  # a training without ranks
+        logging.getLogger("segapp").error("its line")
     for rank, path in ((0, folder.log), (12, folder.path / "logs" / "rank-0012.log")):
-        first, second = path.read_text().splitlines()
+        first, second, *rest = path.read_text().splitlines()
+        assert [line.rpartition(" ERROR ")[2] for line in rest] == ["segapp: its line"] * (rank == 0)
         assert f" rank {rank}, round 3, process {os.getpid()} on {socket.gethostname()} ({machine_id()})" in first
         assert second.endswith(" ERROR segapp: a line")
-
-
-def test_log_of_a_training_without_ranks_has_its_lines_alone(tmp_path: Path) -> None:
-    folder = RunFolder.create("tiny", path=tmp_path / "run")
-    with session._logging_to(folder):
-        logging.getLogger("segapp").error("a line")
-    (line,) = folder.log.read_text().splitlines()
-    assert line.endswith(" ERROR segapp: a line")
 
 
 def test_rank_waits_for_a_folder_that_its_disk_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,64 +107,43 @@ def test_devices_are_told_once_where_there_are_several(
 
 
 @pytest.mark.parametrize(
-    ("devices", "by_environment", "expected"),
-    [("auto", False, None), ("auto", True, "cpu"), (["cpu", "cpu"], False, "cpu")],
-)
-def test_rank_takes_its_device_where_config_or_launcher_chose(
-    devices: Any, by_environment: bool, expected: str | None, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[torch.device | None] = []
-
-    def join(device: torch.device | None, backend: str | None) -> None:
-        taken.append(device)
-        raise DistributedSetupError("no peers")
-
-    monkeypatch.setattr(ranks, "init_from_env", join)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.delenv(ranks.RANK_DEVICES, raising=False)
-    if by_environment:
-        monkeypatch.setenv(ranks.RANK_DEVICES, "[]")
-    plan = DevicePlan("ddp", (torch.device("cpu"), torch.device("cpu")), "")
-    config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
-    with pytest.raises(DistributedError, match="no peers"), ranks.joined_ranks(config, plan):
-        pass
-    assert taken == [None if expected is None else torch.device(expected)]
-
-
-@pytest.mark.parametrize(
-    ("devices", "ranks_here", "backend"),
+    ("devices", "environ", "device", "backend"),
     [
-        (["cuda:0", "cuda:1"], None, None),
-        (["cuda:0", "cuda:0"], None, "gloo"),
-        (["cuda:0", "cuda:1", "cuda:0"], "3", "gloo"),
-        (["cuda:0", "cuda:1"], "4", "gloo"),
-        (["cuda:0", "cuda:0"], "1", None),
+        ("auto", {}, None, None),
+        ("auto", {ranks.RANK_DEVICES: "[]"}, "cuda:1", None),
+        (["cuda:0", "cuda:1"], {}, "cuda:1", None),
+        (["cuda:0", "cuda:0"], {}, "cuda:0", "gloo"),
+        (["cuda:0", "cuda:1", "cuda:0"], {"LOCAL_WORLD_SIZE": "3"}, "cuda:1", "gloo"),
+        (["cuda:0", "cuda:1"], {"LOCAL_WORLD_SIZE": "4"}, "cuda:1", "gloo"),
+        (["cuda:0", "cuda:0"], {"LOCAL_WORLD_SIZE": "1"}, "cuda:0", None),
     ],
 )
-def test_ranks_that_share_a_gpu_exchange_through_gloo(
+def test_rank_takes_its_device_and_shares_it_through_gloo(
     tiny: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-    devices: list[str],
-    ranks_here: str | None,
+    devices: Any,
+    environ: dict[str, str],
+    device: str | None,
     backend: str | None,
 ) -> None:
-    """NCCL refuses them: "Duplicate GPU detected"."""
+    """The one that config or launcher chose; NCCL refuses ranks that share a GPU: "Duplicate GPU detected"."""
     asked: list[dict[str, Any]] = []
 
     def join(**options: Any) -> None:
         asked.append(options)
-        raise DistributedSetupError("seen enough")
+        raise DistributedSetupError("no peers")
 
     monkeypatch.setattr(ranks, "init_from_env", join)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if ranks_here is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    for name in ("LOCAL_WORLD_SIZE", ranks.RANK_DEVICES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"LOCAL_RANK": "1", **environ}.items():
+        monkeypatch.setenv(name, value)
     config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
-    plan = DevicePlan("ddp", tuple(map(torch.device, devices)), "")
-    with pytest.raises(DistributedError, match="seen enough"), ranks.joined_ranks(config, plan):
+    planned = ["cuda:0", "cuda:1"] if devices == "auto" else devices
+    plan = DevicePlan("ddp", tuple(map(torch.device, planned)), "")
+    with pytest.raises(DistributedError, match="no peers"), ranks.joined_ranks(config, plan):
         pass
-    assert asked == [{"device": torch.device(devices[1]), "backend": backend}]
+    assert asked == [{"device": device and torch.device(device), "backend": backend}]
 
 
 @pytest.mark.parametrize("steps", [[0], [0, 2], []], ids=["in the first step", "and in a later one", "without a way"])

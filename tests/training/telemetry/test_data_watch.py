@@ -75,6 +75,7 @@ def test_full_disk_is_told_once(cached: SegmentationDataset, pairs: list[ImagePa
 
 
 def test_damaged_records_are_told(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:
+    """Each time their number since the last message."""
     watch = watch_of(cached, pairs)
     for index in range(8):
         cached.read(index)
@@ -83,10 +84,12 @@ def test_damaged_records_are_told(cached: SegmentationDataset, pairs: list[Image
         with record.open("r+b") as file:
             file.seek(100)
             file.write(b"damage")
-    cached.read(0)
-    (message,) = watch.after_interval(0, 1)
-    assert message.startswith("data.cache: 1 damaged training images in ")
-    assert watch.after_interval(0, 1) == []
+    for indices in ((0,), (3, 4), (7,)):
+        for index in indices:
+            cached.read(index)
+        (message,) = watch.after_interval(0, 1)
+        assert message.startswith(f"data.cache: {len(indices)} damaged training images in ")
+        assert watch.after_interval(0, 1) == []
 
 
 def test_batch_larger_than_the_data_set_is_told(pairs: list[ImagePair]) -> None:

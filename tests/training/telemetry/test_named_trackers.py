@@ -47,49 +47,18 @@ def write_log(config: Path, **log: str | None) -> None:
     config.write_text(yaml.safe_dump(raw))
 
 
-def resume(run: Path, *words: str, **env: str) -> tuple[bool, str]:
-    """Resume a run for one more epoch; return whether its database exists, and the output."""
-    arguments = ["train", "--plain", "--resume", str(run), "train.epochs=2", *words]
-    done = program(*arguments, cwd=run.parent, **{"SEGAPP_TRACKERS": "", **env})
-    assert done.returncode == 0, done.stderr
-    assert "finished: " in done.stdout
-    return (run.parent / "mlflow.db").exists(), done.stdout + done.stderr
-
-
-def said(output: str) -> list[str]:
-    return [line for line in output.splitlines() if "you have not named it" in line]
-
-
 def test_tracker_of_a_stranger_gets_nothing_and_one_line_says_so(run: Path) -> None:
+    """A resume of one more epoch; then one that names the tracker."""
     pytest.importorskip("mlflow")
-    exists, output = resume(run)
-    assert not exists
-    (line,) = said(output)
-    assert f"'log.mlflow=\"{database(run.parent)}\"'" in line
-    assert load_config(run / "config.yaml").log.mlflow == database(run.parent)  # a later resume may name it
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("named_by", ["override", "environment", "config", "record", "parent"])
-def test_tracker_that_the_user_names_is_used_without_a_line(run: Path, named_by: str) -> None:
-    pytest.importorskip("mlflow")
-    uri, words, env = database(run.parent), list[str](), dict[str, str]()
-    if named_by == "override":
-        words = [f"log.mlflow={uri}"]
-    elif named_by == "environment":
-        env = {"MLFLOW_TRACKING_URI": uri}
-    elif named_by == "config":
-        shutil.copyfile(run / "config.yaml", run.parent / "own.yaml")
-        words = ["--config", "own.yaml", "--run", str(run)]
-    elif named_by == "record":
-        resume(run, f"log.mlflow={uri}")
-        (run.parent / "mlflow.db").unlink()
-        words = ["train.epochs=3"]
-    else:
-        env = {"SEGAPP_TRACKERS": f'log.mlflow="{uri}"'}
-    exists, output = resume(run, *words, **env)
-    assert exists
-    assert said(output) == []
+    uri = database(run.parent)
+    for words, num_lines in (([], 1), ([f"log.mlflow={uri}"], 0)):
+        epochs = f"train.epochs={3 - num_lines}"
+        done = program("train", "--plain", "--resume", str(run), epochs, *words, cwd=run.parent, SEGAPP_TRACKERS="")
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if "you have not named it" in line]
+        assert [f"'log.mlflow=\"{uri}\"'" in line for line in lines] == [True] * num_lines
+        assert (run.parent / "mlflow.db").exists() == bool(words)
+        assert load_config(run / "config.yaml").log.mlflow == uri  # a later resume may name it
 
 
 KEYS = [("mlflow", "MLFLOW_TRACKING_URI"), ("wandb", "WANDB_PROJECT")]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import struct
+import shutil
 import subprocess
 import sys
-import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -46,7 +45,8 @@ def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
     notes = Notes()
     listener = TrackerListener("x", notes, ["road", "sky"])
     listener.handle(Step(epoch=1, step=3, loss=math.nan, lr=0.1))
-    listener.handle(Val(epoch=1, step=4, loss=0.5, miou=0.25, iou=[0.5, None]))
+    for step, miou in ((4, 0.25), (5, 0.125)):
+        listener.handle(Val(epoch=1, step=step, loss=0.5, miou=miou, iou=[0.5, None]))
     listener.handle(Memory(devices=[DeviceMemory(device="cuda:0", peak_mib=7.0), DeviceMemory()]))
     listener.handle(RunEnd(status="finished"))
     listener.close()
@@ -54,7 +54,8 @@ def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
     assert notes.told == [
         (3, {"train/lr": 0.1}),
         (4, {"val/loss": 0.5, "val/miou": 0.25, "val/num_scored": 1, "iou/road": 0.5}),
-        (4, {"memory/0_cuda:0_peak_mib": 7.0}),
+        (5, {"val/loss": 0.5, "val/miou": 0.125, "val/num_scored": 1, "iou/road": 0.5}),
+        (5, {"memory/0_cuda:0_peak_mib": 7.0}),
         ("finished", {"best_miou": 0.25}),
     ]
 
@@ -75,12 +76,17 @@ def test_failing_tracker_is_disabled_with_one_message(tmp_path: Path, capsys: py
 def test_wandb_run_ends_as_the_training_did(
     status: str, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[int] = []
-    run = types.SimpleNamespace(summary={}, finish=lambda exit_code: ended.append(exit_code))
-    fake = types.SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    run = Mock(summary={})
+    fake = types.SimpleNamespace(init=Mock(return_value=run), Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
-    WandbTracker(tmp_path, "project", {}, "id", "name").close(status, {"best_miou": 0.5})
-    assert (ended, run.summary) == ([exit_code], {"best_miou": 0.5})
+    tracker = WandbTracker(tmp_path, "project", {"optim.lr": 0.1}, "id", "name")
+    asked = fake.init.call_args.kwargs
+    given = [asked[key] for key in ("project", "name", "id", "resume", "config", "dir")]
+    assert given == ["project", "name", "id", "allow", {"optim.lr": 0.1}, str(tmp_path)]
+    tracker.scalars({"train/loss": 0.25}, 7)
+    tracker.close(status, {"best_miou": 0.5})
+    assert run.mock_calls == [call.log({"train/loss": 0.25}, step=7), call.finish(exit_code=exit_code)]
+    assert run.summary == {"best_miou": 0.5}
 
 
 def test_tensorboard_has_scalars_and_settings(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -88,7 +94,7 @@ def test_tensorboard_has_scalars_and_settings(tiny: dict[str, Any], tmp_path: Pa
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tmp_path / "run"
-    assert train(merged(tiny, train={"epochs": 2}, log={"tensorboard": True}), run) == 0
+    assert train(merged(tiny, train={"epochs": 2, "batch_size": 5}, log={"tensorboard": True}), run) == 0
     found = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0, "scalars": 0})
     found.Reload()
     assert [s.step for s in found.Scalars("train/loss")] == [e["step"] for e in events(run, "step")]
@@ -97,60 +103,16 @@ def test_tensorboard_has_scalars_and_settings(tiny: dict[str, Any], tmp_path: Pa
     assert "_hparams_/session_start_info" in found.summary_metadata
 
 
-def level_db_records(log: bytes) -> Iterator[bytes]:
-    """Yield the records of a LevelDB log in blocks of 32 KiB, the first 7 bytes short; parts have crc, length, kind."""
-    at, waiting = 0, b""
-    while at + 7 <= len(log):
-        room = 32768 - (at + 7) % 32768
-        if room < 7:
-            at += room
-            continue
-        length, kind = struct.unpack("<HB", log[at + 4 : at + 7])
-        waiting += log[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield waiting
-            waiting = b""
-
-
-def finished_history(file: Path) -> list[dict[str, str]]:
-    """Return the history of an offline run, by key, once wandb's own process has written the end of the file."""
-    from wandb.proto import wandb_internal_pb2
-
-    for _ in range(300):
-        history, is_finished = [], False
-        for data in level_db_records(file.read_bytes()[7:]):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            is_finished |= record.WhichOneof("record_type") == "exit"
-            if record.history.item:
-                history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
-        if is_finished:
-            return history
-        time.sleep(0.1)
-    raise AssertionError(f"{file} has no end")
-
-
-def test_settings_of_wandb_in_a_folder_name_no_server(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    code = (
-        "import sys; from pathlib import Path; from segapp.training.trackers import WandbTracker; "
-        "WandbTracker(Path(sys.argv[1]), 'tests', {}, 'id', 'name')"
-    )
-    (tmp_path / "run").mkdir()
-    with network(tmp_path / "network") as seen:
-        environ = {**os.environ, **seen.env, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": "a" * 40}
-        environ |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
-        environ |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "WANDB_INIT_TIMEOUT": "2"}
-        for folder in (tmp_path, tmp_path / "run"):
-            (folder / "wandb").mkdir()
-            (folder / "wandb" / "settings").write_text(f"[default]\nbase_url = http://{seen.address}\n")
-        words = [sys.executable, "-c", code, str(tmp_path / "run")]
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False
-        )
-        assert "set WANDB_BASE_URL" in done.stderr
-        assert [each for each in seen.take() if each.startswith("connection")] == []
+def test_settings_of_wandb_in_a_folder_name_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # it is not even imported
+    for folder in ("wandb", ".wandb"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "settings").write_text("[default]\nbase_url = http://a.stranger\n")
+        with pytest.raises(ValueError, match=rf"^{folder}/settings names a server.*set WANDB_BASE_URL"):
+            WandbTracker(tmp_path, "tests", {}, "id", "name")
+        shutil.rmtree(tmp_path / folder)
 
 
 def test_mlflow_sends_no_statistics(tmp_path: Path) -> None:
@@ -167,23 +129,6 @@ def test_mlflow_sends_no_statistics(tmp_path: Path) -> None:
         assert seen.take() == []
 
 
-@pytest.mark.slow
-def test_wandb_offline_logs_the_whole_run(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("SEGAPP_TRACKERS", "")  # ends with the test what the user names in it
-    run, config = tmp_path / "run", merged(tiny, train={"epochs": 1}, log={"wandb": "tests", "tensorboard": False})
-    name_trackers(config.log)
-    assert train(config, run) == 0
-    (file,) = run.glob("wandb/offline-run-*/*.wandb")
-    history = finished_history(file)
-    losses = [float(line["train/loss"]) for line in history if "train/loss" in line]
-    assert losses == pytest.approx([e["loss"] for e in events(run, "step")])
-
-
-@pytest.mark.slow
 def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +139,7 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     working_directory.mkdir()
     monkeypatch.chdir(working_directory)
     monkeypatch.setenv("SEGAPP_TRACKERS", "")  # as above
-    config = merged(tiny, train={"epochs": 1}, log={"mlflow": uri, "tensorboard": False})
+    config = merged(tiny, train={"epochs": 1, "batch_size": 5}, log={"mlflow": uri, "tensorboard": False})
     name_trackers(config.log)
     assert train(config, run) == 0
     client = MlflowClient(tracking_uri=uri)

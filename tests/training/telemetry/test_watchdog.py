@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import types
 from collections.abc import Iterator, Sequence
@@ -76,29 +77,22 @@ def watched(tmp_path: Path) -> Watched:
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "data_timeout_s", "num_workers", "place", "has_stepped", "limit_s"),
+    ("timeout_s", "data", "place", "limits_s"),
     [
-        (60.0, 0.0, 0, "step", True, 60.0),
-        (60.0, 0.0, 0, "step", False, 600.0),
-        (900.0, 0.0, 0, "step", False, 900.0),
-        (60.0, 120.0, 2, "step", True, 60.0),
-        (60.0, 120.0, 2, "read", True, 135.0),
-        (60.0, 120.0, 2, "read", False, 135.0),
-        (60.0, 0.0, 2, "read", True, float("inf")),
-        (60.0, 120.0, 0, "read", True, 60.0),
+        (60.0, (0.0, 0), "step", (600.0, 60.0)),
+        (900.0, (0.0, 0), "step", (900.0, 900.0)),
+        (60.0, (120.0, 2), "step", (600.0, 60.0)),
+        (60.0, (120.0, 2), "read", (135.0, 135.0)),
+        (60.0, (0.0, 2), "read", (math.inf, math.inf)),
+        (60.0, (120.0, 0), "read", (600.0, 60.0)),
     ],
 )
-def test_limits_by_hand(
-    tmp_path: Path,
-    timeout_s: float,
-    data_timeout_s: float,
-    num_workers: int,
-    place: str,
-    has_stepped: bool,
-    limit_s: float,
+def test_limits_of_the_first_and_later_steps_by_hand(
+    tmp_path: Path, timeout_s: float, data: tuple[float, int], place: str, limits_s: tuple[float, float]
 ) -> None:
-    dog = Watched(tmp_path, timeout_s, data_timeout_s=data_timeout_s, num_workers=num_workers).dog
-    assert dog.limit_s(place, has_stepped=has_stepped) == limit_s
+    """`data` has the timeout and the number of data workers."""
+    dog = Watched(tmp_path, timeout_s, data_timeout_s=data[0], num_workers=data[1]).dog
+    assert (dog.limit_s(place, has_stepped=False), dog.limit_s(place, has_stepped=True)) == limits_s
 
 
 @pytest.mark.parametrize(("timeout_s", "runs"), [(0.0, False), (0.5, True)])
@@ -108,16 +102,14 @@ def test_timeout_of_zero_watches_nothing(tmp_path: Path, timeout_s: float, runs:
     assert not dog._thread.is_alive()
 
 
-def test_training_hangs_after_its_timeout(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched.has_stepped = True
-    assert watched.reported_after([1.0] * 60, monkeypatch) is None, "the first look sees the last progress"
-    assert watched.reported_after([1.0] * 61, monkeypatch) == 60.0
-
-
-def test_first_step_of_a_process_has_ten_minutes(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed training begins at a step that another process made."""
-    assert watched.reported_after([1.0] * 600, monkeypatch) is None
-    assert watched.reported_after([1.0] * 601, monkeypatch) == 600.0
+@pytest.mark.parametrize(("has_stepped", "limit_s"), [(True, 60), (False, 600)])
+def test_training_hangs_after_its_timeout(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, has_stepped: bool, limit_s: int
+) -> None:
+    """The first look sees the last progress; the first step of a process, resumed or not, has ten minutes."""
+    watched.has_stepped = has_stepped
+    assert watched.reported_after([1.0] * limit_s, monkeypatch) is None
+    assert watched.reported_after([1.0] * (limit_s + 1), monkeypatch) == limit_s
 
 
 @pytest.mark.parametrize(("resumed_from", "step", "has_stepped"), [(None, 0, False), (7, 7, False), (7, 8, True)])
