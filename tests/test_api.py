@@ -195,27 +195,19 @@ def test_program_stops_a_training_at_an_event(
     assert (again.is_finished, again.step, len(again.history)) == (True, 5, 1)
 
 
-def test_history_is_a_table() -> None:
-    scores: list[dict[str, float | None]] = [{"loss": None, "miou": 0.5}, {"loss": 0.5, "miou": 0.25}]
-    rows = [
-        Evaluated(epoch=1, step=5, train_loss=1.5, iou={"a": 0.5, "b": None}, scores=scores[0]),
-        Evaluated(epoch=2, step=10, train_loss=1.0, iou={"a": 0.5, "b": 0.0}, scores=scores[1]),
-    ]
-    table = History(rows).rows()
-    assert [(row["epoch"], row["train_loss"], row["loss"], row["num_scored"]) for row in table] == [
-        (1, 1.5, None, 1),
-        (2, 1.0, 0.5, 2),
-    ]
-    assert [(row["iou a"], row["iou b"]) for row in table] == [(0.5, None), (0.5, 0.0)]
-
-
-def test_every_score_is_an_attribute_of_a_result() -> None:
+def test_history_is_a_table_and_every_score_an_attribute() -> None:
     scores: dict[str, float | None] = {name: float(at) for at, name in enumerate(SCORES)}
-    row = Evaluated(epoch=1, step=5, train_loss=None, iou={"a": 0.5, "b": None}, scores=scores)
-    assert [getattr(row, name) for name in SCORES] == list(scores.values())
-    assert pickle.loads(pickle.dumps(row)) == copy.copy(row) == row
+    rows = [
+        Evaluated(epoch=1, step=5, train_loss=1.5, iou={"a": 0.5, "b": None}, scores={**scores, "loss": None}),
+        Evaluated(epoch=2, step=10, train_loss=None, iou={"a": 0.25, "b": 0.0}, scores=scores),
+    ]
+    table = [(row["epoch"], row["train_loss"], row["loss"], row["num_scored"]) for row in History(rows).rows()]
+    assert table == [(1, 1.5, None, 1), (2, None, scores["loss"], 2)]
+    assert [(row["iou a"], row["iou b"]) for row in History(rows).rows()] == [(0.5, None), (0.25, 0.0)]
+    assert [getattr(rows[1], name) for name in SCORES] == list(scores.values())
+    assert pickle.loads(pickle.dumps(rows[0])) == copy.copy(rows[0]) == rows[0]
     with pytest.raises(AttributeError, match="Evaluated has no dice: its scores are miou, "):
-        row.dice  # noqa: B018
+        rows[0].dice  # noqa: B018
 
 
 def test_names_and_signatures_are_those_of_the_functions() -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
 import pytest
 import yaml
 
-from segapp.__main__ import _with_home
+from segapp.__main__ import main
 from segapp.cli import with_resume_value
 from segapp.config import load_config
 from segapp.run.words import ESCAPED
@@ -42,44 +38,23 @@ def assert_one_clear_error(result: subprocess.CompletedProcess[str], code: int, 
 def test_whole_run_from_the_command_line_writes_its_files(config_file: Path, tmp_path: Path) -> None:
     result = segapp("train", "--config", "tiny.yaml", "train.epochs=2", "log.tensorboard=true", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for part in (
-        "run folder: runs/tiny",
-        "M parameters, 3 classes, batch 2, fp32, 2 epochs",  # train.precision: auto on a CPU
-        "data wait",
-        "eta",
-        "val  mIoU",
-        "(best)",
-        "finished",
-    ):
+    precision_of_a_cpu = "M parameters, 3 classes, batch 2, fp32, 2 epochs"
+    for part in ("run folder: runs/tiny", precision_of_a_cpu, "data wait", "eta", "val  mIoU", "(best)", "finished"):
         assert part in result.stdout
     run = tmp_path / "runs" / "tiny"
-    assert {p.name for p in run.iterdir()} >= {
-        "run.json",
-        "config.yaml",
-        "events.jsonl",
-        "commands",
-        "checkpoints",
-        "lock",
-    }
+    names = {"run.json", "config.yaml", "events.jsonl", "commands", "checkpoints", "lock"}
+    assert {p.name for p in run.iterdir()} >= names
     assert any((run / "tensorboard").iterdir())
-    assert {p.name for p in (run / "checkpoints").glob("*.pt")} == {
-        "last.pt",
-        "best.pt",
-        "epoch_0001.pt",
-        "epoch_0002.pt",
-    }
+    saved = {"last.pt", "best.pt", "epoch_0001.pt", "epoch_0002.pt"}
+    assert {p.name for p in (run / "checkpoints").glob("*.pt")} == saved
     kinds = [event["type"] for event in events(run) if event["type"] != "heartbeat"]
-    assert kinds[0] == "run_start"
-    assert kinds[-1] == "run_end"
-    assert [e["seq"] for e in events(run)] == list(range(1, len(events(run)) + 1))
-    start = events(run, "run_start")[0]
+    assert (kinds[0], kinds[-1]) == ("run_start", "run_end")
+    start, step = events(run, "run_start")[0], events(run, "step")[0]
     assert (start["epochs"], start["steps_per_epoch"], start["batch_size"]) == (2, 5, 2)
-    step = events(run, "step")[0]
     assert {"epoch", "step", "loss", "lr", "images_per_s", "data_wait_frac", "grad_norm", "split"} <= step.keys()
 
     again = segapp("train", "--config", "tiny.yaml", "--resume", "train.epochs=2", cwd=tmp_path)
-    assert again.returncode == 0
-    assert "already complete" in again.stdout
+    assert (again.returncode, "already complete" in again.stdout) == (0, True)
     listed = segapp("ls", "--json", cwd=tmp_path)
     assert [row["state"] for row in json.loads(listed.stdout)] == ["finished"]
     status = json.loads(segapp("status", "tiny", "--json", cwd=tmp_path).stdout)
@@ -91,31 +66,6 @@ def test_whole_run_from_the_command_line_writes_its_files(config_file: Path, tmp
     evaluated = segapp("eval", "tiny", "--split", "train", "--json", cwd=tmp_path)
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["num_images"] == 10
-
-
-DDP = ("parallel.mode=ddp", "parallel.devices=[cpu,cpu]")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "code", "how"),
-    [
-        ("model.name=nowhere", 2, ()),
-        ("data.root=nowhere", 3, ()),
-        ("data.classes=[ground,box]", 3, ()),
-        ("model.weights=lost.pt", 4, ()),
-        pytest.param("data.root=nowhere", 3, ("--detach",), marks=pytest.mark.slow),
-        pytest.param("data.root=nowhere", 3, DDP, marks=pytest.mark.slow),
-    ],
-)
-def test_failed_start_leaves_no_folder(
-    config_file: Path, tmp_path: Path, wrong: str, code: int, how: tuple[str, ...]
-) -> None:
-    result = segapp("train", "--config", "tiny.yaml", wrong, *how, cwd=tmp_path)
-    assert result.returncode == code, result.stderr
-    assert "error: " in result.stderr
-    assert ("nowhere" in wrong) == ("nowhere" in result.stderr)
-    runs = tmp_path / "runs"
-    assert not runs.exists() or list(runs.iterdir()) == [], result.stdout
 
 
 def test_failed_start_in_an_existing_folder_is_listed(config_file: Path, tmp_path: Path) -> None:
@@ -131,99 +81,32 @@ def test_failed_start_in_an_existing_folder_is_listed(config_file: Path, tmp_pat
     assert "model.name" in listed[1]
 
 
-@pytest.mark.slow
-def test_sigterm_saves_with_exit_75_and_busy_run_is_refused(config_file: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "segapp", "train", "--config", "tiny.yaml", "--run", "run", "train.epochs=1000"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "events.jsonl").exists() or not events(tmp_path / "run", "step"):
-        assert process.poll() is None, process.stderr
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    busy = segapp("train", "--config", "tiny.yaml", "--run", "run", "--resume", "train.epochs=1000", cwd=tmp_path)
-    assert_one_clear_error(busy, 9, str(process.pid))
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=100)
-    assert process.returncode == 75
-    assert "SIGTERM: stopping after this micro-batch" in stderr
-    assert events(tmp_path / "run", "run_end")[-1]["exit_code"] == 75
-    assert segapp("ckpt", "verify", "run", cwd=tmp_path).returncode == 0
-    assert json.loads(segapp("status", "run", "--json", cwd=tmp_path).stdout)["state"] == "stopped"
-
-
-@pytest.mark.slow
-def test_third_signal_aborts_at_once(config_file: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "SEGAPP_FAILPOINTS": "ckpt.before_rename=sleep:60", "PYTHONUNBUFFERED": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "segapp",
-        "train",
-        "--config",
-        "tiny.yaml",
-        "--run",
-        "run",
-        "checkpoint.every_steps=1",
-    ]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
-    )
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "checkpoints" / "objects").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(1)
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-    _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "still saving" in stderr
+DDP = "parallel.mode=ddp parallel.devices=[cpu,cpu]"
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
-        (["train"], 2, ["--config FILE is missing"]),
-        (["train", "--config", "absent.yaml"], 2, ["'absent.yaml' not found"]),
-        (["train", "--config", "tiny.yaml", "train.epoch=3"], 2, ["did you mean train.epochs?"]),
-        (["train", "--config", "tiny.yaml", "data.root=nowhere"], 3, ["nowhere", "images/<split>/"]),
-        (["train", "--config", "tiny.yaml", "model.name=fcnn"], 2, ["fcnn", "fcn"]),
-        (["train", "--config", "tiny.yaml", "model.weights=lost.pt"], 4, ["lost.pt"]),
-        (["train", "--config", "tiny.yaml", "parallel.devices=cuda:7"], 2, ["cuda:7"]),
-        (["train", "--config", "tiny.yaml", "data.classes=[ground, box]"], 3, [".png", "2"]),
-        (["train", "--config", "tiny.yaml", "--resume", "nothing"], 2, ["nothing: no such run"]),
-        (["eval", "nothing"], 2, ["no such run"]),
-        (["status", "nothing"], 2, ["no such run"]),
+        ("train", 2, ["--config FILE is missing"]),
+        ("train --config absent.yaml", 2, ["'absent.yaml' not found"]),
+        ("train --config tiny.yaml train.epoch=3", 2, ["did you mean train.epochs?"]),
+        ("train --config tiny.yaml data.root=nowhere", 3, ["nowhere", "images/<split>/"]),
+        ("train --config tiny.yaml model.name=fcnn", 2, ["fcnn", "fcn"]),
+        ("train --config tiny.yaml model.weights=lost.pt", 4, ["lost.pt"]),
+        ("train --config tiny.yaml parallel.devices=cuda:7", 2, ["cuda:7"]),
+        ("train --config tiny.yaml data.classes=[ground,box]", 3, [".png", "2"]),
+        ("train --config tiny.yaml --resume nothing", 2, ["nothing: no such run"]),
+        ("eval nothing", 2, ["no such run"]),
+        ("status nothing", 2, ["no such run"]),
+        pytest.param("train --config tiny.yaml data.root=no --detach", 3, ["no"], marks=pytest.mark.slow),
+        pytest.param(f"train --config tiny.yaml data.root=no {DDP}", 3, ["no"], marks=pytest.mark.slow),
     ],
-    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
 )
-def test_user_error_gives_one_line_and_its_exit_code(
-    config_file: Path, tmp_path: Path, arguments: list[str], code: int, parts: list[str]
+def test_user_error_gives_one_line_its_exit_code_and_no_run(
+    config_file: Path, tmp_path: Path, arguments: str, code: int, parts: list[str]
 ) -> None:
-    assert_one_clear_error(segapp(*arguments, cwd=tmp_path), code, *parts)
-
-
-def test_bad_data_are_named_with_exit_3(tiny: dict[str, Any], tmp_path: Path) -> None:
-    root = tmp_path / "data"
-    for split in ("train", "val"):
-        for kind in ("images", "masks"):
-            (root / kind / split).mkdir(parents=True)
-            for i in range(3):
-                shape = (40, 40, 3) if kind == "images" else (40, 40)
-                cv2.imwrite(str(root / kind / split / f"{i}.png"), np.zeros(shape, np.uint8))
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**tiny, "data": {**tiny["data"], "root": str(root)}}))
-    image = root / "images" / "train" / "1.png"
-    good = image.read_bytes()
-    image.write_bytes(good[: len(good) // 2])
-    assert_one_clear_error(segapp("train", "--config", "tiny.yaml", cwd=tmp_path), 3, "1.png")
-    cv2.imwrite(str(image), np.zeros((20, 20, 3), np.uint8))
-    assert_one_clear_error(segapp("train", "--config", "tiny.yaml", cwd=tmp_path), 3, "1.png", "20")
-    image.write_bytes(good)
-    (root / "masks" / "train" / "2.png").unlink()
-    assert_one_clear_error(segapp("train", "--config", "tiny.yaml", cwd=tmp_path), 3, "2.png")
-    cv2.imwrite(str(root / "masks" / "train" / "2.png"), np.full((40, 40), 77, np.uint8))
-    assert_one_clear_error(segapp("train", "--config", "tiny.yaml", "data.workers=1", cwd=tmp_path), 3, "2.png", "77")
+    assert_one_clear_error(segapp(*arguments.split(), cwd=tmp_path), code, *parts)
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_print_config_and_schema_are_valid(config_file: Path, tmp_path: Path) -> None:
@@ -261,7 +144,7 @@ def test_resume_option_may_have_no_value(given: list[str], expected: list[str]) 
     assert with_resume_value(given) == expected
 
 
-@pytest.mark.parametrize("module", ["typer", "yaml", "torch"])
+@pytest.mark.parametrize("module", ["typer", "torch"])
 def test_interrupt_during_an_import_is_no_traceback(config_file: Path, tmp_path: Path, module: str) -> None:
     (tmp_path / "interrupted.py").write_text(
         "import os, signal, sys\n"
@@ -302,10 +185,8 @@ def test_usage_errors_escape_what_hides_text(tmp_path: Path, words: tuple[str, .
 @pytest.mark.parametrize(
     ("environ", "shown"),
     [
-        ({"PYTHONIOENCODING": "latin-1"}, "Straße \\u2603"),
-        ({"PYTHONIOENCODING": "cp1252"}, "Straße \\u2603"),
-        ({"PYTHONIOENCODING": "ascii"}, "Stra\\xdfe \\u2603"),
         ({"LC_ALL": "C", "PYTHONUTF8": "0"}, "Stra\\xdfe \\u2603"),  # file names in ASCII, too
+        pytest.param({"PYTHONIOENCODING": "cp1252"}, "Straße \\u2603", marks=pytest.mark.slow),
     ],
 )
 def test_stream_of_another_encoding_gets_escapes(environ: dict[str, str], shown: str, tmp_path: Path) -> None:
@@ -337,13 +218,17 @@ def test_signs_without_an_encoding_become_similar_ones() -> None:
     assert "→é".encode("latin-1", ESCAPED) == b">\xe9"
 
 
-@pytest.mark.parametrize(
-    ("word", "wanted"),
-    [
-        ("~/a", "/home/eve/a"), ("--out=~/a=b", "/home/eve/a=b"), ("data.root=~/a", "data.root=~/a"), ("a~/b", "a~/b"),
-        ("--out", "--out"), ("x=~", "x=~"), ("--out=./~", "./~"),
-    ],
-)  # fmt: skip
-def test_home_is_expanded_on_the_command_line(word: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/eve")
-    assert _with_home(word) == ("--out=" if word.startswith("--out=") else "") + wanted
+def test_home_is_expanded_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("a~").mkdir()
+    for word, written in (("--out=~/a=b", tmp_path / "a=b"), ("--out=./~", Path("~")), ("--out=a~/b", Path("a~/b"))):
+        assert exit_code(["schema", word]) == 0
+        assert written.is_file()
+    assert exit_code(["schema", "--out", "~/c"]) == 0
+    assert (tmp_path / "c").is_file()
+
+
+def exit_code(words: list[str]) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    return int(ended.value.code or 0)

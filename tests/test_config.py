@@ -1,10 +1,8 @@
 """The config: accepted values, refused values, and the error messages."""
 
 import hashlib
-import json
 import random
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,7 @@ from segapp.config import (
     validate_config,
     yaml_reader,
 )
-from segapp.config import words as words_module
-from segapp.config.load import changed_keys, config_hash, config_of, kept_on_resume, parse_overrides
+from segapp.config.load import config_hash, config_of, parse_overrides
 from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, removed, words_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
@@ -92,20 +89,16 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("distill={temperature: 1}", "distill.teacher is missing: Teacher with the same classes"),
         ("distill={teacher: t, critic: {width: 3}}", "distill.critic was removed: write `distill.critic_penalty`"),
         ("distill=3", "distill = 3: "),
+        ("name=3", "config: name = 3: text is expected: write it in quotes"),
         ("xyz=3", "unknown key xyz: the sections are name, "),
         ("loss.plus=3", "loss.plus = 3: a list is expected"),
+        ("parallel.gpu0_bsz=x", "config: parallel.gpu0_bsz = 'x': accepted: a whole number >= 0 | auto | null"),
         ("parallel.gpu0_bsz=-1", "config: parallel.gpu0_bsz = -1: accepted: a whole number >= 0 | auto | null"),
         ("data.photometric=-1", "config: data.photometric = -1: accepted: true | false | a number >= 0"),
         ("optim.clip_grad_norm=x", "config: optim.clip_grad_norm = 'x': a number is expected"),
         ("loss.options.implementation=x", "loss.options.implementation = 'x': accepted: auto | reference"),
-        (
-            "loss.plus=[{name: dice, options: {smoth: 1}}]",
-            "unknown key loss.plus.0.options.smoth: no option of dice",
-        ),
-        (
-            "loss={name: lovasz, options: {gamma: 1}}",
-            "unknown key loss.options.gamma: no option of lovasz: it",
-        ),
+        ("loss.plus=[{name: dice, options: {smoth: 1}}]", "key loss.plus.0.options.smoth: no option of dice"),
+        ("loss={name: lovasz, options: {gamma: 1}}", "key loss.options.gamma: no option of lovasz: it"),
         ("loss={name: focal, options: {gamma: x}}", "loss.options.gamma = 'x': a number is expected"),
         ("optim={name: adam, options: {betas: [0.9, 1]}}", "optim.options.betas.1 = 1: input should be less than 1"),
         ("schedule={name: plateau, options: {gamma: 1}}", "schedule.options.gamma = 1: input should be less than 1"),
@@ -146,11 +139,6 @@ def test_config_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     assert (config.name, config.data.root) == ("first", "Straße")
 
 
-def test_character_that_yaml_refuses_is_named_with_its_line(tmp_path: Path) -> None:
-    assert "c.yaml:3: not valid YAML: unacceptable character #x0001" in refusal(tmp_path, "seed: 1\n\nname: \x01\n")
-    assert "c.yaml:4: not valid YAML: " in refusal(tmp_path, "seed: 1\ndata:\n  root: a\n\tformat: voc\n")
-
-
 def test_home_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", "/home/eve")
     monkeypatch.setenv("DATA", "/data")
@@ -175,34 +163,23 @@ def test_no_error_shows_a_regular_expression(tmp_path: Path) -> None:
         assert not set("^$[]{}\\") & set(message.replace(str(tmp_path), ""))
 
 
-def test_what_is_accepted_is_listed_only_where_there_is_a_choice(tmp_path: Path) -> None:
-    message = refusal(tmp_path, "name: 3\ndata: {format: voc}\ntrain: {epochs: 1.5}\nparallel: {gpu0_bsz: x}\n")
-    assert [line.partition(": ")[2] for line in message.splitlines()[1:]] == [
-        "name = 3: text is expected: write it in quotes",
-        "data.root is missing: Folder of the data set, relative to the current folder.",
-        "train.epochs = 1.5: a whole number is expected",
-        "parallel.gpu0_bsz = 'x': accepted: a whole number >= 0 | auto | null",
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("", "name is missing"),
+        ("seed: 1\n\nname: \x01\n", "c.yaml:3: not valid YAML: unacceptable character #x0001"),
+        ("seed: 1\ndata:\n  root: a\n\tformat: voc\n", "c.yaml:4: not valid YAML: "),
         ("- a\n", "must be a mapping"),
         ("name: x\nname: y\n", "c.yaml:2: not valid YAML: key name is defined twice"),
         ("name: [\n", "not valid YAML"),
         ("name: &a x\ndata: *a\n", "aliases"),
         ("name: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
         ("name: !!binary aGk=\n", "c.yaml:1: not valid YAML: YAML tags"),
-        ("name: !x y\n", "YAML tags (!x)"),
         ("name: x\n<<: {seed: 3}\n", "c.yaml:2: not valid YAML: merge keys"),
         ("name: x\n--- \nname: y\n", "another document"),
-        ("name: x\n\tdata: 3\n", "c.yaml:2: not valid YAML"),
         ("name: \0x\n", "line 1 has a NUL byte"),
         ("? [a, b]\n: c\n", "c.yaml:1: not valid YAML"),
         ("name: ../../etc\ndata: {format: voc, root: d}\n", "name = '../../etc'"),
-        ("name: x\ndata: {format: folder, root: d}\n", "data.classes: is missing"),
         ("name: x\ndata: {format: voc, root: d}\noptim: {lr: .inf}\n", "optim.lr = inf"),
         ("name: x\ndata: {format: voc, root: d}\ntrain: {batch_size: true}\n", "not true or false"),
     ],
@@ -240,13 +217,6 @@ def test_numbers_are_accepted_up_to_their_bounds(key: str, accepted: list[object
         assert value is NAN or not schema.is_valid(raw(value))  # JSON has no such number
 
 
-def test_bad_combinations_are_reported_together(tmp_path: Path) -> None:
-    message = refusal(
-        tmp_path, "name: x\ndata: {format: folder, root: d, scale: [2, 1]}\nschedule: {min_lr: 1, name: step}\n"
-    )
-    assert message.startswith("4 problems")
-
-
 def test_yaml_numbers_and_words_keep_their_types() -> None:
     value, lines = parse_yaml("a: 1e-3\nb: no\nc: 010\nd: [1, .5]\ne: 2024-01-01\nf: true\n")
     assert value == {"a": 0.001, "b": "no", "c": 10, "d": [1, 0.5], "e": "2024-01-01", "f": True}
@@ -256,7 +226,8 @@ def test_yaml_numbers_and_words_keep_their_types() -> None:
 def test_overrides_take_precedence_and_are_yaml(tmp_path: Path) -> None:
     path = write(tmp_path, "name: x\ndata: {format: voc, root: d}\ntrain: {epochs: 3}\n")
     config = load_config(
-        path, ["train.epochs=7", "optim.lr=1e-3", "data.crop_px=[64, 96]", "optim.clip_grad_norm=null"]
+        path,
+        ["train.epochs=5", "train.epochs=7", "optim.lr=1e-3", "data.crop_px=[64, 96]", "optim.clip_grad_norm=null"],
     )
     assert (config.train.epochs, config.optim.lr, config.data.crop_px) == (7, 0.001, (64, 96))
     assert config.optim.clip_grad_norm is None
@@ -278,10 +249,6 @@ def test_override_without_key_and_value_is_refused(word: str) -> None:
         parse_overrides([word])
 
 
-def test_override_cannot_run_code() -> None:
-    assert parse_overrides(["name=__import__('os').system('x')"]) == {("name",): "__import__('os').system('x')"}
-
-
 def test_printed_config_is_read_back_equal(tmp_path: Path) -> None:
     config = validate_config(MINIMAL | {"loss": {"name": "ce", "plus": [{"name": "dice", "weight": 0.5}]}})
     assert load_config(write(tmp_path, dump_config(config))) == config
@@ -298,17 +265,10 @@ def test_config_is_searched_as_given_in_configs_then_packaged(tmp_path: Path, mo
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "demo.yaml").write_text("")
     assert find_config("demo") == Path("configs/demo.yaml")
-    (tmp_path / "demo.yaml").write_text("")
-    assert find_config("demo.yaml") == Path("demo.yaml")
-    with pytest.raises(ConfigError, match=r"demoo\.yaml.*not found.*demo\.yaml"):
-        find_config("demoo.yaml")
-
-
-def test_config_beside_the_missing_one_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
-    for name in ("base.yaml", "mine/roads.yml"):
+    for name in ("demo.yaml", "base.yaml", "mine/roads.yml"):
         (tmp_path / name).write_text("")
-    monkeypatch.chdir(tmp_path)
+    assert find_config("demo.yaml") == Path("demo.yaml")
     for asked, offered in (("bsae.yaml", "base.yaml"), ("bsae", "base.yaml"), ("mine/road.yaml", "mine/roads.yml")):
         with pytest.raises(ConfigError, match=rf"config '{asked}' not found .*: did you mean {offered}\?"):
             find_config(asked)
@@ -391,20 +351,6 @@ def test_fewer_classes_name_what_they_no_longer_fit(tmp_path: Path) -> None:
     load_config(write(tmp_path, MANY.replace("5: 3", "5: 255, 6: 3")))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-def test_every_shipped_config_is_valid_and_has_a_header(path: Path) -> None:
-    load_config(path)
-    assert path.read_text().startswith("#")
-
-
-def test_schema_describes_every_field() -> None:
-    schema = config_schema()
-    json.dumps(schema)
-    for name, definition in schema["$defs"].items():
-        for key, field in definition.get("properties", {}).items():
-            assert field.get("description"), f"{name}.{key} has no description"
-
-
 def test_keys_and_defaults_are_those_of_the_reference() -> None:
     assert config_reference() in (Path(segapp.__file__).parent / "docs" / "reference" / "config.md").read_text()
 
@@ -435,6 +381,7 @@ def test_every_shipped_config_passes_the_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     for path in CONFIGS:
+        load_config(path)
         content = yaml.safe_load(path.read_text())
         assert [f"{path.name}: {error.message}" for error in validator.iter_errors(content)] == []
     broken = {**content, "train": {**content["train"], "batch_size": "many"}, "modell": {}}
@@ -445,7 +392,6 @@ def test_every_shipped_config_passes_the_schema() -> None:
     ("num_keys", "first", "last"),
     [
         (1, "config: unknown key k0: the sections are name, ", ""),
-        (2, "2 problems in the config:", "  config: unknown key k1: "),
         (50, "50 problems in the config:", "  config: unknown key k49: "),
         (51, "51 problems in the config:", "  and 1 more"),
     ],
@@ -456,29 +402,6 @@ def test_problems_are_counted_and_the_first_50_listed(num_keys: int, first: str,
     lines = str(caught.value).splitlines()
     assert (lines[0][: len(first)], lines[-1][: len(last)]) == (first, last)
     assert len(lines) == (1 if num_keys == 1 else num_keys + 1)
-
-
-def test_one_problem_of_several_keys_is_said_alone() -> None:
-    with pytest.raises(ConfigError) as caught:
-        validate_config({**MINIMAL, "data": {**MINIMAL["data"], "scale": [2, 1]}})
-    assert str(caught.value) == "config: data.scale: [2.0, 1.0] is not [smallest, largest]: swap them"
-
-
-def test_hash_is_the_beginning_of_the_sha256_of_the_whole_config() -> None:
-    config = validate_config(MINIMAL)
-    assert config_hash(config) == hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
-
-
-def test_resume_with_a_file_keeps_what_may_differ() -> None:
-    own = validate_config(MINIMAL | {"train": {"epochs": 50}, "log": {"every_steps": 3}})
-    asked = validate_config(MINIMAL | {"train": {"epochs": 100, "batch_size": 4}, "optim": {"lr": 0.02}})
-    config, kept = kept_on_resume(own, asked)
-    assert (config.train.epochs, config.log.every_steps, config.train.batch_size, config.optim.lr) == (50, 3, 4, 0.02)
-    assert sorted(kept) == [
-        f"log.every_steps: 3 (the file has {asked.log.every_steps})",
-        "train.epochs: 50 (the file has 100)",
-    ]
-    assert changed_keys(own, config) == ["optim.lr: 0.01 -> 0.02", "train.batch_size: 8 -> 4"]
 
 
 def test_resume_refuses_keys_that_change_the_training() -> None:
@@ -492,6 +415,7 @@ def test_resume_refuses_keys_that_change_the_training() -> None:
     earlier = old.model_dump(mode="json")
     del earlier["train"]["ema"]  # a key that the version which saved it did not have
     assert resume_differences(earlier, harmless) == []
+    assert config_hash(old) == hashlib.sha256(old.model_dump_json().encode()).hexdigest()[:16]
 
 
 @given(
@@ -510,62 +434,22 @@ def test_any_value_is_accepted_or_a_config_error(value: object) -> None:
         assert validate_config(config.model_dump()) == config
 
 
-@given(st.text(max_size=200))
-def test_any_text_is_accepted_or_a_config_error(text: str) -> None:
-    try:
-        value, _ = parse_yaml(text)
-    except ConfigError:
-        return
-    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        assert yaml.safe_dump(value)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("name: " + "[" * 500_000, "nested more than 32 deep"),
-        ("\n".join(" " * i + "a:" for i in range(1300)), "nested more than 32 deep"),
-        ("name: [" + "1," * 500_000 + "]", "more than 20000 values"),
-        ("\n".join(f"key{i}: 1" for i in range(9_000)), "and 8952 more"),
-        ("a" * (1 << 20) + ": 1", "is larger than"),
-        ("seed: " + "9" * 900_000, "not valid YAML"),
-        ("a: &a [x, x]\n" + "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}]" for i in range(20)), "aliases"),
-    ],
-    ids=["brackets", "indentation", "values", "keys", "size", "digits", "aliases"],
-)
-def test_yaml_bomb_is_refused_in_bounded_time(tmp_path: Path, text: str, expected: str) -> None:
-    start_s = time.process_time()
-    assert expected in refusal(tmp_path, text)
-    assert time.process_time() - start_s < 10
-
-
-def test_removed_keys_and_values_say_what_to_do_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {
-        "train.speed": "use A",
-        "loss.plus.shape": "use B",
-        "loss.name=edges": "use C",
-        "optim.options.x": "use D",
-        "loss.options.width": "use E",
-    }
-    monkeypatch.setattr(words_module, "removed", lambda: rows)
-    path = tmp_path / "c.yaml"
-    path.write_text(
+def test_removed_keys_and_values_say_what_to_do_instead(tmp_path: Path) -> None:
+    text = (
         yaml.safe_dump({"name": "x", "data": {"format": "camvid", "root": "d"}})
-        + "train:\n  speed: 3\n  epoch: 4\nloss:\n  name: edges\n  plus:\n    - name: dice\n      shape: 2\n"
-        + "    - name: edges\n    - options:\n        width: 3\n"
-        + "optim:\n  options:\n    x: 1\n"
+        + "train:\n  offload: 3\n  epoch: 4\nloss:\n  name: boundary\n  plus:\n    - name: dice\n      aux_weight: 2\n"
+        + "    - name: boundary\n    - options:\n        no_object: 3\n"
+        + "schedule:\n  options:\n    pct_start: 1\n"
     )
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    lines = str(caught.value).splitlines()[1:]
-    assert sorted(line.partition("c.yaml:")[2] for line in lines) == [
-        "12: loss.plus.0.shape was removed: use B",
-        "13: loss.plus.1.name = 'edges' was removed: use C",
-        "15: loss.plus.2.options.width was removed: use E",
-        "18: optim.options.x was removed: use D",
-        "6: train.speed was removed: use A",
+    found = [line.partition("c.yaml:")[2] for line in refusal(tmp_path, text).splitlines()[1:]]
+    assert sorted(found) == [
+        f"12: loss.plus.0.aux_weight was removed: {removed()['loss.plus.aux_weight']}",
+        f"13: loss.plus.1.name = 'boundary' was removed: {removed()['loss.name=boundary']}",
+        f"15: loss.plus.2.options.no_object was removed: {removed()['loss.options.no_object']}",
+        f"18: schedule.options.pct_start was removed: {removed()['schedule.options.pct_start']}",
+        f"6: train.offload was removed: {removed()['train.offload']}",
         "7: unknown key train.epoch: did you mean train.epochs?",
-        "9: loss.name = 'edges' was removed: use C",
+        f"9: loss.name = 'boundary' was removed: {removed()['loss.name=boundary']}",
     ]
 
 
@@ -575,15 +459,11 @@ def test_the_page_of_changes_says_what_was_removed() -> None:
     assert not any("|" in instead or "\n" in instead for instead in removed().values())
 
 
-@pytest.mark.parametrize("name", removed())
-def test_what_was_removed_exists_no_longer(name: str) -> None:
-    key, _, word = name.partition("=")
-    if name.startswith("segapp "):
-        assert name.removeprefix("segapp ") not in typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    elif word:
+def test_what_was_removed_exists_no_longer() -> None:
+    commands = {f"segapp {name}" for name in typer.main.get_command(app).commands}  # type: ignore[attr-defined]
+    assert not removed().keys() & (commands | {".".join(key) for key in known_keys()})
+    for key, _, word in (name.partition("=") for name in removed()):
         assert word not in words_of(tuple(key.split(".")))
-    else:
-        assert tuple(key.split(".")) not in set(known_keys())
 
 
 def test_config_with_another_loss_drops_the_options_at_defaults(tmp_path: Path) -> None:
@@ -600,23 +480,24 @@ def test_config_with_another_loss_drops_the_options_at_defaults(tmp_path: Path) 
         load_config(path, ["optim.name=sgd"])
 
 
-@pytest.mark.parametrize("name", ["cityscapes", "camvid", "demo", "topdown"])
+def read(loader: Any, text: str) -> str | None:
+    """The text as one of the two readers takes it, between which no call chooses; None if it is refused."""
+    try:
+        return repr(yaml_reader._parse(loader(text)))
+    except (yaml.YAMLError, ValueError):
+        return None
+
+
+@pytest.mark.parametrize("name", ["camvid", "topdown"])
 def test_fast_and_strict_readers_of_yaml_agree(name: str) -> None:
     """On the complete config as a run stores it, on the shipped file, and on what mistakes make of them."""
     texts = [(ROOT / "configs" / f"{name}.yaml").read_text(), dump_config(load_config(name))]
     rng, num_accepted = random.Random(name), 0
-    for text in texts * 60:
+    for text in texts * 30:
         place = rng.randrange(len(text))
         changed = text[:place] + rng.choice([*":-[]{},#&*!%@`'\"\n a1.~", ""]) + text[place + rng.randrange(2) :]
-        try:
-            strict: object = yaml_reader._parse(yaml_reader._Loader(changed))
-        except (yaml.YAMLError, ValueError):
-            strict = None
-        try:
-            fast: object = yaml_reader._parse(yaml_reader._FastLoader(changed))
-        except (yaml.YAMLError, ValueError):
-            continue
-        if changed.isascii() and not set("\t?|>") & set(changed):
+        strict, fast = read(yaml_reader._Loader, changed), read(yaml_reader._FastLoader, changed)
+        if fast is not None and changed.isascii() and not set("\t?|>") & set(changed):
             num_accepted += 1
-            assert repr(fast) == repr(strict), changed
+            assert fast == strict, changed
     assert num_accepted > 0

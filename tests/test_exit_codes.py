@@ -69,14 +69,9 @@ def predicted_tasks(folder: Path, _: Any) -> list[str]:
     return ["init", "d"]
 
 
-def lost_run(folder: Path, _: Any) -> list[str]:
-    RunFolder.create(path=folder / "run").write_info()
-    return ["status", "run", "--requeue-code", "75"]
-
-
 @pytest.mark.parametrize(
     ("words_of", "code"),
-    [(bad_ids, 3), (broken_loss, 2), (damaged_checkpoint, 4), (predicted_tasks, 3), (lost_run, 1)],
+    [(bad_ids, 3), (broken_loss, 2), (damaged_checkpoint, 4), (predicted_tasks, 3)],
 )
 def test_command_exits_with_the_code_that_its_help_states(
     words_of: Callable[[Path, Any], list[str]],

@@ -14,17 +14,16 @@ from segapp.datasets.targets import ClassFrequencies, cached_frequencies, class_
 COUNTS = ClassFrequencies((80, 20, 0), (2, 1, 0), (100, 50, 0), 7, 2, ((0, 1), (0,)))
 
 
-def test_inverse_is_one_over_the_share_with_mean_one() -> None:
-    assert class_weights("inverse", COUNTS) == pytest.approx([1.25 / 3.125, 5 / 3.125, 0.0])
-
-
-def test_enet_weights_match_the_formula() -> None:
-    assert class_weights("enet", COUNTS) == pytest.approx([1 / math.log(1.82), 1 / math.log(1.22), 0.0])
-
-
-def test_median_frequency_counts_only_images_that_have_the_class() -> None:
-    # frequencies 80/100 and 20/50, median 0.6
-    assert class_weights("median-frequency", COUNTS) == pytest.approx([0.75, 1.5, 0.0])
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("inverse", [1.25 / 3.125, 5 / 3.125, 0.0]),  # one over the share, with mean one
+        ("enet", [1 / math.log(1.82), 1 / math.log(1.22), 0.0]),
+        ("median-frequency", [0.75, 1.5, 0.0]),  # frequencies 80/100 and 20/50 in the images that have it, median 0.6
+    ],
+)
+def test_weights_of_a_rule_by_hand(rule: str, expected: list[float]) -> None:
+    assert class_weights(rule, COUNTS) == pytest.approx(expected)
 
 
 def test_masks_without_valid_pixels_and_unknown_rule_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -55,38 +54,26 @@ def config_of(parallel: dict[str, Any] | None = None, batch_size: int = 8, **sec
     ],
 )
 def test_mode_of_a_section_and_the_reason_for_it(section: dict[str, Any], mode: str, why: str) -> None:
-    found = plan_devices(config_of(section))
+    config = config_of(section)
+    found = plan_devices(config)
     assert found.mode == mode
+    if "devices" not in section:
+        assert choose_mode(config, 3) == mode, "segapp plan"
     assert why in found.mode_reason
     assert bool(why) == bool(found.mode_reason)
     assert f"mode {mode}" in found.description
 
 
 def test_auto_takes_dp_where_ranks_are_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan_devices(config_of(batch_size=2)).mode == "dp"
-    assert plan_devices(config_of(batch_size=3)).mode == "ddp"
+    for batch_size, mode in ((2, "dp"), (3, "ddp")):
+        config = config_of(batch_size=batch_size)
+        assert plan_devices(config).mode == choose_mode(config, 3) == mode
     assert plan_devices(config_of(), is_one_process=True).mode == "dp"
     monkeypatch.setattr(module.dist, "is_nccl_available", lambda: False)
     assert plan_devices(config_of()).mode == "dp"
-
-
-def test_auto_is_ddp_in_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert plan_devices(config_of()).mode == "ddp"
-
-
-@pytest.mark.parametrize(
-    ("section", "batch_size"),
-    [
-        *itertools.product([{}, {"gpu0_bsz": 2}], [2, 8]),
-        ({"shares": [2, 3, 3]}, 8),
-        ({"mode": "ddp", "shares": [0, 4, 4]}, 8),
-    ],
-)
-def test_planned_mode_is_the_mode_of_the_training(section: dict[str, Any], batch_size: int) -> None:
-    config = config_of(section, batch_size)
-    assert choose_mode(config, 3) == plan_devices(config).mode
 
 
 COMPILED = {"train": {"compile": True}}
@@ -95,23 +82,6 @@ EOMT = {
     "model": {"library": "segapp", "name": "eomt", "encoder": "tu-vit"},
     "loss": {"name": "mask_classification"},
 }
-
-
-@pytest.mark.parametrize(
-    ("parallel", "sections", "mode", "why"),
-    [
-        ({}, COMPILED, "ddp", "the fastest"),
-        ({}, DISTILLED, "ddp", "the fastest"),
-        ({"devices": ["cpu", "cpu"]}, EOMT, "dp", "logical devices"),
-    ],
-)
-def test_auto_takes_a_mode_that_does_what_the_config_asks(
-    parallel: dict[str, Any], sections: dict[str, Any], mode: str, why: str
-) -> None:
-    config = config_of(parallel, **sections)
-    found = plan_devices(config)
-    assert (found.mode, choose_mode(config, 3)) == (mode, "ddp" if "devices" in parallel else mode)
-    assert why in found.mode_reason
 
 
 def test_split_in_a_mode_that_cannot_do_the_rest_is_refused() -> None:
@@ -133,7 +103,7 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
         forced = config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": mode})})
         num_gpus = 1 if mode == "single" else 3
         if mode in feature.modes:
-            config_of({"mode": mode}, **asked[feature.key])
+            assert config_of({"mode": mode}, **asked[feature.key])
             assert plan_devices(forced).mode == choose_mode(forced, num_gpus) == mode
             continue
         for act in (
@@ -159,12 +129,10 @@ FACTS = {"1a4e": 49140, "1b77": 12288, "2c05": 12037, "9d31": 24576}
 
 
 def torch_sees(uuids: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def facts(device: torch.device) -> GpuFacts:
-        return GpuFacts("card", uuids[device.index], FACTS[uuids[device.index]] << 20)
-
+    cards = [GpuFacts("card", uuid, FACTS[uuid] << 20) for uuid in uuids]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(uuids))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(CUDA, "facts", facts)
+    monkeypatch.setattr(CUDA, "facts", lambda device: cards[device.index])
 
 
 @pytest.mark.parametrize(

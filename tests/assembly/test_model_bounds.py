@@ -23,11 +23,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def checkpoint(path: Path, config: Any, **more: Any) -> Path:
+def checkpoint(path: Path, config: Any) -> Path:
     """Writes a checkpoint whose network has one small tensor."""
     about = {"format": 1, "step": 1, "epoch": 1, "position": 0}
     state = {"model": {"w": torch.zeros(3)}, "checkpoint": about, "classes": ["a", "b"], "data": {}, "config": config}
-    torch.save({**state, **more}, path)
+    torch.save(state, path)
     return path
 
 
@@ -42,18 +42,12 @@ def restored(path: Path) -> None:
     restored_network(load_checkpoint(path))
 
 
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [
-        ({"decoder_channels": [2_000_000] * 5}, {}),
-        ({"decoder_channels": [256, 128, 64, 32, 2_000_000]}, {}),
-    ],
-)
-def test_network_of_a_checkpoint_is_no_larger_than_its_tensors(
-    options: dict[str, Any], more: dict[str, Any], tmp_path: Path
-) -> None:
-    config = {**CONFIG, "model": {**CONFIG["model"], "options": options}}
-    kind, said = outcome(restored, checkpoint(tmp_path / "a.pt", config, **more), limit_s=120)  # it imports smp
+@pytest.mark.parametrize("position", [4, pytest.param(0, marks=pytest.mark.slow)])
+def test_network_of_a_checkpoint_is_no_larger_than_its_tensors(position: int, tmp_path: Path) -> None:
+    channels = [256, 128, 64, 32, 16]
+    channels[position] = 2_000_000
+    config = {**CONFIG, "model": {**CONFIG["model"], "options": {"decoder_channels": channels}}}
+    kind, said = outcome(restored, checkpoint(tmp_path / "a.pt", config), limit_s=120)  # it imports smp
     assert kind == "refused", said
     assert "the model needs more than 256 MiB of memory" in said
 
@@ -85,15 +79,6 @@ def test_repeated_text_in_a_config_is_refused() -> None:
     text = "x" * 2**17
     with pytest.raises(ConfigError, match="the config cannot be read: its values are repeated"):
         validate_config({**CONFIG, "data": {**CONFIG["data"], "classes": [text] * 20}})
-
-
-def test_states_of_sound_trainings_hold_few_values(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(40)])
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.zeros(1, 3)).sum().backward()
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    assert len(read_weights_file(tmp_path / "a.pt")) == 80
 
 
 def test_network_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

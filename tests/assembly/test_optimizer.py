@@ -78,13 +78,7 @@ def test_layer_depths_give_the_factors_of_timm(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "encoder", "num_blocks"),
-    [
-        ("DPT", "tu-vit_tiny_patch16_224", 12),
-        ("Unet", "tu-swin_tiny_patch4_window7_224", 12),
-        ("FPN", "tu-convnext_atto", 12),
-        ("FPN", "tu-pvt_v2_b0", 8),
-        ("Segformer", "mit_b0", 8),
-    ],
+    [("DPT", "tu-vit_tiny_patch16_224", 12), ("FPN", "tu-pvt_v2_b0", 8), ("Segformer", "mit_b0", 8)],
 )
 def test_layer_decay_falls_from_head_to_stem(name: str, encoder: str, num_blocks: int) -> None:
     model = small(name, encoder)
@@ -96,12 +90,9 @@ def test_layer_decay_falls_from_head_to_stem(name: str, encoder: str, num_blocks
     stem = next(key for key in factors if re.search(r"patch_embed1?\.proj|stem_0", key))
     assert factors[stem] == 0.5 ** (num_blocks + 1)
     assert {factor for key, factor in factors.items() if not key.startswith("encoder.")} == {3.0}
-
-
-def test_stage_ends_and_starts_belong_to_their_blocks() -> None:
-    factors = settings_of(small("Segformer", "mit_b0"), layer_decay=0.5)
-    assert factors["encoder.norm2.weight"] == factors["encoder.block2.1.norm1.weight"]
-    assert factors["encoder.patch_embed2.proj.weight"] == factors["encoder.block2.0.norm1.weight"]
+    if encoder == "mit_b0":  # ends and starts of stages belong to their blocks
+        assert factors["encoder.norm2.weight"] == factors["encoder.block2.1.norm1.weight"]
+        assert factors["encoder.patch_embed2.proj.weight"] == factors["encoder.block2.0.norm1.weight"]
 
 
 def test_layer_decay_of_an_unknown_backbone_is_an_error() -> None:

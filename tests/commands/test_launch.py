@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import HashStore
@@ -23,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from segapp.__main__ import main
 from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_better, own_address, shared_secret
 from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError, StorageError
@@ -32,8 +34,8 @@ from segapp.run.events import EventWriter, RunEnd, Step
 from segapp.run.folder import RunFolder
 from tests.support import ROOT
 from tests.support.live_runs import wait_for
-from tests.support.programs import Program, fork_server_name, segapp, start
-from tests.support.rank_runs import losses, ranks_of, trained_by_ranks
+from tests.support.programs import Program, fork_server_name, start
+from tests.support.rank_runs import ranks_of
 from tests.support.runs import events
 
 FIRST, SECOND = Course(step=10), Course(step=20)
@@ -91,28 +93,20 @@ def test_restarts_that_bring_no_checkpoint_are_counted(run: RunFolder, capsys: p
 
 
 def test_code_of_the_run_counts_and_not_that_of_a_rank(run: RunFolder) -> None:
-    writer = EventWriter(run.events)
-    writer.write(RunEnd(status="failed", reason="an earlier start", exit_code=10))
     policy = RunPolicy(request_for(run.path))
-    policy.begin_round()
-    assert policy.code_of_job(8, regroups=False) is None, "the end of an earlier start is not that of this round"
-    policy.begin_round()
-    writer.write(RunEnd(status="failed", reason="the disk is full", exit_code=10))
-    assert policy.code_of_job(8, regroups=False) == 10
-    writer.close()
-
-
-def test_end_with_another_number_is_not_that_of_this_round(run: RunFolder) -> None:
-    writer = EventWriter(run.events)
-    writer.write(Step(epoch=1, step=7, loss=1.0, lr=0.1, images_per_s=1.0, data_wait_frac=0.0, split=[2]))
-    writer.write(RunEnd(status="stopped", reason="SIGTERM", exit_code=75, stopped_by="signal"))
-    policy = RunPolicy(request_for(run.path))
-    policy.begin_round()
-    assert writer.rewind(6, epoch=1, batch=6) == 1
-    writer.close()
-    (end,) = events(run.path, "run_end")
-    assert end["seq"] == 1, "the step before it is repeated"
-    assert policy.code_of_job(137, regroups=False) is None
+    with EventWriter(run.events) as writer:
+        writer.write(Step(epoch=1, step=7, loss=1.0, lr=0.1, images_per_s=1.0, data_wait_frac=0.0, split=[2]))
+        writer.write(RunEnd(status="failed", reason="an earlier start", exit_code=10))
+        policy.begin_round()
+        assert policy.code_of_job(8, regroups=False) is None, "the end of an earlier start is not that of this round"
+        policy.begin_round()
+        assert writer.rewind(6, epoch=1, batch=6) == 1
+        (end,) = events(run.path, "run_end")
+        assert end["seq"] == 1, "the step before it is repeated: its number is another, and it is no end of this round"
+        assert policy.code_of_job(137, regroups=False) is None
+        policy.begin_round()
+        writer.write(RunEnd(status="failed", reason="the disk is full", exit_code=10))
+        assert policy.code_of_job(8, regroups=False) == 10
 
 
 @pytest.mark.parametrize(
@@ -123,9 +117,8 @@ def test_stop_for_a_machine_that_joins_is_not_the_end(
 ) -> None:
     policy = RunPolicy(request_for(run.path))
     policy.begin_round()
-    writer = EventWriter(run.events)
-    writer.write(RunEnd(status="stopped", reason="asked", exit_code=75, stopped_by=by))
-    writer.close()
+    with EventWriter(run.events) as writer:
+        writer.write(RunEnd(status="stopped", reason="asked", exit_code=75, stopped_by=by))
     assert policy.code_of_job(75, regroups=regroups) == code
 
 
@@ -160,46 +153,20 @@ def test_address_of_a_machine_is_that_of_its_route() -> None:
         (["--", "train", "--run", "a", "--confg", "b"], "No such option"),
     ],
 )
-def test_launch_that_cannot_start_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    done = segapp("launch", *words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_agent_without_its_store_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = object.__new__(agents.Agent)
-    agent._pids, agent._code, asked, looks = [11, 12], 137, [], iter(range(100))
-
-    def end(code: int) -> None:
-        raise SystemExit(code)
-
-    def answers(host: str, port: int) -> bool:
-        asked.append((host, port))
-        return len(asked) < 3
-
-    monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", "0.05")
-    monkeypatch.setattr(agents, "_LOOK_S", 0.01)
-    monkeypatch.setattr(agents, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(agents, "_is_running", lambda pid: next(looks) < 20)
-    monkeypatch.setattr(agents, "_answers", answers)
-    monkeypatch.setattr(os, "_exit", end)
+def test_launch_that_cannot_start_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        agent._end_without_store("10.0.0.1", 29500)
-    assert ended.value.code == 137
-    assert len(asked) > 3
-    assert next(looks) > 20, "it waits for ranks that still run"
-    assert set(asked) == {("10.0.0.1", 29500)}
+        main(["launch", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-class Marker:
-    """A value whose unpickling makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+class Marker(str):
+    """A value whose unpickling makes the folder of that name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
+        return os.mkdir, (str(self),)
 
 
 def join(backend: Any) -> None:
@@ -210,29 +177,28 @@ def join(backend: Any) -> None:
 
 def test_state_of_a_stranger_is_not_unpickled(tmp_path: Path) -> None:
     """A client of the store needs no secret to write there, nor to find the key."""
-    ours, theirs = HashStore(), HashStore()
-    for store in (ours, theirs):
-        backend = agents.SignedBackend(store, "job", b"a secret")
-        assert backend.get_state() is None
-        first, token, was_set = backend.set_state(b"state 1") or (b"", b"", False)
-        assert (first, was_set, backend.get_state()) == (b"state 1", True, (b"state 1", token))
-        assert (backend.set_state(b"state 2", token) or ())[::2] == (b"state 2", True)
-        assert (backend.set_state(b"state 3", token) or ())[::2] == (b"state 2", False), "another agent was first"
-        payload = pickle.dumps(Marker(tmp_path / "ran"))
-        store.set("torch.rendezvous.job", base64.b64encode(payload if store is ours else b"\0" * 32 + payload))
-        with pytest.raises(RendezvousStateError, match="not written with the secret of this machine: use the same"):
-            join(backend)
+    refused = pytest.raises(RendezvousStateError, match="not written with the secret of this machine: use the same")
+    store, key = HashStore(), "torch.rendezvous.job"
+    backend = agents.SignedBackend(store, "job", b"a secret")
+    assert backend.get_state() is None
+    first, token, was_set = backend.set_state(b"state 1") or (b"", b"", False)
+    assert (first, was_set, backend.get_state()) == (b"state 1", True, (b"state 1", token))
+    assert (backend.set_state(b"state 2", token) or ())[::2] == (b"state 2", True)
+    assert (backend.set_state(b"state 3", token) or ())[::2] == (b"state 2", False), "another agent was first"
+    elsewhere = HashStore()
+    agents.SignedBackend(elsewhere, "job", b"another secret").set_state(b"state")
+    payload = pickle.dumps(Marker(tmp_path / "ran"))
+    strange = [base64.b64encode(text) for text in (payload, b"\0" * 32 + payload)]
+    for state in (*strange, elsewhere.get(key)):
+        store.set(key, state)
+        with refused:
+            join(agents.SignedBackend(store, "job", b"a secret"))
+        with refused:  # another agent was first
+            agents.SignedBackend(store, "job", b"a secret").set_state(b"state", b"an older token")
     assert not (tmp_path / "ran").exists()
-    others = agents.SignedBackend(HashStore(), "other job", b"a secret")
-    moved, _, _ = C10dRendezvousBackend.set_state(others, others._signature(b"x") + b"x") or (b"", b"", False)
-    ours.set("torch.rendezvous.job", base64.b64encode(moved))
-    with pytest.raises(RendezvousStateError, match="not written with the secret"):
-        join(agents.SignedBackend(ours, "job", b"a secret"))
-    with pytest.raises(RendezvousStateError, match="not written with the secret"):  # another agent was first
-        agents.SignedBackend(ours, "job", b"a secret").set_state(b"state", b"an older token")
-    ours.set("torch.rendezvous.job", base64.b64encode(payload))
+    store.set(key, strange[0])
     with contextlib.suppress(Exception):
-        join(C10dRendezvousBackend(ours, "job"))
+        join(C10dRendezvousBackend(store, "job"))
     assert (tmp_path / "ran").exists(), "torch's own state would have run code"
 
 
@@ -271,32 +237,11 @@ def test_machines_share_the_secret_of_the_first(tmp_path: Path, monkeypatch: pyt
         shared_secret(request)
 
 
-class Closed:
-    """A rendezvous that another agent has closed; `_store` is torch's name."""
-
-    def __init__(self) -> None:
-        self._store = HashStore()
-
-    def get_run_id(self) -> str:
-        return "run"
-
-    def get_backend(self) -> str:
-        return "c10d"
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def next_rendezvous(self) -> None:
-        raise RendezvousClosedError
-
-    def set_closed(self) -> None: ...
-
-    def shutdown(self) -> bool:
-        return True
-
-
 def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
-    meeting: Any = Closed()
+    """The rendezvous was closed by another agent; `_store` is torch's name."""
+    meeting = Mock(_store=HashStore(), next_rendezvous=Mock(side_effect=RendezvousClosedError))
+    meeting.get_run_id.return_value, meeting.get_backend.return_value = "run", "c10d"
+    meeting.num_nodes_waiting.return_value = 0
     meeting._store.set("segapp/run/code", "75")
     spec = WorkerSpec("segapp", 1, meeting, entrypoint="true")
     agent = agents.Agent(spec, DefaultLogsSpecs(), agents.Policy(), ("127.0.0.1", 29500), 5.0, "")
@@ -344,56 +289,12 @@ def ends(*programs: Program) -> list[int | None]:
     return [program.wait(120) for program in programs]
 
 
-@pytest.mark.slow
-@pytest.mark.faults
-def test_killed_rank_restarts_and_a_signal_stops_all_with_75(job: Job) -> None:
-    constant = ["schedule.name=constant", "schedule.warmup_steps=0"]  # the other schedules depend on train.epochs
-    words = [*constant, "train.epochs=60"]
-    kill = {"SEGAPP_FAILPOINTS": "train.step=7:kill"}
-    both = job.launch(*words, SEGAPP_FAILPOINTS="train.step=sleep:0.1"), job.launch(*words, **kill)
-    wait_for(lambda: any(step["step"] > 6 for step in job.events("step")))
-    both[1].send(signal.SIGTERM)
-    assert ends(*both) == [75, 75], [each.stderr for each in both]
-    first, *_, last = job.events("run_end")
-    assert (first["status"], first["exit_code"]) == ("failed", 8)
-    assert (last["status"], last["exit_code"], last["stopped_by"]) == ("stopped", 75, "signal")
-    said = both[0].stderr + both[1].stderr
-    assert said.count("use a private network") == 2, "once on each machine"
-    assert "error: rank 1 was ended by SIGKILL" in said
-    assert "the ranks start again from step 6" in said
-    trained_by_ranks("--config", "ranks.yaml", "--run", "whole", *constant, cwd=job.folder)
-    assert losses(job.folder / "run")[:8] == losses(job.folder / "whole")[: len(losses(job.folder / "run"))]
-
-
 @pytest.mark.faults
 def test_config_error_ends_all_agents_at_once_with_its_code(job: Job) -> None:
     both = job.launch("train.epohcs=3"), job.launch("train.epohcs=3")
     assert ends(*both) == [2, 2]
     assert not (job.folder / "run").exists()
     assert "unknown key train.epohcs" in (job.folder / "rank0.txt").read_text()
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-def test_config_error_of_one_machine_is_the_code_of_all(job: Job) -> None:
-    both = job.launch(), job.launch("train.epohcs=3")
-    assert ends(*both) == [2, 2]
-    assert "this machine ends with exit code 2, as the others do" in both[0].stderr
-    assert not (job.folder / "run").exists()
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-def test_machine_that_joins_takes_part_in_a_new_round(job: Job) -> None:
-    options = "--nnodes=1:2 --rdzv-conf=last_call_timeout=1"
-    slow = {"SEGAPP_FAILPOINTS": "train.step=sleep:0.3", "options": options}
-    first = job.launch("train.epochs=8", **slow)
-    wait_for(lambda: job.events("step"))
-    second = job.launch("train.epochs=8", **slow)
-    assert ends(first, second) == [0, 0], [first.stderr, second.stderr]
-    assert [len(each["devices"]) for each in job.events("run_start")] == [1, 2]
-    steps = [each["step"] for each in job.events("step")]
-    assert steps == list(range(1, 17))
 
 
 def test_signal_ends_an_agent_that_waits_for_others(job: Job) -> None:

@@ -92,10 +92,7 @@ STARTS_CHILDREN = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("doctor", "detached ranks") else pytest.param(name, marks=pytest.mark.slow)
-        for name in STARTS_CHILDREN
-    ],
+    [name if name == "plan" else pytest.param(name, marks=pytest.mark.slow) for name in STARTS_CHILDREN],
 )
 def test_children_import_nothing_from_the_current_folder(planted: Path, name: str) -> None:
     done = start(planted, *STARTS_CHILDREN[name])
@@ -132,16 +129,3 @@ def test_commands_import_nothing_from_the_current_folder(planted: Path) -> None:
         done = start(planted, *words)
         assert imported(planted) == [], f"{words}: {done.stderr}"
         assert "Traceback" not in done.stderr, f"{words}: {done.stderr}"
-
-
-@pytest.mark.slow
-def test_screen_imports_nothing_from_the_current_folder(planted: Path) -> None:
-    from tests.support.terminals import terminal
-
-    with terminal("train", *CONFIG, cwd=planted, PYTHONPATH=str(ROOT), PYTHONSAFEPATH="1") as screen:
-        screen.wait_for("there", 60)
-        screen.read(20)
-        screen.type("q")
-        screen.read(2)
-    assert imported(planted) == []
-    assert (planted / "runs" / "there" / "events.jsonl").exists()

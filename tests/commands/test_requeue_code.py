@@ -33,11 +33,11 @@ BEGUN = {"type": "run_start"}
         ([], 75, 1),
         ([{**SIGNAL, "step": 5}, {**BEGUN, "resumed_from_step": 5}], 75, 75),  # killed after its checkpoint of step 9
         ([{**SIGNAL, "step": 9}, {**BEGUN, "resumed_from_step": 9}], 75, 75),  # killed before it had one
-        ([{**BEGUN, "resumed_from_step": 9}, {**BEGUN, "resumed_from_step": 9}], 75, 1),  # twice
+        ([BEGUN, {**BEGUN, "resumed_from_step": 9}, {**BEGUN, "resumed_from_step": 9}], 75, 1),  # twice
         ([BEGUN], 75, 75),
         ([], 2, 2),
         ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}], 75, 75),
-        ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}, {**SIGNAL, "step": 5}], 75, 1),
+        ([{**SIGNAL, "step": step} for step in (1, 5, None, 5)], 75, 1),
         ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}, {**SIGNAL, "step": 6}], 75, 75),
     ],
 )

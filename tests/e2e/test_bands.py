@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +22,8 @@ from segapp.errors import DataError
 from segapp.export.write import open_onnx
 from segapp.inference.predict.reading import find_images
 from segapp.parallel.distributed import Ranks
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
-from segapp.training import signals
 from tests.support.band_data import write_band_data
-from tests.support.runs import differing, events, merged, train
+from tests.support.runs import events, merged, train
 
 pytest.importorskip("rasterio", reason="the extra geo is not installed")
 
@@ -63,30 +55,12 @@ def run(data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def state(folder: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
-    return loaded
-
-
-@pytest.mark.slow
-def test_resumed_run_of_bands_equals_the_uninterrupted_one(
-    run: Path, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "run"
-    looks = itertools.count(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(signals.StopSignals, "is_set", property(lambda _: next(looks) > 3))
-        assert train(config_of(data), folder) == signals.EXIT_STOPPED_AND_SAVED
-    assert 0 < state(folder)["position"]["step"] < state(run)["position"]["step"]
-    assert run_session(TrainRequest(config_of(data), RunFolder(folder))) == 0
-    assert differing(state(folder), state(run)) == []
-    assert next(w for name, w in state(run)["model"].items() if name.endswith("conv1.0.weight")).shape[1] == 4
-
-
 @pytest.mark.slow
 def test_evaluation_prediction_and_export_agree(
     run: Path, data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    weights = torch.load(run / "checkpoints" / "last.pt", weights_only=True)["model"]
+    assert next(w for name, w in weights.items() if name.endswith("conv1.0.weight")).shape[1] == 4
     evaluate_target([str(run)], EvalOptions())
     miou = events(run, "val")[-1]["miou"]
     assert f"mIoU {miou:.4f}" in capsys.readouterr().out
@@ -130,17 +104,3 @@ def test_cached_samples_of_bands_equal_decoded_ones(
     assert cached.cache.state().num_stored == len(plain)
     stored, _ = cached.read(0)
     np.testing.assert_array_equal(stored, tifffile.imread(cached.pairs[0].image))
-
-
-@pytest.mark.slow
-def test_planned_batch_has_the_bands_and_type_of_the_files(data: dict[str, Any]) -> None:
-    # In a process of its own: a simulation registers devices that other tests must not see.
-    code = (
-        "import json, sys; from segapp.config import validate_config; "
-        "from segapp.planning.simulate import build_simulator; "
-        "images = build_simulator(validate_config(json.load(sys.stdin))).batch(3).images; "
-        "print(*images.shape, images.dtype)"
-    )
-    config = json.dumps(config_of(data).model_dump(mode="json"))
-    done = subprocess.run([sys.executable, "-c", code], input=config, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["3", "4", "32", "32", "torch.uint16"]

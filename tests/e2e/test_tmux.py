@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from segapp.config import dump_config
 from segapp.run.folder import RunFolder
 from segapp.run.lock import is_alive
 from segapp.tui.app import TYPING_S
+from tests.support import ROOT
+from tests.support.live_runs import wait_for
 from tests.support.runs import events, merged
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
@@ -33,10 +35,8 @@ class Terminal:
         self._num_servers = 0
 
     def tmux(self, *arguments: str, must_work: bool = False) -> str:
-        done = subprocess.run(
-            ["tmux", "-L", f"{self.name}-{self._num_servers}", "-f", "/dev/null", *arguments],
-            capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
+        words = ["tmux", "-L", f"{self.name}-{self._num_servers}", "-f", "/dev/null", *arguments]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
         assert not must_work or done.returncode == 0, done.stderr
         return done.stdout
 
@@ -53,15 +53,9 @@ class Terminal:
     def keys(self, *keys: str) -> None:
         self.tmux("send-keys", *keys)
 
-    def screen(self) -> str:
-        return self.tmux("capture-pane", "-p")
-
-    def wait_for(self, *texts: str, timeout_s: float = 100) -> str:
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            screen = self.screen()
-            if all(text in screen for text in texts):
-                return screen
+    def wait_for(self, *texts: str) -> None:
+        deadline_s = time.monotonic() + 100
+        while any(text not in (screen := self.tmux("capture-pane", "-p")) for text in texts):
             assert time.monotonic() < deadline_s, f"{texts} never came:\n{screen}"
             time.sleep(0.1)
 
@@ -78,34 +72,25 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
             os.kill(holder.pid, 9)
 
 
-def until(what: Callable[[], Any], timeout_s: float = 60) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-    return found
-
-
 def test_run_survives_a_lost_terminal_and_is_controlled_again(
     tiny: dict[str, Any], tmp_path: Path, terminal: Terminal
 ) -> None:
     config = merged(
-        tiny,
-        model={"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
-        data={"crop_px": [48, 64]},
+        {**tiny, "model": {"library": "python", "name": "tests.support.own_parts:Net"}},
         train={"epochs": 500, "batch_size": 3, "ema": None},
         parallel={"mode": "dp", "devices": ["cpu", "cpu", "cpu"]},
     )
     (tmp_path / "tiny.yaml").write_text(dump_config(config))
     run = tmp_path / "runs" / "tiny"
-    # A step takes a second, so that a change that is pending until the next epoch can be observed.
-    terminal.start(f"{SEGAPP} train --config tiny.yaml", SEGAPP_FAILPOINTS="train.step=sleep:1")
+    # A step takes long, so that a change that is pending until the next epoch can be observed.
+    slow = {"SEGAPP_FAILPOINTS": "train.step=sleep:0.7", "SEGAPP_TRUST_PARTS": "1", "PYTHONPATH": str(ROOT)}
+    terminal.start(f"{SEGAPP} train --config tiny.yaml", **slow)
     terminal.wait_for("tiny", "LIVE", "Loss")
     holder = RunFolder(run).read_holder()
     assert holder is not None
     terminal.tmux("kill-server")
-    steps = len(until(lambda: events(run, "step")))
-    until(lambda: len(events(run, "step")) >= steps + 2)
+    steps = len(wait_for(lambda: events(run, "step")))
+    wait_for(lambda: len(events(run, "step")) >= steps + 2)
     assert is_alive(holder)
     assert control_run(str(run), ["set", "lr_factor=0.5"], wait=True, timeout_s=60) == 0
 
@@ -117,13 +102,13 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     terminal.wait_for("ok: split 2·1·0")
     terminal.keys("Enter")
     terminal.wait_for("PENDING")
-    applied = until(lambda: [e for e in events(run, "gpu0_bsz") if e["status"] == "applied"])[0]
+    applied = wait_for(lambda: [e for e in events(run, "gpu0_bsz") if e["status"] == "applied"])[0]
     assert (applied["new"], applied["split"]) == (2, [2, 1, 0])
     terminal.wait_for("2·1·0")
     terminal.keys("p")
     terminal.wait_for("● PAUSED")
     terminal.keys("c")
-    until(lambda: [e for e in events(run, "command") if (e["command"], e["status"]) == ("checkpoint", "applied")])
+    wait_for(lambda: [e for e in events(run, "command") if (e["command"], e["status"]) == ("checkpoint", "applied")])
     at = events(run, "step")[-1]["step"]
     assert [e for e in events(run, "checkpoint") if e["step"] == at]
     terminal.keys("p")
@@ -138,20 +123,3 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     terminal.wait_for("CODE=0")
     final = [e["status"] for e in events(run, "command") if e["status"] != "accepted"]
     assert final == ["applied"] * 6
-
-
-@pytest.mark.slow
-def test_error_is_shown_in_terminal_and_stop_gives_exit_code(
-    tiny: dict[str, Any], tmp_path: Path, terminal: Terminal
-) -> None:
-    (tmp_path / "tiny.yaml").write_text(dump_config(merged(tiny, train={"epochs": 500, "batch_size": 2})))
-    terminal.start(f"{SEGAPP} train --config tiny.yaml data.root=nowhere")
-    screen = terminal.wait_for("CODE=3")
-    assert "error: " in screen
-    assert "nowhere" in screen
-    terminal.start(f"{SEGAPP} train --config tiny.yaml --run runs/tiny")
-    terminal.wait_for("LIVE", "Loss")
-    assert control_run(str(tmp_path / "runs" / "tiny"), ["stop"], wait=True, timeout_s=60) == 0
-    terminal.wait_for("STOPPED")
-    terminal.keys("q")
-    terminal.wait_for("CODE=75")

@@ -1,7 +1,6 @@
 """Twenty steps of every recipe on drawn data in float64, and the curves stored for them in tests/e2e/golden/.
 
-python -m tests.support.golden_runs                    compares every recipe with its curve
-python -m tests.support.golden_runs --write [RECIPE]   makes all curves, or one, again
+python -m tests.support.golden_runs --write [RECIPE ...]   makes all curves, or some, again
 
 A curve has the loss, the norm of the gradients and the learning rate of every step, and the evaluation after the last.
 """
@@ -10,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,9 @@ from tests.support.runs import draw_scene, events, train
 CURVES = ROOT / "tests" / "e2e" / "golden"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 NUM_STEPS = 20
+PACKAGES = (
+    "torch", "torchvision", "segmentation-models-pytorch", "timm", "albumentations", "opencv-python-headless",
+)  # fmt: skip
 SIZE = 48, 80
 """Height and width of the drawn images in pixels; crops are smaller and not square either."""
 
@@ -65,66 +66,44 @@ SMALLER: dict[str, list[str]] = {
 """What else of a recipe is made smaller than its data: networks, and warm-ups that would not end in 20 steps."""
 
 
-def scenes(count: int, ids: tuple[int, ...], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return images, and masks with these three values in the files."""
-    rng = np.random.default_rng(seed)
-    drawn = []
-    for _ in range(count):
+PLACES: dict[str, tuple[tuple[int, int, int], str, str]] = {
+    "cityscapes": (
+        (7, 11, 26),
+        "leftImg8bit/{split}/town/town_{number:06}_000019_leftImg8bit.png",
+        "gtFine/{split}/town/town_{number:06}_000019_gtFine_labelIds.png",
+    ),
+    "camvid": ((3, 1, 8), "{split}/{number:02}.png", "{split}annot/{number:02}.png"),
+    "voc": (
+        (0, 7, 15),
+        "VOCdevkit/VOC2012/JPEGImages/{split}_{number:06}.jpg",
+        "VOCdevkit/VOC2012/SegmentationClass/{split}_{number:06}.png",
+    ),
+    "ade20k": (
+        (1, 2, 150),
+        "images/{folder}/ADE_{split}_{number:08}.jpg",
+        "annotations/{folder}/ADE_{split}_{number:08}.png",
+    ),
+    "folder": ((0, 1, 1), "images/{split}/{number:02}.png", "masks/{split}/{number:02}.png"),
+}
+"""Format -> the ids in its masks of ground, box and disc, and the names of images and masks."""
+
+
+def draw(format: str, root: Path, split: str, count: int) -> None:
+    """Draw images and masks in the layout of a data set."""
+    ids, *names = PLACES[format]
+    rng = np.random.default_rng(len(split))
+    for number in range(count):
         image, mask = draw_scene(rng, *SIZE)
         mask[mask == 255] = 0
-        drawn.append((image, np.array(ids, np.uint8)[mask]))
-    return drawn
-
-
-def write(path: Path, picture: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    assert cv2.imwrite(str(path), picture)
-
-
-def draw_cityscapes(root: Path, split: str, count: int) -> None:
-    for number, (image, mask) in enumerate(scenes(count, (7, 11, 26), len(split))):
-        stem = f"town_{number:06}_000019"
-        write(root / "leftImg8bit" / split / "town" / f"{stem}_leftImg8bit.png", image)
-        write(root / "gtFine" / split / "town" / f"{stem}_gtFine_labelIds.png", mask)
-
-
-def draw_camvid(root: Path, split: str, count: int) -> None:
-    for number, (image, mask) in enumerate(scenes(count, (3, 1, 8), len(split))):
-        write(root / split / f"{number:02}.png", image)
-        write(root / f"{split}annot" / f"{number:02}.png", mask)
-
-
-def draw_voc(root: Path, split: str, count: int) -> None:
-    names = []
-    for number, (image, mask) in enumerate(scenes(count, (0, 7, 15), len(split))):
-        names.append(f"{split}_{number:06}")
-        write(root / "VOCdevkit/VOC2012/JPEGImages" / f"{names[-1]}.jpg", image)
-        write(root / "VOCdevkit/VOC2012/SegmentationClass" / f"{names[-1]}.png", mask)
-    listed = root / "VOCdevkit/VOC2012/ImageSets/Segmentation" / f"{split}.txt"
-    listed.parent.mkdir(parents=True, exist_ok=True)
-    listed.write_text("\n".join(names) + "\n")
-
-
-def draw_ade20k(root: Path, split: str, count: int) -> None:
-    folder = {"train": "training", "val": "validation"}[split]
-    for number, (image, mask) in enumerate(scenes(count, (1, 2, 150), len(split))):
-        write(root / "images" / folder / f"ADE_{split}_{number:08}.jpg", image)
-        write(root / "annotations" / folder / f"ADE_{split}_{number:08}.png", mask)
-
-
-def draw_folder(root: Path, split: str, count: int) -> None:
-    for number, (image, mask) in enumerate(scenes(count, (0, 1, 1), len(split))):
-        write(root / "images" / split / f"{number:02}.png", image)
-        write(root / "masks" / split / f"{number:02}.png", mask)
-
-
-DRAW: dict[str, Callable[[Path, str, int], None]] = {
-    "cityscapes": draw_cityscapes,
-    "camvid": draw_camvid,
-    "voc": draw_voc,
-    "ade20k": draw_ade20k,
-    "folder": draw_folder,
-}
+        folder = {"train": "training", "val": "validation"}[split]
+        for name, picture in zip(names, (image, np.array(ids, np.uint8)[mask]), strict=True):
+            path = root / name.format(split=split, number=number, folder=folder)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            assert cv2.imwrite(str(path), picture)
+    if format == "voc":
+        listed = root / "VOCdevkit/VOC2012/ImageSets/Segmentation" / f"{split}.txt"
+        listed.parent.mkdir(parents=True, exist_ok=True)
+        listed.write_text("".join(f"{split}_{number:06}\n" for number in range(count)))
 
 
 def small(path: Path, root: Path, *more: str) -> RunConfig:
@@ -143,7 +122,7 @@ def prepare(path: Path, folder: Path, *more: str) -> RunConfig:
     root = folder / "data"
     config = small(path, root, *more)
     for split, count in (("train", 20), ("val", 3)):
-        DRAW[config.data.format](root, split, count)
+        draw(config.data.format, root, split, count)
     if config.distill is None:
         return config
     teacher = small(ROOT / "configs" / "camvid.yaml", root, *SMALLER["camvid"], "train.epochs=1", "eval.every_epochs=1")
@@ -187,88 +166,26 @@ def curve_of(run: Path) -> dict[str, Any]:
     }
 
 
-# --- stored curves ---
-
-
 def stored_curve(recipe: str) -> dict[str, Any]:
     """Return the curve in tests/e2e/golden/RECIPE.json."""
     curve: dict[str, Any] = json.loads((CURVES / f"{recipe}.json").read_text())
     return curve
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what computes a curve."""
-    packages = (
-        "torch",
-        "torchvision",
-        "segmentation-models-pytorch",
-        "timm",
-        "albumentations",
-        "opencv-python-headless",
-    )
-    return {package: metadata.version(package) for package in packages}
-
-
 def store_curve(recipe: str, curve: dict[str, Any]) -> None:
     """Write a curve, one line a step, with the versions that it was made with."""
     steps = ",\n".join(f"    {json.dumps(step)}" for step in curve["steps"])
-    values = {"made_with": json.dumps(versions()), "steps": f"[\n{steps}\n  ]", "val": json.dumps(curve["val"])}
+    versions = {package: metadata.version(package) for package in PACKAGES}
+    values = {"made_with": json.dumps(versions), "steps": f"[\n{steps}\n  ]", "val": json.dumps(curve["val"])}
     lines = ",\n".join(f'  "{key}": {value}' for key, value in values.items())
-    CURVES.mkdir(exist_ok=True)
     (CURVES / f"{recipe}.json").write_text(f"{{\n{lines}\n}}\n")
 
 
-LR_TOLERANCE = 1e-12
-"""Relative; a schedule is arithmetic of floats."""
-VAL_TOLERANCES = {"loss": 1e-6, "miou": 2e-3, "pixel_accuracy": 2e-3}
-"""Relative and absolute. Weight averages are float32, and a tie of two classes may turn a pixel over."""
-
-
-def tolerance(step: int) -> float:
-    """Return the relative tolerance of a step's loss, 1e-8 to 1.5e-6; the gradients' norm has ten times as much.
-
-    Measured against AVX-512: with SSE4 (torch, MKL and OpenCV) 2e-15 in the first three steps, and up to 9e-11 in the
-    others; 2e-10 with distillation, whose teacher is a float32 average. torch 2.11 against 2.15: 6e-15.
-    """
-    return 1e-8 * 1.3 ** (step - 1)
-
-
-def differences(recipe: str, curve: dict[str, Any], stored: dict[str, Any]) -> list[str]:
-    """Return a line for each value of a curve that is not the stored one: recipe, step, both values."""
-    found = []
-    if len(curve["steps"]) != len(stored["steps"]):
-        found.append(f"{recipe}: {len(curve['steps'])} steps, stored are {len(stored['steps'])}")
-    for new, old in zip(curve["steps"], stored["steps"], strict=False):
-        limits = {"lr": LR_TOLERANCE, "loss": tolerance(old["step"]), "grad_norm": 10 * tolerance(old["step"])}
-        for field, limit in limits.items():
-            if not math.isclose(new[field], old[field], rel_tol=limit):
-                found.append(_difference(f"{recipe}, step {old['step']}: {field}", new[field], old[field], limit))
-    for field, limit in VAL_TOLERANCES.items():
-        new, old = curve["val"][field], stored["val"][field]
-        if not math.isclose(new, old, rel_tol=limit, abs_tol=limit):
-            found.append(_difference(f"{recipe}, evaluation: {field}", new, old, limit))
-    return found
-
-
-def _difference(what: str, new: float, old: float, limit: float) -> str:
-    return f"{what} is {new!r}, stored is {old!r} (tolerance {limit:.0e})"
-
-
-def main() -> None:
-    """Compare every recipe, or make the curves of those named, or of all, again."""
-    torch.set_num_threads(1)
-    words = sys.argv[1:]
-    names = [word for word in words if word != "--write"]
-    for path in CONFIGS:
-        if names and path.stem not in names:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            curve = curve_of(train_recipe(path, Path(folder)))
-        if "--write" in words:
-            store_curve(path.stem, curve)
-        else:
-            print("\n".join(differences(path.stem, curve, stored_curve(path.stem))) or f"{path.stem}: as stored")
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] != ["--write"]:
+        sys.exit(__doc__)
+    torch.set_num_threads(1)
+    for config in CONFIGS:
+        if config.stem in sys.argv[2:] or not sys.argv[2:]:
+            with tempfile.TemporaryDirectory() as made:
+                store_curve(config.stem, curve_of(train_recipe(config, Path(made))))

@@ -21,14 +21,7 @@ from tests.support import ROOT
 
 
 class Program:
-    """A running `segapp`, the leader of a session and process group of its own.
-
-    Args:
-        pid: of the process.
-        words: its command line.
-        out: file of its standard output.
-        err: file of its standard error.
-    """
+    """A running `segapp`, the leader of a session and process group of its own."""
 
     def __init__(self, pid: int, words: list[str], out: Path, err: Path) -> None:
         self.pid, self.words = pid, words
@@ -59,11 +52,7 @@ class Program:
         return _text(self._err)
 
     def send(self, number: int, *, to_group: bool = False) -> None:
-        """Sends a signal to the process or its whole group.
-
-        Raises:
-            AssertionError: it has ended before: the signal would reach nobody, and the test would show nothing.
-        """
+        """Sends a signal to the process or its whole group, which must not have ended: the test would show nothing."""
         assert self._status is None, f"it had ended with {self._status} before signal {number}:\n{self.stderr}"
         self.is_sigkilled |= number == signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):  # ends at this moment: its exit code tells
@@ -91,16 +80,10 @@ class Program:
 def start(
     *arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = False, machine: int | None = None, **env: str
 ) -> Program:
-    """Starts the real program.
+    """Starts the real program in the folder `cwd`; its output goes to files in `logs`, `env` has variables to set.
 
-    Args:
-        *arguments: its command line.
-        cwd: its working directory.
-        logs: an existing folder for the files of its output.
-        is_stopped: wait for SIGCONT before the command begins.
-        machine: the first process of the machine (`machines`) on which it runs; the pid of the program is then that of
-            a process outside, which ends as the program does.
-        **env: variables to set.
+    With `is_stopped` it waits for SIGCONT before the command begins. `machine` is the first process of the machine
+    (`machines`) on which it runs; the pid of the program is then that of a process outside, which ends as it does.
     """
     words = [str(argument) for argument in arguments]
     streams = [_new_file(logs, kind) for kind in (".out", ".err")]
@@ -183,7 +166,6 @@ def fork_server_name() -> str:
 def _connection() -> socket.socket:
     """Returns a connection to the server of this run of the tests, which is started if it does not run."""
     name = fork_server_name()
-    command = [sys.executable, "-m", "tests.support.fork_server", name]
     deadline_s = time.monotonic() + 60
     while True:
         connection = socket.socket(socket.AF_UNIX)
@@ -194,14 +176,9 @@ def _connection() -> socket.socket:
             connection.close()
             assert time.monotonic() < deadline_s, "the fork server does not start"
         # It goes into the background once it listens, or finds that another one does.
-        subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            check=True,
-        )
+        command = [sys.executable, "-m", "tests.support.fork_server", name]
+        quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "cwd": ROOT, "check": True}
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
 
 
 @functools.cache
