@@ -1,17 +1,13 @@
-"""The order in which a data-parallel step issues its operators on 2 to 8 fake devices, for tests/parallel.
+"""Steps of the engine on fake devices, which have no values, in a process of its own; prints JSON for tests/parallel.
 
-`Recording` runs a step on fake devices, where a tensor has a device but no values, and notes each operator with the
-thread that issues it, its devices and the tensors that it reads and writes. On CUDA every device has one stream here:
-an operator on one device waits for what was issued to its stream before; a copy between two devices waits for both
-streams, and both wait for it (torch's `copy_` records two events). Such a step cannot wait in a circle: events only
-point to what was issued before. A collective could, because its launches on the devices are not one unit, so a step
-must issue none.
+`Recording` notes each operator of a step with the thread that issues it, its devices and the tensors that it reads and
+writes. On CUDA every device has one stream here: an operator waits for what was issued to its stream before; a copy
+between two devices waits for both streams, and both wait for it (torch's `copy_` records two events). Such a step
+cannot wait in a circle. A collective could, because its launches on the devices are not one unit, so a step must issue
+none. `unordered_reads` finds the reads that do not wait for the write: an operator that reads another device's tensor
+without a copy, and a read in one thread of a value from another that no exchange, start or end orders after the write.
 
-`unordered_reads` finds the reads that do not wait for the write: an operator that reads another device's tensor without
-a copy, and a read in one thread of a value from another that no exchange, start or end orders after the write.
-
-Fake devices cannot be removed from a process, so this runs in one of its own and prints JSON: the findings in a step
-of the engine on 2, 3 and 8 devices, and in steps with seeded defects.
+An operator on tensors of two devices is an error of torch here, unlike on logical CPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -33,10 +29,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, current_replica, replicas
+from segapp.parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    convert_sync_batchnorm,
+    current_replica,
+    gradient_penalty,
+    replicas,
+)
+from segapp.parallel.model_parallel import place_stages
 from segapp.parallel.replica_threads import ReplicaThreads
-from tests.support.gpu.fake_device_step import rebuild_on
-from tests.support.parallel_cases import PlainCE
+from tests.support.parallel_cases import PlainCE, SmallNet
 
 COPIES = ("_to_copy", "copy_")
 
@@ -45,14 +48,7 @@ COPIES = ("_to_copy", "copy_")
 class Action:
     """Something that a thread issues to the streams of devices.
 
-    Attributes:
-        thread: name of the issuing thread.
-        devices: whose streams it is issued to.
-        kind: "operator", "copy" or "collective".
-        reads: (value, its device) of what it reads.
-        writes: values it writes.
-        after: numbers of the actions of other threads that the host has waited for.
-        what: name, for messages.
+    It reads (value, its device) and writes values, `after` the actions of other threads that the host has waited for.
     """
 
     thread: str
@@ -64,40 +60,23 @@ class Action:
     what: str = ""
 
 
-@dataclass
-class Order:
-    """Actions in an order in which they were issued once, and what the host orders in all runs."""
-
-    actions: Sequence[Action]
-    before: list[int] = field(default_factory=list)
-    """For each action the set of actions that the host always issues before it, as bits."""
-
-    def __post_init__(self) -> None:
-        latest: dict[str, int] = {}
-        for number, action in enumerate(self.actions):
-            earlier = set(action.after) | ({latest[action.thread]} if action.thread in latest else set())
-            bits = 0
-            for other in earlier:
-                bits |= self.before[other] | 1 << other
-            self.before.append(bits)
-            latest[action.thread] = number
-
-    def are_concurrent(self, one: int, other: int) -> bool:
-        """Return True if threads may issue the two in either order."""
-        first, second = min(one, other), max(one, other)
-        return not self.before[second] >> first & 1
-
-
 def unordered_reads(actions: Sequence[Action]) -> list[str]:
     """Return the reads that nothing orders after the write; empty if there is none."""
-    order, found = Order(actions), []
+    found: list[str] = []
+    before: list[int] = []  # for each action the set of actions that the host always issues before it, as bits
+    latest: dict[str, int] = {}
     writers: dict[int, int] = {}
     for number, action in enumerate(actions):
+        bits = 0
+        for other in {*action.after, *([latest[action.thread]] if action.thread in latest else [])}:
+            bits |= before[other] | 1 << other
+        before.append(bits)
+        latest[action.thread] = number
         for value, device in action.reads:
             if device not in action.devices:
                 found.append(f"{action.what} of {action.thread} on {list(action.devices)} reads from device {device}")
             writer = writers.get(value)
-            if writer is not None and order.are_concurrent(writer, number):
+            if writer is not None and not bits >> writer & 1:
                 found.append(f"{action.what} of {action.thread} reads what {actions[writer].thread} may still issue")
         writers.update(dict.fromkeys(action.writes, number))
     return found
@@ -235,34 +214,54 @@ class Recording(TorchDispatchMode):
         return ordered
 
 
-class Net(nn.Module):
-    """Two layers of BatchNorm, and a weight that is used twice."""
+def rebuild_on(module: nn.Module, device: str) -> nn.Module:
+    """Move a module by new parameters, because Module.to cannot swap data into fake tensors."""
+    new: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                made = new.setdefault(id(parameter), nn.Parameter(torch.empty(parameter.shape, device=device)))
+                part._parameters[key] = made
+        for key, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return module
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
-        )
-        self.layers[5].weight = self.layers[3].weight
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        return (self.layers(images),)
-
-
-def record(num_devices: int, sync_bn: bool = True, gpu0_bsz: int | None = None) -> list[Action]:
-    """Return the actions of one step of the engine."""
-    net = rebuild_on(Net(), "fake:0")
+def record(num_devices: int, sync_bn: bool = True, gpu0_bsz: int | None = None) -> tuple[list[Action], list[str]]:
+    """Return the actions of one step of the engine, and the devices of its outputs."""
+    net = rebuild_on(SmallNet(), "fake:0")
     if sync_bn:
         convert_sync_batchnorm(net)
     else:
         net.eval()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
     model = DataParallelModel(net, [f"fake:{i}" for i in range(num_devices)], gpu0_bsz=gpu0_bsz)
     criterion = DataParallelCriterion(PlainCE(weight=torch.empty(4, device="fake:0")))
     recording = Recording()
     with mock.patch.object(replicas, "_BUCKET_BYTES", 100), recording.waits(), recording.collectives(), recording:
         outputs = model(torch.empty(9, 3, 11, 11))
-        recording.backward(criterion(outputs, torch.empty(9, 9, 9, dtype=torch.long)))
-    return recording.actions
+        loss = criterion(outputs, torch.empty(9, 11, 11, dtype=torch.long))
+        recording.backward(loss)
+    optimizer.step()
+    assert all(p.grad is not None and p.grad.device == p.device == loss.device for p in net.parameters())
+    assert loss.device == torch.device("fake:0")
+    return recording.actions, [str(output[0].device) for output in outputs]
+
+
+def other_roads() -> None:
+    """Run penalties through replicas, and a model in stages."""
+    critic = rebuild_on(convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))), "fake:0")
+    model = DataParallelModel(critic, ["fake:0", "fake:1"])
+    samples = torch.empty(4, 3, 8, 8, device="fake:0")
+    gradient_penalty(model, samples, samples, alpha=torch.empty(4, device="fake:0")).backward()
+    staged = SmallNet(has_aux=False)
+    for name, device in (("stem", "fake:0"), ("dilated", "fake:1"), ("residual", "fake:0"), ("head", "fake:2")):
+        rebuild_on(staged.get_submodule(name), device)
+    place_stages(staged, {"stem": "fake:0", "dilated": "fake:1", "head": "fake:2"})
+    (logits,) = staged(torch.empty(2, 3, 11, 11))
+    assert str(logits.device) == "fake:2"
+    logits.sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------------- seeded defects
@@ -277,34 +276,65 @@ def with_collectives(num_devices: int) -> list[Action]:
         return (None, *sums)
 
     with mock.patch.object(replicas._CopyToDevices, "backward", staticmethod(reduce)):
-        return record(num_devices, sync_bn=False)
+        return record(num_devices, sync_bn=False)[0]
 
 
-def without_waiting(num_devices: int) -> list[Action]:
+def without_waiting(actions: Sequence[Action]) -> list[Action]:
     """A step whose exchanges give tensors to replica 0 before the others have issued what computes them."""
-    actions = record(num_devices)
-    names = {f"replica {i}" for i in range(1, num_devices)}
-    others = {number for number, action in enumerate(actions) if action.thread in names}
-    return [
-        Action(a.thread, a.devices, a.kind, a.reads, a.writes, a.after - others if a.thread == "replica 0" else a.after)
-        for a in actions
-    ]
+    others = {n for n, action in enumerate(actions) if action.thread.startswith("replica") and action.thread[-1] != "0"}
+    return [replace(a, after=a.after - others) if a.thread == "replica 0" else a for a in actions]
 
 
-def without_copies(num_devices: int) -> list[Action]:
+def without_copies(actions: Sequence[Action]) -> list[Action]:
     """A step that reads the other devices' tensors in place, as peer access would let a kernel do."""
-    return [
-        Action(a.thread, a.devices[-1:], "operator", a.reads, a.writes, a.after, a.what) for a in record(num_devices)
-    ]
+    return [replace(a, devices=a.devices[-1:], kind="operator") for a in actions]
 
 
-def findings(actions: Sequence[Action]) -> dict[str, Any]:
+def mixed_devices() -> dict[str, str]:
+    """Return what torch says of four steps that mix devices."""
+    net = rebuild_on(SmallNet(), "fake:0")
+    outputs = DataParallelModel(net, ["fake:0", "fake:1"], gpu0_bsz=2)(torch.empty(5, 3, 11, 11))
+    target = torch.empty(5, 11, 11, dtype=torch.long, device="fake:0")
+    bugs = {
+        "a target that was not scattered": lambda: PlainCE().statistics(outputs[1], target[2:]),
+        "sums added across devices": lambda: outputs[0][0].sum((0, 2, 3)) + outputs[1][0].sum((0, 2, 3)),
+        "scalars added across devices": lambda: outputs[0][0].sum() + outputs[1][0].sum(),
+        "the master's layer on a replica's input": lambda: net.stem[1](torch.empty(2, 4, 6, 6, device="fake:1")),
+    }
+    said = {}
+    for name, bug in bugs.items():
+        try:
+            bug()
+            said[name] = ""
+        except RuntimeError as error:
+            said[name] = str(error).splitlines()[0]
+    return said
+
+
+def findings(actions: Sequence[Action], outputs: Sequence[str] = ()) -> dict[str, Any]:
     kinds = [action.kind for action in actions]
     return {
         "unordered": unordered_reads(actions)[:3],
         "threads": sorted({action.thread for action in actions}),
+        "outputs": outputs,
         **{kind: kinds.count(kind) for kind in ("operator", "copy", "collective")},
     }
+
+
+def main() -> None:
+    actions, outputs = record(3)
+    said = {
+        "dp": findings(actions, outputs),
+        "dp on 5 devices": findings(*record(5, gpu0_bsz=1)),
+        "dp without gpu 0": findings(*record(3, gpu0_bsz=0)),
+        "dp, sync_bn off": findings(*record(3, sync_bn=False)),
+        "with collectives": findings(with_collectives(3)),
+        "without waiting": findings(without_waiting(actions)),
+        "without copies": findings(without_copies(actions)),
+        "mixed devices": mixed_devices(),
+    }
+    other_roads()
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":
@@ -312,12 +342,4 @@ if __name__ == "__main__":
     _setup_privateuseone_for_python_backend("fake")
     torch.autograd.set_multithreading_enabled(False)
     with FakeTensorMode():
-        said = {
-            "dp": {n: findings(record(n)) for n in (2, 3, 8)},
-            "dp without gpu 0": {n: findings(record(n, gpu0_bsz=0)) for n in (2, 3, 8)},
-            "dp, sync_bn off": {n: findings(record(n, sync_bn=False)) for n in (2, 3, 8)},
-            "with collectives": {3: findings(with_collectives(3))},
-            "without waiting": {3: findings(without_waiting(3))},
-            "without copies": {3: findings(without_copies(3))},
-        }
-    print(json.dumps(said))
+        main()
