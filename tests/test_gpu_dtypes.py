@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from segapp.assembly.network import build_network
 from tests.gpu.figures_training import LARGE, SMALL, WITH_DROPOUT, figures_config
-from tests.support.gpu.fake_cuda import fake_cuda
 from tests.support.parallel_cases import SmallNet
 from tests.support.replica_checks import Noted, check_autocast_dtypes
 
-HALVES = [torch.bfloat16, torch.float16]
+
+@contextlib.contextmanager
+def fake_cuda(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make all tensors on a CUDA device that does not exist, with autocast in a dtype; None: without autocast.
+
+    `torch.autocast` itself would switch itself off on a machine without CUDA. A backward pass needs the device.
+    """
+    was = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    with FakeTensorMode(), torch.device("cuda"):
+        torch.set_autocast_enabled("cuda", dtype is not None)
+        torch.set_autocast_dtype("cuda", dtype or was[1])
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", was[0])
+            torch.set_autocast_dtype("cuda", was[1])
+            torch.clear_autocast_cache()
 
 
-@pytest.mark.parametrize("dtype", [None, *HALVES])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_dtypes_of_replicas_are_those_of_autocast(dtype: torch.dtype | None) -> None:
     with fake_cuda(dtype):
         net = SmallNet(width=16)
@@ -25,8 +44,9 @@ def test_dtypes_of_replicas_are_those_of_autocast(dtype: torch.dtype | None) -> 
             check_autocast_dtypes(net.head, outputs, torch.float64)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("model", [LARGE, SMALL, WITH_DROPOUT], ids=lambda model: model["name"])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [(LARGE, torch.bfloat16), (SMALL, torch.float16), (WITH_DROPOUT, torch.bfloat16)]
+)
 def test_networks_of_the_figures_run_under_autocast(model: dict[str, str], dtype: torch.dtype) -> None:
     config = figures_config(True, model)
     with fake_cuda(dtype):

@@ -91,7 +91,8 @@ def test_auxiliary_heads_are_added_with_their_weight(name):
     logits, target = draw(ignored=0.5)
     other, _ = draw(low=(3, 4), seed=1)
     expected = criterion(logits, target) + 0.4 * criterion(other, target)
-    assert torch.allclose(criterion({"out": logits, "aux": other}, target), expected, rtol=1e-13)
+    for outputs in ((logits, other), {"out": logits, "aux": other}, {"aux": other, "out": logits}):
+        assert torch.allclose(criterion(outputs, target), expected, rtol=1e-13)
 
 
 @pytest.mark.parametrize("name", NAMES)

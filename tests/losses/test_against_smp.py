@@ -4,8 +4,12 @@ OHEM has no counterpart there: its pixels are chosen by hand from smp's. smp kno
 are upsampled for it) nor steps without a valid pixel.
 """
 
+import importlib.util
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -24,10 +28,26 @@ from segapp.losses import (
     CriterionOHEM,
     CriterionTversky,
 )
-from tests.support import smp_losses
 from tests.support.loss_cases import relative_error
 
-smp = smp_losses.load()
+
+def load_smps_losses() -> ModuleType:
+    """Return `segmentation_models_pytorch.losses` by itself: the import of the package takes many seconds."""
+    package = importlib.util.find_spec("segmentation_models_pytorch")
+    assert package
+    assert package.origin
+    folder = Path(package.origin).parent / "losses"
+    spec = importlib.util.spec_from_file_location(
+        "smp_losses", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec
+    assert spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+smp = load_smps_losses()
 ON_BANDS, AT_ONCE = 0, 1 << 60
 """Values of FULL_BYTES: the logits are upsampled band by band, or all together."""
 

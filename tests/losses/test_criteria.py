@@ -1,4 +1,4 @@
-"""OHEM, Dice, Tversky, focal and Lovász against independent implementations and values computed by hand."""
+"""Edge cases of the criteria by hand and against torch; test_against_smp.py has their definitions."""
 
 import functools
 import math
@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import CriterionCE, CriterionDice, CriterionFocal, CriterionLovasz, CriterionOHEM, CriterionTversky
+from segapp.losses import (
+    CriterionBCE,
+    CriterionCE,
+    CriterionDice,
+    CriterionFocal,
+    CriterionLovasz,
+    CriterionOHEM,
+    CriterionTversky,
+)
 from segapp.losses.additive import PlainCriterion
 from tests.support.loss_cases import class_weight, draw, relative_error
 
@@ -45,26 +53,6 @@ def upsampled(logits, target):
 
 def pixel_losses(logits, target):
     return F.cross_entropy(upsampled(logits, target), target, ignore_index=255, reduction="none")[target != 255]
-
-
-def field_ohem(logits, target, threshold, min_kept):
-    """OHEM by sorting, as in HRNet and mmsegmentation."""
-    losses = pixel_losses(logits, target)
-    probability = torch.exp(-losses)
-    ordered = probability.sort().values
-    limit = max(ordered[min(min_kept, ordered.numel() - 1)].item(), threshold)
-    return losses[probability < limit].mean()
-
-
-@pytest.mark.parametrize("threshold", [0.2, 0.7, 0.95])
-def test_ohem_matches_the_sorted_form_where_the_threshold_rules(threshold):
-    logits, target = draw()
-    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    loss, truth = CriterionOHEM(threshold, 10)(mine, target), field_ohem(theirs, target, threshold, 10)
-    loss.backward()
-    truth.backward()
-    assert relative_error(loss.detach(), truth.detach()) < 1e-12
-    assert relative_error(mine.grad, theirs.grad) < 1e-12
 
 
 @pytest.mark.parametrize("min_kept", [100, 700, 1200])
@@ -105,62 +93,16 @@ def test_dice_by_hand():
     assert float(CriterionDice(classes="all")(logits, target)) == pytest.approx(1 - (dice_0 + dice_1 + dice_2) / 3)
 
 
-def test_dice_of_a_perfect_prediction_is_zero():
-    _, target = draw(2, ignored=0.0)
-    logits = 1000.0 * F.one_hot(target, 4).movedim(-1, 1).double()
-    assert float(CriterionDice(smooth=0.0)(logits, target)) == pytest.approx(0.0, abs=1e-12)
-
-
-def test_dice_without_smoothing_survives_an_absent_class():
+@pytest.mark.parametrize(
+    "criterion", [CriterionDice(smooth=0.0, classes="all"), CriterionTversky(gamma=0.75), CriterionFocal(gamma=0.5)]
+)
+def test_gradient_of_a_sure_and_right_model_is_finite(criterion):
     logits = torch.zeros(1, 2, 2, 2, requires_grad=True)
     logits.data[:, 1] = -1000.0
-    loss = CriterionDice(smooth=0.0, classes="all")(logits, torch.zeros(1, 4, 4, dtype=torch.uint8))
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert torch.isfinite(logits.grad).all()
-
-
-@pytest.mark.parametrize(("alpha", "beta", "gamma"), [(0.3, 0.7, 1.0), (0.6, 0.1, 0.75), (1.0, 1.0, 2.0)])
-def test_tversky_matches_its_formula(alpha, beta, gamma):
-    logits, target = draw()
-    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    valid = target != 255
-    losses = []
-    for c in range(4):
-        p, own = upsampled(theirs, target).softmax(1)[:, c][valid], (target == c)[valid].double()
-        tp, fp, fn = (p * own).sum(), (p * (1 - own)).sum(), ((1 - p) * own).sum()
-        losses.append((1 - (tp + 0.5) / (tp + alpha * fp + beta * fn + 0.5)) ** gamma)
-    truth = torch.stack(losses).mean()
-    truth.backward()
-    loss = CriterionTversky(alpha=alpha, beta=beta, gamma=gamma, smooth=0.5)(mine, target)
-    loss.backward()
-    assert relative_error(loss.detach(), truth.detach()) < 1e-12
-    assert relative_error(mine.grad, theirs.grad) < 1e-12
-
-
-def test_tversky_of_equal_halves_is_dice():
-    logits, target = draw()
-    for multilabel in (False, True):
-        dice = CriterionDice(smooth=2.0, multilabel=multilabel)(logits, target)
-        tversky = CriterionTversky(alpha=0.5, beta=0.5, multilabel=multilabel)(logits, target)
-        assert relative_error(tversky, dice) < 1e-12
-
-
-def test_focal_tversky_of_a_perfect_prediction_is_finite():
-    logits = torch.zeros(1, 2, 2, 2, requires_grad=True)
-    logits.data[:, 0] = 1000.0
-    loss = CriterionTversky(gamma=0.75)(logits, torch.zeros(1, 4, 4, dtype=torch.uint8))
+    loss = criterion(logits, torch.zeros(1, 4, 4, dtype=torch.uint8))
     loss.backward()
     assert loss.item() == pytest.approx(0.0, abs=1e-6)
     assert torch.isfinite(logits.grad).all()
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0, 5.0])
-def test_focal_matches_its_formula(gamma):
-    logits, target = draw()
-    losses = pixel_losses(logits, target)
-    truth = ((1 - torch.exp(-losses)) ** gamma * losses).mean()
-    assert relative_error(CriterionFocal(gamma=gamma)(logits, target), truth) < 1e-12
 
 
 def test_focal_of_gamma_zero_is_weighted_cross_entropy():
@@ -168,42 +110,6 @@ def test_focal_of_gamma_zero_is_weighted_cross_entropy():
     weight = class_weight()
     focal, plain = CriterionFocal(gamma=0.0, weight=weight), CriterionCE(weight=weight)
     assert relative_error(focal(logits, target), plain(logits, target)) < 1e-12
-
-
-def test_focal_has_a_finite_gradient_where_the_model_is_sure():
-    logits = torch.zeros(1, 2, 2, 2, requires_grad=True)
-    logits.data[:, 0] = 200.0
-    CriterionFocal(gamma=0.5)(logits, torch.zeros(1, 4, 4, dtype=torch.uint8)).backward()
-    assert torch.isfinite(logits.grad).all()
-
-
-def jaccard_extension(error, own):
-    """The Lovász extension by its definition: a sum over the sorted errors of increments of the Jaccard loss."""
-    order = error.argsort(descending=True, stable=True)
-    total, before = 0.0, 0.0
-    for k in range(1, len(order) + 1):
-        wrong = torch.zeros_like(own)
-        wrong[order[:k]] = True
-        predicted = own ^ wrong
-        union = (own | predicted).sum()
-        loss = 1 - (own & predicted).sum() / union if union else torch.tensor(0.0)
-        total, before = total + error[order[k - 1]] * (loss.double() - before), loss.double()
-    return total
-
-
-@pytest.mark.parametrize("classes", ["present", "all"])
-def test_lovasz_matches_the_definition(classes):
-    logits, target = draw(2, low=(3, 3), high=(7, 8))
-    target[target == 1] = 2
-    probabilities = upsampled(logits, target).softmax(1)
-    images = []
-    for image in range(2):
-        valid = target[image] != 255
-        ids, p = target[image][valid], probabilities[image][:, valid]
-        chosen = [c for c in range(4) if classes == "all" or (ids == c).any()]
-        parts = [jaccard_extension(((ids == c).double() - p[c]).abs(), ids == c) for c in chosen]
-        images.append(sum(parts) / len(parts))
-    assert relative_error(CriterionLovasz(classes)(logits, target), torch.stack(images).mean()) < 1e-6
 
 
 def test_lovasz_skips_images_without_valid_pixels():
@@ -234,3 +140,27 @@ def test_options_out_of_range_are_named():
         CriterionTversky(gamma=0)
     with pytest.raises(ValueError, match="classes='some'"):
         CriterionLovasz("some")
+    with pytest.raises(ValueError, match="holds the ids 16"):
+        CriterionBCE(multilabel=True)(torch.zeros(1, 4, 2, 2), torch.full((1, 2, 2), 16))
+    with pytest.raises(ValueError, match="pos_weight=0"):
+        CriterionBCE(pos_weight=0)
+    for smoothing in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=f"label_smoothing={smoothing}: give a number from 0 to 1"):
+            CriterionBCE(label_smoothing=smoothing)
+    with pytest.raises(ValueError, match=r"weight=\[0\.0, 0\.0\]"):
+        CriterionBCE([0.0, 0.0])
+
+
+def test_bce_of_class_ids_is_that_of_one_hot_targets():
+    logits, target = draw()
+    sets = torch.where(target == 255, 255, 1 << target.clamp(max=4))
+    one, several = CriterionBCE()(logits, target), CriterionBCE(multilabel=True)(logits, sets)
+    assert relative_error(one, several) < 1e-14
+
+
+def test_bce_of_one_logit_is_cross_entropy_against_a_zero():
+    logits, target = draw(3, 1)
+    target = torch.where(target == 255, 255, torch.arange(target.numel()).view_as(target) % 3 % 2)
+    pair = upsampled(torch.cat([torch.zeros_like(logits), logits], 1), target)
+    expected = F.cross_entropy(pair, target, ignore_index=255)
+    assert relative_error(CriterionBCE(multilabel=True)(logits, target), expected) < 1e-12

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
+from segapp.parallel import BalancedDataParallel, convert_sync_batchnorm
 from segapp.parallel import sync_batchnorm as layers
 from segapp.parallel.replica_threads import ReplicaThreads
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu

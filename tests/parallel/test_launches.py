@@ -1,8 +1,8 @@
 """Upper bounds of a step's operators and launches, on a thin DeepLabV3-ResNet50: what a step costs the host.
 
-Before flat weights, and before one node per synchronised BatchNorm layer joined its parts, the operators were 831, 20443
-on 3 devices, 50413 on 8, and 8960 in a rank. At the least, every replica dispatches the operators of the network: 470 of
-the 831, besides BatchNorm and the accumulation of gradients, which three replicas do together.
+Before flat weights, and before one node per synchronised BatchNorm layer joined its parts, the operators were 831,
+20443 on 3 devices, 50413 on 8, and 8960 in a rank. At the least, every replica dispatches the operators of the network:
+470 of the 831, besides BatchNorm and the accumulation of gradients, which three replicas do together.
 """
 
 from contextlib import nullcontext

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from segapp.losses import CriterionLovasz, overlap
+from segapp.losses import CriterionLovasz, overlap, upsample_argmax, upsample_confusion
 from segapp.losses.fused import bands
 from segapp.losses.fused import pixel_sums as sums
 from segapp.losses.overlap import lovasz_of_image
@@ -12,13 +13,17 @@ from tests.support.loss_cases import criteria, draw, relative_error
 NAMES = list(criteria())
 
 
-@pytest.fixture
-def _on_small_bands(monkeypatch):
+@pytest.fixture(params=[2, 40])
+def _on_small_bands(request, monkeypatch):
+    """Cut batches of any size, for a number of threads."""
     monkeypatch.setattr(sums, "FULL_BYTES", 0)
     monkeypatch.setattr(bands, "CPU_BAND_BYTES", 4000)
-    monkeypatch.setattr(bands, "MIN_PART_BYTES", 10_000)
-    monkeypatch.setattr(bands, "MIN_CELL_BYTES", 0)
-    monkeypatch.setattr(bands, "MIN_SHARED_BYTES", 0)
+    for name in ("MIN_PART_BYTES", "MIN_SHARED_BYTES", "MIN_CELL_BYTES"):
+        monkeypatch.setattr(bands, name, 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 def gradients(criterion, logits, target):
@@ -30,11 +35,12 @@ def gradients(criterion, logits, target):
 
 
 def plain(monkeypatch):
+    torch.set_num_threads(1)
     monkeypatch.setattr(sums, "FULL_BYTES", 1 << 60)
     monkeypatch.setattr(overlap, "is_eager", lambda _: False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("_on_small_bands")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ignored", [0.0, 0.4])
@@ -47,7 +53,7 @@ def test_loss_and_both_derivatives_match_the_full_resolution(name, ignored, monk
         assert relative_error(mine, truth) < 1e-11
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("_on_small_bands")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,10 +91,20 @@ def test_lovasz_passes_gradcheck_and_equals_sum_over_images():
 
 
 @pytest.mark.usefixtures("_on_small_bands")
+def test_argmax_and_confusion_with_any_threads_match_torch():
+    logits, target = draw(3, low=(5, 6), high=(33, 41))
+    predicted = F.interpolate(logits, (33, 41), mode="bilinear", align_corners=True).argmax(1)
+    valid = target != 255
+    truth = torch.bincount(4 * target[valid] + predicted[valid], minlength=16).view(4, 4)
+    assert torch.equal(upsample_argmax(logits, (33, 41)).long(), predicted)
+    assert torch.equal(upsample_confusion(logits, target).confusion.long(), truth)
+
+
+@pytest.mark.usefixtures("_on_small_bands")
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_under_no_grad_requires_no_gradient(name):
     criterion = criteria()[name]
-    logits, target = draw()
+    logits, target = draw(2)
     with torch.no_grad():
         loss = criterion(logits, target)
     assert not loss.requires_grad

@@ -50,6 +50,7 @@ def peak_mib(ledger, compute, *arguments):
     return max(peak.total() - peak["arguments"] for peak in by_phase.values()) / 2**20
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("align_corners", [True, False])
 @pytest.mark.parametrize("head", HEADS)
 def test_plan_counts_what_the_launch_allocates(head, align_corners, monkeypatch):
@@ -74,15 +75,13 @@ def test_plan_counts_what_the_launch_allocates(head, align_corners, monkeypatch)
 
 
 def test_default_device_does_not_change_the_tables():
-    triton_cross_entropy._tables.cache_clear()
     with torch.device("meta"):
         row_starts, row_fractions, column_starts, column_fractions = triton_cross_entropy._tables(
-            (7, 6), (33, 41), True, torch.float32, torch.device("cpu")
+            (7, 6), (35, 41), True, torch.float32, torch.device("cpu")
         )
     assert column_starts.tolist() == [0, 8, 16, 24, 32, 40, 41]
-    assert [len(each) for each in (row_starts, row_fractions, column_fractions)] == [8, 33, 41]
+    assert [len(each) for each in (row_starts, row_fractions, column_fractions)] == [8, 35, 41]
     assert row_fractions.is_cpu
-    triton_cross_entropy._tables.cache_clear()
 
 
 def test_partial_results_of_ade20k_are_near_the_logits():

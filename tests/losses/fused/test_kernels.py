@@ -20,7 +20,7 @@ from tests.support.loss_cases import draw, relative_error
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch on Linux")
 
 from segapp.losses.fused import triton_cross_entropy
-from tests.support.gpu.fake_cuda_driver import pretend_card
+from tests.support.gpu.compiled_kernels import pretend_card
 
 CPU = torch.device("cpu")
 

@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import cross_entropy, upsample_cross_entropy
 from segapp.losses.fused import kernels
 from segapp.losses.fused.checks import raise_reported
 from segapp.losses.fused.reference import CrossEntropySettings
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
-from tests.support.gpu.interpreter import call_functions_directly
-from tests.support.loss_cases import draw, relative_error
+from tests.support.gpu.as_on_cuda import call_functions_directly
 
 SHAPES = [  # N, C, h, w, H, W
     (2, 5, 3, 7, 13, 70),
@@ -60,39 +58,23 @@ def check(case, seed):
 
 def check_edges():
     options = CrossEntropySettings(True, 255, 0.1)
-    logits = torch.randn(1, 4, 3, 3)
-    ignored = torch.full((1, 12, 12), 255, dtype=torch.uint8)
+    logits = torch.randn(1, 4, 2, 3)
+    ignored = torch.full((1, 5, 7), 255, dtype=torch.uint8)
     loss_sum, weight_sum, gradient = cross_entropy_by_triton(logits, ignored, None, options, with_gradient=True)
     assert float(loss_sum) == float(weight_sum) == float(gradient.abs().max()) == 0.0
-    far = 1000 * torch.randn(1, 4, 3, 3)
+    far = 1000 * logits
     loss_sum, _, gradient = cross_entropy_by_triton(far, ignored % 4, None, options, with_gradient=True)
     assert torch.isfinite(loss_sum)
     assert torch.isfinite(gradient).all()
     assert cross_entropy_by_triton(logits, ignored % 4, None, options, with_gradient=False)[2] is None
     for ids, named in (([-7, 1 << 40], "-7, 1099511627776"), ([-1, 0], "-1"), ([3, 4], "4")):
         bad = (ignored % 4).long()
-        bad[0, 3, 4], bad[0, 5, 6] = ids
+        bad[0, 3, 4], bad[0, 4, 6] = ids
         assert torch.isnan(cross_entropy_by_triton(logits, bad, None, options, with_gradient=True)[0])
         with pytest.raises(ValueError, match=f"ids {named}: classes are 0 to 3"):
             raise_reported()
     cross_entropy_by_triton(logits, ignored, None, options, with_gradient=True)
-
-
-def check_automatic_choice():
-    """The public function as on CUDA, with the trial launch and the kernels, both interpreted."""
-    cross_entropy.BAND_DEVICES = frozenset()
-    logits, target = draw(2, 5, (4, 6), (17, 23), dtype=torch.float32)
-    results = []
-    for implementation in ("auto", "triton", "reference"):
-        x = logits.clone().requires_grad_()
-        loss_sum, weight_sum = upsample_cross_entropy(x, target, label_smoothing=0.1, implementation=implementation)
-        (loss_sum / weight_sum).backward()
-        results.append([loss_sum.detach(), weight_sum, x.grad])
-    assert kernels._results == {torch.device("cpu"): None}
-    for one, two in zip(results[0], results[1], strict=True):
-        assert torch.equal(one, two)
-    for mine, truth in zip(results[0], results[2], strict=True):
-        assert relative_error(mine, truth) < 1e-5
+    assert kernels.has_kernels(logits.device), "the trial before the first use"
 
 
 if __name__ == "__main__":
@@ -101,5 +83,4 @@ if __name__ == "__main__":
     for seed, case in enumerate(chosen):
         check(case, seed)
     check_edges()
-    check_automatic_choice()
     print(len(chosen), "cases")

@@ -21,12 +21,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from segapp import accelerator
 from segapp.accelerator import Accelerator, Gpu, GpuFacts
-from segapp.compat.torch import TorchDispatchMode, register_python_backend, tree_leaves
-from tests.support.gpu import other_device
-from tests.support.gpu.other_device import _Elsewhere
+from segapp.compat.torch import TorchDispatchMode, operator_name, register_python_backend, tree_leaves
 
 KIND = "narrowgpu"
 
@@ -81,40 +80,103 @@ class NoFloat64Gpu(Gpu):
         return False
 
 
-class RefuseFloat64(TorchDispatchMode):
-    """Raises the error of MPS for every tensor of float64 on the device."""
+_TAKE_BOTH = ("_to_copy", "copy_", "index", "index_put", "index_put_")
+"""Operators that take tensors of two devices: copies, and indices on the CPU."""
+
+
+class _Elsewhere(Tensor):
+    """A tensor whose values are in `stored`, on the CPU, and whose device is the other one."""
+
+    stored: Tensor
+
+    @staticmethod
+    def __new__(cls, stored: Tensor) -> _Elsewhere:
+        made: _Elsewhere = Tensor._make_wrapper_subclass(
+            cls,
+            stored.size(),
+            strides=stored.stride(),
+            storage_offset=stored.storage_offset(),
+            dtype=stored.dtype,
+            device=torch.device(KIND, 0),
+        )
+        made.stored = stored
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the operator
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Return the outputs of an operator outside `no_float64`, such as a comparison of results."""
+        with _OtherDevice():  # type: ignore[no-untyped-call]
+            return func(*args, **(kwargs or {}))
+
+
+class _OtherDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes every operator on the CPU, and gives its results the device of its inputs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: otherwise torch imports its compiler at the first operator, which takes five seconds."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for made in tree_leaves(out):
-            if isinstance(made, Tensor) and made.device.type == KIND and made.dtype == torch.float64:
-                raise TypeError(f"{func}: this device has no float64: use float32 instead")
-        return out
+        """Return the outputs of an operator, all of whose tensors but scalars are on one device."""
+        kwargs = dict(kwargs or {})
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        num_moved = sum(isinstance(value, _Elsewhere) for value in tensors)
+        is_left = any(value.dim() and not isinstance(value, _Elsewhere) for value in tensors)
+        name = operator_name(func)
+        if num_moved and is_left and name not in _TAKE_BOTH:
+            raise RuntimeError(f"{name} has inputs on two devices")
+        is_moved = num_moved > 0
+        if kwargs.get("device") is not None:
+            is_moved = torch.device(kwargs["device"]).type == KIND
+            kwargs["device"] = torch.device("cpu") if is_moved else kwargs["device"]
+        here, named = tree_map_only(_Elsewhere, lambda value: value.stored, (args, kwargs))
+        out = func(*here, **named)
+        if is_moved and any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in tree_leaves(out)):
+            raise TypeError(f"{func}: this device has no float64: use float32 instead")
+        if not is_moved or out is None:  # None from `_foreach_` and `_fused_` operators
+            return out
+        changed = [
+            args[place] if place < len(args) else kwargs.get(argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if changed:
+            return changed[0] if len(changed) == 1 else tuple(changed)
+        return tree_map_only(Tensor, lambda value: value if isinstance(value, _Elsewhere) else _Elsewhere(value), out)
 
 
-class _Data(TorchFunctionMode):
-    """Gives a tensor the values of the one that is set as its `data`."""
+class _Numbers(TorchFunctionMode):
+    """Carries Python's numbers to tensors of the other device and back, which torch hides from dispatch modes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the result of a function."""
+        kwargs = dict(kwargs or {})
         if func is Tensor.data.__set__ and isinstance(args[0], _Elsewhere):  # type: ignore[attr-defined]
             args[0].stored = args[1].stored
             return None
-        return func(*args, **(kwargs or {}))
+        if func is Tensor.tolist and isinstance(args[0], _Elsewhere):
+            return args[0].stored.tolist()
+        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+            device = kwargs.get("device") or (args[0].device if func is Tensor.new_tensor else "cpu")
+            if torch.device(device).type == KIND:
+                made: Tensor = func(*args, **{**kwargs, "device": "cpu"})
+                return made.to(KIND)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def no_float64() -> Iterator[torch.device]:
     """Give the device for the body of the `with` statement."""
     register_python_backend(KIND)
-    device, gpu, made = torch.device(KIND, 0), NoFloat64Gpu(), other_device.wrapper
+    device, gpu = torch.device(KIND, 0), NoFloat64Gpu()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(other_device, "ELSEWHERE", KIND))
-        stack.enter_context(mock.patch.object(other_device, "wrapper", lambda kind, like, _: made(kind, like, device)))
         stack.enter_context(mock.patch.dict(accelerator.ACCELERATORS, {KIND: gpu}))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(other_device.elsewhere())
-        stack.enter_context(RefuseFloat64())
-        stack.enter_context(_Data())
+        stack.enter_context(_Numbers())
+        stack.enter_context(_OtherDevice())  # type: ignore[no-untyped-call]
         yield device
 
 

@@ -18,9 +18,8 @@ import pytest
 
 from segapp.losses.fused import kernels
 from tests.support import ROOT
-from tests.support.gpu.as_on_cuda import take_cuda_road
+from tests.support.gpu.as_on_cuda import call_functions_directly, leave_overflow_checks_out, take_cuda_road
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
-from tests.support.gpu.interpreter import call_functions_directly, leave_overflow_checks_out
 
 FACTS_VARIABLE = "SEGAPP_TEST_CUDA_ROAD"
 
