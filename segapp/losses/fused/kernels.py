@@ -41,7 +41,7 @@ class BlockShape:
     """Block sizes of the loss kernel (see `triton_kernels`).
 
     With these sizes, a few registers (8 to 56 bytes) are spilled in one of forty specializations, and none in the
-    others, for Triton 3.6 and 3.9 on compute capabilities 7.5 to 12.0 (`python -m tests.support.gpu.kernel_usage`).
+    others, for Triton 3.6 and 3.9 on compute capabilities 7.5 to 12.0 (`tests/losses/fused/test_triton_kernels.py`).
 
     Attributes:
         TILES: classes per thread.

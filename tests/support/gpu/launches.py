@@ -8,7 +8,6 @@ have one dtype and device and corresponding tensors equal layouts; else it launc
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -186,14 +185,3 @@ def count(step: Callable[[], None]) -> LaunchCounter:
     with LaunchCounter() as counter:
         step()
     return counter
-
-
-def least_cpu_s(step: Callable[[], None], repeats: int = 10) -> float:
-    """Return the least process time of a step, all threads together, in seconds."""
-    step()
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        step()
-        times.append(time.process_time() - start)
-    return min(times)
