@@ -91,20 +91,6 @@ def test_detached_training_obeys_ctl_commands(
         ctl(run, "pause")
 
 
-@pytest.mark.slow
-def test_start_error_of_detached_training_is_printed(tiny: dict[str, Any], tmp_path: Path) -> None:
-    written(small(tiny), tmp_path)
-    lost = segapp("train", "--config", "tiny.yaml", "--detach", "data.root=nowhere", cwd=tmp_path)
-    assert lost.returncode == 3
-    assert lost.stderr.startswith("error: ")
-    assert "nowhere" in lost.stderr
-    wrong = segapp("train", "--config", "tiny.yaml", "--detach", "train.epoch=3", cwd=tmp_path)
-    assert (wrong.returncode, "did you mean train.epochs?" in wrong.stderr) == (2, True)
-    with RunFolder.create(path=tmp_path / "held"):
-        busy = segapp("train", "--config", "tiny.yaml", "--detach", "--run", "held", cwd=tmp_path)
-    assert (busy.returncode, str(os.getpid()) in busy.stderr) == (9, True)
-
-
 def test_second_resume_is_refused_while_the_first_starts(tiny: dict[str, Any], tmp_path: Path) -> None:
     """The log is the first one's: viewers show how long ago its last line was written."""
     config = written(small(tiny), tmp_path)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.assembly.devices import DevicePlan, plan_devices
+from segapp.assembly.devices import DevicePlan
 from segapp.errors import DistributedError, OutOfMemoryError, StorageError
-from segapp.parallel.distributed import DistributedSetupError, Ranks
+from segapp.parallel.distributed import DistributedSetupError
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.session import ranks, session
@@ -83,27 +83,6 @@ def test_rank_waits_for_a_folder_that_its_disk_shows_late(tmp_path: Path, monkey
     monkeypatch.setattr(session, "_FOLDER_S", 60.0)
     threading.Timer(0.2, folder.path.mkdir).start()
     session._wait_for_folder(folder, 1)
-
-
-@pytest.mark.parametrize(
-    ("devices", "by_environment"), [(["cpu"], False), (["cpu", "cpu"], True), (["cpu", "cpu"], False)]
-)
-def test_devices_are_told_once_where_there_are_several(
-    devices: list[str],
-    by_environment: bool,
-    tiny: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delenv(ranks.RANK_DEVICES, raising=False)
-    if by_environment:
-        monkeypatch.setenv(ranks.RANK_DEVICES, "[]")
-    config = merged(tiny, parallel={"devices": devices})
-    plan = plan_devices(config)
-    with session._opened_folder(TrainRequest(config, run=tmp_path / "run"), plan, Ranks()):
-        pass
-    assert ("devices: cpu, cpu" in capsys.readouterr().out) == (len(devices) > 1 and not by_environment)
 
 
 @pytest.mark.parametrize(

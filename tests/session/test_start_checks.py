@@ -10,12 +10,12 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.config import dump_config, validate_config
+from segapp.config import validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import ClassFrequencies, Targets
 from segapp.errors import DataError
 from segapp.session.start_checks import changed_length_note, start_alerts, start_notes
-from tests.support.runs import events, merged, segapp, train
+from tests.support.runs import merged, train
 
 CLASSES = ["ground", "box", "disc"]
 SCHEME = class_scheme("folder", classes=CLASSES)
@@ -155,21 +155,3 @@ def test_train_refuses_black_and_white_masks(tiny: dict[str, Any], tiny_root: Pa
     assert not (tmp_path / "run").exists()
     mended = {**tiny, "data": {**raw, "label_map": {255: 1}, "ignore_index": -1}}
     assert train(merged(mended, train={"epochs": 1, "batch_size": 5}), tmp_path / "mended") == 0
-
-
-@pytest.mark.slow
-def test_a_run_says_each_thing_once_and_a_trial_too(
-    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = merged(tiny, train={"epochs": 1}, data={"classes": [*CLASSES, "tree"]}, schedule={"warmup_steps": 4})
-    assert train(config, tmp_path / "run") == 0
-    alerts = [(each["kind"], each["message"]) for each in events(tmp_path / "run", "alert")]
-    assert [kind for kind, _ in alerts] == ["classes", "schedule"]
-    assert "train: tree; the model cannot learn it" in alerts[0][1]
-    printed = capsys.readouterr().out
-    assert printed.count("of the pixels of the 10 masks of split train are ignored: value 255") == 1
-    assert [printed.count(f"alert: {message}") for _, message in alerts] == [1, 1]
-    (tmp_path / "tiny.yaml").write_text(dump_config(config))
-    smoke = segapp("train", "--config", "tiny.yaml", "--smoke", cwd=tmp_path)
-    assert smoke.returncode == 0, smoke.stderr
-    assert [smoke.stderr.count(message) for _, message in alerts] == [1, 1]

@@ -32,9 +32,7 @@ from segapp.losses import (
     CriterionCE,
     CriterionDice,
     CriterionLovasz,
-    CriterionMaskClassification,
 )
-from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
 from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
@@ -99,12 +97,6 @@ class DroppingNet(SmallNet):
         self.body.append(nn.Dropout(0.3))
         self.pooled.append(nn.Dropout2d(0.2))
         self.head = nn.Sequential(DropPath(0.2), nn.Conv2d(6, 3, 1))  # type: ignore[assignment]
-
-
-def eomt() -> nn.Module:
-    """Return a small EoMT with masked attention, which fades during the steps of the test."""
-    options = {"depth": 3, "embed_dim": 24, "num_heads": 2, "patch_size": 8, "num_queries": 5, "num_blocks": 2}
-    return build_model("segapp", "eomt", 3, encoder="tu-vit_small_patch16_dinov3", options={**options, "mask_steps": 4})
 
 
 def images_of(num: int, seed: int) -> Batch:
@@ -210,10 +202,6 @@ def figures(ranks: Ranks) -> dict[str, Any]:
         table[f"{name}, accumulated"] = errors_of(CRITERIA[name], ranks, changing[-4:], sizes=(8, 8, 5))
     table["short batch of 5"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(5,))
     table["short batch of 2"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(2,))
-    masks = partial(CriterionMaskClassification, 5, 3)
-    busy = [{}, {"gpu0_bsz": 1}]  # timm's transformers take no empty batch
-    table["eomt"] = errors_of(masks, ranks, [*busy, {}], build=eomt)
-    table["eomt, accumulated"] = errors_of(masks, ranks, busy, sizes=(8, 5), build=eomt)
     return {
         "errors": table,
         "dropout": {

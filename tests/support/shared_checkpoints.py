@@ -27,25 +27,21 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
     if ranks.is_main:
         save_checkpoint(folder, state, CheckpointFacts(step=3, epoch=1))
     found: dict[str, list[Any]] = {}
+    real = training_state.open_if_intact
 
     def note(case: str, *, is_elsewhere: bool, sees: bytes | None = b"") -> None:
         """Load with this rank on a machine of its own or not, where its file ends in other bytes or is missing."""
-        patches = mock.patch.multiple(
-            training_state,
-            machine_id=lambda: f"machine-{ranks.rank if is_elsewhere else 0}",
-            open_if_intact=lambda path, *facts: real(seen(path), *facts),
-        )
 
-        def seen(path: Path) -> Path:
-            if sees == b"" or ranks.is_main:
-                return path
-            own = folder / f"seen by {ranks.rank}"
-            own.unlink(missing_ok=True)
-            if sees is not None:
+        def opened(path: Path, *facts: Any) -> Any:
+            own = path if sees == b"" or ranks.is_main else folder / f"seen by {ranks.rank}"
+            if sees and own != path:
                 own.write_bytes(path.read_bytes()[: -len(sees)] + sees)
-            return own
+            elif own != path:
+                own.unlink(missing_ok=True)
+            return real(own, *facts)
 
-        with patches:
+        machine = f"machine-{ranks.rank if is_elsewhere else 0}"
+        with mock.patch.multiple(training_state, machine_id=lambda: machine, open_if_intact=opened):
             try:
                 loaded = training_state.load_to_resume(ranks, RunFolder(folder.parent), is_resumed=True)
             except SegappError as error:
@@ -53,13 +49,10 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
             else:
                 assert loaded is not None
                 assert (loaded.step, loaded.state["is"]) == (3, True)
-                differences = [
-                    float((loaded.state["model"][k] - each).abs().max()) for k, each in state["model"].items()
-                ]
-                own = [maps(folder), max(differences)]
+                weights = loaded.state["model"].items()
+                own = [maps(folder), max(float((state["model"][k] - each).abs().max()) for k, each in weights)]
             found[case] = ranks.gather(own)
 
-    real = training_state.open_if_intact
     note("one machine", is_elsewhere=False)
     note("two machines", is_elsewhere=True)
     note("other bytes there", is_elsewhere=True, sees=b"?")

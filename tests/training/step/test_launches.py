@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from segapp.assembly.pairs import build_scheme
 from segapp.config import RunConfig, validate_config
 from segapp.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.assembler import StepLayout
-from segapp.training.step.engine import StepEngine
 from tests.support.gpu.launches import LaunchCounter
 
 CPU = torch.device("cpu")
@@ -26,23 +23,6 @@ def config_of(model: dict[str, Any], **train: Any) -> RunConfig:
     return validate_config({"name": "r", "data": data, "model": model, "train": {"batch_size": 2, "ema": 0.9, **train}})
 
 
-def launches_of_second_step(config: RunConfig, mode: Any) -> tuple[LaunchCounter, StepEngine]:
-    engine = build_trial_engine(config, StepLayout(mode, (CPU,)))
-    engine.network.module.train()
-    batches = [blank_batch(build_scheme(config.data), 2, (64, 64))] * config.train.accumulate
-    engine.step(batches)
-    with LaunchCounter() as counter:
-        engine.step(batches)
-    return counter, engine
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("train", "most"),
@@ -50,14 +30,15 @@ def _one_rank() -> Iterator[None]:
     ids=["fp32", "accumulate", "amp-bf16", "fp16"],
 )
 def test_launches_of_a_single_step(train: dict[str, Any], most: int) -> None:
-    counter, _ = launches_of_second_step(config_of(DEMO, **train), "single")
+    """Of the second one."""
+    config = config_of(DEMO, **train)
+    engine = build_trial_engine(config, StepLayout("single", (CPU,)))
+    engine.network.module.train()
+    batches = [blank_batch(build_scheme(config.data), 2, (64, 64))] * config.train.accumulate
+    engine.step(batches)
+    with LaunchCounter() as counter:
+        engine.step(batches)
     assert counter.total <= most, counter.by_operator.most_common()
-
-
-@pytest.mark.usefixtures("_one_rank")
-def test_launches_of_a_ddp_step() -> None:
-    counter, _ = launches_of_second_step(config_of(DEMO), "ddp")
-    assert counter.total <= 380, counter.by_operator.most_common()
 
 
 def test_undo_and_average_take_at_most_20_launches() -> None:

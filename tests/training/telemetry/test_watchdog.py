@@ -41,18 +41,15 @@ class Clock:
         return taken_s is None
 
 
-def context_of(folder: Path, memory: DeviceMemoryTracker) -> RunContext:
-    return RunContext(RunFolder(folder), EventLog(None), Ranks(), StopSignals(is_active=False), memory)
-
-
 class Watched:
     """A watchdog whose loop runs in the test, and the seconds after which it reports a hang."""
 
     def __init__(self, folder: Path, timeout_s: float, **limits: Any) -> None:
         self.memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
         self.has_stepped = False
+        context = RunContext(RunFolder(folder), EventLog(None), Ranks(), StopSignals(is_active=False), self.memory)
         self.dog = Watchdog(
-            context_of(folder, self.memory),
+            context,
             timeout_s=timeout_s,
             step=lambda: 7,
             has_stepped=lambda: self.has_stepped,
@@ -152,25 +149,15 @@ def test_progress_ends_the_silence(watched: Watched, monkeypatch: pytest.MonkeyP
 def test_save_that_hangs_blames_the_disk_only_while_it_writes(
     tmp_path: Path, num_ranks: int, is_writing: bool, says: str, exit_code: int
 ) -> None:
-    memory, pids = (
-        DeviceMemoryTracker([device_info_of(torch.device("cpu"))]),
-        [("elsewhere", n) for n in range(num_ranks)],
-    )
-    with Watchdog(
-        context_of(tmp_path, memory),
-        timeout_s=0.0,
-        step=lambda: 7,
-        is_writing=lambda: is_writing,
-        rank_pids=pids,
-    ) as dog:
-        error = dog._reason("save", 60.0)
+    pids = [("elsewhere", number) for number in range(num_ranks)]
+    dog = Watched(tmp_path, 0.0, is_writing=lambda: is_writing, rank_pids=pids).dog
+    error = dog._reason("save", 60.0)
     assert says in str(error)
     assert error.exit_code == exit_code
 
 
 def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, own = machine_id(), os.getpid()
-    memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
     heard: list[int] = []
     slept: list[float] = []
     monkeypatch.setattr(module, "child_pids", lambda: [own + 1])
@@ -178,7 +165,7 @@ def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, mo
     monkeypatch.setattr(module.time, "sleep", slept.append)
     for others in ([], [("elsewhere", own + 3)], [(here, own + 2), ("elsewhere", own + 3)]):
         ranks = [(here, own), *others]
-        with Watchdog(context_of(tmp_path, memory), timeout_s=0.0, rank_pids=ranks) as dog:  # 0: no thread
+        with Watched(tmp_path, 0.0, rank_pids=ranks).dog as dog:  # 0: no thread
             dog._write_stacks("step", 61.0)
     assert heard == [own + 1, own + 1, own + 1, own + 2]
     assert slept == [module._OTHERS_S]

@@ -1,0 +1,206 @@
+"""What the assembly of an engine refuses and builds, and steps with `train.recompute` that change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.assembly.devices import with_precision
+from segapp.assembly.network import build_network
+from segapp.assembly.pairs import build_scheme
+from segapp.compat.torch import TorchDispatchMode, operator_name
+from segapp.config import ModelConfig, RunConfig
+from segapp.datasets.pool import Batch
+from segapp.errors import ConfigError
+from segapp.models.surgery import replace_adaptive_pooling
+from segapp.parallel.distributed import Ranks
+from segapp.parallel.recompute import RecomputedBlock
+from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
+from segapp.training.step.engine import StepEngine
+from tests.support.runs import differing, merged
+
+ONE_CPU = StepLayout("single", (torch.device("cpu"),))
+
+
+def assembler_of(config: RunConfig) -> StepAssembler:
+    return StepAssembler(with_precision(config, ONE_CPU.devices), build_scheme(config.data))
+
+
+@pytest.mark.parametrize(("gpu0_bsz", "is_refused"), [(0, True), (1, False)])
+def test_rank_without_samples_needs_synchronised_batchnorm(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpu0_bsz: int, is_refused: bool
+) -> None:
+    ranks = Ranks()
+    ranks.world_size = 2
+    monkeypatch.setattr(RealDevices, "wrap_ddp", lambda _, inner, *__: inner)  # DDP would wait for the other rank
+    config = merged(tiny, train={"batch_size": 4}, parallel={"sync_bn": False})
+    assembler = assembler_of(config)
+    layout = StepLayout("ddp", (torch.device("cpu"),), gpu0_bsz=gpu0_bsz)
+    parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"split \[0, 4\] leaves a rank without samples.* BatchNorm layer"):
+            assembler.assemble(parts, layout, ranks=ranks)
+    else:
+        assert assembler.assemble(parts, layout, ranks=ranks).network.split_of(4) == [1, 3]
+
+
+def test_batchnorm_that_cannot_be_synchronised_names_the_key(tiny: dict[str, Any]) -> None:
+    assembler = assembler_of(merged(tiny))
+    model = assembler.build_model(with_weights=False)
+    model.norm = torch.nn.LazyBatchNorm2d()
+    with pytest.raises(ConfigError, match=r"norm \(LazyBatchNorm2d\) has .* before, or set parallel\.sync_bn=false$"):
+        assembler.prepare(model, StepLayout("dp", ONE_CPU.devices * 2))
+    assembler.prepare(model, ONE_CPU)
+
+
+def test_channels_last_weights_where_they_are_faster(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_asked in (True, False):
+        monkeypatch.setattr("segapp.training.step.assembler.uses_channels_last", lambda *_, is_asked=is_asked: is_asked)
+        assembler = assembler_of(merged(tiny))
+        model = assembler.prepare(assembler.build_model(with_weights=False), ONE_CPU)
+        kernels = [p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1 and p.shape[2] > 1]
+        assert kernels
+        assert all(p.is_contiguous(memory_format=torch.channels_last) == is_asked for p in kernels)
+
+
+def test_state_between_steps_is_tagged_by_its_use(tiny: dict[str, Any]) -> None:
+    tagged: dict[str, list[int]] = {}
+
+    def tag(tensors: Iterable[torch.Tensor], kind: str) -> None:
+        tagged.setdefault(kind, []).extend(map(id, tensors))
+
+    assembler = assembler_of(merged(tiny, train={"ema": 0.9}))
+    parts = assembler.build_parts(ONE_CPU, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
+    engine = assembler.assemble(parts, ONE_CPU, RealDevices(tag=tag))
+    assert engine.update.average is not None
+    averages = [*engine.update.average.module.parameters(), *engine.update.average.module.buffers()]
+    assert tagged["average"] == [id(tensor) for tensor in averages]
+    assert set(tagged["buffers"]) == {id(tensor) for tensor in (*engine.model.buffers(), *engine.guard.kept)}
+    held = [value for state in engine.update.optimizer.state.values() for value in state.values()]
+    assert set(tagged["optimizer"]) == {id(value) for value in held if isinstance(value, torch.Tensor)} != set()
+    assert tagged["masters"] == []  # fp32 has no second copy of the weights
+
+
+CPU = torch.device("cpu")
+OPTIONS = {"encoder_depth": 3, "decoder_channels": [16, 8, 8]}
+UNET = {"library": "smp", "name": "Unet", "encoder": "tu-test_resnet", "options": OPTIONS}
+
+
+def engine_of(config: RunConfig, layout: StepLayout) -> StepEngine:
+    torch.manual_seed(0)
+    assembler = StepAssembler(with_precision(config, layout.devices), build_scheme(config.data))
+    parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
+    return assembler.assemble(parts, layout)
+
+
+def batch_of(num_images: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (num_images, 3, 48, 64), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 3, (num_images, 48, 64), generator=generator, dtype=torch.uint8)
+    return Batch(images, target, tuple(range(num_images)))
+
+
+def state_after_steps(config: RunConfig, layout: StepLayout, *, num_pieces: int = 1) -> tuple[list[Any], int]:
+    """Return losses, norms, the whole state and the next random number after two steps, and the number of blocks."""
+    engine = engine_of(config, layout)
+    engine.network.module.train()
+    torch.manual_seed(5)
+    found: list[Any] = []
+    for number in range(2):
+        batches = [batch_of(4, 10 * number + i) for i in range(config.train.accumulate)]
+        result = engine.step(batches, num_pieces=num_pieces)
+        found += [result.loss, result.grad_norm]
+    num_blocks = sum(isinstance(part, RecomputedBlock) for part in engine.model.modules())
+    return [found, engine.state_dict(), torch.rand(2)], num_blocks
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("train_section", "layout", "num_pieces"),
+    [
+        ({}, StepLayout("single", (CPU,)), 1),
+        ({"precision": "fp16"}, StepLayout("single", (CPU,)), 2),
+        ({"accumulate": 2, "precision": "amp-bf16"}, StepLayout("dp", (CPU,) * 3, gpu0_bsz=0), 1),
+        ({"accumulate": 2, "ema": 0.9}, StepLayout("dp", (CPU,) * 2, shares=(1, 3)), 2),
+    ],
+    ids=["single", "fp16 in pieces", "amp, dp with an empty device", "accumulated, dp in pieces"],
+)
+def test_steps_with_recomputation_change_no_bit(
+    tiny: dict[str, Any], train_section: dict[str, Any], layout: StepLayout, num_pieces: int
+) -> None:
+    found = []
+    for recompute in ("off", "all"):
+        section = {"batch_size": 4, "recompute": recompute, **train_section}
+        config = merged(tiny, model=UNET, train=section, data={"crop_px": [48, 64]})
+        found.append(state_after_steps(config, layout, num_pieces=num_pieces))
+    (kept, none), (again, num_blocks) = found
+    assert differing(kept, again) == []
+    assert (none, num_blocks) == (0, 5)
+
+
+def test_names_and_devices_of_a_layout_choose_the_blocks(tiny: dict[str, Any]) -> None:
+    tiny["train"]["precision"] = "fp32"
+    config = merged(tiny, model=UNET, train={"recompute": ["encoder.*", "decoder.blocks.1"]})
+    assembler = StepAssembler(config, build_scheme(config.data))
+
+    def chosen(layout: StepLayout) -> dict[str, list[int]]:
+        model = assembler.prepare(assembler.build_model(with_weights=False), layout)
+        parts = model.named_modules()
+        return {name: sorted(part.recompute_plan.devices) for name, part in parts if isinstance(part, RecomputedBlock)}
+
+    pair = (CPU, CPU)
+    layout = StepLayout("dp", pair)
+    encoder = [f"encoder.model.layer{stage}.0" for stage in (1, 2)]
+    assert chosen(layout) == {name: [0, 1] for name in (*encoder, "decoder.blocks.1")}
+    given = StepLayout("dp", pair, recompute=(("decoder.blocks.0",), (encoder[0], "decoder.blocks.0")))
+    assert chosen(given) == {"decoder.blocks.0": [0, 1], encoder[0]: [1]}
+    wrong = merged(tiny, model=UNET, train={"recompute": ["encoder.model.layer9.*"]})
+    with pytest.raises(ConfigError, match=r"train\.recompute: 'encoder\.model\.layer9"):
+        StepAssembler(wrong, build_scheme(wrong.data)).prepare(assembler.build_model(with_weights=False), layout)
+
+
+PSP = {"library": "smp", "name": "PSPNet", "encoder": "resnet18"}
+UPERNET = {"library": "smp", "name": "UPerNet", "encoder": "resnet18"}
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(operator_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operators(module: nn.Module) -> set[str]:
+    with Operators() as seen, torch.no_grad():
+        module(torch.zeros(2, 3, 96, 128, dtype=torch.float64))
+    return seen.names
+
+
+def network(model: dict[str, Any]) -> nn.Module:
+    return build_network(ModelConfig(**model), 5, with_weights=False)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("model", [PSP, UPERNET], ids=["psp", "upernet"])
+def test_pyramid_pooling_is_replaced_by_the_same_function(model: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ours = network(model).double().eval()
+    images = torch.randn(2, 3, 96, 128, dtype=torch.float64)
+    with torch.no_grad():
+        expected = ours(images)[0]
+    assert "_adaptive_avg_pool2d" in operators(ours)
+    keys = list(ours.state_dict())
+    replace_adaptive_pooling(ours)
+    assert "_adaptive_avg_pool2d" not in operators(ours)
+    assert list(ours.state_dict()) == keys
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images)[0], expected, rtol=1e-10, atol=1e-12)
