@@ -142,8 +142,9 @@ def test_due_save_is_skipped_while_the_writer_is_busy(training: Training) -> Non
     assert training.store.steps == [1, 3], "the present state is saved, not the skipped one"
 
 
-def test_saves_of_any_rhythm_take_a_twentieth_of_the_time(training: Training) -> None:
+def test_saves_of_any_rhythm_take_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes 7 s, a copy 1 s and a write 3 s of the background: 20 x 4 s lie between two saves."""
+    training = Training(tmp_path, SaveRules(grace_s=3.5), monkeypatch)
     training.copy_s, training.store.write_s = 1.0, 3.0
     begun_s = []
     for step in range(1, 60):
@@ -156,6 +157,8 @@ def test_saves_of_any_rhythm_take_a_twentieth_of_the_time(training: Training) ->
     gaps_s = [after - before for before, after in pairwise(begun_s)]
     assert len(gaps_s) == 5
     assert set(gaps_s) == {4 + 11 * 7.0}, "4 s of saving and the first multiple of 7 s with which they make 80 s"
+    (alert,) = (message for message in training.alerts() if "checkpoint.grace_s" in message)  # once
+    assert alert.startswith("a checkpoint takes 4.0 s, longer than the 3.5 s")
 
 
 def test_commands_and_ends_are_saved_at_any_time(training: Training) -> None:

@@ -469,6 +469,7 @@ def test_manifest_contradicting_its_file_is_refused(tmp_path, newest, field, val
     loaded = load_checkpoint(tmp_path)
     assert loaded.step == 20
     assert problem in loaded.messages[0]
+    assert loaded.messages[1].startswith("went back to objects/")
 
 
 def test_missing_or_newer_manifest_is_refused(tmp_path):
