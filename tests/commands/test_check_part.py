@@ -70,7 +70,7 @@ def data_config(tiny: dict[str, Any], name: str) -> RunConfig:
 
 def test_data_are_read_as_the_config_says(tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert check_part(None, None, data_config(tiny, "FolderData")) == 0
-    assert check_part(None, None, data_config(tiny, "BadData")) == 2
+    assert check_part(None, None, data_config(tiny, "FloatImages")) == 2
     assert "the image is float32 of shape (48, 64, 3)" in capsys.readouterr().out
 
 
@@ -86,12 +86,9 @@ def test_part_without_a_kind_asks_for_it() -> None:
         check_part(f"{PARTS}:Net", None, None)
 
 
-BROKEN = "tests.support.broken_parts"
-
-
 def said_of(name: str, kind: str, config: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Return the exit code of a check of a part and what it prints."""
-    return check_part(f"{BROKEN}:{name}", kind, config), capsys.readouterr().out
+    return check_part(f"{PARTS}:{name}", kind, config), capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def said_of(name: str, kind: str, config: Any, capsys: pytest.CaptureFixture[str
 def test_broken_data_set_is_explained(
     name: str, problem: str, tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = merged(tiny, data={"format": f"{BROKEN}:{name}"})
+    config = merged(tiny, data={"format": f"{PARTS}:{name}"})
     code, said = said_of(name, "data", config, capsys)
     assert code == 2
     assert problem in said
@@ -132,7 +129,7 @@ def test_broken_data_set_is_explained(
         ),
         ("SigmoidNet", "FAILED it returns logits, not probabilities"),
         ("FixedNet", "correct it, or set its attribute fixed_size_px to the only height and width"),
-        ("RaisingNet", "KeyError: 'logits' (tests/support/broken_parts.py, line "),
+        ("RaisingNet", "KeyError: 'logits' (tests/support/own_parts.py, line "),
         ("NothingNet", "outputs are a NoneType: give logits"),
     ],
 )
@@ -147,7 +144,7 @@ def test_broken_model_is_explained(
 
 def of_size(tiny: dict[str, Any], crop_px: int, **options: Any) -> RunConfig:
     """Return a config of the network of one size."""
-    network = {"library": "python", "name": f"{BROKEN}:FixedNet", "options": options}
+    network = {"library": "python", "name": f"{PARTS}:FixedNet", "options": options}
     return merged({**tiny, "model": network}, data={"crop_px": [crop_px, crop_px]})
 
 
@@ -156,7 +153,7 @@ def test_model_of_one_size_is_refused_with_the_sizes(tiny: dict[str, Any], capsy
     assert "FAILED fails with RuntimeError" in capsys.readouterr().out
     assert check_part(None, None, of_size(tiny, 64, side=128, is_said=True)) == 2
     said = capsys.readouterr().out
-    assert "fails with ValueError: images of 64x64 px: python tests.support.broken_parts:FixedNet" in said
+    assert "fails with ValueError: images of 64x64 px: python tests.support.own_parts:FixedNet" in said
     assert "takes 128x128 px only: crop to it with data.crop_px" in said
     assert check_part(None, None, of_size(tiny, 128, side=128, is_said=True)) == 0
 
@@ -184,7 +181,7 @@ def test_broken_loss_is_explained(name: str, problem: str, capsys: pytest.Captur
     assert problem in said
 
 
-@pytest.mark.parametrize("name", ["selected", "focal", "ohem", "lovasz"])
+@pytest.mark.parametrize("name", ["focal", "ohem", "worst_class"])
 def test_loss_whose_shapes_depend_on_values_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Own parts that tests name as `tests.support.own_parts:...`."""
+"""Own parts that tests name as `tests.support.own_parts:...`: sound ones, and ones that break one rule each."""
 
 from __future__ import annotations
 
@@ -35,14 +35,6 @@ class FolderData:
         return str(self.images[index])
 
 
-class BadData(FolderData):
-    """Data whose images are float."""
-
-    def image_and_mask(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        image, mask = super().image_and_mask(index)
-        return image.astype(np.float32), mask
-
-
 class Net(nn.Module):
     """Two convolutions."""
 
@@ -54,27 +46,6 @@ class Net(nn.Module):
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         logits = self.head(self.backbone(images))
         return {"out": logits}
-
-
-class WrongChannels(Net):
-    """A network with logits of one class too many."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes + 1)
-
-
-class MixingNet(Net):
-    """A network that subtracts the mean over the batch."""
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return super().forward(images - images.mean(0, keepdim=True))
-
-
-class NoisyNet(Net):
-    """A network that adds noise in evaluation too."""
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return super().forward(images + torch.randn_like(images))
 
 
 def ce() -> Callable[[Tensor, Tensor], Tensor]:
@@ -151,3 +122,221 @@ class ColorNet(nn.Module):
         smooth = F.avg_pool2d(F.pad(images, (1, 1, 1, 1), mode="replicate"), 3, 1)
         colors: Any = self.colors
         return {"out": -self.scale * (smooth[:, None] - colors[None, :, :, None, None]).square().sum(2)}
+
+
+# --- data sets that break a rule -----------------------------------------------------------------------------------
+
+
+def data_of(change: Callable[[np.ndarray, np.ndarray], Any]) -> type[FolderData]:
+    """Return a data set whose images and masks are changed."""
+
+    class Data(FolderData):
+        def image_and_mask(self, index: int) -> Any:
+            return change(*super().image_and_mask(index))
+
+    return Data
+
+
+def with_strange_id(image: np.ndarray, mask: np.ndarray) -> Any:
+    mask[0, 0] = 77
+    return image, mask
+
+
+ChannelsFirst = data_of(lambda image, mask: (image.transpose(2, 0, 1), mask))
+FloatImages = data_of(lambda image, mask: (image.astype(np.float32) / 255, mask))
+OtherSizes = data_of(lambda image, mask: (image, mask[::2, ::2]))
+StrangeId = data_of(with_strange_id)
+FloatMasks = data_of(lambda image, mask: (image, mask.astype(np.float64)))
+RandomData = data_of(lambda image, mask: (image ^ np.random.default_rng().integers(0, 2, image.shape, np.uint8), mask))
+TensorData = data_of(lambda image, mask: (torch.from_numpy(image).permute(2, 0, 1) / 255, torch.from_numpy(mask)))
+
+
+class TorchStyle:
+    """A data set of torch."""
+
+    def __init__(self, root: str, split: str) -> None:
+        self.source = FolderData(root, split)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source.image_and_mask(index)
+
+
+class OneSplit(FolderData):
+    """The training images, whatever split is asked for."""
+
+    def __init__(self, root: str, split: str) -> None:
+        super().__init__(root, "train")
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+
+class WrongChannels(Net):
+    """A network with logits of one class too many."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes + 1)
+
+
+class MixingNet(Net):
+    """A network that subtracts the mean over the batch."""
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return super().forward(images - images.mean(0, keepdim=True))
+
+
+class NoisyNet(Net):
+    """A network that adds noise in evaluation too."""
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return super().forward(images + torch.randn_like(images))
+
+
+def net_of(change: Callable[[dict[str, Tensor]], Any]) -> type[Net]:
+    """Return a network whose outputs are changed."""
+
+    class Changed(Net):
+        def forward(self, images: Tensor) -> Any:
+            return change(super().forward(images))
+
+    return Changed
+
+
+SoftmaxNet = net_of(lambda outputs: outputs["out"].softmax(1))
+SigmoidNet = net_of(lambda outputs: outputs["out"].sigmoid())
+LogSoftmaxNet = net_of(lambda outputs: outputs["out"].log_softmax(1))  # a second softmax changes nothing
+ReluNet = net_of(lambda outputs: (outputs["out"] * 0.01).relu())  # within 0 and 1 for usual images, but logits
+RaisingNet = net_of(lambda outputs: outputs["logits"])
+NothingNet = net_of(lambda outputs: None)
+
+
+class FixedNet(Net):
+    """A network with an embedding of positions for images of one size only."""
+
+    def __init__(self, num_classes: int, side: int = 128, is_said: bool = False) -> None:
+        super().__init__(num_classes)
+        self.position = nn.Parameter(torch.zeros(1, 3, side, side))
+        if is_said:
+            self.fixed_size_px = (side, side)
+
+    def forward(self, images: Tensor) -> Any:
+        return super().forward(images + self.position)
+
+
+# --- losses --------------------------------------------------------------------------------------------------------
+
+
+def summed() -> nn.Module:
+    """A sum over pixels."""
+    return nn.CrossEntropyLoss(ignore_index=255, reduction="sum")
+
+
+def per_pixel() -> nn.Module:
+    """One value per pixel."""
+    return nn.CrossEntropyLoss(ignore_index=255, reduction="none")
+
+
+def without_ignore() -> nn.Module:
+    """255 is taken for a class."""
+    return nn.CrossEntropyLoss(ignore_index=-100)
+
+
+def negative_log() -> Callable[[Tensor, Tensor], Tensor]:
+    """A logarithm of logits, which are negative too."""
+    return lambda logits, target: (logits.log().mean(1) * (target != 255)).mean()
+
+
+# --- correct losses with shapes that depend on values --------------------------------------------------------------
+
+
+def focal() -> Callable[[Tensor, Tensor], Tensor]:
+    """The focal loss of the valid pixels, selected by a mask, with weights on the logits' device."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        valid = target != 255
+        weight = torch.tensor([1.0, 2.0, 0.5], device=logits.device, dtype=logits.dtype)
+        pixels = logits.movedim(1, -1)[valid]
+        ce = F.cross_entropy(pixels, target[valid], reduction="none")
+        return ((1 - (-ce).exp()) ** 2 * ce * weight[target[valid]]).mean()
+
+    return loss
+
+
+def ohem() -> Callable[[Tensor, Tensor], Tensor]:
+    """The mean of the quarter of pixels with the largest loss."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        ce = F.cross_entropy(logits, target, ignore_index=255, reduction="none").flatten()
+        num_kept = max(1, int((target != 255).sum().item()) // 4)
+        return ce.topk(num_kept)[0].mean()
+
+    return loss
+
+
+def worst_class() -> Callable[[Tensor, Tensor], Tensor]:
+    """The largest of the means of the classes present."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        ce = F.cross_entropy(logits, target, ignore_index=255, reduction="none")
+        means = [ce[target == number].mean() for number in target.unique().tolist() if number != 255]
+        return torch.stack(means).max() if means else logits.sum() * 0
+
+    return loss
+
+
+# --- lists of albumentations' transforms ---------------------------------------------------------------------------
+
+
+def transforms() -> Any:
+    """Return albumentations, whose import takes seconds."""
+    import albumentations
+
+    return albumentations
+
+
+def normalized() -> list[Any]:
+    """Normalizes, as segapp does on the device."""
+    return [transforms().Normalize()]
+
+
+def tensors() -> list[Any]:
+    """Makes tensors."""
+    return [transforms().ToTensorV2()]
+
+
+def turned() -> list[Any]:
+    """Exchanges height and width of a crop that is not square."""
+    return [transforms().RandomCrop(64, 48), transforms().RandomRotate90(p=1)]
+
+
+def resized() -> list[Any]:
+    """Ends with another size than the crop."""
+    return [transforms().Resize(32, 32)]
+
+
+def smoothed() -> Callable[..., Any]:
+    """Mixes class ids."""
+    return lambda image, mask, seed: (image, (mask // 2).astype(mask.dtype))
+
+
+def unseeded() -> Callable[..., Any]:
+    """Draws numbers that the seed does not determine."""
+    return lambda image, mask, seed: (image ^ np.random.default_rng().integers(0, 2, image.shape, np.uint8), mask)
+
+
+def wrong_argument() -> list[Any]:
+    """A transform with an argument that does not exist."""
+    return [transforms().HorizontalFlip(probability=0.5)]
+
+
+def no_transform() -> list[Any]:
+    """Something else in the list."""
+    return [transforms().HorizontalFlip(), "VerticalFlip"]
+
+
+def failing() -> Callable[..., Any]:
+    """Fails."""
+    return lambda image, mask, seed: (image[:, 500], mask[:, 500])

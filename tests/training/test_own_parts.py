@@ -10,14 +10,14 @@ import torch
 
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.training_state import load_checkpoint
-from segapp.config import RunConfig, load_config
+from segapp.config import load_config
 from segapp.errors import ConfigError, DataError, RunError
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest, plan_request
 from segapp.session.session import run_session
 from tests.support import ROOT
-from tests.support.runs import differing, events, merged, train
+from tests.support.runs import alerts, differing, events, merged, train
 
 PARTS = "tests.support.own_parts"
 
@@ -41,19 +41,15 @@ def short(tiny: dict[str, Any], **sections: Any) -> Any:
 
 
 def test_own_data_equal_to_a_folder_gives_the_same_weights(tiny: dict[str, Any], tmp_path: Path) -> None:
-    own = short(tiny, data={"format": f"{PARTS}:FolderData"})
-    assert differing(trained(own, tmp_path / "own"), trained(short(tiny), tmp_path / "folder")) == []
-
-
-def test_own_data_in_workers_gives_the_same_weights(tiny: dict[str, Any], tmp_path: Path) -> None:
-    own = {"format": f"{PARTS}:FolderData"}
-    alone, shared = (short(tiny, data={**own, "workers": workers}) for workers in (0, 2))
-    assert differing(trained(alone, tmp_path / "alone"), trained(shared, tmp_path / "workers")) == []
+    folder = trained(short(tiny), tmp_path / "folder")
+    for workers in (0, 2):
+        own = short(tiny, data={"format": f"{PARTS}:FolderData", "workers": workers})
+        assert differing(trained(own, tmp_path / f"own{workers}"), folder) == []
 
 
 def test_own_data_of_another_type_names_the_image(tiny: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the image is float32 of shape \(48, 64, 3\): return uint8 RGB"):
-        train(short(tiny, data={"format": f"{PARTS}:BadData"}), tmp_path / "run")
+        train(short(tiny, data={"format": f"{PARTS}:FloatImages"}), tmp_path / "run")
 
 
 def test_additive_own_loss_equals_the_built_in_one_in_dp(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -153,14 +149,30 @@ def test_problems_of_all_parts_come_together(tiny: dict[str, Any], tmp_path: Pat
         assert text in str(error.value)
 
 
-def test_file_beside_the_config_is_named_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    config = load_config("segapp/docs/examples/own_parts.yaml")
-    assert config.model.name == "segapp/docs/examples/own_parts.py:SmallNet"
-    monkeypatch.chdir(ROOT / "segapp" / "docs" / "examples")
+def test_example_trains_alike_on_one_and_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file beside the config is named from the current folder."""
+    monkeypatch.syspath_prepend(str(tmp_path / "none"))
+    monkeypatch.chdir(ROOT / "segapp/docs/examples")
     assert load_config("own_parts.yaml").model.name == "own_parts.py:SmallNet"
+    monkeypatch.chdir(ROOT)
+    short = ["train.steps=6", "log.every_steps=1", "log.tensorboard=false", "eval.every_epochs=100"]
+    dp = ["parallel.mode=dp", "parallel.devices=[cpu,cpu]"]
+    losses = {}
+    for name, words in {
+        "one": [],
+        "uneven": [*dp, "parallel.gpu0_bsz=1"],
+        "none": [*dp, "parallel.gpu0_bsz=0"],
+    }.items():
+        config = load_config("segapp/docs/examples/own_parts.yaml", [*short, *words])
+        assert config.model.name == "segapp/docs/examples/own_parts.py:SmallNet"
+        assert train(config, tmp_path / name) == 0
+        losses[name] = [event["loss"] for event in events(tmp_path / name, "step")]
+        assert alerts(tmp_path / name) == []
+        assert (tmp_path / name / "parts" / "own_parts.py").is_file()
+    assert len(losses["one"]) == 6
+    assert losses["one"][-1] < losses["one"][0]
+    assert losses["uneven"] == pytest.approx(losses["one"], rel=2e-4)
+    assert losses["none"] == pytest.approx(losses["one"], rel=2e-4)
 
 
 def own_run(tiny: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -232,22 +244,12 @@ class Net(nn.Module):
         return self.head(images)
 
 
-class Soft(Net):
-    def forward(self, images):
-        return self.head(images).softmax(1)
+def outside():
+    return lambda logits, target: F.cross_entropy(logits, target + 300)
 
 
-def outside(logits, target):
-    shifted = target + 300
-    return F.cross_entropy(logits, shifted)
-
-
-def unreduced(logits, target):
-    return F.cross_entropy(logits, target, ignore_index=255, reduction="none")
-
-
-def loss(which):
-    return {"outside": outside, "unreduced": unreduced}[which]
+def unreduced():
+    return lambda logits, target: F.cross_entropy(logits, target, ignore_index=255, reduction="none")
 """
 
 
@@ -259,39 +261,30 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def once(tiny: dict[str, Any], **sections: Any) -> RunConfig:
-    return merged(tiny, train={"epochs": 1, "ema": None}, schedule={"warmup_steps": 0}, **sections)
-
-
-@pytest.mark.parametrize("devices", ["cpu", ["cpu", "cpu"]])
-def test_code_that_raises_is_named_with_file_and_line(
-    tiny: dict[str, Any], broken: Path, tmp_path: Path, devices: Any
-) -> None:
-    name = f"{broken}:Net"
-    parallel = {"devices": devices, "mode": "auto" if devices == "cpu" else "dp"}
-    config = once({**tiny, "model": {"library": "python", "name": name}}, parallel=parallel)
-    with pytest.raises(RunError) as raised:
-        train(config, tmp_path / "run")
-    message = str(raised.value).partition("\n")[0]
-    assert message.startswith(f"model.name = {name} raised RuntimeError at broken.py:13: ")
-    assert "segapp check-part --config FILE" in message
-    assert "replica" not in message
-    assert (raised.value.exit_code, raised.value.topic) == (1, "own-parts")
-
-
 @pytest.mark.parametrize(
-    ("which", "words"),
+    ("part", "devices", "words"),
     [
-        ("outside", "raised IndexError at broken.py:24: Target "),
-        ("unreduced", "the loss returned a tensor of shape (2, 32, 32): return a scalar tensor, the mean over"),
+        ("Net", ["cpu"], "raised RuntimeError at broken.py:13: "),
+        ("Net", ["cpu", "cpu"], "raised RuntimeError at broken.py:13: "),
+        ("outside", ["cpu"], "raised IndexError at broken.py:18: Target "),
+        (
+            "unreduced",
+            ["cpu"],
+            "the loss returned a tensor of shape (2, 32, 32): return a scalar tensor",
+        ),
     ],
 )
-def test_a_loss_that_fails_is_named(tiny: dict[str, Any], broken: Path, tmp_path: Path, which: str, words: str) -> None:
-    name = f"{broken}:loss"
-    config = once(tiny, loss={"name": name, "options": {"which": which}})
+def test_code_that_fails_is_named_with_file_and_line(
+    part: str, devices: list[str], words: str, tiny: dict[str, Any], broken: Path, tmp_path: Path
+) -> None:
+    name = f"{broken}:{part}"
+    section = {"model": {"library": "python", "name": name}} if part == "Net" else {"loss": {"name": name}}
+    parallel = {"devices": devices, "mode": "dp" if len(devices) > 1 else "auto"}
     with pytest.raises(RunError) as raised:
-        train(config, tmp_path / "run")
-    assert str(raised.value).startswith(f"loss.name = {name}")
-    assert words in str(raised.value)
+        train(merged({**tiny, **section}, train={"epochs": 1, "ema": None}, parallel=parallel), tmp_path / "run")
+    message = str(raised.value).partition("\n")[0]
+    assert message.startswith(f"{'model' if part == 'Net' else 'loss'}.name = {name}")
+    assert words in message
     assert "segapp check-part --config FILE" in str(raised.value)
-    assert raised.value.exit_code == 1
+    assert "replica" not in message
+    assert (raised.value.exit_code, raised.value.topic) == (1, "own-parts")
