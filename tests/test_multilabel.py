@@ -185,21 +185,18 @@ def sets_config(tiny: dict[str, Any], root: Path, **sections: Any) -> Any:
 
 
 def test_from_masks_to_predictions(tiny: dict[str, Any], sets_root: Path, tmp_path: Path) -> None:
-    config = sets_config(tiny, sets_root, train={"epochs": 12, "batch_size": 5, "ema": None}, optim={"lr": 0.004})
+    model = {"library": "python", "name": "tests.support.own_parts:Net"}
+    config = sets_config({**tiny, "model": model}, sets_root, train={"epochs": 4, "batch_size": 5}, optim={"lr": 0.03})
     assert train(config, tmp_path / "run") == 0
-    val = events(tmp_path / "run", "val")[-1]
-    assert val["iou"][2] > 0.3
+    first, *_, val = events(tmp_path / "run", "val")
+    assert val["loss"] < first["loss"]
     assert len(val["precision"]) == 3
-    result = segapp("eval", "run", "--json", "--tta", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert np.array(found["confusion"]).shape == (3, 2, 2)
-    assert np.array(found["confusion"]).sum() == 3 * 4 * 45 * 64
-    assert found["loss"] is not None
     images = sets_root / "images" / "val"
     result = segapp("predict", "run", images, "--out", "out", "--save", "labels,overlay,color", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     result = segapp("eval", "run", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
     counts = LabelCounts(3)
     scheme = scheme_of("bits", ("box", "disc", "thing"), ignore=200)
     for number in range(4):
@@ -208,5 +205,6 @@ def test_from_masks_to_predictions(tiny: dict[str, Any], sets_root: Path, tmp_pa
         sets = sum((mask > 0).astype(np.int32) << c for c, mask in enumerate(masks))
         target = read_mask(sets_root / "masks" / "val" / f"{number:02}.png", scheme)
         counts.update(torch.from_numpy(sets), torch.from_numpy(target))
-    assert json.loads(result.stdout)["confusion"] == counts.matrix.tolist()
-    assert json.loads(result.stdout)["iou"] == pytest.approx(val["iou"], abs=1e-3)
+    assert found["confusion"] == counts.matrix.tolist()
+    assert np.array(found["confusion"]).sum() == 3 * 4 * 45 * 64
+    assert found["iou"] == pytest.approx(val["iou"], abs=1e-3)

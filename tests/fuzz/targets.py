@@ -137,15 +137,9 @@ def _event_seeds() -> list[bytes]:
         "data_wait_frac": 0.1,
         "grad_norm": 1.0,
     }
+    start = {"classes": ["a", "b"], "num_params": 5, "batch_size": 4, "epochs": 3, "steps_per_epoch": 2}
     lines: list[dict[str, Any]] = [
-        {
-            "type": "run_start",
-            "classes": ["a", "b"],
-            "num_params": 5,
-            "batch_size": 4,
-            "epochs": 3,
-            "steps_per_epoch": 2,
-        },
+        {"type": "run_start", **start},
         {"type": "epoch_start", "epoch": 1, "lr": 0.01, "split": [2, 2]},
         {"type": "step", **step, "split": [2, 2]},
         {"type": "step", **step, "step": 2, "loss": None, "split": [1, 3]},
@@ -158,10 +152,8 @@ def _event_seeds() -> list[bytes]:
         {"type": "heartbeat", "phase": "train"},
         {"type": "run_end", "status": "finished", "reason": "done", "exit_code": 0},
     ]
-    texts = [
-        json.dumps({"v": 1, "seq": i, "t": 1.7e9 + i, **line}, separators=(",", ":")).encode() + b"\n"
-        for i, line in enumerate(lines, 1)
-    ]
+    numbered = ({"v": 1, "seq": i, "t": 1.7e9 + i, **line} for i, line in enumerate(lines, 1))
+    texts = [json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in numbered]
     return [b"".join(texts), *texts, b"".join(texts)[:-20]]
 
 
@@ -184,14 +176,10 @@ def command(data: bytes) -> None:
 
 def _command_seeds() -> list[bytes]:
     typed = ["set gpu0_bsz=3", "set lr_factor=0.5", "set shares=2,3,3", "pause", "resume", "stop epoch", "cancel"]
-    bodies = [
-        {"kind": "set", "gpu0_bsz": "auto"},
-        {"kind": "set", "shares": [1, 2]},
-        {"kind": "set", "lr_factor": 1e-3},
-        {"kind": "stop", "when": "epoch"},
-        {"kind": "cancel", "id": "a" * 12},
-        {"kind": "pause"},
-    ]
+    bodies: list[dict[str, Any]] = [
+        {"kind": "set", "gpu0_bsz": "auto"}, {"kind": "set", "shares": [1, 2]}, {"kind": "set", "lr_factor": 1e-3},
+        {"kind": "stop", "when": "epoch"}, {"kind": "cancel", "id": "a" * 12}, {"kind": "pause"},
+    ]  # fmt: skip
     files = [json.dumps({"v": 1, "id": "0" * 12, "by": "a@b", "t": 1.5, "command": body}) for body in bodies]
     return [text.encode() for text in (*typed, *files)]
 

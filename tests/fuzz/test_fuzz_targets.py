@@ -1,18 +1,19 @@
-"""The fuzzer's targets hold on their seeds, on mutations of them, and on every input that was once a finding."""
+"""The fuzzer's targets hold on their seeds, on mutations of them, and on every input that was once a finding.
+
+Mutated folders of every converter are converted or refused, within 1 GiB of memory and 20 s.
+"""
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.run.events import EventReader
-from segapp.view.view import EventFold, View
-from tests.fuzz.targets import TARGETS, mutate, with_checksums
+from tests.fuzz.converters import SAMPLES, convert_mutations
+from tests.fuzz.targets import TARGETS, mutate
+from tests.support.limits import outcome
 
 FINDINGS = {
     "a step that turns into something else behind its first fields": (
@@ -53,15 +54,6 @@ def test_fuzz_target_holds_on_seeds_and_mutations(name: str) -> None:
         target.run(data)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
-def test_fuzz_target_holds_on_many_mutations(name: str) -> None:
-    target = TARGETS[name]
-    seeds, rng = target.seeds(), random.Random(1)
-    for _ in range(4_000 if name == "config" else 20_000):
-        target.run(mutate(rng.choice(seeds), rng, target.words))
-
-
 @pytest.mark.parametrize("what", FINDINGS)
 def test_inputs_of_fixed_defects_hold(what: str) -> None:
     name, data = FINDINGS[what]
@@ -74,23 +66,6 @@ def test_fuzz_target_refuses_or_holds_on_any_bytes(data: bytes) -> None:
         target.run(data)
 
 
-def test_checksums_of_a_mutated_image_are_corrected() -> None:
-    (png, *_) = TARGETS["mask"].seeds()
-    damaged = bytearray(png)
-    damaged[20] ^= 1  # width, in IHDR
-    assert with_checksums(bytes(damaged))[20] == damaged[20]
-    assert with_checksums(bytes(damaged)) != bytes(damaged)
-    assert with_checksums(png) == png
-
-
-def test_any_prefix_of_events_folds_like_a_run_at_that_point(tmp_path: Path) -> None:
-    (whole, *_) = TARGETS["events"].seeds()
-    path = tmp_path / "events.jsonl"
-    for end in range(len(whole) + 1):
-        path.write_bytes(whole[:end])
-        view = View()
-        EventFold(view).add(EventReader(path).read_raw())
-        steps = [json.loads(line) for line in whole[:end].split(b"\n")[:-1]]
-        assert view.num_events == len(steps)
-        last = [event["step"] for event in steps if event["type"] == "step"]
-        assert (view.step.step if view.step else None) == (last[-1] if last else None)
+@pytest.mark.parametrize("title", SAMPLES)
+def test_mutated_folder_is_converted_or_refused(title: str) -> None:
+    assert outcome(convert_mutations, title, range(10), limit_s=200.0) == ("done", [])
