@@ -8,6 +8,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ BOXES: dict[str, Box] = {
     "0020": (33, 3, 60, 9),
 }
 """Left, top, right and bottom of the object of each image, upright; the pixels right and bottom do not belong to it."""
+SQUARES: dict[str, Box] = {"1007": (3, 2, 21, 11), "1012": (30, 20, 50, 44), "1003": (5, 24, 19, 40)}
+"""The same of images of 53 x 53 pixels."""
 
 
 def truth(name: str) -> np.ndarray[Any, Any]:
-    mask = np.zeros(SIZE, np.uint8)
-    left, top, right, bottom = BOXES[name]
+    mask = np.zeros(SIZE if name in BOXES else (53, 53), np.uint8)
+    left, top, right, bottom = (BOXES | SQUARES)[name]
     mask[top:bottom, left:right] = 1
     return mask
 
@@ -118,10 +121,6 @@ def labelme(root: Path, entries: list[Seen], kind: str = "polygon") -> None:
         (root / f"{name}.json").write_text(json.dumps(content))
 
 
-def labelme_masks(root: Path, entries: list[Seen]) -> None:
-    labelme(root, entries, "mask")
-
-
 def cvat(root: Path, entries: list[Seen], kind: str = "polygon") -> None:
     lines = []
     for name, (height, width), mask in entries:
@@ -134,10 +133,6 @@ def cvat(root: Path, entries: list[Seen], kind: str = "polygon") -> None:
             )
         lines.append(f'<image name="{name}.jpg" width="{width}" height="{height}">{shape}</image>')
     (root / "a.xml").write_text(f"<annotations>{''.join(lines)}</annotations>")
-
-
-def cvat_masks(root: Path, entries: list[Seen]) -> None:
-    cvat(root, entries, "mask")
 
 
 def supervisely(root: Path, entries: list[Seen], kind: str = "polygon") -> None:
@@ -154,10 +149,6 @@ def supervisely(root: Path, entries: list[Seen], kind: str = "polygon") -> None:
             "objects": [{"classTitle": "box", "geometryType": kind, **shape}],
         }
         (root / "ann" / f"{name}.jpg.json").write_text(json.dumps(content))
-
-
-def supervisely_bitmaps(root: Path, entries: list[Seen]) -> None:
-    supervisely(root, entries, "bitmap")
 
 
 def label_studio(root: Path, entries: list[Seen]) -> None:
@@ -183,18 +174,18 @@ def table(root: Path, entries: list[Seen]) -> None:
     (root / "train.csv").write_text("\n".join(rows))
 
 
-FORMATS = [
-    coco,
-    coco_runs,
-    labelme,
-    labelme_masks,
-    cvat,
-    cvat_masks,
-    supervisely,
-    supervisely_bitmaps,
-    label_studio,
-    table,
-]
+FORMATS = {
+    "coco": coco,
+    "coco, runs": coco_runs,
+    "labelme": labelme,
+    "labelme, masks": partial(labelme, kind="mask"),
+    "cvat": cvat,
+    "cvat, masks": partial(cvat, kind="mask"),
+    "supervisely": supervisely,
+    "supervisely, bitmaps": partial(supervisely, kind="bitmap"),
+    "label studio": label_studio,
+    "table": table,
+}
 
 
 def converted(
@@ -218,48 +209,35 @@ def assert_true(targets: dict[str, Any], names: Any = BOXES) -> None:
         np.testing.assert_array_equal(target, truth(name), err_msg=name)
 
 
-@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
-def test_objects_are_scaled_and_turned_as_the_sizes_say(write: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_objects_are_scaled_and_turned_as_the_sizes_say(kind: str, tmp_path: Path) -> None:
     """Three factors; a photo annotated as stored, one annotated upright, and two without an orientation."""
     entries = [(seen("0012", 3), 1), (seen("0007", 2, 6), 6), (seen("0020", 1), 8), (seen("0003", 2), 1)]
-    targets, said = converted(tmp_path, write, entries)
+    targets, said = converted(tmp_path, FORMATS[kind], entries)
     assert_true(targets)
-    place = "img/" if "supervisely" in write.__name__ else ""
+    place = "img/" if "supervisely" in kind else ""
     assert f"3 of 4 images were annotated at another size, such as {place}0" in said
     before = "1 of 4 photos have the size of their mask or annotation only before their EXIF orientation is applied"
     assert f"{before}, such as {place}0007.jpg" in said
     assert "taken to be drawn" not in said  # every size tells
 
 
-@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
-def test_another_ratio_is_refused_with_both_sizes(write: Any, tmp_path: Path) -> None:
-    entries = [(seen(name, 1), 1) for name in BOXES]
-    wrong = "0003.jpg has 67 x 45 pixels, but was annotated at 67 x 48, another ratio of sides"
+def test_another_ratio_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    entries = plain()
     entries[2] = (seen("0003", 1, said=(48, 67)), 1)
-    if write is coco_runs:  # its run lengths have a size of their own
-        wrong = "run lengths of 134 x 90 pixels for an image of 67 x 45"
-        entries[2] = (("0003", SIZE, seen("0003", 2)[2]), 1)
-    targets, said = converted(tmp_path, write, entries)
+    targets, said = converted(tmp_path, labelme, entries)
     assert_true(targets, BOXES.keys() - {"0003"})
-    assert wrong in said
+    assert "0003.jpg has 67 x 45 pixels, but was annotated at 67 x 48, another ratio of sides" in said
 
 
-@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
-def test_error_of_an_only_image_names_the_others(write: Any, tmp_path: Path) -> None:
+def test_error_of_an_only_image_names_the_others(tmp_path: Path) -> None:
     """Only the third of four entries has the ratio of its image."""
     entries = [(seen(name, 1, said=None if name == "0003" else (48 + i, 67)), 1) for i, name in enumerate(BOXES)]
-    if write is coco_runs:
-        entries = [((name, SIZE, seen(name, 1 if name == "0003" else 2)[2]), 1) for name in BOXES]
     with pytest.raises(DataError, match=r"only one entry of .* can be converted: ") as caught:
-        converted(tmp_path, write, entries)
+        converted(tmp_path, cvat, entries)
     said = str(caught.value)
     for i, name in enumerate(BOXES):
-        sizes = f"{name}.jpg has 67 x 45 pixels, but was annotated at 67 x {48 + i}"
-        if write is coco_runs:
-            sizes = (
-                f"{name}.jpg: the entry cannot be read (object 0: run lengths of 134 x 90 pixels for an image of 67 x"
-            )
-        assert (sizes in said) == (name != "0003")
+        assert (f"{name}.jpg has 67 x 45 pixels, but was annotated at 67 x {48 + i}" in said) == (name != "0003")
     assert "gdal_retile" not in said
 
 
@@ -327,16 +305,12 @@ def test_half_turn_is_assumed_and_an_option_changes_it(
     assert all("if one is turned or mirrored, set data.mask_orientation: raw" in one["message"] for one in found)
 
 
-@pytest.mark.parametrize(("orientation", "sides_px"), [(2, SIZE), (3, SIZE), (4, SIZE), (6, (53, 53)), (7, (53, 53))])
+@pytest.mark.parametrize(("orientation", "boxes"), [(2, BOXES), (3, BOXES), (4, BOXES), (6, SQUARES), (7, SQUARES)])
 def test_key_that_check_names_turns_masks_that_were_drawn(
-    orientation: int, sides_px: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    orientation: int, boxes: dict[str, Box], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tests.onboarding.test_annotated_sizes.SIZE", sides_px)
-    boxes: dict[str, Box] = {"0007": (3, 2, 21, 11), "0012": (30, 20, 50, 44), "0003": (5, 24, 19, 40)}
-    monkeypatch.setattr("tests.onboarding.test_annotated_sizes.BOXES", boxes)
-    entries = [(seen(name, 1, orientation), orientation) for name in boxes]
-    targets, _ = converted(tmp_path, coco, entries)
-    assert (targets["0012"] != truth("0012")).any()
+    targets, _ = converted(tmp_path, coco, [(seen(name, 1, orientation), orientation) for name in boxes])
+    assert any((target != truth(name)).any() for name, target in targets.items())
     assert_true(targets_read(load_config(tmp_path / "made.yaml", ["data.mask_orientation=raw"])), boxes)
 
 
@@ -347,13 +321,13 @@ def test_smaller_annotations_are_scaled_up_along_their_lines(tmp_path: Path) -> 
         coco(root, [(name, (15, 22), mask) for name, _, mask in entries],
              lambda mask: [[value for x, y in sides(mask) for value in (x / 67 * 22, y / 3)]])  # fmt: skip
 
-    targets, said = converted(tmp_path, write, [(seen(name, 1), 1) for name in BOXES])
+    targets, said = converted(tmp_path, write, plain())
     assert_true(targets)
     assert "4 of 4 images were annotated at another size, such as 0007.jpg (22 x 15, now 67 x 45 pixels)" in said
 
 
 def test_runs_of_another_size_than_their_entry_are_refused(tmp_path: Path) -> None:
-    entries = [(seen(name, 1), 1) for name in BOXES]
+    entries = plain()
     entries[1] = (("0012", SIZE, seen("0012", 2)[2]), 1)
     targets, said = converted(tmp_path, coco_runs, entries)
     assert_true(targets, BOXES.keys() - {"0012"})
@@ -363,10 +337,16 @@ def test_runs_of_another_size_than_their_entry_are_refused(tmp_path: Path) -> No
 # --- ids, names and counts that contradict each other
 
 
-def changed(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads((root / "instances.json").read_text())
-    change(content)
-    (root / "instances.json").write_text(json.dumps(content))
+def coco_with(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, list[Seen]], None]:
+    """Returns a function that writes COCO's file with a change."""
+
+    def write(root: Path, entries: list[Seen]) -> None:
+        coco(root, entries)
+        content = json.loads((root / "instances.json").read_text())
+        change(content)
+        (root / "instances.json").write_text(json.dumps(content))
+
+    return write
 
 
 def plain() -> list[tuple[Seen, int]]:
@@ -374,17 +354,12 @@ def plain() -> list[tuple[Seen, int]]:
 
 
 def test_ids_of_coco_agree_as_text_and_lost_ones_are_counted(tmp_path: Path) -> None:
-    def write(root: Path, entries: list[Seen]) -> None:
-        coco(root, entries)
+    def change(content: dict[str, Any]) -> None:
         kinds: list[Callable[[int], Any]] = [str, float, int, lambda _: 999]
-        changed(
-            root,
-            lambda content: [
-                one.update(image_id=kinds[one["image_id"] // 3 - 3](one["image_id"])) for one in content["annotations"]
-            ],
-        )  # type: ignore[func-returns-value]
+        for one in content["annotations"]:
+            one["image_id"] = kinds[one["image_id"] // 3 - 3](one["image_id"])
 
-    targets, said = converted(tmp_path, write, plain())
+    targets, said = converted(tmp_path, coco_with(change), plain())
     for name in ("0007", "0012", "0003"):
         np.testing.assert_array_equal(targets[name], truth(name))
     assert not targets["0020"].any()
@@ -392,33 +367,21 @@ def test_ids_of_coco_agree_as_text_and_lost_ones_are_counted(tmp_path: Path) -> 
 
 
 def test_images_of_coco_with_one_id_are_refused(tmp_path: Path) -> None:
-    def write(root: Path, entries: list[Seen]) -> None:
-        coco(root, entries)
-        changed(root, lambda content: content["images"][3].update(id=str(content["images"][1]["id"])))
-
+    write = coco_with(lambda content: content["images"][3].update(id=str(content["images"][1]["id"])))
     with pytest.raises(DataError, match=r"instances\.json: 0012\.jpg and 0020\.jpg have the same id 13"):
         converted(tmp_path, write, plain())
 
 
 def test_category_that_is_not_listed_is_named(tmp_path: Path) -> None:
-    def write(root: Path, entries: list[Seen]) -> None:
-        coco(root, entries)
-        changed(root, lambda content: content["annotations"][0].update(category_id=8))
-
-    _, said = converted(tmp_path, write, plain())
-    assert "object 0: class 8 is not in the list of classes" in said
+    write = coco_with(lambda content: content["annotations"][0].update(category_id=8))
+    assert "object 0: class 8 is not in the list of classes" in converted(tmp_path, write, plain())[1]
 
 
 def test_category_with_two_names_is_refused_with_both_files(tmp_path: Path) -> None:
     def write(root: Path, entries: list[Seen]) -> None:
         for split, own, names in (("val", entries[:1], ["car", "box"]), ("train", entries[1:], ["box", "car"])):
-            coco(root, own)
-            changed(
-                root,
-                lambda content, names=names: content.update(
-                    categories=[{"id": 5 + i, "name": name} for i, name in enumerate(names)]
-                ),
-            )  # type: ignore[misc]
+            categories = [{"id": 5 + i, "name": name} for i, name in enumerate(names)]
+            coco_with(lambda content, own=categories: content.update(categories=own))(root, own)  # type: ignore[misc]
             (root / "instances.json").rename(root / f"{split}.json")
 
     with pytest.raises(DataError, match=r"category 5 is box in train\.json and car in val\.json"):

@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,26 +28,25 @@ def edited(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
+def with_bitmap(root: Path, data: bytes) -> None:
+    """Replaces the packed bitmap of the second of six images."""
+    drawn.supervisely(root)
+    path = root / "ds0/ann/0001.jpg.json"
+    content = json.loads(path.read_text())
+    content["objects"][1]["bitmap"]["data"] = base64.b64encode(data).decode()
+    path.write_text(json.dumps(content))
+
+
 def supervisely(root: Path) -> None:
     """268 million pixels, in 2 kB."""
-    drawn.supervisely(root)
-    packed = base64.b64encode(zlib.compress(png_bomb(16_384, 16_384), 9)).decode()
-    for path in (root / "ds0" / "ann").iterdir():
-        content = json.loads(path.read_text())
-        content["objects"][1]["bitmap"]["data"] = packed
-        path.write_text(json.dumps(content))
+    with_bitmap(root, zlib.compress(png_bomb(16_384, 16_384), 9))
 
 
 def supervisely_packed(root: Path) -> None:
     """Six hundred megabytes of zeros, in 600 kB."""
-    drawn.supervisely(root)
     packer = zlib.compressobj(9)
     data = [packer.compress(bytes(2**20)) for _ in range(600)]
-    packed = base64.b64encode(b"".join([*data, packer.flush()])).decode()
-    for path in (root / "ds0" / "ann").iterdir():
-        content = json.loads(path.read_text())
-        content["objects"][1]["bitmap"]["data"] = packed
-        path.write_text(json.dumps(content))
+    with_bitmap(root, b"".join([*data, packer.flush()]))
 
 
 def cvat(root: Path) -> None:
@@ -99,18 +97,13 @@ def zigzag(root: Path) -> None:
     (root / "annotations" / "instances.json").write_text(json.dumps(content))
 
 
-def labelme(root: Path, shape: dict[str, Any]) -> None:
-    drawn.labelme(root)
-    for path in root.glob("*.json"):
-        content = json.loads(path.read_text())
-        content["shapes"].insert(0, {"label": "road", **shape})
-        path.write_text(json.dumps(content))
-
-
 def many_corners(root: Path) -> None:
     """A polygon of 20,001 corners, whose lines cross each other in every row, and leave the image far behind."""
-    rng = np.random.default_rng(0)
-    labelme(root, {"shape_type": "polygon", "points": rng.uniform(-2e7, 2e7, (20_001, 2)).tolist()})
+    drawn.labelme(root)
+    content = json.loads((root / "0001.json").read_text())
+    points = np.random.default_rng(0).uniform(-2e7, 2e7, (20_001, 2)).tolist()
+    content["shapes"].insert(0, {"label": "road", "shape_type": "polygon", "points": points})
+    (root / "0001.json").write_text(json.dumps(content))
 
 
 def value_of_mask(root: Path) -> None:

@@ -91,7 +91,6 @@ def test_groups_of_usual_names(images: list[str], kind: str, number: int) -> Non
     "images",
     [
         crossed("{}_{:02}_{}.png", range(6), range(6), range(2)),
-        crossed("{}_{:02}_{}.png", ("barn", "lake", "mill"), range(8), range(3)),
         crossed("{}_{}_{}.png", FIVE, ("dawn", "day", "dusk", "night", "noon"), range(3)),
     ],
 )

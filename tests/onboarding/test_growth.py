@@ -55,35 +55,18 @@ def calls_of(work: Callable[[], object]) -> Counter[str]:
     return counts
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    found = {num_scenes: tmp_path_factory.mktemp(f"scenes{num_scenes}") for num_scenes in (2, 6, 60)}
-    for num_scenes, root in found.items():
-        draw(root / "data", num_scenes)
-    return found
-
-
-def test_work_of_init_grows_with_the_images(folders: dict[int, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    def init(root: Path) -> Counter[str]:
-        return calls_of(lambda: init_folder(InitRequest(root / "data", out=root / "made.yaml")))
-
-    _, few, many = (init(folders[num_scenes]) for num_scenes in (2, 6, 60))  # the first loads modules
-    assert many["calls"] <= 10.5 * few["calls"]
-    assert many["files"] <= 10.5 * few["files"]
-    lists = folders[60] / "made-lists"
-    assert len((lists / "val.txt").read_text().splitlines()) == 7
-    assert len((lists / "train.txt").read_text().splitlines()) == 473
-    capsys.readouterr()
-
-
-def test_work_of_check_grows_with_the_images(folders: dict[int, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    def check(root: Path) -> Counter[str]:
-        init_folder(InitRequest(root / "data", out=root / "again.yaml"))
-        config = load_config(str(root / "again.yaml"))
-        return calls_of(lambda: check_data(config, as_json=True))
-
-    _, few, many = (check(folders[num_scenes]) for num_scenes in (2, 6, 60))
-    assert many["calls"] <= 10.5 * few["calls"]
-    assert many["files"] <= 10.5 * few["files"]
-    assert many["files"] > 4 * 473  # an image and a mask, and the header of either, for ranges or for sizes
+def test_work_of_init_and_check_grows_with_the_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts: dict[str, list[Counter[str]]] = {"init": [], "check": []}
+    for num_scenes in (2, 6, 60):  # the first loads modules
+        draw(tmp_path / f"{num_scenes}", num_scenes)
+        request = InitRequest(tmp_path / f"{num_scenes}", out=tmp_path / f"made{num_scenes}.yaml")
+        counts["init"].append(calls_of(lambda: init_folder(request)))  # noqa: B023  # called at once
+        config = load_config(str(request.out))
+        counts["check"].append(calls_of(lambda: check_data(config, as_json=True)))  # noqa: B023
+    for _, few, many in counts.values():
+        assert many["calls"] <= 10.5 * few["calls"]
+        assert many["files"] <= 10.5 * few["files"]
+    assert counts["check"][2]["files"] > 4 * 473  # an image and a mask, and the header of either, for ranges or sizes
+    lists = (tmp_path / f"made60-lists/{split}.txt" for split in ("train", "val"))
+    assert [len(path.read_text().splitlines()) for path in lists] == [473, 7]
     capsys.readouterr()

@@ -15,7 +15,7 @@ from segapp.errors import ConfigError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import DrawnMask, OpenQuestionError
 from segapp.onboarding.pieces import combine, overlap_share
-from tests.support.drawn_folders import IDS, draw_image, draw_mask, proposed, seeded, targets_read
+from tests.support.drawn_folders import draw_image, proposed, seeded, targets_read
 
 HEIGHT, WIDTH = 48, 64
 NAMES = [f"{number:04}" for number in range(10)]
@@ -90,20 +90,6 @@ def test_masks_of_classes_that_overlap_are_refused(tmp_path: Path) -> None:
         propose_config(InitRequest(root, tmp_path / "made.yaml"))
 
 
-def test_masks_of_annotators_are_asked(tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    for name in NAMES:
-        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
-        for number in (1, 2, 3):
-            save(root / "masks" / f"annotator{number}" / f"{name}.png", disk(name, 9 + number))
-    with pytest.raises(OpenQuestionError, match="can be read in 3 ways") as caught:
-        propose_config(InitRequest(root, tmp_path / "made.yaml"))
-    assert [*caught.value.answers] == [f"masks/annotator{number}" for number in (1, 2, 3)]
-    config, _, _ = proposed(root, tmp_path / "made.yaml", layout="masks/annotator2")
-    for name, target in targets_read(config).items():
-        assert (target == disk(name, 11)).all()
-
-
 def test_masks_that_mostly_agree_are_opinions_not_classes(tmp_path: Path) -> None:
     root = tmp_path / "d"
     for name in NAMES:
@@ -117,12 +103,11 @@ def test_masks_that_mostly_agree_are_opinions_not_classes(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("image", "mask"),
     [
-        ("stage1_train/{}/images/{}.png", "stage1_train/{}/masks/c{n}{}.png"),
         ("images/{}.png", "masks/{}/{n}.png"),
         ("images/{}.jpg", "labels/{}/{}_lbl{n}.png"),
-        ("{}/images/{}.png", "{}/masks/class{n}.png"),
+        ("{}/images/{}.png", "{}/masks/c{n}.png"),
     ],
-    ids=["DSB 2018", "folders of masks", "names of the image", "classes"],
+    ids=["folders of masks", "names of the image", "folders of images"],
 )
 def test_folder_of_masks_for_each_image_is_refused(image: str, mask: str, tmp_path: Path) -> None:
     root = tmp_path / "d"
@@ -132,26 +117,6 @@ def test_folder_of_masks_for_each_image_is_refused(image: str, mask: str, tmp_pa
             save(root / mask.replace("{}", name).replace("{n}", str(part)), stripe(name, part))
     with pytest.raises(ConfigError, match=r"has 2 masks, such as .*: move masks of classes to masks/CLASS/IMAGE\.png"):
         propose_config(InitRequest(root, tmp_path / "made.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("image", "masks"),
-    [
-        ("images/{s}/{}.jpg", ("masks/{s}/{}.png",)),
-        ("{}/images/{}.png", ("{}/masks/{}.png",)),
-        ("images/a/{}.png", ("labels/a/{}.png",)),
-    ],
-)
-def test_one_mask_for_each_image_is_read_as_before(image: str, masks: tuple[str, ...], tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    for number, name in enumerate(NAMES):
-        split = "val" if number > 7 else "train"
-        draw_image(root / image.replace("{s}", split).replace("{}", name))
-        for mask in masks:
-            draw_mask(root / mask.replace("{s}", split).replace("{}", name), IDS)
-    config, _, _ = proposed(root, tmp_path / "made.yaml")
-    assert config.data.mask_root is None
-    assert config.data.classes == ["class_0", "class_1", "class_2"]
 
 
 @given(st.integers(1, 12), st.data())

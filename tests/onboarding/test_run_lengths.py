@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import OpenQuestionError
 from segapp.onboarding.pieces import decode_starts
@@ -58,15 +58,6 @@ def test_decoded_runs_are_the_plane_that_a_loop_encoded(
     bits = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
     plane = np.array(bits).reshape(height, width)
     assert (decode_starts(runs_of(plane, order, first), height, width, first, order) == plane).all()
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.data())
-def test_decoded_runs_agree_with_pycocotools(height: int, width: int, data: st.DataObject) -> None:
-    masks = pytest.importorskip("pycocotools.mask")
-    bits = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
-    plane = np.array(bits).reshape(height, width)
-    encoded = masks.encode(np.asfortranarray(plane.astype(np.uint8)))
-    assert (decode_starts(runs_of(plane), height, width) == masks.decode(encoded).astype(bool)).all()
 
 
 @pytest.mark.parametrize(
@@ -179,9 +170,3 @@ def test_row_that_leaves_its_image_is_named(tmp_path: Path) -> None:
     _, result, names = proposed(root, tmp_path / "made.yaml")
     assert "t.csv: image images/0003.jpg: the entry cannot be read (the run 3000 500 leaves" in "\n".join(result.lines)
     assert "0003.jpg" not in names["train"] + names["val"]
-
-
-def test_table_without_images_is_no_table_of_run_lengths(tmp_path: Path) -> None:
-    table(tmp_path / "d" / "t.csv", ("id", "rle"), [("a.jpg", "1 2")])
-    with pytest.raises(DataError, match="no images with masks"):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))

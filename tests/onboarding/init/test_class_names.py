@@ -12,7 +12,7 @@ from PIL import Image
 from segapp.datasets.layouts.schemes import PUBLISHED
 from segapp.errors import DataError
 from segapp.onboarding.class_files import PALETTES, recognise
-from tests.support.drawn_folders import IDS, SIZE, draw, draw_image, draw_mask, proposed
+from tests.support.drawn_folders import IDS, SIZE, draw, proposed
 
 NAMES = [f"{number:04}" for number in range(10)]
 COLORS = np.array([[0, 0, 0], [200, 0, 10], [10, 60, 250]], np.uint8)
@@ -64,14 +64,6 @@ def test_names_beside_coloured_masks_are_read(file: str, text: str, tmp_path: Pa
     assert config.data.palette == [(200, 0, 10), (0, 0, 0), (10, 60, 250)]
 
 
-def test_camvid_colours_give_camvid_names_and_void_is_ignored(tmp_path: Path) -> None:
-    colors = np.array([*PUBLISHED["camvid"].colors, (0, 0, 0)], np.uint8)
-    draw(tmp_path / "d", NAMES, "train/{}.png", "train_labels/{}_L.png", colors)
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert config.data.classes == list(PUBLISHED["camvid"].names)
-    assert config.data.palette == [*PUBLISHED["camvid"].colors, (0, 0, 0)]
-
-
 def test_palettes_are_told_apart_by_their_colours() -> None:
     for palette in PALETTES:
         assert len(palette.names) == len(palette.colors)
@@ -82,38 +74,6 @@ def test_palettes_are_told_apart_by_their_colours() -> None:
     assert recognise(primary, "masks/a.png") is None
     assert recognise(primary, "SUIM/masks/a.png") is PUBLISHED["suim"]
     assert recognise([(0, 0, 0), (1, 2, 3), (200, 100, 0), (9, 9, 9)], "") is None
-
-
-def test_names_that_do_not_fit_the_values_are_said_not_taken(tmp_path: Path) -> None:
-    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", np.array([0, 1, 7], np.uint8))
-    (tmp_path / "d" / "classes.txt").write_text("a\nb\n")
-    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert config.data.classes == ["class_0", "class_1", "class_7"]
-    assert "classes.txt (2 names in order) does not fit value 0, 1, 7" in " ".join(result.lines)
-
-
-def test_values_from_one_are_shifted_to_the_names(tmp_path: Path) -> None:
-    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", np.array([1, 2, 1, 2, 255], np.uint8))
-    (tmp_path / "d" / "classes.txt").write_text("ground\nroad\n")
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert (config.data.classes, config.data.label_map) == (["ground", "road"], {1: 0, 2: 1})
-
-
-def test_cvat_mask_export_is_read_by_its_labelmap(tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    for name in NAMES:
-        draw_image(root / "JPEGImages" / f"{name}.jpg")
-        draw_mask(root / "SegmentationClass" / f"{name}.png", COLORS)
-        draw_mask(root / "SegmentationObject" / f"{name}.png", COLORS)
-    (root / "ImageSets" / "Segmentation").mkdir(parents=True)
-    (root / "ImageSets" / "Segmentation" / "default.txt").write_text("\n".join(NAMES))
-    (root / "labelmap.txt").write_text(
-        "# label:color_rgb:parts:actions\nbackground:0,0,0::\nroad:200,0,10::\ncar:10,60,250::\n"
-    )
-    config, result, names = proposed(root, tmp_path / "made.yaml")
-    assert config.data.classes == ["background", "road", "car"]
-    assert "--layout SegmentationObject" in " ".join(result.lines)
-    assert len(names["train"] + names["val"]) == 10
 
 
 def test_a_grey_photograph_is_no_mask(tmp_path: Path) -> None:

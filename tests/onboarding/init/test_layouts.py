@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layouts import LAYOUTS, UNMENDED
+from tests.support.layouts import LAYOUTS
 from tests.support.layouts.canvas import Ask
 from tests.support.layouts.judge import answered, judged, problems
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.xfail(strict=True)] * (name in UNMENDED)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_is_read_as_it_was_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)  # files need not survive a power cut here, which takes time
     layout = LAYOUTS[name]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from segapp.errors import ConfigError, StorageError
 from segapp.onboarding.init import InitRequest, propose_config
@@ -18,71 +20,59 @@ def elsewhere(root: Path) -> Path:
     return root / "elsewhere"
 
 
-def link(root: Path) -> str:
-    (root / "made-masks").symlink_to(elsewhere(root))
-    return "made-masks is a link, and segapp does not write through links: remove .*made-masks, or choose another --out"
+def foreign(path: Path, content: bytes = b"mine") -> Path:
+    """Writes a file that segapp did not make."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
 
 
-def dangling_link(root: Path) -> str:
-    (root / "made-masks").symlink_to(elsewhere(root) / "new")
-    return "made-masks is a link"
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (8, 8)).save(file, "PNG")
+    return file.getvalue()
 
 
-def link_below(root: Path) -> str:
+def link_below(root: Path) -> None:
     (root / "made-masks").mkdir()
-    (root / "made-masks" / "train").symlink_to(elsewhere(root))
-    return "made-masks/train is a link"
+    (root / "made-masks/train").symlink_to(elsewhere(root))
 
 
-def link_of_a_file(root: Path) -> str:
-    (elsewhere(root) / "kept.png").write_bytes(b"kept")
-    (root / "made-masks" / "images").mkdir(parents=True)
-    (root / "made-masks" / "images" / "0000.png").symlink_to(elsewhere(root) / "kept.png")
-    return "made-masks/images/0000.png is a link"
+def link_of_a_file(root: Path) -> None:
+    (root / "made-masks/images").mkdir(parents=True)
+    (root / "made-masks/images/0000.png").symlink_to(foreign(elsewhere(root) / "kept.png"))
 
 
-def other_content(root: Path) -> str:
+def pipe(root: Path) -> None:
     (root / "made-masks").mkdir()
-    (root / "made-masks" / "notes.txt").write_text("mine")
-    return "made-masks/notes.txt was not written by segapp"
+    os.mkfifo(root / "made-masks/a.png")
 
 
-def own_mask(root: Path) -> str:
-    from PIL import Image
-
-    (root / "made-masks" / "images").mkdir(parents=True)
-    Image.new("L", (8, 8)).save(root / "made-masks" / "images" / "0000.png")
-    return "made-masks/images/0000.png was not written by segapp"
-
-
-def pipe(root: Path) -> str:
-    (root / "made-masks").mkdir()
-    os.mkfifo(root / "made-masks" / "a.png")
-    return "made-masks/a.png was not written by segapp"
-
-
-def link_of_lists(root: Path) -> str:
-    (root / "made-lists").symlink_to(elsewhere(root))
-    return "made-lists is a link"
-
-
-def other_lists(root: Path) -> str:
-    (root / "made-lists").mkdir()
-    (root / "made-lists" / "photo.jpg").write_bytes(b"mine")
-    return "made-lists/photo.jpg was not written by segapp"
-
-
-def config_link(root: Path) -> str:
-    (root / "made.yaml").symlink_to(elsewhere(root) / "a.yaml")
-    return "made.yaml exists: choose another --out, or add --force"
-
-
-def other_user(root: Path) -> str:
+def other_user(root: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder to another user")
     (root / "made-masks").mkdir()
     os.chown(root / "made-masks", 12345, 12345)
-    return "made-masks belongs to another user"
+
+
+PLANTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "link": (lambda root: (root / "made-masks").symlink_to(elsewhere(root)),
+             "made-masks is a link, and segapp does not write through links: remove .*made-masks, or choose another"),
+    "dangling link": (lambda root: (root / "made-masks").symlink_to(elsewhere(root) / "new"), "made-masks is a link"),
+    "link below": (link_below, "made-masks/train is a link"),
+    "link of a file": (link_of_a_file, "made-masks/images/0000.png is a link"),
+    "other file": (lambda root: foreign(root / "made-masks/notes.txt"),
+                   "made-masks/notes.txt was not written by segapp"),
+    "own mask": (lambda root: foreign(root / "made-masks/images/0000.png", png()),
+                 "made-masks/images/0000.png was not written by segapp"),
+    "pipe": (pipe, "made-masks/a.png was not written by segapp"),
+    "link of lists": (lambda root: (root / "made-lists").symlink_to(elsewhere(root)), "made-lists is a link"),
+    "other lists": (lambda root: foreign(root / "made-lists/photo.jpg"),
+                    "made-lists/photo.jpg was not written by segapp"),
+    "link of the config": (lambda root: (root / "made.yaml").symlink_to(elsewhere(root) / "a.yaml"),
+                           "made.yaml exists: choose another --out, or add --force"),
+    "other user": (other_user, "made-masks belongs to another user"),
+}  # fmt: skip
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
@@ -90,18 +80,13 @@ def contents(root: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in places}
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        link, dangling_link, link_below, link_of_a_file, other_content, own_mask, pipe, link_of_lists, other_lists,
-        config_link, other_user,
-    ],
-)  # fmt: skip
-def test_what_segapp_did_not_make_is_refused_by_name(plant: Callable[[Path], str], tmp_path: Path) -> None:
-    drawn.labelme(tmp_path / "d") if plant is link_below else drawn.cvat(tmp_path / "d")
-    message = plant(tmp_path)
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_segapp_did_not_make_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    drawn.labelme(tmp_path / "d") if kind == "link below" else drawn.cvat(tmp_path / "d")
+    plant, message = PLANTED[kind]
+    plant(tmp_path)
     before = contents(tmp_path)
-    request = InitRequest(tmp_path / "d", tmp_path / "made.yaml", force=plant is not config_link)
+    request = InitRequest(tmp_path / "d", tmp_path / "made.yaml", force=kind != "link of the config")
     with pytest.raises(ConfigError, match=message):
         propose_config(request)
     assert contents(tmp_path) == before

@@ -11,5 +11,3 @@ from tests.support.layouts.contents import LAYOUTS as CONTENTS
 from tests.support.layouts.naming import LAYOUTS as NAMING
 
 LAYOUTS: dict[str, DrawnLayout] = {layout.name: layout for layout in (*NAMING, *CONTENTS)}
-UNMENDED = {"BraTS slices"}
-"""Layouts that are still read wrongly."""

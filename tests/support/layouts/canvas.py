@@ -61,14 +61,12 @@ class Ask:
     """`init` asks, and with one of the answers that it offers it reads the truth.
 
     Attributes:
-        option: that answers it, or its beginning.
-        answers: all that it offers; empty: not compared.
-        or_read: the truth may be read without a question too.
+        option: that answers it.
+        answers: some of those that it offers.
     """
 
     option: str
     answers: tuple[str, ...] = ()
-    or_read: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,27 +213,25 @@ class Canvas:
         split: str | None = None,
         group: str | None = None,
         pixels: np.ndarray | None = None,
-        size: tuple[int, int] = SIZE,
         like: str | None = None,
         as_rgb: bool = False,
         **options: Any,
     ) -> np.ndarray:
-        """Writes an image and its mask, notes them, and returns the areas of the mask.
+        """Writes an image and its mask, notes them, and returns the areas of the mask, in which all codes occur.
 
         Args:
             image: path of the image.
             mask: path of the mask.
-            codes: all of them occur in the mask.
+            codes: of the areas.
             split: of the data.
             group: of the image; None: one of its own.
             pixels: of the image, of any type; None: smooth 8-bit RGB.
-            size: height and width.
             like: key of a scene that the image resembles.
             as_rgb: a mask of gray values is saved with three equal channels.
             **options: of the mask's format.
         """
         if pixels is None:
-            pixels = scene(image, size, like=like).astype(np.uint8)
+            pixels = scene(image, like=like).astype(np.uint8)
         self.image(image, pixels)
         areas = patches(image, len(codes), pixels.shape[:2])
         mask_pixels = coded(areas, list(codes))

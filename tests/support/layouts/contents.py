@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -50,16 +48,14 @@ DEEPGLOBE: Codes = {
 PALETTE = [value for number in range(256) for value in ((number * 37) % 256, (number * 91) % 256, (number * 53) % 256)]
 
 
-def rewritten(
-    codes: Codes, change: Callable[[np.ndarray, int], np.ndarray], suffix: str = "png", **options: int
-) -> Draw:
-    """Draws images and masks, of which `change` makes what is stored from the areas of each mask and its number."""
+def rewritten(codes: Codes, change: Callable[[np.ndarray], np.ndarray], suffix: str = "png", **options: int) -> Draw:
+    """Draws images and masks, of which `change` makes what is stored from the areas of each mask."""
 
     def drawing(canvas: Canvas) -> None:
-        for number, name in enumerate(TWELVE):
-            mask = f"masks/{name}.{suffix}"
+        for name in TWELVE:
+            mask = f"masks/{name}.png"
             areas = canvas.pair(f"images/{name}.png", mask, codes)
-            save(canvas.root / mask, change(areas, number), **options)
+            save(canvas.root / mask, change(areas))
 
     return drawing
 
@@ -70,27 +66,21 @@ def as_jpeg(pixels: np.ndarray) -> np.ndarray:
     return np.asarray(Image.open(file))
 
 
-def smooth(areas: np.ndarray, _: int) -> np.ndarray:
+def smooth(areas: np.ndarray) -> np.ndarray:
     large = cv2.resize(coded(areas, list(CAMVID_COLORS)), None, fx=4, fy=4, interpolation=cv2.INTER_NEAREST)
     return np.asarray(cv2.resize(cv2.GaussianBlur(large, (9, 9), 2), SIZE[::-1], interpolation=cv2.INTER_AREA))
 
 
-def with_alpha(areas: np.ndarray, _: int) -> np.ndarray:
+def with_alpha(areas: np.ndarray) -> np.ndarray:
     return np.dstack([coded(areas, list(CAMVID_COLORS)), np.full(SIZE, 255, np.uint8)])
 
 
-def in_alpha(areas: np.ndarray, _: int) -> np.ndarray:
+def in_alpha(areas: np.ndarray) -> np.ndarray:
     return np.dstack([np.zeros((*SIZE, 3), np.uint8), coded(areas, [0, 255])])
 
 
-def transparent(areas: np.ndarray, _: int) -> np.ndarray:
+def transparent(areas: np.ndarray) -> np.ndarray:
     return np.dstack([coded(areas, [(0, 0, 0), (0, 200, 60)]), coded(areas, [0, 255])])
-
-
-def instances(areas: np.ndarray, number: int) -> np.ndarray:
-    """Class x 1000 + instance, as Cityscapes' instanceIds."""
-    base = 24_000 + number * 3
-    return coded(areas, [7000, 11_000, base, base + 1, 26_000 + number, 26_050 + number])
 
 
 def strays(canvas: Canvas) -> None:
@@ -199,16 +189,6 @@ def rotated(canvas: Canvas) -> None:
         save(canvas.root / image, np.rot90(pixels, 1).copy(), exif=exif)
 
 
-def pannuke(canvas: Canvas) -> None:
-    """PanNuke: arrays of images and of one plane for each class, the background last, in three folds."""
-    for fold in (1, 2, 3):
-        areas = np.stack([patches(f"{fold} {number}", 6) for number in range(4)])
-        images = np.stack([scene(f"{fold} {number}") for number in range(4)]).astype(np.float64)
-        save(canvas.root / f"images/fold{fold}/images.npy", images)
-        save(canvas.root / f"masks/fold{fold}/masks.npy", (areas[..., None] == np.arange(6)) * 1.0)
-        save(canvas.root / f"images/fold{fold}/types.npy", np.array(["Breast"] * 4))
-
-
 def unread(suffix: str, content: bytes) -> Draw:
     """Images of a format that segapp does not read, with masks of the same stem."""
 
@@ -224,48 +204,18 @@ def unread(suffix: str, content: bytes) -> Draw:
 # Annotations
 
 
-def annotated(write: Callable[[Path], None], *, is_ignored: bool = False, num_train: int | None = None) -> Draw:
-    """Annotations of another program: BOX is a road and SMALL a car in every image; the rest is background."""
-
-    def drawing(canvas: Canvas) -> None:
-        write(canvas.root)
-        areas = drawn_annotations.expected().astype(int)
-        if is_ignored:
-            areas[30:40, 40:50] = 3
-        for path in sorted(canvas.root.rglob("*.jpg")):
-            pixels = np.asarray(Image.open(path).convert("RGB"))
-            image = str(path.relative_to(canvas.root))
-            is_val = num_train is not None and path.stem in drawn_annotations.NAMES[num_train:]
-            word = None if num_train is None else "val" if is_val else "train"
-            canvas.note(image, "annotations", pixels, areas, ["background", "road", "car", None], split=word)
-
-    return drawing
-
-
-def coco(root: Path) -> None:
-    drawn_annotations.coco(root, lambda ring: [drawn_annotations.flat(drawn_annotations.sides(ring))])
+def labelme(canvas: Canvas) -> None:
+    drawn_annotations.labelme(canvas.root)
+    areas = drawn_annotations.expected().astype(int)
+    areas[30:40, 40:50] = 3
+    for path in sorted(canvas.root.glob("*.jpg")):
+        pixels = np.asarray(Image.open(path))
+        canvas.note(path.name, f"{path.stem}.json", pixels, areas, ["background", "road", "car", None])
 
 
 def label_studio_tags(canvas: Canvas) -> None:
     """Masks named after their image and the class."""
     unsplit("images/{}.png", "masks/{}-tag-road-0.png", {0: "background", 255: "road"})(canvas)
-
-
-def instance_dirs(canvas: Canvas) -> None:
-    """A folder of masks for each image, one file an object (as in the Data Science Bowl 2018)."""
-    for name in TWELVE:
-        canvas.image(f"{name}/images/{name}.png")
-        for number in (1, 2):
-            plane = np.uint8(255) * (patches(name, 3) == number)
-            save(canvas.root / f"{name}/masks/{name}_{number}.png", plane)
-
-
-def parquet(canvas: Canvas) -> None:
-    """Parquet files of the Hugging Face hub: the images are in them."""
-    (canvas.root / "data").mkdir()
-    for word in ("train", "validation"):
-        (canvas.root / f"data/{word}-00000-of-00001.parquet").write_bytes(b"PAR1" + bytes(64) + b"PAR1")
-    canvas.text("id2label.json", json.dumps({"0": "background", "1": "road", "2": "car"}))
 
 
 # Faults
@@ -328,25 +278,22 @@ LAYOUTS = [
         ),
         "ids with gaps": unsplit("images/{}.jpg", "masks/{}.png", {0: "class_0", 7: "class_7", 26: "class_26"}),
         "ids from one": unsplit("images/{}.jpg", "masks/{}.png", {1: "class_1", 2: "class_2", 3: "class_3"}),
-        "ids in 16 bits": rewritten(UNNAMED, lambda areas, _: areas.astype(np.uint16)),
+        "ids in 16 bits": rewritten(UNNAMED, lambda areas: areas.astype(np.uint16)),
         "REFUGE": (
             unsplit("images/{}.jpg", "masks/{}.bmp", {0: "class_0", 128: "class_128", 255: "class_255"}),
-            Ask("--", or_read=True),
+            Ask("--unlabelled"),
         ),
-        "one bit": rewritten(BINARY, lambda areas, _: areas > 0),
+        "one bit": rewritten(BINARY, lambda areas: areas > 0),
         "black and white in RGB": unsplit("images/{}.jpg", "masks/{}.png", BINARY, as_rgb=True),
         "stray gray pixels": strays,
         "TGS salt": salt,
         "empty masks": empty_masks,
         "masks as JPEG": (unsplit("images/{}.png", "masks/{}.jpg", BINARY), Refuse(("JPEG", "magick mogrify"))),
         "masks that were JPEG": (
-            rewritten(BINARY, lambda areas, _: as_jpeg(coded(areas, [0, 255]))), Refuse(("smoothed", "magick mogrify"))
+            rewritten(BINARY, lambda areas: as_jpeg(coded(areas, [0, 255]))), Refuse(("smoothed", "magick mogrify"))
         ),
         "smoothed colors": (rewritten(CAMVID_COLORS, smooth), Refuse(("smoothed", "magick mogrify"))),
         "object in alpha": (rewritten(BINARY, in_alpha), Refuse(("-alpha extract",))),
-        "class x 1000 + instance": (
-            rewritten({number: str(number) for number in range(6)}, instances), Refuse(("np.uint8", "--masks ids"))
-        ),
         "16-bit gray": wide("png", 0, np.uint16, 40),
         "16-bit RGB": wide("png", 3, np.uint16, 40),
         "float TIFF of four bands": wide("tif", 4, np.float32, 1 / 255),
@@ -357,17 +304,12 @@ LAYOUTS = [
         "OME-TIFF": ome_tiff,
         "EXIF-rotated": rotated,
         "arrays": unsplit("images/{}.npy", "masks/{}.npy"),
-        "PanNuke": (pannuke, Refuse(("save masks as ids",))),
         "Sen1Floods11": (floods, Refuse(("np.where(mask < 0, 255, mask)",))),
         "one GeoTIFF": (geotiff, Refuse(("gdal_retile.py",))),
         "npz per image": (unread("npz", b"PK"), Refuse(("12 files of other kinds (.npz)", "np.save"))),
         "DICOM": (unread("dcm", b"DICM"), Refuse(("12 files of other kinds (.dcm)", "save images and masks as PNG"))),
-        "parquet": (parquet, Refuse(("2 files of other kinds (.parquet)", "save images and masks as PNG"))),
-        "COCO": named(annotated(coco)),
-        "labelme": named(annotated(drawn_annotations.labelme, is_ignored=True)),
-        "YOLO": named(annotated(drawn_annotations.yolo, num_train=4)),
+        "labelme": named(labelme),
         "Label Studio's tags": named(label_studio_tags),
-        "folder of masks for each image": (instance_dirs, Refuse(("has 2 masks", "np.any"))),
         "damaged image": (planted("cut"), CHECKED),
         "image of another size": (planted("size"), CHECKED),
         "image without its mask": planted("no mask"),

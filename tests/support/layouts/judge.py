@@ -88,7 +88,7 @@ def judge(layout: DrawnLayout, truth: Canvas, folder: Path, /, **request: Any) -
         compare(truth, config, samples(config, truth), verdict)
     except SegappError as error:
         verdict.unusable = str(error)
-    if isinstance(layout.expected, Ask) and not layout.expected.or_read and not request:
+    if isinstance(layout.expected, Ask) and not request:
         verdict.wrong.append("several readings are possible, and none is asked for")
     verdict.wrong += [f"not used, and not named: {file}" for file in unnamed(truth, verdict.said)]
     return verdict
@@ -123,8 +123,8 @@ def samples(config: RunConfig, truth: Canvas) -> Iterator[Sample]:
 
 def sample_of(side: str, image: np.ndarray, mask: np.ndarray, scheme: ClassScheme, truth: Canvas) -> Sample:
     """Returns an image (H, W, B) and its mask of train ids as a sample, with the drawn picture that the image is."""
-    planes, ignored = read_planes(mask, scheme)
-    return Sample(side, recognised(image, truth), planes, ignored)
+    planes = {name: mask == number for number, name in enumerate(scheme.names)}
+    return Sample(side, recognized(image, truth), planes, mask == scheme.ignore_index)
 
 
 def _readable(config: RunConfig, split: str, truth: Canvas) -> SegmentationDataset:
@@ -144,15 +144,7 @@ def _readable(config: RunConfig, split: str, truth: Canvas) -> SegmentationDatas
     return SegmentationDataset(pairs, scheme, pixels=build_pixels(config.data))
 
 
-def read_planes(mask: np.ndarray, scheme: ClassScheme) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns the pixels of each class of a mask of train ids or of sets of classes, and the ignored ones."""
-    ignored = mask == scheme.ignore_index
-    if scheme.multilabel is None:
-        return {name: mask == number for number, name in enumerate(scheme.names)}, ignored
-    return {name: (mask >> number & 1 > 0) & ~ignored for number, name in enumerate(scheme.names)}, ignored
-
-
-def recognised(image: np.ndarray, truth: Canvas) -> Picture | None:
+def recognized(image: np.ndarray, truth: Canvas) -> Picture | None:
     """Returns the drawn picture that an image is; None if it is none."""
     own = thumbnail(image)
     best, likeness = None, ALIKE
@@ -170,15 +162,14 @@ def compare(truth: Canvas, config: RunConfig, read: Iterable[Sample], verdict: V
     problems: Counter[str] = Counter()
     for sample in read:
         if sample.picture is None:
-            problems["an image that is none of the labelled ones, or lacks bands"] += 1
+            problems["an image that is none of the labeled ones, or lacks bands"] += 1
             continue
         found[sample.side].append(sample.picture)
         if reason := difference(sample, truth, aliases):
             problems[reason] += 1
     verdict.wrong += [f"{count} images: {reason}" for reason, count in problems.items()]
     verdict.wrong += division_problems(truth, found, verdict.said)
-    is_new = not {"train", "val"} <= {one.split for one in truth.pictures}
-    if is_new:
+    if not {"train", "val"} <= {one.split for one in truth.pictures}:
         groups = [{picture.group for picture in found[side] if picture.split != "test"} for side in ("train", "val")]
         if leaks := sorted(groups[0] & groups[1]):
             verdict.wrong.append(f"groups in both splits, such as {leaks[0]}")
@@ -199,7 +190,7 @@ def difference(sample: Sample, truth: Canvas, aliases: dict[str, str]) -> str | 
         return None if picture.is_broken else "another size than drawn"
     missing = sample.ignored & ~picture.ignored
     if missing.any():
-        return "labelled pixels are ignored"
+        return "labeled pixels are ignored"
     drawn = dict(picture.planes)
     rest = ~np.any([*picture.planes.values(), picture.ignored], axis=0)
     if "background" in sample.planes and "background" not in drawn:
@@ -250,11 +241,11 @@ def division_problems(truth: Canvas, found: Mapping[str, list[Picture]], said: s
         if train & drawn["test"]:
             yield f"{len(train & drawn['test'])} test images are trained"
         if left := (drawn["train"] - train - val) - broken:
-            yield f"{len(left)} labelled images are left out"
+            yield f"{len(left)} labeled images are left out"
         if val & drawn["test"] and not re.search(r"chosen|--val-share", said):
             yield "the test images are the validation images, which is not said"
     elif left := (drawn["train"] - train - val) - broken:
-        yield f"{len(left)} labelled images are left out"
+        yield f"{len(left)} labeled images are left out"
     if train & val:
         yield f"{len(train & val)} images are in both splits"
 
@@ -286,11 +277,11 @@ def problems(layout: DrawnLayout, verdict: Verdict) -> list[str]:
     if isinstance(expected, Refuse):
         missing = [word for word in expected.words if word not in verdict.said]
         return [] if verdict.outcome != "read" and not missing else [f"{verdict.outcome}, without {missing}"]
-    if isinstance(expected, Ask) and not (verdict.outcome == "read" and expected.or_read):
+    if isinstance(expected, Ask):
         asked = verdict.question
-        if asked is not None and asked.option.startswith(expected.option):
-            return [] if set(expected.answers) <= set(asked.answers) else [f"it offers {[*asked.answers]}"]
-        return [f"{verdict.outcome}, {expected.option} is not asked for: {verdict.said}"]
+        if asked is None or asked.option != expected.option or not set(expected.answers) <= {*asked.answers}:
+            return [f"{verdict.outcome}, {expected} is not asked: {verdict.said}"]
+        return []
     if verdict.outcome != "read":
         return [f"{verdict.outcome}: {verdict.said}"]
     return [*([f"written, then refused: {verdict.unusable}"] if verdict.unusable else []), *verdict.wrong]
