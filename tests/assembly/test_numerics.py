@@ -1,25 +1,41 @@
-"""`auto` of precision and memory format: by the card's capability and the network, and kept by a resume."""
+"""Precision and memory format by card and network, and the process-wide switches of a training."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from segapp.assembly.devices import CUBLAS_VARIABLE, DevicePlan, numerics, uses_channels_last, with_precision
+from segapp.assembly import devices as module
+from segapp.assembly.devices import (
+    ALLOCATOR_VARIABLES,
+    CUBLAS_VARIABLE,
+    DevicePlan,
+    numerics,
+    uses_channels_last,
+    with_precision,
+)
 from segapp.assembly.network import build_network
 from segapp.assembly.own_parts import fp32_part
 from segapp.config import ModelConfig, RunConfig, TrainConfig, load_config, validate_config
 from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code
+from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError
+from segapp.inference.evaluate import EvaluationSettings, evaluate
+from segapp.inference.predict.predictor import predict_image
+from segapp.inference.sliding import Inference, without_cudnn_benchmark
+from segapp.models.normalizer import Normalizer
 from segapp.parallel.distributed import Ranks
 from segapp.planning.auto import resolve_auto
 from segapp.run.folder import RunFolder
+from segapp.session.failures import as_segapp_error
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from tests.support.runs import events, merged, train
@@ -41,7 +57,7 @@ def _two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [([CPU], "fp32"), ([A100], "amp-bf16"), ([V100], "amp-fp16"), ([A100, V100], "amp-fp16"), ([CPU, CPU], "fp32")],
+    [([CPU], "fp32"), ([A100], "amp-bf16"), ([V100], "amp-fp16"), ([A100, V100], "amp-fp16"), ([A100, CPU], "fp32")],
 )
 def test_auto_precision_is_what_every_device_has(devices: list[torch.device], expected: str) -> None:
     assert with_precision(config_of(), devices).train.precision == expected
@@ -109,6 +125,8 @@ def test_deterministic_is_refused_where_cublas_has_run(monkeypatch: pytest.Monke
     monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")  # as a program that knows of it starts
     with numerics(**SWITCHES):
         assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ[CUBLAS_VARIABLE] == ":16:8"
+    assert os.environ[CUBLAS_VARIABLE] == ":16:8"
 
 
 @pytest.mark.parametrize("has_used_cuda", [False, True])
@@ -129,14 +147,118 @@ def test_training_has_the_precision_that_all_ranks_support(tmp_path: Path, monke
     assert [resolved.train.precision for resolved in found] == ["amp-fp16", "amp-bf16", "fp32"]
 
 
-@pytest.mark.parametrize("is_from_file", [False, True])
-def test_resume_with_auto_keeps_the_precision(tiny: dict[str, Any], tmp_path: Path, is_from_file: bool) -> None:
+def test_resume_with_auto_keeps_the_precision(tiny: dict[str, Any], tmp_path: Path) -> None:
     """A CPU would choose fp32; the checkpoint's file may also begin another run."""
-    first, second = tmp_path / "first", tmp_path / ("second" if is_from_file else "first")
-    assert train(merged(tiny, train={"epochs": 1, "precision": "amp-bf16"}), first) == 0
-    config, source = merged(tiny, train={"epochs": 2}), first / "checkpoints" / "last.pt"
-    request = TrainRequest(config, run=second, checkpoint=source)
-    assert run_session(request if is_from_file else TrainRequest(config, RunFolder(first))) == 0
-    starts = [(event["precision"], event.get("resumed_from_step")) for event in events(second, "run_start")]
-    assert starts[-1] == ("amp-bf16", 5)
-    assert load_config(second / "config.yaml").train.precision == "amp-bf16"
+    first, second = tmp_path / "first", tmp_path / "second"
+    one = {"epochs": 1, "batch_size": 5}
+    assert train(merged(tiny, train={**one, "precision": "amp-bf16"}), first) == 0
+    longer = merged(tiny, train={**one, "epochs": 2})
+    assert train(longer, second, checkpoint=first / "checkpoints" / "last.pt") == 0
+    assert run_session(TrainRequest(longer, RunFolder(first))) == 0
+    for folder in (first, second):
+        start = events(folder, "run_start")[-1]
+        assert (start["precision"], start["resumed_from_step"]) == ("amp-bf16", 2)
+        assert load_config(folder / "config.yaml").train.precision == "amp-bf16"
+
+
+PLAIN: dict[str, Any] = {"deterministic": False, "tf32": True}
+
+
+def switches() -> dict[str, Any]:
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn": torch.backends.cudnn.deterministic,
+        "matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "convolution": torch.backends.cudnn.conv.fp32_precision == "tf32",
+        "environment": {name: os.environ.get(name) for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE)},
+    }
+
+
+@pytest.fixture(autouse=True)
+def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_switches_are_set_and_undone(deterministic: bool, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = switches()
+    with numerics(deterministic=deterministic, tf32=tf32):
+        inside = switches()
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")  # torch.compile reads this
+    assert switches() == before
+    assert (inside["deterministic"], inside["cudnn"]) == (deterministic, deterministic)
+    assert inside["benchmark"] is not deterministic
+    assert (inside["matmul"], inside["convolution"]) == (tf32, tf32)
+    assert inside["environment"][CUBLAS_VARIABLE] == (":4096:8" if deterministic else None)
+
+
+def test_training_that_needs_no_determinism_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call, even one that changes nothing, imports torch._inductor, and the process ends seconds later."""
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda is_on, **_: calls.append(is_on))
+    with numerics(**PLAIN):
+        assert torch.get_float32_matmul_precision() == "highest"  # without CUDA, products stay exact
+    assert calls == []
+    with numerics(deterministic=True, tf32=True):
+        assert calls == [True]
+    assert calls == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("platform", "cuda", "user", "expected"),
+    [
+        ("linux", "13.0", {}, "expandable_segments:True"),
+        ("linux", None, {}, None),
+        ("win32", "13.0", {}, None),
+        ("linux", "13.0", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("linux", "13.0", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, None),
+    ],
+)
+def test_expandable_segments_unless_the_user_chose(
+    platform: str, cuda: str | None, user: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.sys, "platform", platform)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    with numerics(**PLAIN):
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    assert {name: os.environ.get(name) for name in ALLOCATOR_VARIABLES} == {
+        name: user.get(name) for name in ALLOCATOR_VARIABLES
+    }
+
+
+def test_evaluations_and_sample_pictures_time_no_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen: list[tuple[bool, bool]] = []
+
+    class Net(torch.nn.Module):
+        def suitable_size(self, height: int, width: int) -> tuple[int, int]:
+            return height, width
+
+        def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
+            seen.append((torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled))
+            return (images,)
+
+    model: Any = Net()
+    inference = Inference(Normalizer((0.5,) * 3, (0.5,) * 3))
+    batch = Batch(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.zeros(1, 4, 4, dtype=torch.uint8), (0,))
+    evaluate(model, [batch], EvaluationSettings(inference, 3, 255, torch.device("cpu")))
+    predict_image(model, inference, np.zeros((4, 4, 3), np.uint8), torch.device("cpu"))
+    assert seen == [(False, True)] * 2
+    with contextlib.suppress(KeyError), without_cudnn_benchmark():
+        raise KeyError
+    assert torch.backends.cudnn.benchmark is True
+
+
+def test_missing_deterministic_form_is_an_error_of_the_config() -> None:
+    error = RuntimeError("grid_sampler_2d_backward_cuda does not have a deterministic implementation, but you set")
+    known = as_segapp_error(error)
+    assert isinstance(known, ConfigError)
+    assert "train.deterministic = true: grid_sampler_2d_backward_cuda" in str(known)

@@ -16,20 +16,17 @@ from segapp.assembly.optimizer import group_settings
 from segapp.assembly.pairs import build_scheme
 from segapp.assembly.trained import read_trained
 from segapp.commands.export import export_target
-from segapp.config import RunConfig, dump_config
+from segapp.config import RunConfig
 from segapp.errors import CheckpointError, ConfigError
 from segapp.memory.peaks import SimulationJob
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
 from segapp.planning.simulate import build_simulator
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training.step.assembler import StepAssembler
 from tests.support.golden_runs import float64
-from tests.support.rank_runs import losses, trained_by_ranks
-from tests.support.runs import differing, events, merged, train
-from tests.training.test_resume import final_state, stopped_and_resumed
+from tests.support.rank_runs import losses
+from tests.support.runs import events, merged, train
+from tests.training.test_resume import final_state, resume
 
 VIT = {"encoder": "tu-vit_tiny_patch16_224", "name": "eomt", "library": "segapp"}
 SMALL = {"depth": 3, "embed_dim": 48, "num_heads": 3, "num_queries": 6, "num_blocks": 2}
@@ -66,17 +63,6 @@ def run(lora: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_random_adapters(library: str, name: str, encoder: str, **options: Any) -> SegmentationModel:
-    """Return a network whose adapters have an effect: those of the initialisation have none."""
-    torch.manual_seed(0)
-    model = build_model(library, name, 3, encoder=encoder, options=options)
-    add_adapters(model, 4)
-    for key, parameter in model.named_parameters():
-        if ".lora_B." in key:
-            nn.init.normal_(parameter, std=0.05)
-    return model.eval()
-
-
 def test_checkpoint_holds_adapters_head_and_their_average(lora: dict[str, Any], run: Path) -> None:
     small, names = final_state(run), list(assembled(lora)[1].state_dict())
     trained = [name for name in names if ".lora_" in name or not name.startswith("encoder.")]
@@ -90,19 +76,6 @@ def test_checkpoint_holds_adapters_head_and_their_average(lora: dict[str, Any], 
     assert states < (run / "checkpoints" / "last.pt").stat().st_size < 1.3 * states + 100_000
 
 
-@pytest.mark.slow
-def test_backbone_stays_as_the_file_has_it(lora: dict[str, Any], run: Path, backbone: Path) -> None:
-    """And the rest is trained: the adapters' effect is no longer zero."""
-    model = build_network(merged(lora).model, 3, with_weights=False)
-    model.load_state_dict(read_trained(str(run)).model.state_dict())
-    file = torch.load(backbone, weights_only=True)
-    changed = {
-        name for name, tensor in model.backbone_module.state_dict().items() if not torch.equal(tensor, file[name])
-    }
-    layers = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
-    assert changed == {f"blocks.{number}.{layer}" for number in range(3) for layer in layers}
-
-
 def test_dp_trains_adapters_as_one_device(lora: dict[str, Any], tmp_path: Path) -> None:
     """In float64: what differs is the order of the sums."""
     dp = {"mode": "dp", "devices": ["cpu", "cpu", "cpu"], "shares": [0, 1, 4]}
@@ -114,45 +87,22 @@ def test_dp_trains_adapters_as_one_device(lora: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_ranks_train_adapters_as_one_device(lora: dict[str, Any], run: Path, tmp_path: Path) -> None:
-    ranks = {"mode": "ddp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1}
-    (tmp_path / "ddp.yaml").write_text(dump_config(merged(lora, parallel=ranks)))
-    trained_by_ranks("--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
-    assert losses(tmp_path / "run") == pytest.approx(losses(run), rel=1e-5)
-    assert list(final_state(tmp_path / "run")["ema"]["module"]) == list(final_state(run)["ema"]["module"])
-
-
-@pytest.mark.slow
-def test_half_precision_with_adapters_resumes_bitwise(lora: dict[str, Any], tmp_path: Path) -> None:
-    config = merged(lora, train={"precision": "fp16"})
-    assert train(config, tmp_path / "whole") == 0
-    stopped_and_resumed(config, tmp_path / "run", "train.step=3")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert differing(final_state(tmp_path / "run"), final_state(tmp_path / "whole")) == []
-
-
-@pytest.mark.slow
 def test_other_base_is_refused_at_resume_and_by_readers(lora: dict[str, Any], run: Path, tmp_path: Path) -> None:
-    """The file of then continues the run."""
-    file, copy = tmp_path / "backbone.pt", tmp_path / "run"
-    shutil.copytree(run, copy)
-    weights = torch.load(lora["model"]["weights_backbone"], weights_only=True)
-    torch.save(weights, file)
-    config = merged(lora, model={"weights_backbone": str(file)}, train={"epochs": 3})
+    """The same content in another file continues the run."""
+    same, other, own = tmp_path / "same.pt", tmp_path / "other.pt", Path(lora["model"]["weights_backbone"])
+    shutil.copytree(run, tmp_path / "run")
+    weights = torch.load(own, weights_only=True)
+    torch.save(weights, same)
     weights["blocks.0.norm1.weight"][0] += 1e-6
-    torch.save(weights, tmp_path / "other.pt")
-    other = merged(config.model_dump(mode="json"), model={"weights_backbone": str(tmp_path / "other.pt")})
+    torch.save(weights, other)
+    config_of = lambda path: merged(lora, model={"weights_backbone": str(path)}, train={"epochs": 3})  # noqa: E731
     with pytest.raises(CheckpointError, match=r"only adapters and head.*backbone.pt with sha256 \w{16}, and sha256"):
-        run_session(TrainRequest(other, RunFolder(copy)))
-    assert run_session(TrainRequest(config, RunFolder(copy))) == 0
-    assert read_trained(str(copy)).step == 6
-    file.unlink()
-    gone = shutil.move(lora["model"]["weights_backbone"], file)
-    try:
-        with pytest.raises(CheckpointError, match=r"epoch_0002.pt holds only adapters and head, their base: .*no"):
-            read_trained(str(run / "checkpoints" / "epoch_0002.pt"))
-    finally:
-        shutil.move(gone, lora["model"]["weights_backbone"])
+        resume(config_of(other), tmp_path / "run")
+    assert resume(config_of(same), tmp_path / "run") == 0
+    assert read_trained(str(tmp_path / "run")).step == 6
+    same.unlink()
+    with pytest.raises(CheckpointError, match=r"epoch_0003.pt holds only adapters and head, their base: .*no"):
+        read_trained(str(tmp_path / "run" / "checkpoints" / "epoch_0003.pt"))
 
 
 def test_random_base_is_saved_whole_and_said(lora: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
@@ -175,9 +125,14 @@ NETWORKS = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("library", "name", "encoder", "options"), NETWORKS)
 def test_merged_network_computes_what_the_adapted_did(library: str, name: str, encoder: str, options: Any) -> None:
-    """In float64. The trained run below has the float32 that predict and export compute in."""
-    model = with_random_adapters(library, name, encoder, **options).double()
-    plain = build_model(library, name, 3, encoder=encoder, options=options).eval().double()
+    """In float64, with adapters that have an effect: those of the initialisation have none."""
+    torch.manual_seed(0)
+    model, plain = (build_model(library, name, 3, encoder=encoder, options=options).eval().double() for _ in range(2))
+    add_adapters(model, 4)
+    for key, parameter in model.named_parameters():
+        if ".lora_B." in key:
+            nn.init.normal_(parameter, std=0.05)
+    model.double()
     images = torch.randn(2, 3, *model.suitable_size(64, 64), dtype=torch.float64)
     with torch.no_grad():
         wanted = model(images)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import segapp
 from segapp import failpoints
 from segapp.config import RunConfig
-from segapp.datasets.pool import BatchPool
 from segapp.datasets.sampling import sample_order
 from segapp.inference.evaluate import Evaluation
 from segapp.run.commands import parse_command, send_command
@@ -22,7 +22,6 @@ from segapp.session.session import run_session
 from segapp.training import inbox
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.step.engine import StepEngine
-from segapp.training.validation import Validation
 from tests.datasets.test_loader_failures import _remember_children, assert_no_children  # noqa: F401  # a fixture
 from tests.support.rank_runs import check_split_change
 from tests.support.runs import each_save, events, merged, train
@@ -126,29 +125,20 @@ def test_changed_split_of_ranks_with_workers_is_exact(tiny: dict[str, Any], tmp_
     check_split_change(tiny, tmp_path, ["cpu", "cpu"])
 
 
-def test_workers_start_once_and_evaluations_find_their_batches(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training and validation have a pool each, which are told once what to load, and once for each evaluation."""
-    built: list[BatchPool] = []
-    starts: list[BatchPool] = []
-    ready: list[tuple[int, ...]] = []
-    build, start, run = BatchPool._build, BatchPool._start, Validation.run
+def test_workers_start_once_for_all_epochs_and_evaluations(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Two of training; from the first evaluation on, two of validation too."""
+    seen: list[frozenset[int | None]] = []
 
-    def evaluate(validation: Validation, *args: Any) -> Any:
-        ready.append(tuple(key.image for key in validation.loader._pool._work.begun[0]))
-        return run(validation, *args)
+    def note(event: Event) -> None:
+        if event.type in ("step", "val"):
+            seen.append(frozenset(child.pid for child in multiprocessing.active_children()))
 
-    monkeypatch.setattr(BatchPool, "_build", lambda pool: built.append(pool) or build(pool))
-    monkeypatch.setattr(BatchPool, "_start", lambda pool, batches: starts.append(pool) or start(pool, batches))
-    monkeypatch.setattr(Validation, "run", evaluate)
-    config = loading(tiny, 2, eval={"every_steps": 3, "batch_size": 3})
-    assert train(config, tmp_path / "run") == 0
-    num_evaluations = len(events(tmp_path / "run", "val"))
-    assert num_evaluations == 5
-    assert ready == [(0, 1, 2)] * num_evaluations, "the first images were given to workers before"
-    training, validation = built
-    assert (starts.count(training), starts.count(validation)) == (1, num_evaluations)
+    segapp.train(loading(tiny, 2, eval={"every_steps": 3, "batch_size": 3}), run=tmp_path / "run", on_event=note)
+    assert [event["step"] for event in events(tmp_path / "run", "val")] == [3, 6, 9, 12, 15]
+    assert len(seen) == 15 + 5
+    assert len(set(seen)) <= 2
+    assert min(seen, key=len) <= max(seen, key=len)
+    assert (len(seen[0]), len(seen[-1])) in ((2, 4), (4, 4))
     assert_no_children()
 
 

@@ -84,16 +84,6 @@ def test_stopped_eomt_training_resumes_bitwise(base: dict[str, Any], tmp_path: P
     assert int(resumed["model"]["masking.num_updates"]) == whole["position"]["step"] == 4
 
 
-@pytest.mark.slow
-def test_eomt_learns_the_drawn_classes_in_bf16(base: dict[str, Any], tmp_path: Path) -> None:
-    sections = {"train": {"epochs": 6, "batch_size": 2, "precision": "amp-bf16"}, "eval": {"every_epochs": 6}}
-    assert train(config_of(base, EOMT, optim={"name": "adamw", "lr": 0.002}, **sections), tmp_path) == 0
-    assert set(events(tmp_path, "step")[0]["terms"]) == {"class", "mask_bce", "mask_dice"}
-    first, last = (sum(part) for part in (losses(tmp_path)[:5], losses(tmp_path)[-5:]))
-    assert last < 0.9 * first
-    assert events(tmp_path, "val")[-1]["miou"] > 0.2
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_network_trains_at_an_odd_crop_and_evaluates_at_others(base: dict[str, Any], tmp_path: Path, name: str) -> None:

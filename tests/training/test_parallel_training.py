@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from segapp.assembly.pairs import build_scheme
 from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
+from segapp.parallel.distributed import Ranks
+from segapp.session.trainer import _build_datasets
 from tests.support.fault_table import case
 from tests.support.golden_runs import float64
 from tests.support.rank_runs import losses, trained_by_ranks
 from tests.support.runs import differing, events, merged, segapp, train
+from tests.training.test_resume import final_state, stopped_and_resumed
 
 CPUS = ["cpu"] * 3
 
@@ -62,20 +62,11 @@ def test_model_parallel_equals_one_device(base: dict[str, Any], single: Path, tm
 
 
 def test_dp_resumes_bitwise_with_dropout_on_logical_devices(tiny: dict[str, Any], tmp_path: Path) -> None:
-    config, first = (
-        merged(
-            tiny,
-            train={"epochs": epochs, "batch_size": 5},
-            parallel={"mode": "dp", "devices": CPUS, "gpu0_bsz": 0},
-            schedule={"name": "constant"},
-        )
-        for epochs in (2, 1)
-    )
+    parallel = {"mode": "dp", "devices": CPUS, "gpu0_bsz": 0}
+    config = merged(tiny, train={"epochs": 2, "batch_size": 5}, parallel=parallel)
     assert train(config, tmp_path / "whole") == 0
-    assert train(first, tmp_path / "parts") == 0
-    assert run_session(TrainRequest(config, RunFolder(tmp_path / "parts"))) == 0
-    states = [torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True) for name in ("whole", "parts")]
-    assert [path for path in differing(*states) if not path.startswith("/best")] == []
+    stopped_and_resumed(config, tmp_path / "parts", "train.step=4")
+    assert differing(final_state(tmp_path / "whole"), final_state(tmp_path / "parts")) == []
 
 
 @pytest.mark.parametrize(
@@ -94,6 +85,16 @@ def test_impossible_parallel_config_is_refused(
     model = {"name": "deeplabv3", "encoder": "mobilenet_v3_large"}
     with pytest.raises(ConfigError, match=message):
         train(merged(tiny, model=model, train={"epochs": 1, "batch_size": 3}, parallel=parallel), tmp_path / "run")
+
+
+def test_every_rank_needs_a_training_image(tiny: dict[str, Any]) -> None:
+    """As the trainer's parts are built: a launcher would be needed to come here."""
+    config, ranks = merged(tiny), Ranks()
+    ranks.world_size = 10
+    _build_datasets(config, build_scheme(config.data), ranks, None)
+    ranks.world_size = 11
+    with pytest.raises(ConfigError, match="11 ranks cannot share 10 training images"):
+        _build_datasets(config, build_scheme(config.data), ranks, None)
 
 
 @pytest.mark.parametrize(
@@ -157,5 +158,4 @@ def test_oom_of_a_rank_in_an_evaluation_is_handled_by_all(base: dict[str, Any], 
     (oom,) = events(tmp_path / "run", "oom")
     assert "sliding windows" in oom["action"]
     assert oom["index"] == 1
-    fallbacks = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)["fallbacks"]
-    assert fallbacks["window_px"] == (40, 56)
+    assert final_state(tmp_path / "run")["fallbacks"]["window_px"] == (40, 56)

@@ -19,7 +19,7 @@ from tests.support.rank_runs import (
     ranks_of,
     trained_by_ranks,
 )
-from tests.support.runs import differing, events, merged, segapp
+from tests.support.runs import events, merged, segapp
 from tests.training.test_resume import final_state
 
 TRUST = {"SEGAPP_TRUST_PARTS": "1"}
@@ -89,16 +89,3 @@ def test_ranks_recompute_by_command_and_take_the_same_course(tiny: dict[str, Any
 @pytest.mark.slow
 def test_ranks_start_again_after_out_of_memory(tiny: dict[str, Any], tmp_path: Path) -> None:
     check_restart_after_out_of_memory(tiny, tmp_path, CPUS)
-
-
-@pytest.mark.slow
-def test_uneven_ranks_resume_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -> None:
-    constant = {"name": "constant", "warmup_steps": 0}  # the other schedules depend on train.epochs
-    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of({**tiny, "schedule": constant}, 3, CPUS, shares=[1, 4])))
-    for name, stages in (("whole", (3,)), ("parts", (1, 3))):
-        for epochs in stages:
-            resume = ["--resume", name] if (tmp_path / name).exists() else ["--run", name]
-            words = ["--plain", "--config", "ddp.yaml", *resume, f"train.epochs={epochs}"]
-            trained_by_ranks(*words, cwd=tmp_path)
-    found = differing(*(final_state(tmp_path / name) for name in ("whole", "parts")))
-    assert [path for path in found if not path.startswith(("/best", "/memory"))] == []

@@ -106,22 +106,6 @@ def test_workers_and_caches_do_not_change_the_losses(
     assert course(tmp_path / "run") == course(uninterrupted)
 
 
-@pytest.mark.slow
-def test_wsd_is_made_longer_without_a_jump(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
-    """Two epochs of which the second decays, continued from the first: the course of three epochs from the start."""
-    wsd = {"name": "wsd", "warmup_steps": 3, "options": {"decay_ratio": 0.5}}
-    shorter, longer = (
-        merged(reference[0].model_dump(mode="json"), schedule=wsd, train={"epochs": epochs}) for epochs in (2, 3)
-    )
-    assert train(shorter, tmp_path / "shorter") == 0
-    assert train(longer, tmp_path / "longer") == 0
-    first = tmp_path / "shorter" / "checkpoints" / "epoch_0001.pt"
-    assert train(longer, tmp_path / "stable", checkpoint=first) == 0
-    courses = [[(e["step"], e["loss"], e["lr"]) for e in events(tmp_path / n, "step")] for n in ("stable", "longer")]
-    assert courses[0] == courses[1][2:]
-    assert not [e for e in events(tmp_path / "stable", "alert") if e["kind"] == "schedule" and "step" in e]
-
-
 @pytest.mark.parametrize(
     ("word", "named"),
     [
@@ -221,3 +205,15 @@ def test_consecutive_bad_steps_stop_with_finite_checkpoint(tiny: dict[str, Any],
     assert all(torch.isfinite(v).all() for v in state["model"].values() if v.is_floating_point())
     end = events(tmp_path / "run", "run_end")[-1]
     assert (end["status"], end["exit_code"]) == ("failed", 5)
+
+
+@pytest.mark.slow
+def test_run_with_mixed_samples_resumes_bitwise(base: dict[str, Any], tmp_path: Path) -> None:
+    mixed: dict[str, Any] = {"cutmix": 0.6, "classmix": 0.4, "sampling": "foreground", "crop_px": [40, 40]}
+    mixed["augment"] = ["ScaledCrop", "D4", {"OneOf": ["Blur", "GaussNoise"]}]
+    one = {"epochs": 1, "batch_size": 2}
+    assert train(merged(base, data=mixed, train=one), tmp_path / "whole") == 0
+    stopped_and_resumed(merged(base, data={**mixed, "workers": 2}, train=one), tmp_path / "run", "train.step=3")
+    assert course(tmp_path / "run") == course(tmp_path / "whole")
+    found = differing(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
+    assert all(path.startswith("/checkpoint/config") or path.endswith("/workers") for path in found)

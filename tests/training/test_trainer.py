@@ -23,6 +23,7 @@ from segapp.training.trainer import Trainer
     [
         (StopRequest("SIGTERM"), 2, True, False),
         (NonFiniteError("x"), 2, False, True),
+        (NonFiniteError("diverged"), 2, None, True),
         (OutOfMemoryError("x"), 2, False, True),
         (DataError("x"), 1, False, True),
         (DataError("x"), 2, None, True),  # no save: the other ranks would not come to it
@@ -36,22 +37,13 @@ def test_state_is_saved_where_every_rank_has_it_whole(
 ) -> None:
     trainer = Mock(Trainer)
     trainer.saver, trainer.oom_policy, trainer.ranks = Mock(), Mock(can_save=True), Mock(world_size=world_size)
-    trainer.position, trainer.has_diverged = Position(2, 3, 7), False
+    trainer.position, trainer.has_diverged = Position(2, 3, 7), str(error) == "diverged"
     with pytest.raises(type(error)), Trainer._saved_on_failure(trainer):
         raise error
     saves = [call.kwargs["is_required"] for call in trainer.saver.finish.call_args_list]
     assert saves == ([] if is_required is None else [is_required])
     assert trainer.saver.wait_for_writer.called == waits
     assert trainer.answer_commands.called == isinstance(error, StopRequest)
-
-
-def test_nothing_is_saved_from_a_diverged_state() -> None:
-    trainer = Mock(Trainer)
-    trainer.saver, trainer.has_diverged = Mock(), True
-    with pytest.raises(NonFiniteError), Trainer._saved_on_failure(trainer):
-        raise NonFiniteError("diverged")
-    assert not trainer.saver.finish.called
-    assert trainer.saver.wait_for_writer.called
 
 
 @pytest.mark.parametrize(("rank", "restored"), [(0, ["first"]), (1, ["second"]), (2, [])])
