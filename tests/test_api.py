@@ -104,15 +104,16 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert (network.device.type, network.module.training) == ("cpu", False)
     with pytest.raises(ConfigError, match="cuda:7"):
         load(run, device="cuda:7")
-    path = tiny_root / "images" / "val" / "00.png"
-    image = cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB)
-    labels, probabilities = network.predict(image), network.probabilities(image)
+    path, other = (tiny_root / "images" / "val" / name for name in ("00.png", "02.png"))
+    images = [cv2.cvtColor(cv2.imread(str(each)), cv2.COLOR_BGR2RGB) for each in (path, other)]
+    (labels, others), probabilities = map(network.predict, images), network.probabilities(images[0])
     assert (labels.shape, labels.dtype, probabilities.shape) == ((48, 64), np.uint8, (3, 48, 64))
     assert np.array_equal(probabilities.argmax(0), labels)
-    batch = network.predict(np.stack([image, image]))
-    assert (batch.shape, network.probabilities(image[None]).shape) == ((2, 48, 64), (1, 3, 48, 64))
-    listed = network.predict([path, str(path), image, Image.open(path)])
-    assert all(np.array_equal(each, labels) for each in [*batch, *listed])
+    assert not np.array_equal(labels, others)
+    batch = network.predict(np.stack(images))
+    assert (batch.shape, network.probabilities(images[0][None]).shape) == ((2, 48, 64), (1, 3, 48, 64))
+    listed = network.predict([path, str(other), images[0], Image.open(other)])
+    assert all(np.array_equal(*each) for each in zip([*batch, *listed], [labels, others] * 3, strict=True))
     with pytest.raises(DataError, match=r"nosuch\.png is not a file: check the path"):
         network.predict("nosuch.png")
     with pytest.raises(ValueError, match="image is a dict: give a path, an array, a PIL image, or a list"):
@@ -131,6 +132,9 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     with pytest.raises(DataError, match=r"nosuch\.jpg is neither a file nor a folder: check the path"):
         predict(run, "nosuch.jpg", tmp_path / "out")
     assert np.array_equal(cv2.imread(str(tmp_path / "out" / "labels" / "00.png"), cv2.IMREAD_UNCHANGED), labels)
+    every = predict(run, [str(path.parent)], tmp_path / "all", save=["labels"], batch=3)
+    assert every.paths == [tmp_path / "all" / "labels" / f"{number:02}.png" for number in range(4)]
+    assert np.array_equal(cv2.imread(str(every.paths[2]), cv2.IMREAD_UNCHANGED), others)
     with pytest.raises(ValueError, match=r"float64 of shape \(2, 2\): give uint8 RGB"):
         network.predict(np.zeros((2, 2)))
 

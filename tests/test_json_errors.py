@@ -22,7 +22,6 @@ from segapp.errors import ConfigError, DataError, SegappError, StorageError
 from segapp.inference.predict.predictor import check_same_classes, check_same_pixels
 from segapp.models import build_model
 from segapp.models.weights import load_weights, read_weights_file
-from segapp.onboarding.init import InitRequest, propose_config
 
 
 @pytest.fixture
@@ -199,14 +198,3 @@ def test_a_refusal_names_key_path_and_value(given: str) -> None:
         refuse()
     found = {name: getattr(raised.value, name) for name in ("key", "path", "value")}
     assert {name: value for name, value in found.items() if value is not None} == fields
-
-
-def test_an_error_of_a_drafted_config_keeps_its_fields(tiny_root: Path, tmp_path: Path) -> None:
-    def fails(*_: object) -> None:
-        raise DataError("x cannot be read", key="data.root", path="x")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("segapp.onboarding.init.build_pairs", fails)
-        with pytest.raises(DataError, match=r"no config can be written for .*: x cannot be read") as raised:
-            propose_config(InitRequest(tiny_root, tmp_path / "own.yaml"))
-    assert (raised.value.key, raised.value.path) == ("data.root", "x")

@@ -115,7 +115,6 @@ def test_wrong_torchrun_environment_is_one_error(
     assert message in result.stderr
 
 
-@pytest.mark.slow
 @case("X02", how="a batch of 1 for two ranks", passes="exit 2, told once")
 def test_error_of_all_ranks_is_printed_once(base: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "ddp.yaml").write_text(dump_config(three_epochs(base, mode="ddp", devices=CPUS[:2])))

@@ -12,10 +12,8 @@ from segapp.training.signals import StopRequest, StopSignals
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def test_stop_is_raised_where_the_loop_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_is_raised_where_the_loop_asks_for_it(capfd: pytest.CaptureFixture[str]) -> None:
     before = [signal.getsignal(number) for number in HANDLED]
-    lines: list[str] = []
-    monkeypatch.setattr("segapp.training.signals._write_stderr", lines.append)
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGHUP)  # the terminal was closed
         signals.check()
@@ -26,22 +24,23 @@ def test_stop_is_raised_where_the_loop_asks_for_it(monkeypatch: pytest.MonkeyPat
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(StopRequest, match=r"^SIGINT$"):
             signals.check()
+    lines = capfd.readouterr().err.strip().split("\n\n")
     assert [line.partition(":")[0] for line in lines] == ["SIGTERM", "SIGINT"]
     assert "saving a checkpoint" in lines[0]
     assert "once more to exit immediately" in lines[1]
     assert [signal.getsignal(number) for number in HANDLED] == before
 
 
-def test_terminations_of_one_moment_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminations_of_one_moment_are_one_request(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A scheduler signals ranks and launchers, and launchers their ranks: the third would end a rank unsaved."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    lines: list[str] = []
-    monkeypatch.setattr("segapp.training.signals._write_stderr", lines.append)
     with StopSignals() as signals:
         for _ in range(4):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert (signals.count, len(lines), ended) == (1, 1, [])
+        assert (signals.count, capfd.readouterr().err.count("SIGTERM"), ended) == (1, 1, [])
         monkeypatch.setattr("segapp.training.signals.ONE_TERM_S", 0.0)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
