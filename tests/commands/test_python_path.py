@@ -92,7 +92,7 @@ STARTS_CHILDREN = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "plan" else pytest.param(name, marks=pytest.mark.slow) for name in STARTS_CHILDREN],
+    [name if name == "doctor" else pytest.param(name, marks=pytest.mark.slow) for name in STARTS_CHILDREN],
 )
 def test_children_import_nothing_from_the_current_folder(planted: Path, name: str) -> None:
     done = start(planted, *STARTS_CHILDREN[name])

@@ -120,7 +120,8 @@ def test_error_of_all_ranks_is_printed_once(base: dict[str, Any], tmp_path: Path
     (tmp_path / "ddp.yaml").write_text(dump_config(three_epochs(base, mode="ddp", devices=CPUS[:2])))
     result = segapp("train", "--config", "ddp.yaml", "--run", "run", "train.batch_size=1", cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr.splitlines() == ["error: parallel: 2 ranks cannot share train.batch_size = 1: use 2 or more"]
+    said = [line for line in result.stderr.splitlines() if not line.startswith("still starting")]  # a busy machine
+    assert said == ["error: parallel: 2 ranks cannot share train.batch_size = 1: use 2 or more"]
 
 
 @pytest.mark.slow
