@@ -77,10 +77,6 @@ def test_tie_of_remainders_goes_to_device_0_last(num_samples, shares, split):
     assert plan_chunks(num_samples, len(shares), shares=shares) == split
 
 
-def test_gpu0_bsz_equals_the_matching_shares():
-    assert plan_chunks(8, 3, shares=[2, 3, 3]) == plan_chunks(8, 3, gpu0_bsz=2)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "part"),
     [

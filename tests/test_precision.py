@@ -40,25 +40,6 @@ def test_scaler_halves_on_overflow_and_doubles_at_interval() -> None:
     assert precision.state_dict()["scaler"]["scale"] == 2.0**16, "skipped for another reason than its gradients"
 
 
-def test_master_weights_keep_updates_that_half_would_lose() -> None:
-    precision = Precision("fp16", CPU)
-    model = precision.prepare(nn.Linear(1, 1, bias=False))
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    (master,) = precision.master_weights(model.parameters())
-    assert master.dtype == torch.float32
-    for _ in range(100):
-        model.weight.grad = torch.ones(1, 1, dtype=torch.float16)
-        precision.gradients_to_master()
-        assert model.weight.grad is None
-        with torch.no_grad():
-            master.sub_(2e-4 * master.grad)
-        master.grad = None
-        precision.masters_to_model()
-    assert float(master.detach()) == pytest.approx(0.98, rel=1e-5)
-    assert float(model.weight.detach()) == pytest.approx(0.98, rel=1e-3)
-
-
 def test_micro_batch_gradients_are_added_in_fp32() -> None:
     precision = Precision("fp16", CPU)
     model = precision.prepare(nn.Linear(1, 1, bias=False))

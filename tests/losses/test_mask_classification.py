@@ -173,13 +173,6 @@ def test_matching_has_the_least_cost_of_all_permutations(shape):
         assert sum(float(costs[image, number, q, c]) for q, c in matches) == pytest.approx(least)
 
 
-def test_values_that_are_not_finite_give_a_loss_that_is_not():
-    outputs, target = drawn(num_predictions=1)
-    outputs[0].data[0, 0, 0, 0] = torch.nan
-    outputs[1].data[1, 0] = torch.inf
-    assert not torch.isfinite(CriterionMaskClassification(5, C)(outputs, target))
-
-
 def test_masks_that_do_not_divide_the_target_are_refused():
     outputs, target = drawn()
     with pytest.raises(ValueError, match="masks of 3x4 do not divide a target of 11x16"):

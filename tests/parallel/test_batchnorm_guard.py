@@ -41,12 +41,6 @@ def test_synchronised_and_frozen_layers_take_any_split(build):
     assert smallest_chunk(net, torch.randn(2, 3, 9, 9)) == 1
 
 
-def test_spatial_size_decides_whether_one_sample_suffices():
-    net = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.BatchNorm2d(4))
-    assert smallest_chunk(net, torch.randn(2, 3, 8, 8)) == 2
-    assert smallest_chunk(net, torch.randn(2, 3, 16, 16)) == 1
-
-
 def test_model_reading_values_is_assumed_to_need_two_samples():
     class NeedsValues(nn.Module):
         def __init__(self):

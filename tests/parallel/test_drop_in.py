@@ -1,4 +1,4 @@
-"""`BalancedDataParallel` in 40 usages, each as `nn.DataParallel` documents it.
+"""`BalancedDataParallel` in 28 usages, each as `nn.DataParallel` documents it.
 
 A usage runs with `nn.DataParallel` without accelerators, which is its module on one device in plain PyTorch, and with
 `BalancedDataParallel` on three logical devices at three splits. What it returns is compared: tensors up to rounding,
@@ -7,19 +7,16 @@ with dtype and `requires_grad`, and all else exactly. Quotations are from the do
 
 import copy
 import io
-import operator
 import pickle
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import is_dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import parametrizations
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, update_bn
 
 from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
 from tests.support.parallel_cases import relative_error
@@ -27,18 +24,6 @@ from tests.support.parallel_cases import relative_error
 SPLITS = {1: (1, 2, 2), 0: (0, 3, 2), 3: (3, 1, 1)}  # samples per device of a batch of 5, by gpu0_bsz
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 5e-2}
 Pair = namedtuple("Pair", ["left", "right"])
-
-
-@dataclass
-class Record:
-    x: Tensor
-    name: str
-    later: Tensor = field(init=False)
-
-
-@dataclass(frozen=True)
-class FrozenError(Exception):
-    code: int
 
 
 class Net(nn.Module):
@@ -166,14 +151,6 @@ class Usages:
         assert len(batch) == (1 if self.is_ours else 2), "the caller's list is unchanged"
         return result
 
-    def dataclasses_user_dicts_and_deques(self):
-        def forward(net, record, mapping, queue, words):
-            return UserDict(y=Record(net.linear(record.x), record.name), q=deque([mapping["x"] * queue[-1]])), words
-
-        batch = Record(rows(5), "r"), UserDict(n="n", x=rows(5)), deque([1, rows(5)]), defaultdict(list, a=[rows(5)])
-        result = step(self._wrap(Apply(forward)), *batch)
-        return result, result[0][1]["missing"]
-
     # "other objects will be copied once per device"
     def none_numbers_and_strings_beside_tensors(self):
         model = self._wrap(Apply(lambda net, x, *rest, **named: (net.linear(x) * rest[1], rest, named)))
@@ -184,10 +161,6 @@ class Usages:
         return step(model, rows(5), factor.requires_grad_()), factor.grad
 
     # "for module without any inputs ... executed on one device which is the first one in device_ids"
-    def calls_without_tensors(self):
-        model = self._wrap(Apply(lambda net, x=None, word="w": (net.linear(torch.ones(3) if x is None else x), word)))
-        return step(model), step(model, None), step(model, word="v"), step(model, rows(5))
-
     # "scattered on dim specified (default 0)"
     def batch_along_dim_1(self):
         def forward(net, x, y):
@@ -294,82 +267,11 @@ class Usages:
         model.load_state_dict(bare if self.is_ours else {f"module.{key}": value for key, value in bare.items()})
         return seen, list(model.state_dict(prefix="p.")), nn.ModuleDict({"net": model}).state_dict(), train(model, 5)
 
-    def training_resumed_with_the_optimizer(self):
-        models = [self._wrap(Net()), self._wrap(Net())]
-        optimizers = [torch.optim.AdamW(model.named_parameters(), 0.1) for model in models]
-        train(models[0], 5, optimizer=optimizers[0])
-        saved = through_disk([models[0].state_dict(), optimizers[0].state_dict()], weights_only=True)
-        models[1].load_state_dict(saved[0])
-        optimizers[1].load_state_dict(saved[1])
-        return saved, train(models[1], 2, 5, optimizer=optimizers[1])
-
-    def helpers_of_distributed_checkpoint(self):
-        models = [self._wrap(Net()), self._wrap(Net())]
-        optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
-        train(models[0], 5, optimizer=optimizers[0])
-        states = copy.deepcopy(get_state_dict(models[0], optimizers[0]))
-        keys = set_state_dict(models[1], optimizers[1], model_state_dict=states[0], optim_state_dict=states[1])
-        return get_state_dict(models[0], optimizers[0]), list(keys), train(models[1], 5, optimizer=optimizers[1])
-
-    def ema_over_names_and_over_state_dicts(self):
-        model = self._wrap(Net())
-        average = copy.deepcopy(model.state_dict())
-        for size in (5, 2):
-            train(model, size)
-            for name, parameter in model.named_parameters():
-                average[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
-            average.update((name, buffer.clone()) for name, buffer in model.named_buffers())
-        model.load_state_dict(average)
-        return model.eval()(images())
-
-    def averaged_model_and_update_bn(self):
-        model = self._wrap(Net())
-        averages = [AveragedModel(model), AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)]
-        for size in (5, 2, 5):
-            train(model, size)
-            for average in averages:
-                average.update_parameters(model)
-        update_bn([images(), images(2)], averages[0])
-        return [(facts(average), average.eval()(images())) for average in averages]
-
     def deepcopy_pickle_and_save_of_the_whole_model(self):
         model = self._wrap(Net())
         train(model, 5)
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_disk(model, weights_only=False)
         return [train(each, 5, 2) for each in copies]
-
-    def parameter_groups_by_name_and_added_later(self):
-        model = self._wrap(Net())
-        model.module.head.requires_grad_(False)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        groups = [{"params": [named.pop("module.scale")], "weight_decay": 0}, {"params": named.values()}]
-        optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=0.1)
-        first = train(model, 5, optimizer=optimizer)
-        optimizer.add_param_group({"params": model.module.head.requires_grad_().parameters(), "lr": 0.01})
-        return first, train(model, 5, optimizer=optimizer)
-
-    def foreach_fused_and_closure_optimizers(self):
-        model, x = self._wrap(Net()), images()
-        for_each = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=True)
-        fused = torch.optim.AdamW(model.parameters(), 0.01, fused=True, amsgrad=True)
-        results = train(model, 5, 2, optimizer=for_each), train(model, 5, 2, optimizer=fused)
-        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, line_search_fn="strong_wolfe")
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model(x))
-            loss.backward()
-            return loss
-
-        return results, optimizer.step(closure)
-
-    def clipped_and_zeroed_gradients(self):
-        model = self._wrap(Net())
-        results = [step(model, images()), nn.utils.clip_grad_norm_(model.parameters(), 0.3), facts(model)]
-        for set_to_none in (False, True):
-            model.zero_grad(set_to_none=set_to_none)
-            results += [facts(model), step(model, images()), nn.utils.clip_grad_value_(model.parameters(), 0.01)]
-        return results
 
     def autocast_in_bf16_and_grad_scaler(self):
         results = []
@@ -426,12 +328,6 @@ class Usages:
             results.append(step(model, rows(5).requires_grad_()))
         return results
 
-    def micro_batches_of_unequal_size(self):
-        model = self._wrap(Net())
-        for size in (5, 2, 5):
-            (loss_of(model(images(size))) / 12).backward()
-        return facts(model), train(model, 2)
-
     def train_and_eval(self):
         model = self._wrap(Net())
         changes = (model.eval, model.train, model.module.norm.eval, model.train, model.module.eval)
@@ -475,14 +371,6 @@ class Usages:
             loss_of(slopes).backward(retain_graph=not is_last)
         return slopes, x.grad, error_of(torch.autograd.grad, score, x)
 
-    def names_traversal_and_init(self):
-        model = self._wrap(nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2))))
-        assert model.apply(lambda part: hasattr(part, "bias") and nn.init.constant_(part.weight, 0.25)) is model
-        assert list(model.children()) == [model.module]
-        assert model.to("cpu") is model.share_memory() is model.cpu() is model
-        names = [name for name, _ in model.named_modules()]
-        return names, repr(model).replace(type(model).__name__, "?"), step(model, rows(5))
-
     # "device_ids (list of int or torch.device)", "output_device ... (default: device_ids[0])"
     def attributes_and_empty_device_ids(self):
         model, net, cpu = self._wrap(Net(), 0), Net(), torch.device("cpu")
@@ -494,26 +382,8 @@ class Usages:
         assert (empty.device_ids, empty.module) == ([], net)
         return train(model, 5), train(empty, 5, 2)
 
-    def exceptions_in_forward(self):
-        def forward(net, x, read=None):
-            if read is not None and (x > 99).any():
-                raise read() from LookupError("first")
-            return net.linear(x)
-
-        model, x = self._wrap(Apply(forward)), rows(5)
-        x[4] = 100  # the last replica fails
-        fails = [KeyError("k", 3), ValueError("a\nb"), StopIteration(5), GeneratorExit(), SystemExit(2), FrozenError(7)]
-        fails += [torch.OutOfMemoryError(), UserWarning("w"), UnicodeDecodeError("utf-8", b"x", 0, 1, "odd")]
-        errors = [error_of(model, x, lambda each=each: each) for each in fails * 2]
-        errors.append(pickle.loads(pickle.dumps(fails[0])))
-        assert all(map(operator.is_, errors, fails * 2))
-        notes = ["raised in replica 2 on cpu"] if self.is_ours else []  # once, although it was raised twice
-        assert [getattr(each, "__notes__", []) for each in errors] == [notes] * 19
-        return errors, error_of(model, x, none=1), error_of(model), type(error_of(model, rows(5, 4))), step(model, x)
-
 
 USAGES = [name for name in vars(Usages) if not name.startswith("_")]
-assert len(USAGES) == 40
 
 
 def difference(usage, gpu0_bsz):

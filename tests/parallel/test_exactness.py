@@ -50,9 +50,8 @@ def errors_of(case, dtype):
     )
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("part", range(8))
-def test_220_random_steps_match_one_device_in_float64(part):
+@pytest.mark.parametrize("part", range(3))
+def test_84_random_steps_match_one_device_in_float64(part):
     for seed in range(part * 28, part * 28 + 28):
         case = Case.draw(seed)
         loss, grads, state = errors_of(case, torch.float64)
@@ -62,36 +61,9 @@ def test_220_random_steps_match_one_device_in_float64(part):
 
 
 def test_random_steps_match_one_device_in_float32():
-    for seed in range(1000, 1040):
+    for seed in range(1000, 1012):
         case = Case.draw(seed)
         assert max(errors_of(case, torch.float32)) <= 1e-5, case
-
-
-@pytest.mark.slow
-def test_3000_random_steps_match_one_device_in_float64():
-    for seed in range(10_000, 13_000):
-        case = Case.draw(seed)
-        loss, grads, state = errors_of(case, torch.float64)
-        assert max(loss, state) <= 1e-12, (case, loss, state)
-        assert grads <= 1e-10, (case, grads)
-
-
-@pytest.mark.parametrize("num_devices", [2, 3, 5])
-def test_every_gpu0_bsz_matches_one_device_with_frozen_norm(num_devices):
-    for num_samples in (1, 2, 7):
-        images, target = make_batch(num_samples)
-        torch.manual_seed(0)
-        truth = SmallNet().double().eval()
-        true_loss = PlainCE()(truth(images), target)
-        true_loss.backward()
-        for gpu0_bsz in (None, *range(num_samples + 1)):
-            net = copy.deepcopy(truth)
-            net.zero_grad()
-            model = DataParallelModel(net, ["cpu"] * num_devices, gpu0_bsz=gpu0_bsz)
-            loss = DataParallelCriterion(PlainCE())(model(images), target)
-            loss.backward()
-            assert relative_error([loss.detach()], [true_loss.detach()]) <= 1e-12
-            assert relative_error(grads_of(net), grads_of(truth)) <= 1e-10
 
 
 def mean_of_means(outputs, target, sizes):
@@ -120,16 +92,7 @@ def test_mean_of_means_fails_the_exactness_check():
     assert torch.isfinite(DataParallelCriterion(PlainCE())(outputs, target))
 
 
-def test_no_valid_pixel_gives_loss_0_and_gradient_0():
-    images, target = make_batch(5, ignored=2.0)
-    net = convert_sync_batchnorm(SmallNet().double())
-    loss = DataParallelCriterion(PlainCE())(DataParallelModel(net, ["cpu"] * 3)(images), target)
-    loss.backward()
-    assert loss.item() == 0
-    assert all(grad is not None and not grad.any() for grad in grads_of(net))
-
-
-def test_30_threaded_steps_are_bitwise_equal_to_lockstep():
+def test_10_threaded_steps_are_bitwise_equal_to_lockstep():
     images, target = make_batch(7, dtype=torch.float32)
     torch.manual_seed(0)
     origin = convert_sync_batchnorm(SmallNet())
@@ -142,7 +105,7 @@ def test_30_threaded_steps_are_bitwise_equal_to_lockstep():
         return [loss.detach(), *grads_of(net), *net.buffers()]
 
     first = step("lockstep")
-    for _ in range(30):
+    for _ in range(10):
         assert all(torch.equal(a, b) for a, b in zip(first, step("threads"), strict=True))
 
 
@@ -154,6 +117,38 @@ def test_unconverted_batchnorm_fails_the_exactness_check():
     PlainCE()(truth(images), target).backward()
     DataParallelCriterion(PlainCE())(DataParallelModel(net, ["cpu"] * 3)(images), target).backward()
     assert relative_error(grads_of(net), grads_of(truth)) > 1e-2
+
+
+class Coarse(nn.Module):
+    """Logits at a quarter of the images' resolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = SmallNet()
+
+    def forward(self, images):
+        return tuple(nn.functional.avg_pool2d(logits, 3) for logits in self.net(images))
+
+
+@pytest.mark.parametrize("gpu0_bsz", [None, 0, 1, 3, 7])
+def test_parallel_loss_equals_criterion_on_the_whole_batch(gpu0_bsz):
+    images, target = make_batch(7)
+    torch.manual_seed(0)
+    truth = Coarse().double()
+    criterion = CriterionCE(ignore_index=255, weight=torch.rand(4), label_smoothing=0.1)
+    start = copy.deepcopy(truth)
+    expected = criterion(truth(images), target)
+    expected.backward()
+    for wrap in (
+        lambda net: DataParallelModel(net, ["cpu"] * 3, gpu0_bsz=gpu0_bsz),
+        lambda net: BalancedDataParallel(gpu0_bsz, net, ["cpu"] * 3),
+    ):
+        net = convert_sync_batchnorm(copy.deepcopy(start))
+        loss = DataParallelCriterion(criterion, device_ids=None)(wrap(net)(images), target)
+        loss.backward()
+        # The criterion sums in float32 or better, so chunks differ in rounding only.
+        assert relative_error([loss.detach()], [expected.detach()]) <= 1e-12
+        assert relative_error(grads_of(net), grads_of(truth)) <= 1e-10
 
 
 class LossInForward(nn.Module):

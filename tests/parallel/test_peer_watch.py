@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from segapp.parallel import launch
 from segapp.parallel.launch import LIMIT_S, PeerWatch, peer_limit_s
 
-LIMIT = 0.6
+LIMIT = 0.3
 
 
 class Machine:

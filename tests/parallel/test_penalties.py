@@ -113,22 +113,6 @@ def test_zero_gradient_gives_a_finite_penalty_gradient():
     assert torch.equal(critic.weight.grad, torch.zeros(1, 4))
 
 
-def test_penalty_is_reproducible_and_works_under_no_grad():
-    real, fake, critic = (
-        torch.randn(3, 4),
-        torch.randn(3, 4),
-        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)),
-    )
-    for kind in KINDS:
-        with torch.no_grad():
-            twice = []
-            for _ in range(2):
-                torch.manual_seed(5)
-                twice.append(gradient_penalty(critic, real, fake, kind))
-        assert twice[0] == twice[1]
-        assert twice[0].requires_grad
-
-
 def test_half_samples_give_a_float32_penalty():
     critic = nn.Linear(4, 1).half()
     assert gradient_penalty(critic, torch.randn(3, 4).half(), torch.randn(3, 4).half()).dtype == torch.float32

@@ -2,6 +2,7 @@
 
 import atexit
 import io
+import itertools
 import json
 import os
 import pickle
@@ -33,7 +34,9 @@ def figures(request, tmp_path_factory):
 
 
 def test_ranks_match_one_device_also_without_samples(figures):
-    for loss, grads, state in figures["exact, training"] + figures["exact, evaluation"] + figures["exact, own group"]:
+    exact = {name: errors for name, errors in figures.items() if name.startswith("exact, ")}
+    assert len(exact) == 4
+    for loss, grads, state in itertools.chain(*exact.values()):
         assert loss <= 1e-12
         assert grads <= 1e-10
         assert state <= 1e-12
@@ -43,20 +46,9 @@ def test_recomputed_blocks_change_no_bit_and_no_exchange(figures):
     assert figures["recomputed"] == [[True, True]] * len(figures["recomputed"])
 
 
-def test_mean_of_rank_means_fails_the_exactness_check(figures):
-    losses, grads = zip(*figures["mean of means"], strict=True)
-    assert max(losses) > 1e-3
-    assert min(grads) > 1e-2
-    assert float("inf") in losses, "a rank with ignored pixels only makes it NaN"
-
-
 def test_surrogate_has_the_gradient_of_one_device_in_ddp(figures):
     assert len(figures["surrogate"]) == 12
     assert {name: row for name, row in figures["surrogate"].items() if max(row) > 1e-10} == {}
-
-
-def test_ignored_pixels_are_exact(figures):
-    assert max(figures["no valid pixel"]) <= 1e-10
 
 
 @pytest.mark.parametrize("kind", ["wgan-gp", "wgan-lp", "dragan"])

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm, recomputed_blocks, set_recompute
-from segapp.parallel.batchnorm_guard import unused_parameters
 from segapp.parallel.recompute import RecomputedBlock
 
 
@@ -77,33 +76,6 @@ def test_recomputation_changes_no_bit(division, sets, penalty):
     assert any(tensor.abs().max() > 0 for tensor in kept)
 
 
-def test_activations_are_freed_and_computed_again():
-    net = network()
-    calls = []
-    for block in net[1:4]:
-        block.second.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    saved = []
-
-    def save(tensor):
-        saved.append(tensor.numel())
-        return tensor
-
-    sizes = {}
-    for name, sets in (("kept", []), ("again", [EVERYWHERE])):
-        set_recompute(net, sets)
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            loss = net(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum()
-        sizes[name] = sum(saved)
-        calls.clear()
-        loss.backward()
-        assert len(calls) == {"kept": 0, "again": 3}[name]
-    assert sizes["again"] < sizes["kept"] / 4
-    with torch.no_grad():
-        net(torch.randn(2, 3, 8, 8, dtype=torch.float64))
-    assert len(calls) == 6, "without gradients a block runs once"
-
-
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_inputs_of_blocks_are_freed_by_the_backward_pass(num_devices):
     """Without a cycle of references, which would hold them until the garbage collector runs."""
@@ -121,28 +93,6 @@ def test_inputs_of_blocks_are_freed_by_the_backward_pass(num_devices):
         assert not any(ref() is not None for ref in inputs)
     finally:
         gc.enable()
-
-
-def test_unused_parameters_are_found_beside_recomputed_blocks():
-    net = convert_sync_batchnorm(network())
-    net.register_parameter("spare", nn.Parameter(torch.zeros(1)))
-    for block in net[1:4]:
-        block.last.momentum = 0.1  # the mean over all batches needs the value of a counter, which "meta" has not
-    set_recompute(net, [EVERYWHERE])
-    assert unused_parameters(net, torch.zeros(2, 3, 8, 8, dtype=torch.float64)) == ["spare"]
-
-
-def test_autocast_of_the_first_pass_holds_in_the_second():
-    found = []
-    for sets in ([], [EVERYWHERE]):
-        net = network().float()
-        set_recompute(net, sets)
-        torch.manual_seed(3)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = net(torch.randn(4, 3, 8, 8)).float().square().mean()
-        loss.backward()
-        found.append([loss.detach(), *(parameter.grad for parameter in net.parameters()), *net.buffers()])
-    assert all(map(torch.equal, *found))
 
 
 def test_blocks_keep_class_names_and_references_and_are_undone():
@@ -259,3 +209,16 @@ def test_one_set_holds_for_all_devices_and_two_do_not():
         set_recompute(net, [["1"]] * num_sets)
         with pytest.raises(Exception, match=rf"set_recompute got {num_sets} sets for a model on 3 devices: give one"):
             DataParallelModel(net, ["cpu"] * 3)(x[:num_samples])
+
+
+def test_autocast_of_the_first_pass_holds_in_the_second():
+    found = []
+    for sets in ([], [EVERYWHERE]):
+        net = network().float()
+        set_recompute(net, sets)
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(torch.randn(4, 3, 8, 8)).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in net.parameters()), *net.buffers()])
+    assert all(map(torch.equal, *found))

@@ -5,7 +5,6 @@ import random
 import signal
 import threading
 import time
-import traceback
 import weakref
 
 import pytest
@@ -103,32 +102,16 @@ def test_failing_replica_is_raised_within_2_s_without_threads(mode, what, error,
 @pytest.mark.parametrize("mode", MODES)
 def test_replica_that_never_arrives_is_named_after_timeout(mode):
     module = Layers()
-    model = DataParallelModel(module, ["cpu"] * 3, mode=mode, timeout_s=1.0)
+    model = DataParallelModel(module, ["cpu"] * 3, mode=mode, timeout_s=0.4)
     before = threading.active_count()
     module.plan = (2, 1, "sleep")
     start = time.monotonic()
-    with pytest.raises(ReplicaDesyncError, match=r"replica 2 on cpu did not come to .*layers.1.* within 1 s"):
+    with pytest.raises(ReplicaDesyncError, match=r"replica 2 on cpu did not come to .*layers.1.* within 0.4 s"):
         model(torch.randn(6, 3, 2, 2))
-    assert time.monotonic() - start < 2.6
+    assert time.monotonic() - start < 2
     module.release.set()
     del model
     assert threads_settle(before), "a late replica finds the group failed and ends"
-
-
-def test_replica_that_never_ends_is_named_without_exchange():
-    release = threading.Event()
-
-    class Stuck(nn.Module):
-        def forward(self, x):
-            if current_replica().index == 1:
-                release.wait(20)
-            return x
-
-    start = time.monotonic()
-    with pytest.raises(ReplicaDesyncError, match=r"replica 1 on cpu did not come to the end within 1 s"):
-        DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=1.0)(torch.randn(4, 3))
-    assert time.monotonic() - start < 2.7
-    release.set()
 
 
 def test_step_is_left_after_its_late_replica():
@@ -142,7 +125,7 @@ def test_step_is_left_after_its_late_replica():
         def forward(self, x):
             if current_replica().index == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
-            time.sleep(1.5)
+            time.sleep(0.5)
             self.num_calls += 1
             return x
 
@@ -163,45 +146,6 @@ def test_100_failures_leak_no_thread():
     assert threads_settle(before)
 
 
-@pytest.mark.slow
-def test_300_random_runs_raise_or_return_all_results():
-    rng = random.Random(0)
-    module = Layers(jitter_s=0.0005)
-    x = torch.randn(8, 3, 2, 2)
-    for _ in range(300):
-        model = DataParallelModel(
-            module,
-            ["cpu"] * rng.randint(2, 5),
-            gpu0_bsz=rng.choice([None, 0, 1, 2, 3]),
-            mode=rng.choice(MODES),
-            timeout_s=20,
-        )
-        kind = rng.choice(["raise", "return", "skip", "twice", None])
-        module.plan = (rng.randrange(5), rng.randrange(5), kind) if kind else None
-        used = sum(size > 0 for size in model.plan(8))
-        is_hit = module.plan is not None and module.plan[0] < used
-        if is_hit and (used > 1 or kind == "raise"):
-            with pytest.raises((ValueError, ReplicaDesyncError)):
-                model(x)
-        else:
-            assert sum(len(output) for output in model(x)) == 8
-
-
-def test_memory_of_a_failed_step_is_released():
-    kept = []
-
-    class Hungry(nn.Module):
-        def forward(self, x):
-            activation = torch.zeros(1000)
-            kept.append(weakref.ref(activation))
-            raise torch.OutOfMemoryError("full")
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        DataParallelModel(Hungry(), ["cpu"] * 2)(torch.zeros(4, 1))
-    assert "forward" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][-1:]
-    assert [ref() for ref in kept] == [None, None], "neither the reported error nor the other one holds activations"
-
-
 @pytest.fixture
 def heard_interrupts():
     """Restore SIGINT, which a shell ignores in background jobs; tests may run as one."""
@@ -215,7 +159,7 @@ def test_interrupt_in_the_caller_ends_the_replicas():
     module = Layers()
     module.plan = (1, 1, "sleep")
     before = threading.active_count()
-    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
     timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

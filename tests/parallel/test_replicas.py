@@ -1,15 +1,13 @@
 import copy
 import types
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from segapp.parallel import DataParallelModel
-from segapp.parallel.replica_threads import ReplicaThreads
 from segapp.parallel.replicas import _layout_of, _pack, _unpack, replicate
-from segapp.parallel.scatter_gather import reduce_add, resolve_devices, scatter
+from segapp.parallel.scatter_gather import resolve_devices, scatter
 
 CPU = torch.device("cpu")
 
@@ -21,11 +19,6 @@ def test_scatter_makes_views_along_dim_with_gradients():
     assert [part._base for part in scatter(x * 1, [CPU] * 2, [2, 4], dim=1)] == [None, None], "each has its history"
     (left.sum() + 2 * right.sum()).backward()
     assert x.grad[0].tolist() == [1, 1, 2, 2, 2, 2]
-
-
-def test_reduce_add_adds_in_the_given_order():
-    values = [torch.tensor(1e8), torch.tensor(1.0), torch.tensor(-1e8)]
-    assert reduce_add(values, CPU) == (values[0] + values[1]) + values[2]
 
 
 @pytest.mark.parametrize(
@@ -69,14 +62,6 @@ def test_flat_buckets_keep_values_and_strides():
         layout = _layout_of(sparse_in_memory)
         (dense,) = _unpack(_pack([sparse_in_memory], [layout]), [layout])
         assert torch.equal(dense, sparse_in_memory)
-
-
-def test_forward_patched_onto_the_object_runs_on_replicas():
-    module = nn.Linear(2, 2)
-    module.forward = types.MethodType(lambda self, x: id(self), module)
-    replicas = replicate(module, [CPU] * 2)
-    found = ReplicaThreads([CPU] * 2).run([partial(replica, 1) for replica in replicas])
-    assert found == [id(replica) for replica in replicas]
 
 
 class Small(nn.Module):

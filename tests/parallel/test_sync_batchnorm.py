@@ -23,7 +23,6 @@ from segapp.parallel import (
 )
 from segapp.parallel.replica_threads import ReplicaThreads
 from segapp.parallel.scatter_gather import scatter
-from segapp.parallel.sync_batchnorm import join_moments
 from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error
 
 CPU = torch.device("cpu")
@@ -117,13 +116,6 @@ def test_gradients_are_exact_where_the_loss_needs_one_part(is_differentiable):
     assert relative_error(own, expected) <= 1e-10
 
 
-def test_replicas_that_differ_in_gradients_are_refused():
-    layer = SyncBatchNorm(2, affine=False)
-    parts = [torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)]
-    with pytest.raises(ValueError, match="only some replicas compute gradients at SyncBatchNorm"):
-        ReplicaThreads([CPU] * 2).run([lambda part=part: layer(part) for part in parts])
-
-
 def test_allreduce_passes_gradcheck_and_gradgradcheck():
     def f(x):
         def call(chunk, i):
@@ -140,18 +132,6 @@ def test_allreduce_passes_gradcheck_and_gradgradcheck():
 def test_allreduce_of_one_replica_returns_its_arguments():
     x = torch.ones(2)
     assert allreduce(x)[0] is x
-
-
-def test_chan_merge_of_parts_equals_the_whole():
-    torch.manual_seed(0)
-    x = torch.randn(10, 3, dtype=torch.float64)
-    sizes = [4, 1, 5, 0]
-    pairs = [sync_batchnorm.moments_of(part) for part in x.split(sizes)]
-    moments, (shares, count) = sync_batchnorm.gather_moments(pairs, sizes, over_ranks=False)
-    mean, variance = join_moments(moments, shares)
-    torch.testing.assert_close(mean, x.mean(0))
-    torch.testing.assert_close(variance, x.var(0, correction=0))
-    assert count == 10
 
 
 def saved_bytes(layer, x, num_devices):
@@ -389,30 +369,6 @@ def test_tracers_make_one_node_of_each_layer(trace):
         trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(Twice(4)), *net[2:]))
 
 
-def test_loops_over_batchnorm_classes_find_converted_layers():
-    net = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Named(4)))
-    for layer in net.children():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.eval().requires_grad_(False)
-        else:
-            layer.half()
-    assert [p.dtype for p in net.parameters()] == [torch.float16] * 2 + [torch.float32] * 4
-    assert [layer.training for layer in net] == [True, False, False]
-    with pytest.raises(ValueError, match="expected 4D input"):
-        net[1](torch.randn(5, 4))
-
-
-def test_values_of_other_ranks_count(monkeypatch):
-    layer = SyncBatchNorm(2)
-    x = torch.full((1, 2), 7.0)
-    monkeypatch.setattr(sync_batchnorm, "has_other_ranks", lambda: True)
-    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row.expand(2, -1))
-    assert not layer(x).any(), "two values; the other columns hold means and variances"
-    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row[None])
-    with pytest.raises(ValueError, match="got 1 in the whole batch"):
-        layer(x)
-
-
 class Reads(TorchDispatchMode):
     """Counts the values that the host reads from tensors."""
 
@@ -437,3 +393,10 @@ def test_rank_without_samples_never_waits_for_its_device(monkeypatch):
         reads.append(mode.num_reads)
     assert reads == [0, 0, 0]
     assert layer.num_batches_tracked == 3
+
+
+def test_replicas_that_differ_in_gradients_are_refused():
+    layer = SyncBatchNorm(2, affine=False)
+    parts = [torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)]
+    with pytest.raises(ValueError, match="only some replicas compute gradients at SyncBatchNorm"):
+        ReplicaThreads([CPU] * 2).run([lambda part=part: layer(part) for part in parts])

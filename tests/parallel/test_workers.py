@@ -101,12 +101,6 @@ def test_models_in_several_threads_at_once_share_workers_safely():
     assert settles(lambda: replica_threads() <= before)
 
 
-def test_threads_without_a_user_end_with_their_call():
-    before = replica_threads()
-    ReplicaThreads([torch.device("cpu")] * 2).run([lambda: None] * 2)
-    assert settles(lambda: replica_threads() <= before)
-
-
 def test_copies_and_pickles_of_a_used_model_have_no_threads():
     model = DataParallelModel(nn.Linear(2, 2), ["cpu"] * 2)
     model(torch.ones(4, 2))
@@ -141,7 +135,7 @@ def test_worker_that_hangs_is_replaced():
             return x
 
     stuck: list[threading.Thread] = []
-    model = DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=1.0)
+    model = DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=0.4)
     with pytest.raises(ReplicaDesyncError, match="replica 1 on cpu did not come to the end"):
         model(torch.ones(4, 3))
     model.timeout_s = 60
@@ -161,30 +155,10 @@ def test_combination_that_hangs_names_replica_0():
             return current_replica().exchange("sum", x, lambda values: release.wait(20) and values)
 
     start = time.monotonic()
-    with pytest.raises(ReplicaDesyncError, match=r"replica 0 on cpu did not come to 'sum' within 1 s"):
-        DataParallelModel(Stuck(), ["cpu"] * 3, timeout_s=1.0)(torch.ones(6, 3))
+    with pytest.raises(ReplicaDesyncError, match=r"replica 0 on cpu did not come to 'sum' within 0.4 s"):
+        DataParallelModel(Stuck(), ["cpu"] * 3, timeout_s=0.4)(torch.ones(6, 3))
     assert time.monotonic() - start < 2.7
     release.set()
-
-
-def test_nested_groups_have_threads_of_their_own():
-    inner = Spy()
-    inner_model = DataParallelModel(inner, ["cpu"] * 2)
-
-    class Outer(Spy):
-        def forward(self, x):
-            self.note()
-            return inner_model(x).gather()
-
-    outer = Outer()
-    outer.__dict__["inner"] = inner_model
-    model = DataParallelModel(outer, ["cpu"] * 2)
-    for _ in range(3):
-        assert torch.equal(model(torch.ones(8, 2)).gather(), torch.ones(8, 2))
-    outside, inside = ({thread for _, thread in spy.threads} for spy in (outer, inner))
-    assert len(outside) == 2
-    assert not outside & inside
-    assert len(inside) <= 4
 
 
 @pytest.mark.slow

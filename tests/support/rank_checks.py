@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, surrogate
@@ -24,9 +23,7 @@ from segapp.parallel import (
     allreduce,
     convert_sync_batchnorm,
     gradient_penalty,
-    plan_chunks,
     set_recompute,
-    sum_over_ranks,
 )
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.scatter_gather import use_layers_group
@@ -57,9 +54,13 @@ def part_of(tensor: torch.Tensor, split: list[int]) -> torch.Tensor:
     return tensor.split(split)[dist.get_rank()]
 
 
-def exact_step(split: list[int], is_training: bool) -> list[float]:
-    """finalize(allreduce(statistics)) through DDP: errors of loss, gradients and running statistics."""
+def exact_step(split: list[int], is_training: bool, num_ignored: int = 0) -> list[float]:
+    """finalize(allreduce(statistics)) through DDP: errors of loss, gradients and running statistics.
+
+    Of the last `num_ignored` samples all pixels are ignored.
+    """
     images, target = make_batch(7)
+    target[7 - num_ignored :] = IGNORE
     torch.manual_seed(0)
     truth = SmallNet().double().train(is_training)
     net = convert_sync_batchnorm(copy.deepcopy(truth))
@@ -96,29 +97,13 @@ def recomputed_step(split: list[int]) -> list[bool]:
     return [all(map(torch.equal, *states)), exchanges[0] == exchanges[1] > 0]
 
 
-def step_in_own_group(split: list[int]) -> list[float]:
-    """`exact_step`, with the layers' exchanges in a process group of their own."""
+def in_layers_group(check: Callable[[], list[list[float]]]) -> list[list[float]]:
+    """Run a check with the layers' exchanges in a process group of their own."""
     use_layers_group(dist.new_group())
     try:
-        return exact_step(split, True)
+        return check()
     finally:
         use_layers_group(None)
-
-
-def mean_of_means(split: list[int]) -> list[float]:
-    """Return the errors of loss and gradients of torch's usual DDP loss, for comparison."""
-    images, target = make_batch(7)
-    torch.manual_seed(0)
-    truth = SmallNet(has_aux=False).double().eval()
-    net = copy.deepcopy(truth)
-    expected = PlainCE()(truth(images), target)
-    expected.backward()
-    ddp = wrap_ddp(net)
-    (logits,) = ddp(part_of(images, split))
-    loss = F.cross_entropy(logits, part_of(target, split), ignore_index=IGNORE)
-    loss.backward()
-    mean = sum_over_ranks(loss.detach()) / dist.get_world_size()
-    return worst(relative_error([mean], [expected.detach()]), relative_error(grads_of(net), grads_of(truth)))
 
 
 def accumulated_step(split: list[int], criterion: AdditiveCriterion, way: str) -> list[float]:
@@ -143,29 +128,6 @@ def accumulated_step(split: list[int], criterion: AdditiveCriterion, way: str) -
     if way != "ddp":
         all_reduce_gradients(net.parameters(), average=way == "mean")
     return worst(relative_error(grads_of(net), grads_of(truth)))
-
-
-def without_valid_pixels() -> list[float]:
-    """Check a step without a valid pixel on the last rank, then on all ranks."""
-    images, target = make_batch(6)
-    split = list(plan_chunks(6, dist.get_world_size()))
-    target[-split[-1] :] = IGNORE
-    values = []
-    for labels in (target, torch.full_like(target, IGNORE)):
-        torch.manual_seed(0)
-        truth = SmallNet().double()
-        net = convert_sync_batchnorm(copy.deepcopy(truth))
-        expected = PlainCE()(truth(images), labels)
-        expected.backward()
-        ddp = wrap_ddp(net)
-        outputs = ddp(part_of(images, split))
-        loss = PlainCE().finalize(allreduce(*PlainCE().statistics(outputs, part_of(labels, split))))
-        loss.backward()
-        values += [
-            relative_error([loss.detach()], [expected.detach()]),
-            relative_error(grads_of(net), grads_of(truth)),
-        ]
-    return worst(*values)
 
 
 def penalty_step(kind: str, split: list[int]) -> list[float]:
@@ -243,16 +205,15 @@ def main(path: str) -> None:
     results = {
         "exact, training": [exact_step(split, True) for split in splits],
         "exact, evaluation": [exact_step(split, False) for split in splits[:-1]],
-        "exact, own group": [step_in_own_group(splits[0])],
+        "exact, ignored": [exact_step(splits[0], True, num_ignored) for num_ignored in (4, 7)],
+        "exact, own group": in_layers_group(lambda: [exact_step(splits[0], True)]),
         "recomputed": [recomputed_step(split) for split in splits],
-        "mean of means": [mean_of_means(split) for split in splits[:-1]],
         "surrogate": {
             f"{type(criterion).__name__} {way} {split}": accumulated_step(split, criterion, way)
             for criterion in (CriterionCE(weight=[0.5, 1.0, 2.0, 0.1], ignore_index=IGNORE), CriterionDice())
             for way in ("ddp", "mean", "sum")
             for split in (splits[0], splits[-1])
         },
-        "no valid pixel": without_valid_pixels(),
         "penalties": {
             kind: [penalty_step(kind, split) for split in (splits if kind == "wgan-gp" else splits[:1])]
             for kind in ("wgan-gp", "wgan-lp", "dragan")
