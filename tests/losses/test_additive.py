@@ -89,9 +89,10 @@ def test_all_ignored_is_zero_with_zero_gradient(name):
 def test_auxiliary_heads_are_added_with_their_weight(name):
     criterion = criteria()[name]
     logits, target = draw(ignored=0.5)
-    other, _ = draw(low=(3, 4), seed=1)
-    expected = criterion(logits, target) + 0.4 * criterion(other, target)
-    for outputs in ((logits, other), {"out": logits, "aux": other}, {"aux": other, "out": logits}):
+    other, third = (draw(low=low, seed=low[0])[0] for low in ((3, 4), (6, 2)))
+    expected = criterion(logits, target) + 0.4 * (criterion(other, target) + criterion(third, target))
+    named = {"aux": other, "out": logits, "more": third}
+    for outputs in ((logits, other, third), named, dict(sorted(named.items(), reverse=True))):
         assert torch.allclose(criterion(outputs, target), expected, rtol=1e-13)
 
 

@@ -38,17 +38,6 @@ def test_argmax_ties_go_to_the_first_class():
     assert class_of_largest(values).item() == 1
 
 
-@pytest.mark.parametrize("views", [1, 3])
-def test_averaged_views_give_probabilities_and_argmax(views):
-    logits = [draw(2, 7, (5 + k, 6 + 2 * k), seed=k)[0] for k in range(views)]
-    size = (40, 37)
-    truth = torch.stack([upsampled(view, size).softmax(1) for view in logits]).mean(0)
-    assert relative_error(upsample_probabilities(logits, size), truth) < 1e-12
-    assert torch.equal(upsample_argmax(logits, size).long(), truth.argmax(1))
-    if views == 1:
-        assert relative_error(upsample_probabilities(logits[0], size), truth) < 1e-12
-
-
 @pytest.mark.parametrize("target_dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("with_loss", [True, False])

@@ -145,14 +145,6 @@ def test_no_valid_pixel_gives_loss_and_gradient_zero():
     assert all(float(g.abs().max()) == 0.0 for g in torch.autograd.grad(loss, outputs))
 
 
-def test_more_classes_than_queries_match_as_many_as_there_are():
-    outputs, target = drawn(num_queries=2)
-    criterion = CriterionMaskClassification(2, C)
-    loss = criterion(outputs, target)
-    assert torch.isfinite(loss)
-    assert [float(entry) for entry in criterion.target_statistics(target)[3:]] == [6.0, 6.0]
-
-
 @pytest.mark.parametrize("shape", [(4, 4), (5, 3), (2, 4)])
 def test_matching_has_the_least_cost_of_all_permutations(shape):
     num_queries, num_classes = shape

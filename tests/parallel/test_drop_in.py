@@ -1,4 +1,4 @@
-"""`BalancedDataParallel` in 28 usages, each as `nn.DataParallel` documents it.
+"""`BalancedDataParallel` in 24 usages, each as `nn.DataParallel` documents it.
 
 A usage runs with `nn.DataParallel` without accelerators, which is its module on one device in plain PyTorch, and with
 `BalancedDataParallel` on three logical devices at three splits. What it returns is compared: tensors up to rounding,
@@ -152,10 +152,6 @@ class Usages:
         return result
 
     # "other objects will be copied once per device"
-    def none_numbers_and_strings_beside_tensors(self):
-        model = self._wrap(Apply(lambda net, x, *rest, **named: (net.linear(x) * rest[1], rest, named)))
-        return step(model, rows(5), None, 3, "word", 2.5, flag=True, none=None, words=["a", ("b", 4)])
-
     def tensors_of_dimension_0(self):
         model, factor = self._wrap(Apply(lambda net, x, factor: net.linear(x) * factor)), torch.tensor(3.0)
         return step(model, rows(5), factor.requires_grad_()), factor.grad
@@ -222,13 +218,6 @@ class Usages:
         assert sorted(map(len, seen)) == self.sizes
         return result, sum(grad.sum() for grad in seen)
 
-    def hooks_of_the_wrapper(self):
-        model, seen = self._wrap(Net()), []
-        model.register_forward_pre_hook(lambda part, args, named: (args, {"images": named["x"] + 1}), with_kwargs=True)
-        model.register_forward_hook(lambda part, args, output: seen.append(output.detach()) or output * 2)
-        model.register_full_backward_hook(lambda part, inner, outer: seen.append((inner, outer)))
-        return step(model, x=images()), seen
-
     # "gradients from each replica are summed into the original module"
     def hooks_of_tensors(self):
         model, grads, updates = self._wrap(Net()), [], []
@@ -257,35 +246,11 @@ class Usages:
         assert model.module.head.weight.data_ptr() == given["module.head.weight"].data_ptr()
         return results, list(keys), str(error).replace(type(model).__name__, "?"), train(model, 5)
 
-    def hooks_of_state_dicts(self):
-        model, seen, bare = self._wrap(Net()), [], Net().state_dict()
-        del bare["scale"]
-        model.register_state_dict_pre_hook(lambda part, prefix, keep: seen.append(("save", prefix, keep)))
-        model.register_state_dict_post_hook(lambda part, state, prefix, local: state.update(more=torch.ones(1)))
-        model.register_load_state_dict_pre_hook(lambda part, state, *rest: seen.append(sorted(state)))
-        model.register_load_state_dict_post_hook(lambda part, keys: keys.missing_keys.remove("module.scale"))
-        model.load_state_dict(bare if self.is_ours else {f"module.{key}": value for key, value in bare.items()})
-        return seen, list(model.state_dict(prefix="p.")), nn.ModuleDict({"net": model}).state_dict(), train(model, 5)
-
     def deepcopy_pickle_and_save_of_the_whole_model(self):
         model = self._wrap(Net())
         train(model, 5)
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_disk(model, weights_only=False)
         return [train(each, 5, 2) for each in copies]
-
-    def autocast_in_bf16_and_grad_scaler(self):
-        results = []
-        for scale in (64.0, float(2**127)):  # the second overflows: the step is left out
-            model, scaler = self._wrap(Net()).float(), torch.amp.GradScaler("cpu", init_scale=scale)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            with torch.autocast("cpu", torch.bfloat16):
-                results.append(model(images().float()))
-            scaler.scale(loss_of(results[-1])).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            results.append(scaler.state_dict())
-            model.bfloat16().zero_grad()  # compared as bfloat16
-        return results
 
     def dtypes_changed_between_steps(self):
         model, results = self._wrap(Net()).half(), []

@@ -198,7 +198,14 @@ def test_keys_of_another_number_of_samples_are_refused():
 
 @pytest.mark.parametrize(
     ("layer", "shape", "dims"),
-    [("Dropout2d", (64, 5, 6, 7), 2), ("DropPath", (320, 4, 6), 1), ("Dropout", (64, 50, 1), 2)],
+    [
+        ("Dropout", (64, 50, 1), 2),
+        ("Dropout1d", (64, 5, 6), 2),
+        ("Dropout2d", (64, 5, 6, 7), 2),
+        ("Dropout3d", (64, 5, 2, 3, 3), 2),
+        ("DropPath", (320, 4, 6), 1),
+        ("StochasticDepth", (320, 4, 6), 1),
+    ],
 )
 def test_values_are_dropped_together_as_torch_does(layer, shape, dims):
     net, masks = masked(LAYERS[layer][0])

@@ -27,7 +27,6 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "used"),
     [("dp", [0, 1, 2]), ("dp on 5 devices", range(5)), ("dp without gpu 0", [1, 2]), ("dp, sync_bn off", [0, 1, 2])],
@@ -41,7 +40,6 @@ def test_step_issues_no_collective_and_every_read_waits(found, kind, used):
     assert {f"autograd {number}" for number in used} <= set(step["threads"])
 
 
-@pytest.mark.slow
 def test_defects_put_into_a_step_are_found(found):
     assert found["with collectives"]["collective"] > 0
     assert "reads what replica" in found["without waiting"]["unordered"][0]

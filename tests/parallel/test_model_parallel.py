@@ -156,3 +156,10 @@ def test_copies_to_the_host_wait_for_their_values():
     for device in ("cpu", "cuda:0"):
         to_device([Noted()], torch.device(device))
     assert copies == [("cpu", False), ("cuda", True)]
+
+
+@pytest.mark.usefixtures("with_meta")
+def test_inner_stage_overrides_an_outer_one():
+    net = SmallNet(has_aux=False)
+    place_stages(net, {"stem": "cpu", "stem.0": "meta"})
+    assert [net.stem[0].weight.device.type, net.head.weight.device.type] == ["meta", "cpu"]

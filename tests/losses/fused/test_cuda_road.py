@@ -112,16 +112,6 @@ def test_lovasz_launches_grow_with_sorts_not_with_classes(monkeypatch):
     assert totals[1] > 4 * totals[19]
 
 
-@pytest.mark.parametrize("images_at_once", [1, 2, 5])
-def test_lovasz_of_any_grouping_is_the_same(images_at_once, monkeypatch):
-    logits, target = draw(5, low=(5, 6), high=(17, 23))
-    truth = gradient_of(CriterionLovasz(), logits, target)
-    monkeypatch.setattr(overlap, "HELD_BYTES", images_at_once * 4 * 17 * 23 * 8)
-    monkeypatch.setattr(overlap, "CPU_SORT_BYTES", 3 * overlap.BYTES_OF_A_SORTED_PIXEL * 17 * 23 * images_at_once)
-    for mine, theirs in zip(gradient_of(CriterionLovasz(), logits, target), truth, strict=True):
-        assert relative_error(mine, theirs) < 1e-13
-
-
 def test_reports_are_taken_by_one_thread_each(monkeypatch):
     """Between the question whether a report has arrived and its removal, another thread may run."""
     monkeypatch.setattr(checks, "_reports", deque(maxlen=64))
@@ -205,8 +195,3 @@ def test_few_cells_are_shared_and_many_are_taken_together():
     assert shared(96, 193, 1544) == (1, 1)
     assert shared(128, 256, 2048) == (1, 2)
     assert shared(256, 512, 2048) == (1, 8)
-
-
-def test_partial_results_grow_evenly_with_the_batch():
-    one, five = (buffers_of((N, 19, 96, 96), 768, torch.float32, True) for N in (1, 5))
-    assert five == tuple(5 * number for number in one)

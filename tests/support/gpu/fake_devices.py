@@ -30,8 +30,10 @@ from torch.utils._pytree import tree_iter
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from segapp.parallel import (
+    BalancedDataParallel,
     DataParallelCriterion,
     DataParallelModel,
+    allreduce,
     convert_sync_batchnorm,
     current_replica,
     gradient_penalty,
@@ -249,8 +251,18 @@ def record(num_devices: int, sync_bn: bool = True, gpu0_bsz: int | None = None) 
     return recording.actions, [str(output[0].device) for output in outputs]
 
 
+class Summed(nn.Module):
+    """Its outputs are on the input's device, though the sum was computed on another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + allreduce(x.sum())[0]
+
+
 def other_roads() -> None:
-    """Run penalties through replicas, and a model in stages."""
+    """Run sums and penalties through replicas, gather outputs on another device, and run a model in stages."""
+    for outputs in (None, "fake:2"):
+        summed = BalancedDataParallel(1, Summed(), ["fake:1", "fake:0"], outputs)(torch.empty(5, 2))
+        assert str(summed.device) == (outputs or "fake:1")
     critic = rebuild_on(convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))), "fake:0")
     model = DataParallelModel(critic, ["fake:0", "fake:1"])
     samples = torch.empty(4, 3, 8, 8, device="fake:0")
