@@ -98,7 +98,7 @@ def test_masks_of_samples_layers_calls_and_epochs_are_unrelated():
     rows = []
     for epoch in (0, 1):
         with sample_masks(masks.keys(epoch, 0, 3)):
-            rows += [net[0](x), net[1](x), net[0](x)]
+            rows += [net[0](x), net[1](x), net[0](x), net[0](x)]
     signs = torch.cat(rows).double() - 1
     correlations = signs @ signs.T / 40_000 - torch.eye(len(signs))
     assert correlations.abs().max() < 5 / 40_000**0.5

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -179,37 +178,3 @@ def test_ranks_share_a_store_and_the_processors(cpus, ranks, threads, tmp_path, 
         assert (environ["NCCL_RAS_ENABLE"], environ["mode"], environ["exists"]) == ("0", 0o700, False)
     (store,) = {environ["SEGAPP_RANK_STORE"] for environ in seen.values()}
     assert not Path(store).parent.exists()
-
-
-AGENT = """
-import sys
-from torch.distributed import run
-from segapp.parallel.agent import run_job
-sys.exit(run_job(run.parse_args(sys.argv[2:]), sys.argv[1].encode()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("secrets", [("one", "one"), ("one", "two")], ids=["same secret", "other secret"])
-def test_two_agents_on_one_host_form_a_two_node_job(tmp_path, secrets):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
-    options += [f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "tests.support.rank_checks", str(tmp_path / "figures.json")]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    agents = [
-        subprocess.Popen([sys.executable, "-c", AGENT, secret, *options], env=environ, cwd=ROOT, stderr=subprocess.PIPE)
-        for secret in secrets
-    ]
-    if secrets[0] == secrets[1]:
-        assert [agent.wait(240) for agent in agents] == [0, 0]
-        assert '"exact, training"' in (tmp_path / "figures.json").read_text()
-        return
-    wait_until(lambda: 8 in [agent.poll() for agent in agents], within_s=240)
-    refused = next(agent for agent in agents if agent.poll() == 8)
-    assert b"not written with the secret of this machine" in refused.stderr.read()
-    for agent in agents:
-        agent.kill()
-        agent.communicate()
-    assert not (tmp_path / "figures.json").exists()

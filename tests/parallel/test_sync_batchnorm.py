@@ -1,12 +1,17 @@
-"""SyncBatchNorm equals torch's BatchNorm on the whole batch and saves no more for backward."""
+"""SyncBatchNorm, also by torch's kernels, equals torch's BatchNorm on the whole batch and saves no more."""
 
 import copy
 import pickle
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -23,7 +28,9 @@ from segapp.parallel import (
 )
 from segapp.parallel.replica_threads import ReplicaThreads
 from segapp.parallel.scatter_gather import scatter
-from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error
+from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
+from tests.support.gpu.launches import LaunchCounter
+from tests.support.parallel_cases import grads_of, relative_error, state_error
 
 CPU = torch.device("cpu")
 SHAPES = {nn.BatchNorm1d: [(9, 5), (9, 5, 4)], nn.BatchNorm2d: [(9, 5, 3, 4)], nn.BatchNorm3d: [(9, 5, 2, 3, 2)]}
@@ -46,18 +53,36 @@ def outcome(layer, run, x, weights, steps=2):
     return [y.detach(), x.grad, *grads_of(layer), *layer.buffers()]
 
 
+BATCHNORM_OPTIONS = [
+    {},
+    {"momentum": 0.3},
+    {"momentum": 0.0},
+    {"momentum": None},
+    {"eps": 0.1},
+    {"affine": False},
+    {"track_running_stats": False},
+]
+"""Every option of a layer at a value that is not its default."""
+
+ways = pytest.mark.parametrize("way", [nullcontext, kernels_on_the_cpu], ids=["operators", "kernels of CUDA"])
+
+
 @pytest.mark.sampled(2)
+@ways
 @pytest.mark.parametrize("options", BATCHNORM_OPTIONS, ids=str)
 @pytest.mark.parametrize(("kind", "shape"), [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes])
-def test_sync_batchnorm_matches_batchnorm_on_the_whole_batch(kind, shape, options):
+def test_sync_batchnorm_matches_batchnorm_on_the_whole_batch(kind, shape, options, way):
     torch.manual_seed(0)
     x, weights = torch.randn(shape, dtype=torch.float64) * 3 + 2, torch.randn(shape, dtype=torch.float64)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
     for training in (True, False):
         for num_devices, gpu0_bsz in ((3, 1), (4, 0), (5, None), (2, 8)):
             truth, layer = (m.double().train(training) for m in layer_and_twin(kind, **options))
             parallel = BalancedDataParallel(gpu0_bsz, layer, ["cpu"] * num_devices)
-            expected = outcome(truth, truth, x, weights)
-            assert relative_error(outcome(layer, parallel, x, weights), expected) <= 1e-12
+            expected = outcome(truth, truth, x, weights, steps=3)
+            inputs = x.contiguous(memory_format=last if gpu0_bsz == 0 else torch.contiguous_format)
+            with way():
+                assert relative_error(outcome(layer, parallel, inputs, weights, steps=3), expected) <= 1e-11
 
 
 @pytest.mark.parametrize("ratio", [0.0, 330.0, 3000.0])
@@ -71,17 +96,21 @@ def test_float32_far_from_zero_is_as_accurate_as_batchnorm(ratio):
     assert relative_error(outcome(layer, parallel, x, weights, steps=1), truth) <= max(2 * alone, 1e-6)
 
 
+@ways
+@pytest.mark.parametrize("has_half_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_inputs_are_normalised_with_float32_statistics(dtype):
+def test_half_inputs_are_normalised_with_float32_statistics(dtype, has_half_weights, way):
     torch.manual_seed(0)
     x = (torch.randn(6, 5, 4, 4) * 30 + 200).to(dtype)
     plain, layer = layer_and_twin(nn.BatchNorm2d)
-    expected = plain(x)
-    output = BalancedDataParallel(1, layer, ["cpu"] * 3)(x)
-    assert output.dtype == dtype
-    assert layer.running_var.dtype == torch.float32
-    assert state_error(layer, plain) <= 1e-5
-    torch.testing.assert_close(output.float(), expected.float(), rtol=0.02, atol=0.02)
+    expected, inputs = plain(x.float()), x.clone().requires_grad_()
+    with way():
+        output = BalancedDataParallel(1, layer.to(dtype) if has_half_weights else layer, ["cpu"] * 3)(inputs)
+        output.sum().backward()
+    assert inputs.grad.dtype == output.dtype == dtype
+    assert layer.weight.grad.dtype == layer.running_var.dtype == (dtype if has_half_weights else torch.float32)
+    assert state_error(layer, plain) <= (0.02 if has_half_weights else 1e-5)
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
 
 
 def outputs_of_3_replicas(x, weight, bias):
@@ -400,3 +429,69 @@ def test_replicas_that_differ_in_gradients_are_refused():
     parts = [torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)]
     with pytest.raises(ValueError, match="only some replicas compute gradients at SyncBatchNorm"):
         ReplicaThreads([CPU] * 2).run([lambda part=part: layer(part) for part in parts])
+
+
+@pytest.fixture
+def _kernels():
+    with kernels_on_the_cpu():
+        yield
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_second_derivatives_leave_the_kernels():
+    x, weights = torch.randn(6, 4, 3, 3, dtype=torch.float64), torch.randn(6, 4, 3, 3, dtype=torch.float64)
+    truth = nn.BatchNorm2d(4).double()
+    layer = convert_sync_batchnorm(copy.deepcopy(truth))
+    for module, run in ((truth, truth), (layer, BalancedDataParallel(1, layer, ["cpu"] * 3))):
+        inputs = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad((run(inputs).sin() * weights).sum(), inputs, create_graph=True)
+        first.square().sum().backward()
+        module.second = inputs.grad
+    assert relative_error([layer.second, *grads_of(layer)], [truth.second, *grads_of(truth)]) <= 1e-10
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("counts", [(4, 0, 3), (0, 0, 5), (0, 6, 0)])
+def test_parts_without_samples_have_no_weight(counts):
+    x = torch.randn(sum(counts), 3, 2, 2, dtype=torch.float64)
+    truth = nn.BatchNorm2d(3).double()
+    layer = convert_sync_batchnorm(copy.deepcopy(truth))
+    expected = truth(x)
+    calls = [partial(layer, part) for part in x.split(list(counts))]
+    outputs = ReplicaThreads([torch.device("cpu")] * 3).run(calls)
+    assert relative_error([torch.cat(outputs).detach()], [expected.detach()]) <= 1e-12
+    assert state_error(layer, truth) <= 1e-12
+    weights = torch.randn_like(x)
+    (torch.cat(outputs) * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert relative_error(grads_of(layer), grads_of(truth)) <= 1e-11
+
+
+def launches_of(step):
+    step()
+    with LaunchCounter() as counter:
+        step()
+    return counter.total
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_rank_needs_no_more_launches_than_torchs_layer(capsys, monkeypatch):
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    monkeypatch.setattr(dist, name, lambda into, row, *_, **__: into.view(2, -1).copy_(row))  # one launch, as it is
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        x = torch.randn(4, 8, 5, 5, requires_grad=True)
+        ours = convert_sync_batchnorm(nn.BatchNorm2d(8))
+        theirs = nn.BatchNorm2d(8)
+
+        def torchs_step():
+            theirs.num_batches_tracked.add_(1)
+            tensors = (x, theirs.weight, theirs.bias, theirs.running_mean, theirs.running_var)
+            TorchSyncBatchNorm.apply(*tensors, theirs.eps, theirs.momentum, dist.group.WORLD, 2).sum().backward()
+
+        own, torchs = launches_of(lambda: ours(x).sum().backward()), launches_of(torchs_step)
+    finally:
+        dist.destroy_process_group()
+    with capsys.disabled():
+        print(f"\nlaunches of a layer and rank, both passes: {own}, torch's own {torchs}")
+    assert own <= 1.3 * torchs

@@ -13,17 +13,6 @@ from torch import Tensor, nn
 IGNORE = 255
 NUM_CLASSES = 4
 
-BATCHNORM_OPTIONS = [
-    {},
-    {"momentum": 0.3},
-    {"momentum": 0.0},
-    {"momentum": None},
-    {"eps": 0.1},
-    {"affine": False},
-    {"track_running_stats": False},
-]
-"""Every option of a BatchNorm layer at a value that is not its default; both roads of the layer are tried with them."""
-
 
 class SmallNet(nn.Module):
     """Network with strided, dilated and residual convolutions, BatchNorm, a shared weight and auxiliary logits."""
