@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segapp.parallel import allreduce, convert_sync_batchnorm
 from segapp.parallel.distributed import wrap_ddp
+from tests.parallel.test_launches import all_reduce_bucket
 from tests.support import ROOT
 from tests.support.gpu.fake_devices import Action, unordered_reads
-from tests.support.gpu.launches import all_reduce_bucket
 from tests.support.parallel_cases import PlainCE, SmallNet, make_batch
 
 
