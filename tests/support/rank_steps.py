@@ -6,12 +6,11 @@ fewer GPUs than ranks, several ranks share one.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,7 @@ from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput
-from segapp.losses import (
-    AdditiveCriterion,
-    CriterionCE,
-    CriterionDice,
-    CriterionLovasz,
-)
+from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionLovasz
 from segapp.models.normalizer import Normalizer
 from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
@@ -168,7 +162,7 @@ def errors_of(
             each.epoch, each.first = number, 8 * i
         own = [part(each, ours.network.split_of(len(each)), ranks.rank) for each in whole]
         result = ours.step(own, num_samples=sizes[0])
-        with as_one_device():
+        with mock.patch("torch.distributed.get_world_size", return_value=1):  # the reference sees no other ranks
             expected = alone.step(whole)
         assert result.split == ours.network.split_of(sizes[0])
         errors[0] = max(errors[0], abs(float(result.loss - expected.loss)))
@@ -180,34 +174,18 @@ def errors_of(
     return row.tolist()
 
 
-@contextlib.contextmanager
-def as_one_device() -> Iterator[None]:
-    """Let BatchNorm and losses of the reference see no other ranks."""
-    with mock.patch("torch.distributed.get_world_size", return_value=1):
-        yield
-
-
 def figures(ranks: Ranks) -> dict[str, Any]:
-    """Return every figure of the tests."""
+    """Return every figure of the tests: the splits change before each step, or hold for 50 steps with dropout."""
     splits = splits_of(ranks.world_size)
-    table: dict[str, Any] = {
-        f"{name}, {title}": errors_of(criterion, ranks, [split] * 2)
-        for name, criterion in CRITERIA.items()
-        for title, split in splits.items()
-        if name == "ce" or title in ("even", "gpu0_bsz=0", "gpu0_bsz=1")
-    }
-    changing = list(splits.values())
-    table["split changed before every step"] = errors_of(CRITERIA["ce"], ranks, changing)
-    for name in ("ce", "dice"):
-        table[f"{name}, accumulated"] = errors_of(CRITERIA[name], ranks, changing[-4:], sizes=(8, 8, 5))
-    table["short batch of 5"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(5,))
-    table["short batch of 2"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(2,))
+    changing = [*splits.values()]
     return {
-        "errors": table,
+        "errors": {
+            f"{name} in {sizes}": errors_of(criterion, ranks, changing, sizes)
+            for name, criterion in CRITERIA.items()
+            for sizes in ((8,), (8, 8, 5), (5,), (2,))
+        },
         "dropout": {
-            f"{title}, {len(sizes)} micro-batches": errors_of(
-                CRITERIA["ce"], ranks, [split] * 50, sizes, build=DroppingNet
-            )
+            f"{title} in {sizes}": errors_of(CRITERIA["ce"], ranks, [split] * 50, sizes, build=DroppingNet)
             for title, split in splits.items()
             for sizes in ((8,), (8, 5))
         },

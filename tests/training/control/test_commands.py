@@ -145,6 +145,9 @@ def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> Non
     assert harness.last()["status"] == "accepted"
     harness.send("set gpu0_bsz=6 --force")
     assert harness.last()["status"] == "accepted"
+    harness.controller.apply(LiveSettings(gpu0_bsz=7, gpu0_bsz_auto=True), MIDDLE)
+    harness.controller.revert_split("no memory", 20)
+    assert harness.controller.settings == LiveSettings(shares=[1, 4, 3], gpu0_bsz_auto=True), "auto stays on"
 
 
 def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
@@ -460,6 +463,9 @@ def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness)
     assert harness.controller._replay == [(20, {"lr_factor": 0.25})]
     harness.controller.add_automatic_changes(20)
     assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
+    harness.begin_epoch(20)
+    harness.controller.add_automatic_changes(30)
+    assert harness.controller.requests.settings is None, "it is applied once"
     # Settings of a machine with two devices.
     harness.controller.restore_settings(LiveSettings(shares=[4, 4]), saved, ParallelConfig().model_dump())
     assert harness.batch_split.current == (2, 3, 3)

@@ -53,13 +53,20 @@ def test_reverted_split_is_left_out_and_auto_moves_are_kept(tmp_path: Path) -> N
         tmp_path,
         answer("a", "set gpu0_bsz=3 lr_factor=0.5", 10, changes={"gpu0_bsz": 3, "lr_factor": 0.5}),
         split("reverted", id="a", step=None),
+        answer("b", "set shares=0,3,2 recompute=all", 12, changes={"shares": [0, 3, 2], "recompute": "all"}),
+        split("reverted", id="b", step=None),
         split("applied", epoch=3, step=20),
         split("applied", epoch=4, step=30, new=4),
         split("reverted", epoch=4, step=None, new=4),
     )
-    expected = [(10, {"lr_factor": 0.5}), (20, {"gpu0_bsz": 3, "gpu0_bsz_auto": True}), (30, {"gpu0_bsz_auto": True})]
+    expected = [
+        (10, {"lr_factor": 0.5}),
+        (12, {"recompute": "all"}),
+        (20, {"gpu0_bsz": 3, "gpu0_bsz_auto": True}),
+        (30, {"gpu0_bsz_auto": True}),
+    ]
     assert applied_after(path, 0) == expected
-    assert applied_after(path, 20) == expected[1:]
+    assert applied_after(path, 20) == expected[2:]
 
 
 @pytest.fixture

@@ -24,16 +24,14 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_losses_and_state_equal_one_device_at_every_split(figures: dict[str, Any]) -> None:
-    errors = figures["errors"]
-    assert {f"ce, {split}" for split in splits_of(3)} <= errors.keys()
-    assert {f"{name}, gpu0_bsz=0" for name in CRITERIA} <= errors.keys()
-    for title, (loss, norm, state) in errors.items():
+    assert {f"{name} in (8, 8, 5)" for name in CRITERIA} <= figures["errors"].keys()
+    for title, (loss, norm, state) in figures["errors"].items():
         assert max(loss, norm, state) <= 1e-10, f"{title}: loss {loss}, gradient norm {norm}, state {state}"
 
 
 def test_losses_of_50_steps_with_dropout_equal_one_device(figures: dict[str, Any]) -> None:
     """At every split over three ranks, uneven ones and ranks without samples among them, to 1e-12."""
-    assert {f"{split}, 2 micro-batches" for split in splits_of(3)} <= figures["dropout"].keys()
+    assert {f"{split} in (8, 5)" for split in splits_of(3)} <= figures["dropout"].keys()
     for title, (loss, norm, state) in figures["dropout"].items():
         assert loss <= 1e-12, title
         assert max(norm, state) <= 1e-10, title
