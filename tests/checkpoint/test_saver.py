@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -216,17 +215,6 @@ def test_best_state_waits_in_memory_until_the_next_save(training: Training, is_w
     assert (best.step, best.state["model"]["weight"].tolist()) == (4, [4.0, 4.0])
     assert (last.step, last.state["model"]["weight"].tolist()) == (9, [9.0, 9.0])
     assert [(event.step, event.is_best) for event in training.checkpoints()] == [(1, False), (4, True), (9, False)]
-
-
-def test_former_best_is_dropped_before_the_next_copy(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    training.save_at_length()
-    evaluations(training, [0.3])
-    kept = weakref.ref(training.saver._kept_best.state["model"]["weight"])
-    alive = []
-    copy = module.snapshot
-    monkeypatch.setattr(module, "snapshot", lambda state: alive.append(kept() is not None) or copy(state))
-    evaluations(training, [0.7])
-    assert alive == [False]
 
 
 @pytest.mark.parametrize("way", ["better", "same position", "failed write", "failed training", "not finite"])

@@ -35,11 +35,8 @@ BEFORE_COMMIT = SAVE_POINTS[: SAVE_POINTS.index("ckpt.manifest.before_rename") +
 
 
 @pytest.fixture(autouse=True)
-def _calm():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _disarmed():
     yield
-    torch.set_num_threads(threads)
     failpoints.arm("")
 
 
@@ -563,19 +560,6 @@ def test_unknown_checkpoint_name_error_lists_committed_ones(tmp_path):
     save(tmp_path, 10)
     with pytest.raises(CheckpointError, match=r"there is no such checkpoint: did you mean last\.pt\? use last\.pt"):
         load_checkpoint(tmp_path, "best")
-
-
-def test_mutated_files_are_refused_or_read_without_crash(tmp_path):
-    save(tmp_path / "c", 10)
-    content = (tmp_path / "c" / "last.pt").read_bytes()
-    generator = random.Random(1)
-    for _ in range(100):
-        broken = bytearray(content)
-        for _ in range(generator.randrange(1, 20)):
-            broken[generator.randrange(len(broken))] = generator.randrange(256)
-        (tmp_path / "x.pt").write_bytes(broken[: generator.randrange(len(broken) // 2, 2 * len(broken))])
-        with contextlib.suppress(CheckpointError):
-            load_checkpoint(tmp_path / "x.pt")
 
 
 # -- space and retention ------------------------------------------------------------------------------------------

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import segapp
-from segapp.config import dump_config
 from segapp.errors import ConfigError, DistributedError
 from segapp.parallel.distributed import DistributedSetupError, _read_rank, is_launched
 from segapp.session.launchers import adopt_launcher, exit_code_for_launcher
-from tests.support.rank_runs import ranks_of
-from tests.support.runs import events, merged
+from tests.support.runs import merged
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
 STEP |= {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[07-08,11]-ib"}
@@ -101,32 +95,6 @@ def test_each_launcher_gives_one_training_or_a_refusal(
     assert begun(environ) == outcome
     assert (environ == before) == (outcome not in ((3, 4), (0, 4))), "only tasks of srun become ranks"
     assert [exit_code_for_launcher(code, environ) for code in (0, 8, 75)] == [0, 8, stopped]
-
-
-def start(config: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "segapp", "train", "--plain", "--config", str(config), "--run", "run"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=config.parent, env={**os.environ, **environ}, stdout=pipe, stderr=pipe, text=True
-    )
-
-
-@pytest.mark.slow
-def test_two_tasks_of_srun_make_one_training(tiny: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "ranks.yaml").write_text(dump_config(ranks_of(tiny, 1, ["cpu", "cpu"])))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    here = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    tasks = [
-        start(tmp_path / "ranks.yaml", {**here, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-        for rank in range(2)
-    ]
-    outputs = [task.communicate(timeout=240) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
-    assert len(events(tmp_path / "run", "run_start")) == 1
-    assert events(tmp_path / "run", "run_end")[-1]["status"] == "finished"
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
 
 
 def test_tasks_that_call_train_from_python_are_refused(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,8 @@ import pytest
 
 from segapp import failpoints
 from segapp.run.commands import parse_command, send_command
-from segapp.run.events import EventLog, EventWriter, Heartbeat
+from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
-from segapp.training import inbox as inbox_module
 from segapp.training.inbox import Inbox, applied_after
 from tests.support.live_runs import events
 
@@ -83,29 +80,6 @@ def inbox(tmp_path: Path) -> Iterator[Inbox]:
 def files_of(inbox: Inbox) -> list[Path]:
     assert inbox._path is not None
     return list((inbox._path / "commands").iterdir())
-
-
-def test_an_event_of_another_thread_does_not_keep_the_file(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    (received,) = inbox.take()
-    writer, writing, write_line = inbox._event_log.writer, threading.Event(), EventWriter._write_line
-    assert writer is not None
-
-    def slow_write_line(self: EventWriter, body: dict[str, Any]) -> None:
-        if body["type"] == "heartbeat":
-            writing.set()
-            time.sleep(0.2)
-        write_line(self, body)
-
-    def write_beside(name: str) -> None:
-        assert name == "command.answered"
-        threading.Thread(target=writer.write, args=(Heartbeat(phase="train"),)).start()
-        assert writing.wait(5)
-
-    monkeypatch.setattr(EventWriter, "_write_line", slow_write_line)
-    monkeypatch.setattr(inbox_module, "failpoint", write_beside)
-    assert files_of(inbox)
-    inbox.answer(received, "applied", None, 1)
-    assert not files_of(inbox)
 
 
 def test_the_file_stays_until_the_answer_is_on_disk(inbox: Inbox) -> None:

@@ -127,24 +127,6 @@ def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunC
 
 
 @pytest.mark.slow
-def test_a_config_changed_at_a_resume_takes_precedence(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
-    config, reference = undisturbed
-    folder = tmp_path / "run"
-    failpoints.arm("train.backward=6:oom;train.step=9:raise:RuntimeError")
-    with pytest.raises(RunError, match="failpoint"):
-        train(config, folder)
-    failpoints.arm("")
-    chosen = merged(config.model_dump(mode="json"), train={"recompute": ["encoder.*"]})
-    assert run_session(TrainRequest(chosen, RunFolder(folder))) == 0
-    assert_same_course(folder, reference)
-    names = events(folder, "recompute")[-1]["blocks"][0]
-    assert choices(folder)[-1] == (5, "config", "train.recompute", [len(names)])
-    assert 0 < len(names) < 5
-    assert all(name.startswith("encoder.") for name in names)
-    assert saved(folder)["fallbacks"] == {}
-
-
-@pytest.mark.slow
 def test_blocks_that_count_their_passes_are_cut_in_pieces(
     undisturbed: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

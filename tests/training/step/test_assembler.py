@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from segapp.assembly.devices import with_precision
-from segapp.assembly.network import build_network
 from segapp.assembly.pairs import build_scheme
-from segapp.compat.torch import TorchDispatchMode, operator_name
-from segapp.config import ModelConfig, RunConfig
+from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError
-from segapp.models.surgery import replace_adaptive_pooling
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.recompute import RecomputedBlock
 from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
@@ -161,46 +157,3 @@ def test_names_and_devices_of_a_layout_choose_the_blocks(tiny: dict[str, Any]) -
     wrong = merged(tiny, model=UNET, train={"recompute": ["encoder.model.layer9.*"]})
     with pytest.raises(ConfigError, match=r"train\.recompute: 'encoder\.model\.layer9"):
         StepAssembler(wrong, build_scheme(wrong.data)).prepare(assembler.build_model(with_weights=False), layout)
-
-
-PSP = {"library": "smp", "name": "PSPNet", "encoder": "resnet18"}
-UPERNET = {"library": "smp", "name": "UPerNet", "encoder": "resnet18"}
-
-
-class Operators(TorchDispatchMode):
-    """Notes the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(operator_name(func))
-        return func(*args, **(kwargs or {}))
-
-
-def operators(module: nn.Module) -> set[str]:
-    with Operators() as seen, torch.no_grad():
-        module(torch.zeros(2, 3, 96, 128, dtype=torch.float64))
-    return seen.names
-
-
-def network(model: dict[str, Any]) -> nn.Module:
-    return build_network(ModelConfig(**model), 5, with_weights=False)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("model", [PSP, UPERNET], ids=["psp", "upernet"])
-def test_pyramid_pooling_is_replaced_by_the_same_function(model: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    ours = network(model).double().eval()
-    images = torch.randn(2, 3, 96, 128, dtype=torch.float64)
-    with torch.no_grad():
-        expected = ours(images)[0]
-    assert "_adaptive_avg_pool2d" in operators(ours)
-    keys = list(ours.state_dict())
-    replace_adaptive_pooling(ours)
-    assert "_adaptive_avg_pool2d" not in operators(ours)
-    assert list(ours.state_dict()) == keys
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images)[0], expected, rtol=1e-10, atol=1e-12)

@@ -143,24 +143,6 @@ def test_resumed_distillation_is_bitwise_equal(
     assert parts["distillation"]["critic"]["num_steps"] == 3
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_float64")
-def test_micro_batches_without_batchnorm_equal_whole_batch(
-    plain: dict[str, Any], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # In evaluation mode BatchNorm is an affine map of each image by itself.
-    monkeypatch.setattr(torch.nn.BatchNorm2d, "train", lambda self, _mode=True: torch.nn.Module.train(self, False))
-    for name, sizes in (("whole", {"batch_size": 4}), ("parts", {"batch_size": 2, "accumulate": 2})):
-        distill = {"teacher": str(teacher), "critic_width": 8}
-        config = student(plain, teacher, train={"epochs": 1, **sizes}, distill=distill)
-        assert train(config, tmp_path / name) == 0
-    whole, parts = terms(tmp_path / "whole"), terms(tmp_path / "parts")
-    assert len(whole) == 2  # the third step of the parts has the two images that no batch of four takes
-    for one, two in zip(whole, parts[:2], strict=True):
-        for name in one:
-            assert one[name] == pytest.approx(two[name], rel=1e-9, abs=1e-9), name
-
-
 def test_unusable_teacher_is_refused(plain: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"single, dp or ddp"):
         train(student(plain, teacher, parallel={"mode": "model", "devices": ["cpu", "cpu"]}), tmp_path / "a")

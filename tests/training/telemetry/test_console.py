@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import io
-import time
 from typing import Any
 
 import pytest
 
 from segapp.run.events import Alert, Device, Event, Heartbeat, RunEnd, RunStart, Step
-from segapp.training.console import PlainReporter, iou_table, progress_bar
+from segapp.training.console import PlainReporter, iou_table
 
 START = RunStart(
     classes=["a", "b"],
@@ -83,20 +81,3 @@ def test_long_evaluation_prints_its_progress_every_30_s(monkeypatch: pytest.Monk
     beats = [Heartbeat(phase="eval", num_evaluated=done, num_images=1700) for done in (3, 90, 1200, 1300, 1699)]
     shown = lines(Heartbeat(phase="train"), *beats)
     assert shown[1:] == [f"evaluating: {done} of 1,700 images" for done in ("3", "1,200", "1,699")]
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_without_a_terminal_is_a_line(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from segapp.waiting import lines_while
-
-    monkeypatch.setattr("segapp.training.console.lines_while", functools.partial(lines_while, first_s=0.2))
-    monkeypatch.setattr("segapp.training.console.has_progress_bar", lambda: is_terminal)
-    with progress_bar(2100, "predicting", unit="file") as progress:
-        progress(1300)
-        time.sleep(0.4)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert ("predicting: 1,300 of 2100 files (0 s so far)\n" in err) is not is_terminal
-    assert ("/2100 [" in err) is is_terminal
