@@ -109,7 +109,7 @@ def test_step_fitting_in_no_part_saves_and_stops_with_advice(plain: dict[str, An
     *found, last = events(folder, "oom")
     assert [oom["fallbacks"] for oom in found] == [{"is_recomputed": True}, {"is_recomputed": True, "num_pieces": 2}]
     assert last.get("fallbacks") is None
-    assert any("train.batch_size=" in text for text in last["advice"])
+    assert last["advice"][0] == "lower train.batch_size: train.batch_size=4 train.accumulate=2"
     assert events(folder, "run_end")[-1]["exit_code"] == 6
     assert saved(folder)["position"]["step"] == 0
 
