@@ -14,14 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.cache import PixelCache, disk_files, memory_files
+from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
+from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.pool import LoadOptions
-from tests.support.large_pngs import draw_pngs, large_dataset
 
 pytestmark = pytest.mark.benchmark
 
@@ -29,6 +33,35 @@ KINDS = ("none", "ram", "disk")
 NUM_IMAGES = 24
 ROUNDS = 5
 WORKERS = 2
+NUM_CLASSES = 19
+SCHEME = class_scheme("folder", classes=[f"class {i}" for i in range(NUM_CLASSES)])
+
+
+def draw_pngs(folder: Path, num_images: int) -> tuple[ImagePair, ...]:
+    """Draw images with the noise of a camera and masks of smooth regions, each with all classes."""
+    height, width = 1024, 2048
+    y, x = np.mgrid[:height, :width]
+    pairs = []
+    for i in range(num_images):
+        rng = np.random.default_rng(i)
+        waves = 127 + 60 * np.sin(x / 37 + i) + 50 * np.cos(y / 29)
+        noise = rng.normal(0, 1.6, (height, width, 1)) + rng.normal(0, 0.9, (height, width, 3))
+        pixels = np.clip(np.stack([waves, waves[::-1], waves[:, ::-1]], -1) + noise, 0, 255).astype(np.uint8)
+        regions = ((np.sin(x / 190 + i) + np.cos(y / 130) + 2) * (NUM_CLASSES - 1) / 4).astype(np.uint8)
+        image, mask = folder / f"{i:03}.png", folder / f"{i:03}_mask.png"
+        cv2.imwrite(str(image), pixels)
+        cv2.imwrite(str(mask), regions)
+        pairs.append(ImagePair(image, mask, f"{i:03}"))
+    return tuple(pairs)
+
+
+def large_dataset(kind: str, pairs: tuple[ImagePair, ...], folder: Path) -> SegmentationDataset:
+    """Return the training set with `data.cache: kind`; a cache on disk lies in `folder`."""
+    cache = None
+    if kind != "none":
+        files = memory_files() if kind == "ram" else disk_files(folder, str(folder), "train", SCHEME)
+        cache = PixelCache(files, pairs, image_sizes(pairs), SCHEME.dtype)
+    return SegmentationDataset(pairs, SCHEME, TrainTransform((768, 768)), cache=cache)
 
 
 @pytest.fixture(scope="module")

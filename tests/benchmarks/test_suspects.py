@@ -5,15 +5,179 @@ Trains two folds in about eight minutes on one free core; skips without the CamV
 uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_suspects.py
 """
 
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import cv2
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from PIL import Image
 
-from segapp.commands.suspects import judge_masks
-from tests.support.label_errors import kinds_found, write_folds
+from segapp.commands.suspects import JudgedMasks, judge_masks
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(3 * 3600)]
+
+
+KINDS = ("shifted", "swapped", "eroded", "missing")
+LEAST_PX = 400
+"""Pixels of the smallest region that gets an error: 20 x 20."""
+LEAST_CHANGE_PX = 100
+IGNORED = 11
+CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist"]
+CONFIG = """
+name: fold{fold}
+data:
+  format: list
+  root: {root}
+  classes: {classes}
+  label_map: {{11: 255}}
+  train_split: fold{fold}-train
+  val_split: fold{fold}-val
+  resize_px: [180, 240]
+  crop_px: [144, 192]
+  scale: [0.8, 1.5]
+  photometric: 0.5
+  workers: 0
+  cache: ram
+model:
+  library: smp
+  name: DeepLabV3Plus
+  encoder: tu-test_resnet
+  options: {{decoder_channels: 64, decoder_atrous_rates: [3, 6, 9]}}
+loss: {{name: ce, align_corners: false}}
+optim: {{name: adamw, lr: 0.01, weight_decay: 0.01, decay_norm_and_bias: false}}
+schedule: {{name: poly, power: 0.9, warmup_steps: 50}}
+train: {{epochs: 12, batch_size: 4, bn_momentum: 0.05, ema: 0.98}}
+eval: {{every_epochs: 12}}
+"""
+
+
+@dataclass(frozen=True)
+class InjectedError:
+    """An error in a mask: `changed` (H, W) is true where a pixel has another class than before."""
+
+    image: str
+    kind: str
+    class_id: int
+    changed: NDArray[np.bool_]
+
+
+def regions_of(mask: NDArray[Any]) -> list[tuple[int, NDArray[np.bool_]]]:
+    """Return class and pixels (H, W) of each connected part of a mask with at least `LEAST_PX` pixels."""
+    found = []
+    for class_id in np.unique(mask[mask != IGNORED]):
+        count, parts, stats, _ = cv2.connectedComponentsWithStats((mask == class_id).astype(np.uint8))
+        found += [(int(class_id), parts == i) for i in range(1, count) if stats[i, cv2.CC_STAT_AREA] >= LEAST_PX]
+    return found
+
+
+def filled(mask: NDArray[Any], hole: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return a mask in which the pixels of a hole have the class of the nearest pixel around it."""
+    unknown = hole | (mask == IGNORED)
+    _, nearest = cv2.distanceTransformWithLabels(
+        unknown.astype(np.uint8), cv2.DIST_L2, 5, labelType=cv2.DIST_LABEL_PIXEL
+    )
+    class_of = np.zeros(nearest.max() + 1, mask.dtype)
+    class_of[nearest[~unknown]] = mask[~unknown]
+    return np.where(hole, class_of[nearest], mask)
+
+
+def damaged(
+    mask: NDArray[Any], region: NDArray[np.bool_], kind: str, num_classes: int, rng: np.random.Generator
+) -> NDArray[Any]:
+    """Return a mask with an error of a kind in one region."""
+    class_id = mask[region][0]
+    if kind == "swapped":
+        other = rng.choice([each for each in range(num_classes) if each != class_id])
+        return np.where(region, other, mask)
+    if kind == "missing":
+        return filled(mask, region)
+    extent = int(np.sqrt(region.sum()))
+    if kind == "eroded":
+        size = 2 * int(rng.integers(3, max(4, extent // 4) + 1)) + 1
+        kernel = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (size, size))
+        kept = cv2.erode(region.astype(np.uint8), kernel, borderValue=1).astype(bool)
+        return filled(mask, region & ~kept)
+    angle, distance = rng.uniform(0, 2 * np.pi), rng.integers(8, max(9, extent // 2) + 1)
+    move = np.array([[1, 0, distance * np.cos(angle)], [0, 1, distance * np.sin(angle)]])
+    size = (mask.shape[1], mask.shape[0])
+    moved = cv2.warpAffine(region.astype(np.uint8), move, size, flags=cv2.INTER_NEAREST).astype(bool)
+    result = filled(mask, region)
+    result[moved & (mask != IGNORED)] = class_id
+    return result
+
+
+def inject(masks: dict[str, NDArray[Any]], num_classes: int, share: float, seed: int) -> list[InjectedError]:
+    """Change a share of all regions in place, each kind as often, and return what was changed."""
+    rng = np.random.default_rng(seed)
+    places = [(name, at) for name, mask in masks.items() for at in range(len(regions_of(mask)))]
+    chosen = rng.permutation(len(places))[: round(share * len(places))]
+    original = {name: mask.copy() for name, mask in masks.items()}
+    found = []
+    for number, index in enumerate(chosen):
+        name, at = places[index]
+        class_id, region = regions_of(original[name])[at]
+        before = masks[name].copy()
+        region = region & (before == class_id)  # an earlier error may have changed a part of it
+        if region.sum() < LEAST_PX:
+            continue
+        kind = KINDS[number % len(KINDS)]
+        masks[name][...] = damaged(before, region, kind, num_classes, rng)
+        changed = masks[name] != before
+        if changed.sum() < LEAST_CHANGE_PX:
+            masks[name][...] = before
+            continue
+        found.append(InjectedError(name, kind, class_id, changed))
+    return found
+
+
+def write_folds(camvid: Path, out: Path) -> list[InjectedError]:
+    """Write images, masks with errors, lists and configs of folds, and `changed/` with the true errors."""
+    images = {path.stem: path for split in ("train", "val") for path in sorted((camvid / split).iterdir())}
+    annotated = {path.stem: path for split in ("train", "val") for path in sorted((camvid / f"{split}annot").iterdir())}
+    masks = {name: np.array(Image.open(annotated[name])) for name in images}
+    errors = inject(masks, len(CLASSES), 0.05, 0)
+    for folder in ("images", "masks", "changed"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    for name, path in images.items():
+        shutil.copy(path, out / "images" / path.name)
+        Image.fromarray(masks[name]).save(out / "masks" / f"{name}.png")
+        changed = np.zeros(masks[name].shape, np.uint8)
+        for error in errors:
+            if error.image == name:
+                changed[error.changed] = 1 + KINDS.index(error.kind)
+        Image.fromarray(changed).save(out / "changed" / f"{name}.png")
+    order = np.random.default_rng(0).permutation(len(images))
+    names = list(images)
+    for fold in range(2):
+        held = {names[i] for i in order[fold::2]}
+        for split, members in (("train", [n for n in names if n not in held]), ("val", sorted(held))):
+            lines = [f"images/{images[name].name} masks/{name}.png" for name in members]
+            (out / f"fold{fold}-{split}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        config = CONFIG.format(fold=fold, root=out.resolve(), classes=CLASSES)
+        (out / f"fold{fold}.yaml").write_text(config, encoding="utf-8")
+    return errors
+
+
+def kinds_found(found: JudgedMasks, changed: Path, first: int) -> list[str | None]:
+    """Return the kind of the error that at least half of the pixels of each first region belong to; else None."""
+    kinds: list[str | None] = []
+    for suspect in found.suspects[:first]:
+        region, pair = suspect.region, suspect.judged.pair
+        labels = cv2.imdecode(np.frombuffer(suspect.judged.labels_png, np.uint8), cv2.IMREAD_UNCHANGED)
+        inside = np.zeros(labels.shape, np.uint8)
+        cv2.drawContours(inside, [region.outline], -1, 1, cv2.FILLED)
+        mask = np.array(Image.open(str(pair.mask)))
+        pixels = (inside > 0) & (mask == region.given) & (labels == region.suggested)
+        codes = np.array(Image.open(changed / f"{pair.image.stem}.png"))[pixels]
+        is_error = np.count_nonzero(codes) >= 0.5 * len(codes)
+        kinds.append(KINDS[np.bincount(codes[codes > 0]).argmax() - 1] if is_error else None)
+    return kinds
 
 
 def test_first_regions_are_errors_in_masks_of_camvid(camvid, tmp_path, capsys):

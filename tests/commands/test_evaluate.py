@@ -1,8 +1,9 @@
-"""`segapp eval` and the report use the validation split of the run."""
+"""`segapp eval` and `predict` of trained runs: scores, files and names, one network and the mean of several."""
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -12,106 +13,149 @@ from segapp import evaluate
 from segapp.__main__ import main
 from segapp.commands.evaluate import EvalOptions, evaluate_target, score_target
 from segapp.commands.predict import PredictOptions, predict_target
+from segapp.datasets.layouts.formats import class_scheme
 from segapp.errors import ConfigError
 from segapp.inference.predict.reading import find_images
 from segapp.report.page import write_report
-from tests.support.runs import events, merged, train
+from tests.support.runs import draw_scene, events, merged, train
+from tests.test_metrics import official_scores
+
+CLASSES = ["ground", "box", "disc"]
+Command = Any
 
 
-def command(*words: object) -> int:
-    """Run a command line in this process and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(str(ended.value.code))
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command line in this process and return its exit code and output."""
 
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        return int(str(ended.value.code)), *capsys.readouterr()
 
-def test_validation_split_of_the_run_is_evaluated(
-    tiny_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = tmp_path / "data"
-    shutil.copytree(tiny_root, root)
-    for folder in root.glob("**/val"):
-        folder.rename(folder.with_name("holdout"))
-    config = merged(
-        {
-            "name": "tiny",
-            "data": {"format": "folder", "root": str(root), "classes": ["ground", "box", "disc"], "workers": 0},
-            "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet"},
-        },
-        data={"crop_px": [32, 32], "val_split": "holdout"},
-        train={"epochs": 1, "batch_size": 3},
-    )
-    assert train(config, tmp_path / "run") == 0
-    (val,) = events(tmp_path / "run", "val")
-
-    capsys.readouterr()
-    assert command("eval", tmp_path / "run") == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("holdout: mIoU")
-    assert command("eval", tmp_path / "run", "--json") == 0
-    scores = json.loads(capsys.readouterr().out)
-    assert command("eval", tmp_path / "run", "--json", tmp_path / "scores.json") == 0
-    assert json.loads((tmp_path / "scores.json").read_text()) == scores
-    assert "mIoU" in capsys.readouterr().out, "the table"
-    assert command("eval", "--json", "scores.json") == 2
-    assert "scores.json is the file to write" in capsys.readouterr().err
-    assert scores["split"] == "holdout"
-    assert scores["miou"] == pytest.approx(val["miou"], abs=1e-6)
-    write_report(str(tmp_path / "run"), tmp_path / "report.html")
-    assert "no pictures" not in capsys.readouterr().err
-    assert "holdout" in (tmp_path / "report.html").read_text()
+    return run
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs: a and b of different networks, folds of one another; c with the classes in another order."""
+    """Two runs, folds of one another: a validates on `holdout`, and b, of another network, on `train`."""
     folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(tiny_root, folder / "data")
+    for place in (folder / "data").glob("*/val"):
+        place.rename(place.with_name("holdout"))
     config = {
         "name": "tiny",
-        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0,
-                 "crop_px": [32, 32]},
+        "data": {"format": "folder", "root": str(folder / "data"), "classes": CLASSES, "workers": 0,
+                 "crop_px": [32, 32], "val_split": "holdout"},
         "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet"},
         "train": {"epochs": 1, "batch_size": 3},
         "log": {"tensorboard": False},
     }  # fmt: skip
-    other = merged(config, seed=7, model={"name": "FPN"}, data={"train_split": "val", "val_split": "train"})
+    other = merged(config, seed=7, model={"name": "FPN"}, data={"train_split": "holdout", "val_split": "train"})
     assert train(merged(config), folder / "a") == 0
     assert train(other, folder / "b") == 0
-    assert train(merged(config, data={"classes": ["box", "ground", "disc"]}), folder / "c") == 0
     return folder
 
 
-@pytest.mark.slow
-def test_ensemble_scores_what_predict_writes(
-    runs: Path, tiny_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def labels_of(folder: Path, name: str, kind: str = "labels") -> np.ndarray:
+    pixels = cv2.imread(str(folder / kind / f"{name}.png"), cv2.IMREAD_UNCHANGED)
+    assert pixels is not None
+    return pixels[..., ::-1] if pixels.ndim == 3 else pixels
+
+
+def test_validation_split_of_the_run_is_evaluated(runs: Path, tmp_path: Path, command: Command) -> None:
+    (val,) = events(runs / "a", "val")
+    assert command("eval", runs / "a")[1].splitlines()[-1].startswith("holdout: mIoU")
+    scores = json.loads(command("eval", runs / "a", "--json")[1])
+    assert "mIoU" in command("eval", runs / "a", "--json", tmp_path / "scores.json")[1], "the table"
+    assert json.loads((tmp_path / "scores.json").read_text()) == scores
+    assert scores["split"] == "holdout"
+    assert scores["miou"] == pytest.approx(val["miou"], abs=1e-6)
+    code, _, said = command("eval", "--json", "scores.json")
+    assert (code, "scores.json is the file to write" in said) == (2, True)
+
+
+def test_report_shows_the_validation_split(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_report(str(runs / "a"), tmp_path / "report.html")
+    assert "no pictures" not in capsys.readouterr().err
+    assert "holdout" in (tmp_path / "report.html").read_text()
+
+
+def test_mean_of_two_networks_scores_what_predict_writes(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [str(runs / "a"), str(runs / "b")]
+    """And predict writes the mean of the probabilities of each."""
+    names, data = [str(runs / "a"), str(runs / "b")], runs / "data"
     evaluate_target(names, EvalOptions())
     shown = capsys.readouterr()
     evaluate_target(names, EvalOptions(), is_json=True)
     scores = json.loads(capsys.readouterr().out)
-    predict_target(
-        names, find_images([tiny_root / "images" / "val"])[0], tmp_path / "out", PredictOptions(save=("labels",))
-    )
+    images = find_images([data / "images" / "holdout"])[0]
+    for out, networks in (("a", names[:1]), ("b", names[1:]), ("both", names)):
+        predict_target(networks, images, tmp_path / out, PredictOptions(save=("labels", "probabilities")))
     confusion = np.zeros((3, 3), np.int64)
-    masks = sorted((tiny_root / "masks" / "val").glob("*.png"))
+    masks = sorted((data / "masks" / "holdout").glob("*.png"))
     for mask in masks:
-        target = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED)
-        labels = cv2.imread(str(tmp_path / "out" / "labels" / mask.name), cv2.IMREAD_UNCHANGED)
+        target, labels = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED), labels_of(tmp_path / "both", mask.stem)
         np.add.at(confusion, (target[target != 255], labels[target != 255]), 1)
+        maps = {
+            out: np.load(tmp_path / out / "probabilities" / f"{mask.stem}.npz")["probabilities"].astype(float)
+            for out in ("a", "b", "both")
+        }
+        assert np.abs(maps["both"] - (maps["a"] + maps["b"]) / 2).max() <= 1  # 1 of 65535
+        assert np.abs(maps["a"] - maps["b"]).max() > 300
     assert scores["confusion"] == confusion.tolist()
     union = confusion.sum(0) + confusion.sum(1) - confusion.diagonal()
     assert scores["miou"] == pytest.approx(np.mean(confusion.diagonal()[union > 0] / union[union > 0]))
     assert (scores["num_images"], scores["num_scored"], scores["checkpoint"]) == (len(masks), (union > 0).sum(), None)
     assert [Path(each["checkpoint"]).parent.parent.name for each in scores["networks"]] == ["a", "b"]
     assert f"(mean of 2: {names[0]}, {names[1]})" in shown.out
-    assert (
-        f"was trained on {len(masks)} of the {len(masks)} images evaluated here: the scores are too good" in shown.err
-    )
+    assert f"was trained on {len(masks)} of the {len(masks)} images evaluated here" in shown.err
     assert evaluate([runs / "a", runs / "b"]).confusion.tolist() == confusion.tolist()
 
 
+def test_eval_equals_official_evaluator_on_written_predictions(
+    tiny: dict[str, Any], tmp_path: Path, command: Command
+) -> None:
+    rng, root = np.random.default_rng(1), tmp_path / "city"
+    for split, count in (("train", 6), ("val", 3)):
+        for i in range(count):
+            image, mask = draw_scene(rng, 61, 95)
+            ids = np.where(mask == 255, 0, np.array([7, 11, 26], np.uint8)[np.minimum(mask, 2)])
+            for kind, ending, pixels in (("leftImg8bit", "leftImg8bit", image), ("gtFine", "gtFine_labelIds", ids)):
+                path = root / kind / split / "town" / f"town_000000_{i:06}_{ending}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                cv2.imwrite(str(path), pixels)
+    data = {"format": "cityscapes", "root": str(root), "crop_px": [32, 32], "workers": 0}
+    model = {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet"}
+    config = merged({**tiny, "data": data, "model": model}, train={"epochs": 2, "batch_size": 3})
+    assert train(config, root / "run") == 0
+    ours = json.loads(command("eval", root / "run", "--json", "--devices", "cpu,cpu")[1])
+    assert [dice and dice / (2 - dice) for dice in ours["dice"]] == pytest.approx(ours["iou"])
+    matrix = np.array(ours["confusion"])
+    with np.errstate(invalid="ignore"):
+        for name, total in (("precision", matrix.sum(0)), ("recall", matrix.sum(1))):
+            values = np.array(ours[name], float)
+            np.testing.assert_allclose(values, matrix.diagonal() / total)
+            assert ours[f"mean_{name}"] == pytest.approx(np.nanmean(values))
+    images = root / "leftImg8bit" / "val"
+    code, _, said = command("predict", root / "run", images, "--out", tmp_path / "out", "--label-ids")
+    assert code == 0, said
+    truth = sorted(map(str, (root / "gtFine" / "val").rglob("*.png")))
+    written = sorted(map(str, (tmp_path / "out" / "labels").rglob("*.png")))
+    official = official_scores(written, truth)
+    assert {*ours["groups"], "void"} == set(official["categoryScores"])  # theirs gives NaN for void
+    pairs = [(official["classScores"][name], iou) for name, iou in zip(ours["classes"], ours["iou"], strict=True)]
+    pairs += [(official["categoryScores"][name], iou) for name, iou in ours["groups"].items()]
+    pairs.append((official["averageScoreClasses"], ours["miou"]))
+    pairs.append((official["averageScoreCategories"], ours["groups_miou"]))
+    for theirs, iou in pairs:
+        assert np.isnan(theirs) if iou is None else theirs == pytest.approx(iou, abs=1e-6)
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("options", [{}, {"slide": True, "tta": True}], ids=["whole", "slide and tta"])
+@pytest.mark.parametrize("options", [{"slide": True, "tta": True}, {}], ids=["slide and tta", "whole"])
 def test_mean_of_a_network_and_itself_is_the_network(runs: Path, options: dict[str, bool]) -> None:
     single, twice = (
         score_target(names, EvalOptions(**options)) for names in ([str(runs / "a")], [str(runs / "a")] * 2)
@@ -121,8 +165,65 @@ def test_mean_of_a_network_and_itself_is_the_network(runs: Path, options: dict[s
     assert [*twice.networks] == [f"{runs / 'a'} (1)", f"{runs / 'a'} (2)"]
 
 
-def test_networks_that_cannot_be_averaged_are_refused(runs: Path) -> None:
-    with pytest.raises(ConfigError, match="have different classes: class 0 is 'ground' and 'box'"):
-        score_target([str(runs / "a"), str(runs / "c")], EvalOptions())
+def test_options_of_one_model_are_refused_for_several(runs: Path, tmp_path: Path) -> None:
+    names = [str(runs / "a"), str(runs / "b")]
     with pytest.raises(ConfigError, match=r"--devices cpu,cpu is for one model, and 2 are named: leave it out"):
-        score_target([str(runs / "a"), str(runs / "b")], EvalOptions(devices="cpu,cpu"))
+        score_target(names, EvalOptions(devices="cpu,cpu"))
+    images = find_images([runs / "data" / "images" / "holdout"])[0]
+    with pytest.raises(ConfigError, match="belongs to one file of weights"):
+        predict_target(names, images, tmp_path / "out", PredictOptions(config="x.yaml"))
+
+
+def test_predict_keeps_names_and_goes_on_after_a_damaged_file(runs: Path, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "photos" / "deep").mkdir(parents=True)
+    pictures = {}
+    for number, (name, size) in enumerate({"a": (37, 53), "deep/b": (64, 48), "c": (20, 90)}.items()):
+        pictures[name] = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
+        cv2.imwrite(str(tmp_path / "photos" / f"{name}.png"), pictures[name][..., ::-1])
+    (tmp_path / "photos" / "broken.jpg").write_bytes(b"\xff\xd8 this is no picture")
+    code, _, said = command("predict", runs / "a", tmp_path / "photos", "--out", tmp_path / "out")
+    assert code == 3
+    assert "broken.jpg" in said
+    assert "Traceback" not in said
+    palette = np.array(class_scheme("folder", classes=CLASSES).palette, np.uint8)
+    for name, picture in pictures.items():
+        labels = labels_of(tmp_path / "out", name)
+        assert labels.shape == picture.shape[:2]
+        np.testing.assert_array_equal(labels_of(tmp_path / "out", name, "color"), palette[labels])
+        overlay = labels_of(tmp_path / "out", name, "overlay").astype(int)
+        assert np.abs(overlay - (picture.astype(int) + palette[labels]) / 2).max() <= 1
+
+
+def test_checkpoint_file_predicts_without_its_run(runs: Path, tmp_path: Path, command: Command) -> None:
+    shutil.copy(runs / "a" / "checkpoints" / "best.pt", tmp_path / "copy.pt")
+    cv2.imwrite(str(tmp_path / "x.png"), np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8))
+    code, out, said = command(
+        *("predict", tmp_path / "copy.pt", tmp_path / "x.png", "--out", tmp_path / "out", "--tta", "--slide"),
+        *("--save", "labels,probabilities", "--batch", "2"),
+    )
+    assert code == 0, said
+    assert "1 images of 1 files written" in out
+    assert "images/s" in out
+    assert "is in no manifest" in said
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["labels", "probabilities"]
+    with np.load(tmp_path / "out" / "probabilities" / "x.npz") as stored:
+        assert stored["classes"].tolist() == CLASSES
+        assert stored["probabilities"].shape == (37, 53, 3)
+        assert np.array_equal(stored["probabilities"].argmax(-1), labels_of(tmp_path / "out", "x"))
+        assert np.abs(stored["probabilities"].astype(int).sum(-1) - 65_535).max() <= 2
+
+
+@pytest.mark.parametrize(("option", "value"), [("--save", "labels,colour"), ("--batch", "0"), ("--batch", "many")])
+def test_unknown_predict_option_is_refused(runs: Path, option: str, value: str, command: Command) -> None:
+    images = runs / "data" / "images" / "holdout"
+    code, _, said = command("predict", runs / "a", images, "--out", "refused", option, value)
+    assert code == 2
+    assert said.startswith(f"error: {option} ")
+
+
+def test_file_that_is_no_checkpoint_is_an_error(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "no.pt").write_bytes(b"PK nonsense")
+    code, _, said = command("eval", tmp_path / "no.pt")
+    assert code == 4
+    assert said.startswith("error: ")
+    assert "Traceback" not in said

@@ -1,14 +1,13 @@
-"""The training transform against plain OpenCV calls and values computed by hand."""
+"""The training transform against plain OpenCV calls, albumentations called by hand, and values computed by hand."""
 
 import hashlib
 import os
 import pickle
 import random
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import albumentations as A
 import cv2
 import numpy as np
 import pytest
@@ -17,8 +16,9 @@ from hypothesis import strategies as st
 
 from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
-from segapp.datasets.augment.crop import MEAN_COLOR, AxisPlan, largest_share
+from segapp.datasets.augment.crop import MEAN_COLOR, AxisPlan, ScaledCrop, largest_share
 from segapp.datasets.augment.entries import PhotometricChange, color_matrix
+from tests.support import ROOT
 from tests.support.drawn_data import draw_image, draw_mask
 
 
@@ -82,37 +82,6 @@ def test_any_axis_plan_fits_source_and_crop(source_px: int, zoom: float, crop_px
         assert abs(plan.window_px - plan.shown_px / zoom) < 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.tuples(st.integers(1, 90), st.integers(1, 90)),
-    st.tuples(st.integers(1, 70), st.integers(1, 70)),
-    st.booleans(),
-    st.sampled_from([255, -1]),
-    st.integers(0, 2**62),
-)
-def test_every_image_gives_the_crop_size(
-    size: tuple[int, int], crop_px: tuple[int, int], is_resized: bool, ignore_index: int, seed: int
-) -> None:
-    mask = draw_mask(0, *size).astype(np.int16 if ignore_index < 0 else np.uint8)
-    mask[mask == 255] = ignore_index
-    transform = standard(crop_px, ignore_index=ignore_index, resize_px=(33, 20) if is_resized else None)
-    image, target = transform(draw_image(0, *size), mask, seed)
-    assert (image.shape, image.dtype) == ((*crop_px, 3), np.uint8)
-    assert (target.shape, target.dtype) == (crop_px, mask.dtype)
-    assert set(np.unique(target)) <= {*np.unique(mask), ignore_index}
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_image_and_mask_stay_aligned(seed: int) -> None:
-    image, mask = coordinates(120, 126)
-    crop, target = standard((50, 60), photometric=False, ignore_index=-1, cat_max_ratio=1.0)(image, mask, seed)
-    is_valid = target >= 0
-    assert is_valid.mean() > 0.9
-    y, x = target // 128, target % 128
-    assert np.abs(crop[..., 0].astype(int) - x)[is_valid].max() <= 1  # bilinear lies within a pixel of the nearest
-    assert np.abs(crop[..., 1].astype(int) - y)[is_valid].max() <= 1
-
-
 def test_scale_and_flip_take_their_whole_range() -> None:
     image, mask = coordinates(120, 126)
     transform = standard((30, 30), photometric=False, ignore_index=-1, cat_max_ratio=1.0)
@@ -126,29 +95,23 @@ def test_scale_and_flip_take_their_whole_range() -> None:
     assert 0.4 < (slopes < 0).mean() < 0.6
 
 
-def test_augmentation_without_options_changes_nothing() -> None:
-    image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
-    crop, target = standard((40, 50), **PLAIN)(image, mask, 0)
-    np.testing.assert_array_equal(crop, image)
-    np.testing.assert_array_equal(target, mask)
-
-
-def test_flip_mirrors_image_and_mask() -> None:
-    image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
-    crop, target = standard((40, 50), **{**PLAIN, "hflip": 1.0})(image, mask, 0)
-    np.testing.assert_array_equal(crop, image[:, ::-1])
-    np.testing.assert_array_equal(target, mask[:, ::-1])
-
-
-@pytest.mark.parametrize("scale", [0.5, 0.8, 1.7])
-def test_whole_image_matches_plain_resize(scale: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "scale"), [({}, 1), ({"hflip": 1.0}, 1), ({"scale": (0.8, 0.8)}, 0.8), ({"scale": (1.7, 1.7)}, 1.7)]
+)
+def test_whole_image_matches_plain_resize(options: dict[str, Any], scale: float) -> None:
+    """By `scale` or `resize_px`; without options nothing is changed, and hflip mirrors."""
     image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
+    turn = -1 if "hflip" in options else 1
     size = round(40 * scale), round(60 * scale)
-    crop, target = standard(size, **{**PLAIN, "scale": (scale, scale)})(image, mask, 0)
-    np.testing.assert_array_equal(crop, cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR))
-    np.testing.assert_array_equal(target, cv2.resize(mask, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT))
-    crop, target = standard(size, **PLAIN, resize_px=size)(image, mask, 0)
-    np.testing.assert_array_equal(crop, cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR))
+    wanted = cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)[:, ::turn]
+    target = cv2.resize(mask, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT)[:, ::turn]
+    for transform in (
+        standard(size, **{**PLAIN, **options}),
+        standard(size, **{**PLAIN, **options, "scale": (1.0, 1.0)}, resize_px=size),
+    ):
+        found = transform(image, mask, 0)
+        np.testing.assert_array_equal(found[0], wanted)
+        np.testing.assert_array_equal(found[1], target)
 
 
 def test_padding_is_mean_colour_and_ignore_index() -> None:
@@ -169,7 +132,7 @@ def test_padding_is_mean_colour_and_ignore_index() -> None:
 
 def test_evaluation_transform_changes_only_a_given_size() -> None:
     image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
-    assert EvalTransform()(image, mask, 0) == (image, mask) or EvalTransform()(image, mask, 0)[0] is image
+    assert all(one is same for one, same in zip(EvalTransform()(image, mask, 0), (image, mask), strict=True))
     small, target = EvalTransform((20, 30))(image, mask, 0)
     np.testing.assert_array_equal(small, cv2.resize(image, (30, 20)))
     np.testing.assert_array_equal(target, cv2.resize(mask, (30, 20), interpolation=cv2.INTER_NEAREST_EXACT))
@@ -224,33 +187,6 @@ def test_colour_matrix_by_hand() -> None:
     assert red > green > 0 > blue  # from red towards yellow
 
 
-@given(
-    brightness=st.floats(-32, 32),
-    contrast=st.floats(0.5, 1.5),
-    saturation=st.floats(0.5, 1.5),
-    hue_deg=st.floats(-18, 18),
-)
-def test_opencv_colour_matrix_matches_numpy(
-    brightness: float, contrast: float, saturation: float, hue_deg: float
-) -> None:
-    matrix = color_matrix(brightness, contrast, saturation, hue_deg)
-    image = np.random.default_rng(0).integers(0, 256, (40, 33, 3), dtype=np.uint8)
-    expected = np.clip(image @ matrix[:, :3].T.astype(np.float64) + matrix[:, 3], 0, 255)
-    assert np.abs(cv2.transform(image, matrix) - expected).max() <= 1.5
-
-
-def test_colour_strength_scales_the_change() -> None:
-    image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
-
-    def change(strength: float) -> float:
-        transform = standard((40, 50), **{**PLAIN, "photometric": strength})
-        return float(np.mean([np.abs(transform(image, mask, s)[0].astype(int) - image).mean() for s in range(40)]))
-
-    assert change(0.0) == 0 == change(False)
-    assert 0 < change(0.3) < 0.6 * change(1.0)
-    assert change(True) == change(1.0)
-
-
 # --- seeds
 
 
@@ -285,22 +221,6 @@ def test_samples_of_older_runs_are_repeated(options: dict, digests: list[str]) -
     assert [hashlib.sha256(content).hexdigest()[:16] for content in found.values()] == digests
 
 
-def test_augmentation_leaves_its_input_unchanged() -> None:
-    image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
-    image.flags.writeable = mask.flags.writeable = False
-    for options in ({}, PLAIN, {"scale": (1.0, 1.0)}):
-        for seed in range(8):
-            standard((60, 80), **options)(image, mask, seed)
-
-
-def test_augmentation_uses_no_global_generator() -> None:
-    random.seed(1)
-    np.random.seed(1)
-    before = random.getstate(), np.random.get_state()[1].tobytes()
-    results(standard((32, 40)), [1, 2, 3])
-    assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
-
-
 def test_augmentation_steps_draw_independently() -> None:
     """albumentations gives all steps of a Compose one random stream, which would correlate scale and brightness."""
     image, mask = coordinates(120, 126)
@@ -314,24 +234,11 @@ def test_augmentation_steps_draw_independently() -> None:
     assert np.abs(correlation[np.triu_indices(3, 1)]).max() < 0.15
 
 
-# --- imports
-
-
-def sources() -> Iterator[tuple[str, str]]:
-    package = Path(__file__).resolve().parents[2] / "segapp"
-    for path in package.rglob("*.py"):
-        yield path.relative_to(package).as_posix(), path.read_text()
-
-
-def test_albumentations_is_imported_once_and_without_network() -> None:
-    importers = {name for name, text in sources() if re.search(r"^\s*(import|from) albumentations", text, re.M)}
-    assert {name.rpartition("/")[0] for name in importers} - {"docs/examples"} == {"datasets/augment"}
-    assert os.environ["NO_ALBUMENTATIONS_UPDATE"] == "1"
-
-
 def test_unsafe_image_decoders_are_not_used() -> None:
     pattern = re.compile(r"cv2\.imread\(|decode_image\(|decode_png\(|read_image\(.*torchvision|LOAD_TRUNCATED")
-    assert [name for name, text in sources() if name.startswith("datasets/") and pattern.search(text)] == []
+    sources = [*(ROOT / "segapp" / "datasets").rglob("*.py")]
+    assert [path.name for path in sources if pattern.search(path.read_text())] == []
+    assert os.environ["NO_ALBUMENTATIONS_UPDATE"] == "1"
 
 
 def test_photometric_numbers_are_uniform_in_their_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,3 +265,105 @@ def test_photometric_numbers_are_uniform_in_their_ranges(monkeypatch: pytest.Mon
                 assert abs(away.mean()) < 0.05
         table = numbers(PhotometricChange(4.0, ranges))
         assert [column.min() for column in table.T][1:3] == [0.0] * (2 if ranges is None else 1)  # no negative factor
+
+
+# --- albumentations with the numbers that were drawn; a PhotometricChange has no counterpart there
+
+NEAREST = {"mask_interpolation": cv2.INTER_NEAREST_EXACT}
+"""What a list gives transforms that resize, where albumentations would take INTER_NEAREST."""
+
+OUTSIDE = {"fill_mask": 255}
+"""What a list gives transforms that show what lies outside the image, where albumentations would take class 0."""
+
+LISTED: dict[str, tuple[dict[str, Any], list[A.BasicTransform]]] = {
+    "HorizontalFlip": ({}, [A.HorizontalFlip()]),
+    "VerticalFlip": ({"p": 0.7}, [A.VerticalFlip()]),
+    "RandomRotate90": ({}, [A.RandomRotate90()]),
+    "Rotate": ({"limit": 30, "p": 1.0}, [A.Rotate(limit=30, **OUTSIDE)]),
+    "Affine": (
+        {"rotate": [-20, 20], "shear": [-5, 5], "p": 1.0},
+        [A.Affine(rotate=(-20, 20), shear=(-5, 5), **OUTSIDE)],
+    ),
+    "Perspective": ({"p": 1.0}, [A.Perspective(**OUTSIDE)]),
+    "ElasticTransform": ({"alpha": 40, "sigma": 5, "p": 1.0}, [A.ElasticTransform(alpha=40, sigma=5, **OUTSIDE)]),
+    "RandomScale": ({"scale_limit": 0.4, "p": 1.0}, [A.RandomScale(scale_limit=0.4, **NEAREST)]),
+    "RandomCrop": (
+        {"height": 31, "width": 27, "pad_if_needed": True},
+        [A.RandomCrop(31, 27, pad_if_needed=True, **OUTSIDE)],
+    ),
+    "PadIfNeeded": ({"min_height": 51, "min_width": 51}, [A.PadIfNeeded(51, 51, **OUTSIDE)]),
+    "GaussNoise": ({"p": 1.0}, [A.GaussNoise()]),
+    "RandomBrightnessContrast": ({}, [A.RandomBrightnessContrast()]),
+    "CoarseDropout": ({"p": 1.0}, [A.CoarseDropout()]),
+    "OneOf": (
+        {"transforms": [{"Blur": {}}, {"RandomGamma": {}}, {"Sharpen": {}}]},
+        [A.Blur(), A.RandomGamma(), A.Sharpen()],
+    ),
+}
+"""The arguments in a list, and the transforms to call by hand; those of `OneOf` that were not chosen drew nothing."""
+
+
+def called(transform: A.BasicTransform, drawn: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Apply a transform made by hand with what another one drew; its arguments are its own."""
+    numbers = {key: value for key, value in drawn.items() if key not in ("interpolation", "fill", "fill_mask")}
+    return transform.apply_with_params(transform.update_transform_params(numbers, data), **data)
+
+
+def cropped(step: ScaledCrop, data: dict[str, Any], ignore_index: int) -> dict[str, Any]:
+    """Crop, resize and pad by albumentations' transforms for it."""
+    drawn = step.get_applied_params()
+    (rows, columns), (above, below, left, right) = drawn["window"], drawn["padding"]
+    return A.Compose([
+        A.Crop(columns.start, rows.start, columns.stop, rows.stop),
+        A.Resize(*drawn["shown_px"], cv2.INTER_LINEAR, **NEAREST),
+        A.Pad((left, above, right, below), fill=MEAN_COLOR, fill_mask=ignore_index),
+    ])(**data)  # fmt: skip
+
+
+def assert_same(found: tuple[np.ndarray, np.ndarray], expected: dict[str, Any]) -> None:
+    np.testing.assert_array_equal(found[0], expected["image"])
+    np.testing.assert_array_equal(found[1], expected["mask"])
+
+
+def odd(least: int, most: int) -> st.SearchStrategy[int]:
+    return st.integers(least // 2, (most - 1) // 2).map(lambda half: 2 * half + 1)
+
+
+seeds = st.integers(0, 2**62)
+
+
+@settings(max_examples=60)
+@given(
+    size=st.tuples(odd(1, 97), odd(1, 97)),
+    crop_px=st.tuples(odd(1, 61), odd(1, 61)),
+    resize_px=st.none() | st.tuples(odd(3, 81), odd(3, 81)),
+    ignore_index=st.sampled_from([255, -1]),
+    seed=seeds,
+)
+def test_recipe_is_albumentations_with_the_drawn_numbers(
+    size: tuple[int, int], crop_px: tuple[int, int], resize_px: Any, ignore_index: int, seed: int
+) -> None:
+    """With `resize_px` too, which changes the scale only: the source is resampled once."""
+    entries = DataConfig(format="camvid", root="data", photometric=False).transforms
+    transform = TrainTransform(crop_px, entries, ignore_index=ignore_index, resize_px=resize_px)
+    image, mask = draw_image(seed % 100, *size), draw_mask(seed % 101, *size).astype(np.int16)
+    mask[mask == 255] = ignore_index
+    found = transform(image, mask, seed)
+    crop, flip = transform.steps
+    expected = cropped(crop, {"image": image, "mask": mask}, ignore_index)
+    drawn = flip.get_applied_params()
+    assert_same(found, called(A.HorizontalFlip(), drawn, expected) if drawn else expected)
+
+
+@settings(max_examples=60)
+@given(st.tuples(odd(9, 71), odd(9, 71)), st.lists(st.sampled_from(sorted(LISTED)), min_size=1, max_size=4), seeds)
+def test_list_is_albumentations_with_the_drawn_numbers(size: tuple[int, int], names: list[str], seed: int) -> None:
+    transform = TrainTransform((32, 32), [{name: LISTED[name][0]} for name in names])
+    image, mask = draw_image(seed % 100, *size), draw_mask(seed % 101, *size)
+    expected: dict[str, Any] = {"image": image.copy(), "mask": mask.copy()}
+    found = transform(image, mask, seed)
+    for name, step in zip(names, transform.steps, strict=True):
+        for ours, by_hand in zip(getattr(step, "transforms", [step]), LISTED[name][1], strict=True):
+            drawn = ours.get_applied_params()
+            expected = called(by_hand, drawn, expected) if drawn else expected
+    assert_same(found, expected)

@@ -1,46 +1,43 @@
 """Order, seeds and shares; equal batches for any number of workers and after any interruption."""
 
-import hashlib
 import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from segapp.assembly.data import build_order
+from segapp.config import DataConfig
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets import targets
-from segapp.datasets.augment import EvalTransform, TrainTransform
-from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.dataset import PairMix, SegmentationDataset, compute_class_frequencies
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
-from segapp.datasets.pool import Batch, LoadOptions, collate
+from segapp.datasets.pool import Batch, LoadOptions
 from segapp.datasets.sampling import mix_seed, part_of, plan_shares, sample_order
 from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import DataError
-from tests.support.drawn_data import draw_image, draw_mask
+from tests.support.drawn_data import LABEL_MAP, draw_image, draw_mask
 from tests.support.fault_table import case
 
 WritePairs = Callable[..., tuple[ImagePair, ...]]
+Digest = Callable[[Batch], tuple[tuple[int, ...], str]]
 CROP = (24, 32)
 
 
-def digest(batch: Batch) -> tuple[tuple[int, ...], str]:
-    content = hashlib.sha256(batch.images.numpy().tobytes() + batch.target.numpy().tobytes())
-    return batch.indices, content.hexdigest()
-
-
 @pytest.fixture
-def dataset(write_pairs: WritePairs, scheme: ClassScheme) -> SegmentationDataset:
-    sizes = [(40 + 3 * i % 17, 50 + 5 * i % 23) for i in range(13)]
-    return SegmentationDataset(write_pairs(sizes), scheme, TrainTransform(CROP), seed=5)
+def dataset(pairs: tuple[ImagePair, ...], scheme: ClassScheme) -> SegmentationDataset:
+    return SegmentationDataset(pairs, scheme, TrainTransform(CROP), seed=5)
 
 
 # --- order and shares
@@ -100,18 +97,6 @@ def test_number_of_batches_by_hand(
     assert [len(batch) for batch in loader.epoch(0)] == sizes
 
 
-def test_ranks_divide_one_sample_stream(dataset: SegmentationDataset) -> None:
-    whole = list(TrainLoader(dataset, 5, seed=1, drop_last=False).epoch(3))
-    ranks = [
-        list(TrainLoader(dataset, 5, seed=1, drop_last=False, rank=rank, world_size=2).epoch(3)) for rank in range(2)
-    ]
-    for batch, first, second in zip(whole, *ranks, strict=True):
-        assert (len(first), len(second)) == plan_shares(len(batch), 2)
-        assert first.indices + second.indices == batch.indices
-        assert torch.equal(torch.cat([first.images, second.images]), batch.images)
-        assert torch.equal(torch.cat([first.target, second.target]), batch.target)
-
-
 def test_rank_without_samples_gets_an_empty_batch(dataset: SegmentationDataset) -> None:
     loader = TrainLoader(dataset, 4, drop_last=False, rank=2, world_size=3)
     *_, last = loader.epoch(0)  # 13 samples: one is left for three ranks
@@ -131,26 +116,55 @@ def test_impossible_numbers_are_refused(dataset: SegmentationDataset) -> None:
 
 # --- equal batches with and without workers
 
+EVERYTHING = [
+    {"ScaledCrop": {"crop_px": [24, 24]}},
+    {"VerticalFlip": {}},
+    {"RandomRotate90": {}},
+    {"Affine": {"rotate": [-20, 20], "shear": [-5, 5], "p": 1.0}},
+    {"ElasticTransform": {"alpha": 40, "sigma": 5}},
+    {"GaussNoise": {}},
+    {"CoarseDropout": {}},
+    {"OneOf": {"transforms": [{"MotionBlur": {}}, {"SaltAndPepper": {}}, {"RandomGamma": {}}], "p": 1.0}},
+    {"SomeOf": {"transforms": [{"HorizontalFlip": {}}, {"Sharpen": {}}, {"GridDistortion": {}}], "n": 2}},
+    {"PadIfNeeded": {"min_height": 24, "min_width": 32}},
+]
+
 
 @case("R10", how="0, 1 and 2 workers", passes="the same batches")
-def test_workers_do_not_change_the_batches(dataset: SegmentationDataset) -> None:
-    streams = {}
-    for workers in (0, 2, 3):
-        loader = TrainLoader(dataset, 4, seed=9, options=LoadOptions(workers))
-        streams[workers] = [[digest(batch) for batch in loader.epoch(epoch)] for epoch in (0, 1)]
-        loader.close()
-    assert streams[0] == streams[2] == streams[3]
-    contents = [content for epoch in streams[0] for _, content in epoch]
-    assert len(set(contents)) == 6
+@pytest.mark.parametrize("way", ["plain", "list", "cutmix", "classmix", "class-balanced", "foreground"])
+def test_workers_resumes_and_ranks_give_the_same_samples(
+    way: str, dataset: SegmentationDataset, digest: Digest
+) -> None:
+    """Ranks have 2, 0 and 3 samples of a batch, and of the last one, of 3, what is left for them."""
+    order = None
+    if way == "list":
+        dataset.transform = TrainTransform(CROP, EVERYTHING)
+    if way in ("cutmix", "classmix"):
+        dataset.mix = PairMix(**{way: 0.9})
+    if way in ("class-balanced", "foreground"):
+        data = DataConfig(format="folder", root="data", classes=list("abcde"), sampling=way)
+        order = build_order(data, dataset, compute_class_frequencies(dataset), 1)
 
+    def batches(workers: int = 0, start: int = 0, **rank: Any) -> list[Batch]:
+        made = TrainLoader(dataset, 5, seed=2, options=LoadOptions(workers), drop_last=False, order=order, **rank)
+        found = list(made.epoch(7, start))
+        made.close()
+        return found
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_epoch_resumed_at_any_batch_equals_its_tail(workers: int, dataset: SegmentationDataset) -> None:
-    whole = [digest(batch) for batch in TrainLoader(dataset, 3, seed=2).epoch(7)]
-    loader = TrainLoader(dataset, 3, seed=2, options=LoadOptions(workers))
-    for start in (0, 1, 3, 4, 9):
-        assert [digest(batch) for batch in loader.epoch(7, start)] == whole[start:]
-    loader.close()
+    whole = batches()
+    expected = [digest(batch) for batch in whole]
+    assert [len(batch) for batch in whole] == [5, 5, 3]
+    assert len({pixels for _, pixels in expected}) == 3
+    for workers, start in ((1, 0), (2, 1), (0, 2), (3, 2), (0, 9)):
+        assert [digest(batch) for batch in batches(workers, start)] == expected[start:]
+    shares = {5: (2, 0, 3), 3: (2, 0, 1)}
+    ranks = [batches(rank=rank, world_size=3, divide=shares.__getitem__) for rank in range(3)]
+    for batch, *parts in zip(whole, *ranks, strict=True):
+        assert tuple(len(part) for part in parts) == shares[len(batch)]
+        assert sum((part.indices for part in parts), ()) == batch.indices
+        assert [part.first - batch.first for part in parts] == [0, 2, 2]
+        for kind in ("images", "target"):
+            assert torch.equal(torch.cat([getattr(part, kind) for part in parts]), getattr(batch, kind))
 
 
 def test_batches_before_the_start_are_not_loaded(dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +176,7 @@ def test_batches_before_the_start_are_not_loaded(dataset: SegmentationDataset, m
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_abandoned_epoch_does_not_change_the_next(workers: int, dataset: SegmentationDataset) -> None:
+def test_abandoned_epoch_does_not_change_the_next(workers: int, dataset: SegmentationDataset, digest: Digest) -> None:
     expected = [digest(batch) for batch in TrainLoader(dataset, 2).epoch(1)]
     loader = TrainLoader(dataset, 2, options=LoadOptions(workers))
     abandoned = loader.epoch(2)
@@ -176,7 +190,7 @@ def test_abandoned_epoch_does_not_change_the_next(workers: int, dataset: Segment
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_uses_no_global_generator(workers: int, dataset: SegmentationDataset) -> None:
+def test_loader_uses_no_global_generator(workers: int, dataset: SegmentationDataset, digest: Digest) -> None:
     def state() -> tuple[object, ...]:
         return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
 
@@ -218,49 +232,40 @@ def test_sample_is_a_function_of_seed_epoch_and_index(dataset: SegmentationDatas
 # --- contents of a batch
 
 
-def test_batches_are_uint8_and_contiguous(dataset: SegmentationDataset) -> None:
-    batch = next(TrainLoader(dataset, 4).epoch(0))
-    assert (batch.images.shape, batch.images.dtype) == ((4, 3, *CROP), torch.uint8)
-    assert (batch.target.shape, batch.target.dtype) == ((4, *CROP), torch.uint8)
-    assert batch.images.is_contiguous()
-    assert batch.target.is_contiguous()
-    assert len(batch) == 4
+def test_batches_hold_the_files_as_uint8(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    dataset = SegmentationDataset(write_pairs([(20, 31)] * 3), scheme)
+    for batch in TrainLoader(dataset, 3, seed=1).epoch(4):
+        assert batch.images.is_contiguous()
+        assert batch.target.is_contiguous()
+        for image, target, index in zip(batch.images.numpy(), batch.target.numpy(), batch.indices, strict=True):
+            assert (image.dtype, target.dtype) == (np.uint8, np.uint8)
+            np.testing.assert_array_equal(image, draw_image(index, 20, 31).transpose(2, 0, 1))
+            np.testing.assert_array_equal(target, draw_mask(index, 20, 31))
+    assert batch.indices != (0, 1, 2)
 
 
-def test_samples_without_transform_equal_the_files(write_pairs: WritePairs, scheme: ClassScheme) -> None:
-    pairs = write_pairs([(20, 31), (20, 31)])
-    dataset = SegmentationDataset(pairs, scheme)
-    np.testing.assert_array_equal(dataset[0, 1].image.numpy(), draw_image(1, 20, 31).transpose(2, 0, 1))
-    np.testing.assert_array_equal(dataset[0, 1].target.numpy(), draw_mask(1, 20, 31))
-
-
-def test_wide_ids_make_int16_targets(write_pairs: WritePairs) -> None:
+def test_target_type_and_ignored_pixels_follow_the_scheme(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    (pair,) = write_pairs([(20, 31)])
+    without = SegmentationDataset([ImagePair(pair.image, None, pair.name)], scheme)[0, 0]
+    assert without.target.shape == (20, 31)
+    assert (without.target == 255).all()
     names = [str(i) for i in range(5)]
-    scheme = class_scheme("folder", classes=names, ignore_index=-1, label_map={255: -1})
-    dataset = SegmentationDataset(write_pairs([(20, 31)]), scheme, TrainTransform((40, 40), ignore_index=-1))
-    sample = dataset[0, 0]
+    wide = class_scheme("folder", classes=names, ignore_index=-1, label_map={**LABEL_MAP, 255: -1})
+    sample = SegmentationDataset([pair], wide, TrainTransform((40, 40), ignore_index=-1))[0, 0]
     assert sample.target.dtype == torch.int16
     assert sample.target.min() == -1
-
-
-def test_target_without_mask_is_ignored_everywhere(write_pairs: WritePairs, scheme: ClassScheme) -> None:
-    (pair,) = write_pairs([(20, 31)])
-    sample = SegmentationDataset([ImagePair(pair.image, None, pair.name)], scheme)[0, 0]
-    assert sample.target.shape == (20, 31)
-    assert (sample.target == 255).all()
-
-
-def test_images_of_several_sizes_in_a_batch_are_refused(write_pairs: WritePairs, scheme: ClassScheme) -> None:
-    dataset = SegmentationDataset(write_pairs([(20, 31), (20, 30)]), scheme)
-    with pytest.raises(DataError, match=r"images of 3\dx20 and 3\dx20 pixels cannot share a batch: set data.crop_px"):
-        list(TrainLoader(dataset, 2).epoch(0))
-    with pytest.raises(DataError):
-        collate([Batch(torch.zeros(1, 3, 4, width), torch.zeros(1, 4, width), (0,)) for width in (5, 6)])
-
-
-def test_empty_pair_list_is_refused(scheme: ClassScheme) -> None:
     with pytest.raises(DataError, match="no images"):
         SegmentationDataset([], scheme)
+
+
+@pytest.mark.usefixtures("no_worker_is_left")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_of_several_sizes_in_a_batch_are_refused(
+    workers: int, write_pairs: WritePairs, scheme: ClassScheme
+) -> None:
+    dataset = SegmentationDataset(write_pairs([(20, 31), (20, 31), (20, 30), (20, 30)]), scheme)
+    with pytest.raises(DataError, match=r"images of 3\dx20 and 3\dx20 pixels cannot share a batch: set data.crop_px"):
+        list(TrainLoader(dataset, 4, options=LoadOptions(workers)).epoch(1))
 
 
 # --- evaluation
@@ -296,16 +301,13 @@ def test_ranks_evaluate_every_image_once(world_size: int, write_pairs: WritePair
     assert seen == list(range(5))
 
 
-def test_evaluation_at_a_given_size_resizes_images(write_pairs: WritePairs, scheme: ClassScheme) -> None:
-    dataset = SegmentationDataset(write_pairs([(20, 30), (40, 60)]), scheme, EvalTransform((10, 15)))
-    assert [tuple(batch.images.shape) for batch in EvalLoader(dataset)] == [(1, 3, 10, 15)] * 2
-
-
 # --- counts
 
 
-def test_class_frequencies_by_hand(tmp_path: Path) -> None:
-    masks = [np.array([[0, 0, 1, 255]], np.uint8), np.array([[0, 2, 2, 2]], np.uint8), np.full((1, 4), 255, np.uint8)]
+@pytest.mark.parametrize("threads", [1, 4])
+def test_class_frequencies_by_hand(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "MASK_READERS", threads)  # a constant: no config sets it
+    masks = [np.array(rows, np.uint8) for rows in ([[0, 0, 2, 255, 0]], [[0, 3, 3, 3]], [[255, 255]], [[3, 2, 2]])]
     pairs = []
     for i, mask in enumerate(masks):
         Image.fromarray(mask).save(tmp_path / f"{i}.png")
@@ -313,33 +315,16 @@ def test_class_frequencies_by_hand(tmp_path: Path) -> None:
     scheme = class_scheme("folder", classes=["a", "b", "c", "d"])
     counts = compute_class_frequencies(SegmentationDataset(pairs, scheme))
     assert counts == ClassFrequencies(
-        pixels=(3, 1, 3, 0),
-        images=(2, 1, 1, 0),
-        pixels_where_present=(7, 3, 4, 0),
-        ignored_px=5,
-        num_images=3,
-        classes_of_masks=((0, 1), (0, 2), ()),
+        pixels=(4, 0, 3, 4),
+        images=(2, 0, 2, 2),
+        pixels_where_present=(8, 0, 7, 7),
+        ignored_px=3,
+        num_images=4,
+        classes_of_masks=((0, 2), (0, 3), (), (2, 3)),
     )
 
 
 def test_class_count_names_a_mask_with_wrong_ids(dataset: SegmentationDataset) -> None:
-    Image.fromarray(np.full((4, 4), 77, np.uint8)).save(dataset.pairs[4].mask)
-    with pytest.raises(DataError, match=r"004_mask\.png.*77 \(16 px\)"):
+    Image.fromarray(np.full((4, 4), 77, np.uint8)).save(dataset.pairs[4].masks[0])
+    with pytest.raises(DataError, match=r"016_mask\.png.*77 \(16 px\)"):
         compute_class_frequencies(dataset)
-
-
-@settings(max_examples=5, deadline=None)
-@given(threads=st.integers(1, 4))
-def test_class_count_is_independent_of_threads(threads: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("masks")
-    pairs = []
-    for i in range(6):
-        Image.fromarray(draw_mask(i, 20, 30)).save(folder / f"{i}.png")
-        pairs.append(ImagePair(folder, folder / f"{i}.png", str(i)))
-    dataset = SegmentationDataset(pairs, class_scheme("folder", classes=list("abcde")))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "MASK_READERS", threads)
-        counts = compute_class_frequencies(dataset)
-    everything = np.stack([draw_mask(i, 20, 30) for i in range(6)])
-    assert counts.pixels == tuple(int((everything == i).sum()) for i in range(5))
-    assert counts.ignored_px == (everything == 255).sum()

@@ -21,9 +21,9 @@ from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import mix_seed, sample_order
 from segapp.errors import DataError
-from tests.datasets.test_loader_failures import _remember_children, assert_no_children  # noqa: F401  # a fixture
 
 WritePairs = Callable[..., tuple[ImagePair, ...]]
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 CROP = (24, 32)
 NUM_IMAGES, SEED, OWN_SEED = 13, 11, 5
 """`SEED` is the seed of the order, `OWN_SEED` the data set's own, of its augmentation."""
@@ -79,8 +79,8 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(write_pairs: WritePairs, scheme: ClassScheme) -> Recorder:
-    return Recorder(write_pairs([(40 + 3 * i % 17, 50 + 5 * i % 23) for i in range(NUM_IMAGES)]), scheme)
+def recorder(pairs: tuple[ImagePair, ...], scheme: ClassScheme) -> Recorder:
+    return Recorder(pairs, scheme)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def epochs_of(loader: TrainLoader, epochs: Iterable[int], last_epoch: int) -> It
         yield from loader.epoch(epoch, last_epoch=last_epoch)
 
 
-@pytest.mark.parametrize(("workers", "batch_size"), [(0, 4), (1, 4), (2, 4), (3, 4), (4, 6), (3, 5), (3, 13)])
+@pytest.mark.parametrize(("workers", "batch_size"), [(0, 4), (1, 4), (4, 6), (3, 5)])
 def test_three_epochs_equal_samples_read_one_by_one(
     recorder: Recorder, starts: list[BatchPool], workers: int, batch_size: int
 ) -> None:
@@ -133,7 +133,6 @@ def test_three_epochs_equal_samples_read_one_by_one(
     loader.close()
     loaded = recorder.keys_within(0, 0)
     assert sorted(loaded) == sorted(key for batch in expected for key in batch), "each sample is loaded once"
-    assert_no_children()
 
 
 @pytest.mark.parametrize("last_epoch", [2, 3])
@@ -147,10 +146,9 @@ def test_next_epoch_is_loaded_before_the_last_step_ends(recorder: Recorder, last
     assert first_of_3.issubset(loaded) == (last_epoch == 3)
     assert {epoch for epoch, _ in loaded} == ({2, 3} if last_epoch == 3 else {2})
     loader.close()
-    assert_no_children()
 
 
-@pytest.mark.parametrize(("workers", "batch_size"), [(1, 3), (2, 4), (3, 2), (2, 5)])
+@pytest.mark.parametrize(("workers", "batch_size"), [(1, 3), (3, 2), (2, 5)])
 def test_two_batches_per_worker_are_loaded_ahead(recorder: Recorder, workers: int, batch_size: int) -> None:
     """Also where that is more than the rest of an epoch, and no more while the consumer does nothing."""
     loader = TrainLoader(recorder.dataset, batch_size, seed=SEED, options=LoadOptions(workers))
@@ -161,7 +159,6 @@ def test_two_batches_per_worker_are_loaded_ahead(recorder: Recorder, workers: in
     time.sleep(0.3)
     assert sorted(recorder.keys_within(0, 0)) == sorted(in_order[:num_ahead])
     loader.close()
-    assert_no_children()
 
 
 def test_batch_is_loaded_by_several_workers(recorder: Recorder) -> None:
@@ -197,7 +194,6 @@ def test_changed_shares_at_a_border_take_effect(recorder: Recorder, starts: list
         assert [batch.first for batch in batches] == [changed[0], 6 + changed[0]]
     assert len(starts) == (2 if workers else 0)
     loader.close()
-    assert_no_children()
 
 
 def test_evaluation_within_an_epoch_keeps_what_is_loaded(recorder: Recorder, starts: list[BatchPool]) -> None:
@@ -220,7 +216,6 @@ def test_resumed_position_is_loaded_instead(recorder: Recorder, starts: list[Bat
     assert_batches(batches, keys_of((3,), 3)[1:], recorder.dataset)
     assert len(starts) == 4, "batch 0 of epoch 3 follows batch 3 of epoch 2"
     loader.close()
-    assert_no_children()
 
 
 # --- failures
@@ -240,9 +235,8 @@ def test_error_ahead_is_reported_when_its_batch_is_due(recorder: Recorder) -> No
     assert (2, failing) in recorder.keys_within(5, 4 * (len(loader) + 4)), "the fault has happened already"
     second = loader.epoch(2, last_epoch=3)
     assert_batches([*batches, next(second)], keys_of((1, 2), 4)[:4], recorder.dataset)
-    with pytest.raises(DataError, match=rf"{failing:03}\.png: the augmentation failed with ValueError: of epoch 2"):
+    with pytest.raises(DataError, match=rf"{3 * failing + 4:03}\.png: .* failed with ValueError: of epoch 2"):
         next(second)
-    assert_no_children()
 
 
 def test_interrupt_within_a_batch_leaves_no_part_behind(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,16 +257,8 @@ def test_interrupt_within_a_batch_leaves_no_part_behind(recorder: Recorder, monk
         with pytest.raises(KeyboardInterrupt):
             next(batches)
     assert len(parts) == 2
-    assert_no_children()
     assert_batches(loader.epoch(1, 1, last_epoch=1), keys_of((1,), 4)[1:], recorder.dataset)
     loader.close()
-
-
-def test_images_of_two_sizes_in_two_parts_are_refused(write_pairs: WritePairs, scheme: ClassScheme) -> None:
-    dataset = SegmentationDataset(write_pairs([(20, 31), (20, 31), (20, 30), (20, 30)]), scheme)
-    with pytest.raises(DataError, match=r"images of 3\dx20 and 3\dx20 pixels cannot share a batch"):
-        list(TrainLoader(dataset, 4, options=LoadOptions(2)).epoch(1))
-    assert_no_children()
 
 
 # --- evaluation
@@ -292,4 +278,3 @@ def test_prepared_evaluation_returns_every_image_once(
         assert [batch.indices for batch in loader] == [(index,) for index in range(NUM_IMAGES)]
         assert len(starts) == (number if workers else 0)
     loader.close()
-    assert_no_children()

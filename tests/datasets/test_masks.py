@@ -8,11 +8,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
-import cv2
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from segapp.datasets import files
@@ -80,8 +77,9 @@ def test_other_image_modes_match_pillow(mode: str, tmp_path: Path) -> None:
     assert difference.max() <= (6 if mode == "CMYK" else 0)  # the rule from CMYK to RGB is rounded in other places
 
 
-@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("orientation", "suffix"), [*((each, ".jpg") for each in range(1, 9)), (6, ".png"), (7, ".webp"), (8, ".tif")]
+)
 def test_exif_rotation_matches_pillow(orientation: int, suffix: str, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -96,47 +94,22 @@ def test_exif_rotation_matches_pillow(orientation: int, suffix: str, tmp_path: P
     assert (header.height_px, header.width_px) == expected.shape[:2]
 
 
-def test_jpeg_matches_opencv_and_pillow(tmp_path: Path) -> None:
-    path = tmp_path / "a.jpg"
-    path.write_bytes(jpeg_bytes(draw_image(3, 64, 80)))
-    np.testing.assert_array_equal(read_image(path), cv2.imread(str(path))[..., ::-1])
-    assert np.abs(read_image(path).astype(int) - np.array(Image.open(path))).max() <= 3
-
-
-def test_file_names_of_any_bytes_are_read(tmp_path: Path) -> None:
-    path = tmp_path / os.fsdecode(b"\xff\xfe [red]\n.png")
-    image = draw_image(5, 9, 9)
-    path.write_bytes(save(image, tmp_path / "a.png").read_bytes())
-    np.testing.assert_array_equal(read_image(path), image)
-
-
 # --- damage
 
 
-def damaged_forms(data: bytes) -> dict[str, bytes]:
-    half = len(data) // 2
-    return {
-        "30 %": data[: len(data) * 3 // 10],
-        "60 %": data[: len(data) * 6 // 10],
-        "less its last byte": data[:-1],
-        "zero tail": data[:half] + bytes(len(data) - half),
-        "first 64 bytes": data[:64],
-        "text": b"<html>not found</html>",
-    }
-
-
-@pytest.mark.parametrize("form", sorted(damaged_forms(b"")))
 @pytest.mark.parametrize("kind", ["jpg", "progressive", "png", "mask"])
-def test_cut_and_zeroed_files_are_named(kind: str, form: str, tmp_path: Path) -> None:
+def test_cut_and_zeroed_files_are_named(kind: str, tmp_path: Path) -> None:
     image = draw_image(6, 120, 160)
     path = tmp_path / f"broken.{'jpg' if kind in {'jpg', 'progressive'} else 'png'}"
     if path.suffix == ".jpg":
         data = jpeg_bytes(image, progressive=kind == "progressive")
     else:
         data = save(image if kind == "png" else draw_mask(6, 120, 160), path).read_bytes()
-    path.write_bytes(damaged_forms(data)[form])
-    with pytest.raises(DataError, match=rf"broken{path.suffix}: .*(damaged|download)"):
-        read_mask(path, class_scheme("folder", classes=names(5))) if kind == "mask" else read_image(path)
+    for form in (data[: len(data) * 3 // 10], data[: len(data) * 6 // 10], data[:-1], data[:64],
+                 data[: len(data) // 2] + bytes(len(data) - len(data) // 2), b"<html>not found</html>"):  # fmt: skip
+        path.write_bytes(form)
+        with pytest.raises(DataError, match=rf"broken{path.suffix}: .*(damaged|download)"):
+            read_mask(path, class_scheme("folder", classes=names(5))) if kind == "mask" else read_image(path)
 
 
 def test_truncated_jpeg_with_embedded_preview_is_refused(tmp_path: Path) -> None:
@@ -150,23 +123,6 @@ def test_truncated_jpeg_with_embedded_preview_is_refused(tmp_path: Path) -> None
     (tmp_path / "a.jpg").write_bytes(cut)
     with pytest.raises(DataError, match="truncated JPEG"):
         read_image(tmp_path / "a.jpg")
-
-
-@settings(max_examples=150, deadline=None)
-@given(position=st.floats(0, 1), bit=st.integers(0, 7), is_mask=st.booleans())
-def test_flipped_bit_in_mask_never_gives_wrong_labels(
-    position: float, bit: int, is_mask: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    pixels = draw_mask(8, 30, 40) if is_mask else draw_image(8, 30, 40)
-    path = save(pixels, tmp_path_factory.mktemp("bits") / "a.png")
-    data = bytearray(path.read_bytes())
-    data[int(position * (len(data) - 1))] ^= 1 << bit
-    path.write_bytes(data)
-    try:
-        result = read_mask(path, class_scheme("folder", classes=names(5))) if is_mask else read_image(path)
-    except DataError:
-        return
-    np.testing.assert_array_equal(result, pixels)  # only flips of insignificant bits may be accepted
 
 
 @pytest.mark.parametrize(
@@ -239,11 +195,10 @@ def test_grey_and_palette_masks_keep_their_ids(scheme: ClassScheme, tmp_path: Pa
         np.testing.assert_array_equal(result, ids, err_msg=path.name)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("color_type", [0, 3])
+@pytest.mark.parametrize(
+    ("bits", "color_type"), [(1, 0), (2, 0), (4, 0), (8, 0), (16, 0), (1, 3), (2, 3), (4, 3), (8, 3)]
+)
 def test_every_png_depth_keeps_the_ids(bits: int, color_type: int, tmp_path: Path) -> None:
-    if color_type == 3 and bits == 16:
-        return  # no such PNG
     count = min(1 << bits, 12)
     ids = np.random.default_rng(bits).integers(0, count, (9, 16))
     path = tmp_path / "a.png"
@@ -444,19 +399,19 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
     assert message.startswith("7 of 9 image and mask pairs cannot be used")
     assert message.endswith("and 2 more")
     for text in (
-        "001.png: the file does not exist",
-        "002_mask.png: the file is empty",
-        "003.png: no readable image",
-        "004_mask.png: the mask has 20x30 pixels, its image",
+        "007.png: the file does not exist",
+        "010_mask.png: the file is empty",
+        "013.png: no readable image",
+        "016_mask.png: the mask has 20x30 pixels, its image",
         "the EXIF orientation of one is lost",
-        "005.png: cannot be decoded (truncated PNG",
+        "019.png: cannot be decoded (truncated PNG",
     ):
         assert text in message
     with pytest.raises(DataError, match=r"^7 of 9 .*(\n  .+){7}$"):
         check_pairs(pairs, max_named=7)
-    with pytest.raises(DataError, match=r"^\S+006_mask\.png: the mask is a JPEG"):  # one problem, without a count
+    with pytest.raises(DataError, match=r"^\S+022_mask\.png: the mask is a JPEG"):  # one problem, without a count
         check_pairs(pairs[6:7])
-    with pytest.raises(DataError, match=r"007\.png: .*truncated JPEG"):
+    with pytest.raises(DataError, match=r"025\.png: .*truncated JPEG"):
         check_pairs(pairs[7:8])
 
 

@@ -1,17 +1,16 @@
-"""Evaluation: windows, sizes, averages, and the official Cityscapes evaluator."""
+"""Evaluation against torch in float64, the official Cityscapes evaluator, and itself on other devices and in tiles."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cv2
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -20,59 +19,87 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.files import ImagePair
+from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.loader import EvalLoader
 from segapp.datasets.pool import Batch
+from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
+from segapp.inference.evaluator import Evaluator
 from segapp.inference.sliding import Inference, window_corners
+from segapp.inference.workspace import MIN_SIDE_PX, HostLimit, measure_bytes_per_px, tile_frame, tiles_of
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
-from segapp.metrics import ConfusionMatrix
+from segapp.metrics import ConfusionMatrix, group_iou, group_matrix
 from segapp.models.normalizer import Normalizer
-from tests.support.runs import draw_scene, events, merged, segapp, train
+from tests.support.drawn_data import draw_image, draw_mask
+from tests.support.runs import events, merged, train
 
 CPU = torch.device("cpu")
 NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+WHOLE = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE(weight=torch.tensor([1.0, 2.0, 3.0])))
 
 
 class ColorNet(nn.Module):
-    """A network whose logits are colours averaged over 2 x 2 pixels; like a strided one it accepts multiples of 4."""
+    """A network whose logits are weighted colors averaged over 2 x 2 pixels; it accepts multiples of 4.
+
+    Out of memory for images of more pixels than its capacity. Every device needs its own copy of its weights.
+    """
+
+    fixed_size_px = None
+    in_channels = 3
+
+    def __init__(self, capacity_px: int = 10**9) -> None:
+        super().__init__()
+        self.capacity_px = capacity_px
+        self.largest_px = 0
+        self.factor = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]).view(1, 3, 1, 1))
+        self.register_buffer("offset", torch.tensor([0.1, -0.4, 0.3]).view(1, 3, 1, 1))
 
     def suitable_size(self, height: int, width: int) -> tuple[int, int]:
         return -(-height // 4) * 4, -(-width // 4) * 4
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         assert images.shape[-2] % 4 == images.shape[-1] % 4 == 0
-        return (F.avg_pool2d(images, 2) * 20,)
+        px = images.shape[0] * images.shape[-2] * images.shape[-1]
+        if px > self.capacity_px:
+            raise torch.OutOfMemoryError("no room")
+        self.largest_px = max(self.largest_px, px)
+        return (F.avg_pool2d(images, 2) * 20 * self.factor + self.offset,)
 
 
 def batch(height: int, width: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (1, 3, height, width), generator=generator, dtype=torch.uint8)
-    target = torch.randint(0, 3, (1, height, width), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 6, (1, height, width), generator=generator, dtype=torch.uint8)
+    target = torch.where(target < 3, target, target % 2 * 2)  # classes of unequal size
     target[:, :3] = 255
     return Batch(images, target, (seed,))
 
 
+BATCHES = [batch(9 + 3 * seed, 31 - seed, seed) for seed in range(7)]
+
+
+@torch.no_grad()
 def test_evaluation_of_mixed_sizes_equals_full_resolution() -> None:
-    batches = [batch(16, 24, 0), batch(13, 18, 1), batch(9, 31, 2)]
-    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
-    found = evaluate(ColorNet(), batches, settings)
+    found = evaluate(ColorNet(), BATCHES, WHOLE)
     hits = np.zeros((3, 3), np.int64)
-    loss_sum, count = 0.0, 0
-    for each in batches:
+    loss_sum, weight_sum = 0.0, 0.0
+    weights = torch.tensor([1.0, 2.0, 3.0]).double()
+    for each in BATCHES:
         height, width = each.target.shape[-2:]
         size = ColorNet().suitable_size(height, width)
         padded = F.pad(each.images.double() / 255, (0, size[1] - width, 0, size[0] - height))
-        logits = F.avg_pool2d(padded, 2) * 20
+        logits = ColorNet().double()(padded)[0]
         full = F.interpolate(logits, size, mode="bilinear", align_corners=True)[..., :height, :width]
         target = each.target.long()
-        loss_sum += float(F.cross_entropy(full, target, ignore_index=255, reduction="sum"))
-        count += int((target != 255).sum())
-        prediction = full.argmax(1)
-        for t, p in zip(target[target != 255].tolist(), prediction[target != 255].tolist(), strict=True):
-            hits[t, p] += 1
+        loss_sum += float(F.cross_entropy(full, target, weights, ignore_index=255, reduction="sum"))
+        weight_sum += float(weights[target[target != 255]].sum())
+        np.add.at(hits, (target[target != 255].numpy(), full.argmax(1)[target != 255].numpy()), 1)
     iou = [hits[c, c] / (hits[c].sum() + hits[:, c].sum() - hits[c, c]) for c in range(3)]
     assert found.scores.iou == pytest.approx(iou, abs=2e-3)  # argmax ties between float32 and float64
-    assert found.loss == pytest.approx(loss_sum / count, rel=1e-5)
-    assert found.num_images == 3
+    assert found.loss == pytest.approx(loss_sum / weight_sum, rel=1e-5)
+    assert found.num_images == 7
 
 
 @given(
@@ -101,23 +128,19 @@ def naive(model: Any, images: torch.Tensor) -> torch.Tensor:
     return F.interpolate(model(images)[0], images.shape[-2:], mode="bilinear", align_corners=True)
 
 
-def test_window_as_large_as_the_image_equals_no_window() -> None:
-    images = NORMALIZER(batch(16, 24, 0).images)
-    plain = full_probabilities(Inference(NORMALIZER), ColorNet(), images)
-    slid = full_probabilities(Inference(NORMALIZER, window_px=(16, 24)), ColorNet(), images)
-    torch.testing.assert_close(plain, slid)
-    torch.testing.assert_close(plain, naive(ColorNet(), images).softmax(1))
+def test_windows_that_are_not_square_by_hand() -> None:
+    images = NORMALIZER(batch(18, 30, 0).images)
+    inference = Inference(NORMALIZER, window_px=(12, 20), overlap=0.5)
+    total, count = torch.zeros(1, 3, 18, 30), torch.zeros(18, 30)
+    for top, left in itertools.product((0, 6), (0, 10)):
+        place = (..., slice(top, top + 12), slice(left, left + 20))
+        total[place] += naive(ColorNet(), images[place])
+        count[place] += 1
+    found = full_probabilities(inference, ColorNet(), images)
+    torch.testing.assert_close(found, (total / count).softmax(1))
 
 
-def test_overlapping_windows_are_averaged() -> None:
-    images = NORMALIZER(batch(16, 24, 0).images)
-    found = full_probabilities(Inference(NORMALIZER, window_px=(16, 16), overlap=0.5), ColorNet(), images)
-    left, right = naive(ColorNet(), images[..., :16]), naive(ColorNet(), images[..., 8:])
-    middle = (left[..., 8:] + right[..., :8]) / 2
-    torch.testing.assert_close(found, torch.cat([left[..., :8], middle, right[..., 8:]], -1).softmax(1))
-
-
-@pytest.mark.parametrize("window_px", [None, (16, 16), (40, 20)])
+@pytest.mark.parametrize("window_px", [None, (16, 16), (40, 18)])
 def test_mirrored_padded_image_gives_mirrored_prediction(
     window_px: tuple[int, int] | None,
 ) -> None:
@@ -133,26 +156,20 @@ def test_mirrored_padded_image_gives_mirrored_prediction(
     torch.testing.assert_close(found, (one + other) / 2, rtol=1e-4, atol=1e-6)
 
 
-def test_windows_that_are_not_square_by_hand() -> None:
-    images = NORMALIZER(batch(18, 30, 0).images)
-    inference = Inference(NORMALIZER, window_px=(12, 20), overlap=0.5)
-    total, count = torch.zeros(1, 3, 18, 30), torch.zeros(18, 30)
-    for top, left in itertools.product((0, 6), (0, 10)):
-        place = (..., slice(top, top + 12), slice(left, left + 20))
-        total[place] += naive(ColorNet(), images[place])
-        count[place] += 1
-    found = full_probabilities(inference, ColorNet(), images)
-    torch.testing.assert_close(found, (total / count).softmax(1))
-
-
-@pytest.mark.parametrize("window_px", [None, (16, 16)])
-def test_flip_average_is_symmetric(window_px: tuple[int, int] | None) -> None:
-    images = NORMALIZER(batch(16, 24, 0).images)
-    inference = Inference(NORMALIZER, flip=True, scales=(0.5, 1.0, 1.5), window_px=window_px)
-    found = full_probabilities(inference, ColorNet(), images)
-    mirrored = full_probabilities(inference, ColorNet(), images.flip(-1)).flip(-1)
+def test_views_of_several_scales_are_averaged_by_hand() -> None:
+    images, expected = NORMALIZER(batch(16, 24, 0).images), torch.zeros(1, 3, 16, 24)
+    for scale, flip in itertools.product((0.5, 1.0, 1.5), (False, True)):
+        size = int(16 * scale), int(24 * scale)
+        seen = F.interpolate(images, size, mode="bilinear", align_corners=False, antialias=scale < 1)
+        (logits,) = ColorNet()(seen.flip(-1) if flip else seen)
+        full = F.interpolate(logits, (16, 24), mode="bilinear", align_corners=True)
+        expected += (full.flip(-1) if flip else full).softmax(1) / 6
+    views = Inference(NORMALIZER, flip=True, scales=(0.5, 1.0, 1.5))
+    torch.testing.assert_close(full_probabilities(views, ColorNet(), images), expected, rtol=1e-4, atol=1e-5)
+    windowed = replace(views, window_px=(16, 18))
+    found = full_probabilities(windowed, ColorNet(), images)
+    mirrored = full_probabilities(windowed, ColorNet(), images.flip(-1)).flip(-1)
     torch.testing.assert_close(found, mirrored, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.sum(1), torch.ones(1, 16, 24))
 
 
 @pytest.mark.parametrize("criterion", [CriterionCE(label_smoothing=0.1), CriterionDice(), CriterionLovasz()])
@@ -177,56 +194,186 @@ def test_scores_and_loss_equal_those_of_upsampled_logits(criterion: Any, options
     assert found.loss == pytest.approx(float(criterion.finalize(totals)), rel=1e-4)
 
 
-class WeightedNet(ColorNet):
-    """`ColorNet` with a parameter and a buffer, which every device needs its own copy of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]).view(1, 3, 1, 1))
-        self.register_buffer("offset", torch.tensor([0.1, 0.0, 0.3]).view(1, 3, 1, 1))
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        (logits,) = super().forward(images)
-        return (logits * self.factor + self.offset,)
-
-
-@pytest.mark.parametrize("num_devices", [2, 3, 8])
-def test_evaluation_on_several_devices_equals_one(num_devices: int) -> None:
-    batches = [batch(9 + 3 * seed, 31 - seed, seed) for seed in range(7)]
-    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE(weight=torch.tensor([1.0, 2.0, 3.0])))
-    model = WeightedNet()
-    alone = evaluate(model, batches, settings)
-    progress: list[int] = []
-    several = replace(settings, other_devices=(CPU,) * (num_devices - 1))
-    spread = evaluate(model, batches, several, progress=progress.append)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("counter", [{}, {"counter": Evaluator}], ids=["of a training", "of eval"])
+def test_evaluation_on_several_devices_equals_one(num_devices: int, counter: dict[str, Any]) -> None:
+    alone = evaluate(ColorNet(), BATCHES, WHOLE)
+    done: list[int] = []
+    model, several = ColorNet(), replace(WHOLE, other_devices=(CPU,) * (num_devices - 1))
+    spread = evaluate(model, BATCHES, several, progress=done.append, **counter)
     assert spread.scores == alone.scores
-    assert spread.loss == pytest.approx(alone.loss, rel=1e-12)
-    assert (spread.num_images, progress[-1]) == (7, 7)
+    assert spread.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert spread.num_images == done[-1] == 7
+    assert torch.equal(spread.matrix, alone.matrix)
     assert model.training
 
 
 def test_error_of_any_device_ends_the_evaluation() -> None:
-    class FailingNet(WeightedNet):
+    class FailingNet(ColorNet):
         def forward(self, images: Tensor) -> tuple[Tensor, ...]:
             if images.shape[-1] == 28:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().forward(images)
 
-    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE(), other_devices=(CPU, CPU))
     num_threads = threading.active_count()
     for widths in ([28, 24, 24, 24], [24, 28, 24, 24], [24, 24, 24, 24, 28]):
-        model = FailingNet()
-        with pytest.raises(torch.OutOfMemoryError):
-            evaluate(model, [batch(12, width, i) for i, width in enumerate(widths)], settings)
-        assert model.training
+        for mode in (True, False):
+            model = FailingNet().train(mode)
+            with pytest.raises(torch.OutOfMemoryError):
+                evaluate(
+                    model, [batch(12, width, i) for i, width in enumerate(widths)],
+                    replace(WHOLE, other_devices=(CPU, CPU)),
+                )  # fmt: skip
+            assert model.training == mode
     assert threading.active_count() == num_threads
 
 
-def test_evaluation_restores_the_mode_of_the_model() -> None:
-    for mode in (True, False):
-        model = ColorNet().train(mode)
-        evaluate(model, [batch(16, 16, 0)], EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU))
-        assert model.training == mode
+def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
+    batches = [batch(200, 300, 0), batch(40, 50, 1)]
+    model = ColorNet(capacity_px=80 * 90)
+    found = evaluate(model, batches, WHOLE, counter=Evaluator)
+    windowed = replace(WHOLE, inference=Inference(NORMALIZER, window_px=(64, 75)))
+    parts = [
+        evaluate(ColorNet(), [each], own, counter=Evaluator).matrix
+        for each, own in zip(batches, (windowed, WHOLE), strict=True)
+    ]
+    assert torch.equal(found.matrix, parts[0] + parts[1])
+    assert "windows of" in found.notes[-1]
+    assert model.largest_px <= model.capacity_px
+    with pytest.raises(OutOfMemoryError, match="does not fit"):
+        evaluate(ColorNet(capacity_px=100), batches, WHOLE, counter=Evaluator)
+
+
+@given(st.integers(0, 10_000))
+def test_group_scores_equal_scores_of_relabelled_images(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    prediction, target = (torch.randint(0, 6, (1, 8, 9), generator=generator) for _ in range(2))
+    matrix = ConfusionMatrix(6)
+    matrix.update(prediction, target)
+    groups = [(0, 3), (5,)]
+    relabel = torch.tensor([0, 2, 2, 0, 2, 1])
+    expected = ConfusionMatrix(3)
+    expected.update(relabel[prediction], relabel[target])
+    assert torch.equal(group_matrix(matrix.matrix, groups), expected.matrix)
+    assert group_iou(matrix.matrix, groups) == expected.scores().iou[:2]
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(MIN_SIDE_PX**2, 200_000))
+def test_cores_of_tiles_hold_every_pixel_once(height: int, width: int, max_px: int) -> None:
+    seen = np.zeros((height, width), int)
+    where = np.arange(height * width).reshape(height, width)
+    for tile in tiles_of((height, width), tile_frame((height, width), max_px)):
+        seen[tile.place] += 1
+        assert where[tile.whole].size <= max_px
+        assert np.array_equal(where[tile.whole][tile.core], where[tile.place])
+    assert (seen == 1).all()
+
+
+class BlurNet(ColorNet):
+    """A network that sees eight pixels around, which is less than the margin of a tile."""
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(F.avg_pool2d(images, 17, stride=1, padding=8))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("criterion", [CriterionCE(), CriterionDice()])
+def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None:
+    batches = [batch(300, 421, 0), batch(40, 50, 1), batch(128, 600, 2)]
+    whole = replace(WHOLE, criterion=criterion)
+    expected = evaluate(BlurNet(), batches, whole)
+    for is_detailed in (False, True):
+        model, host = BlurNet(), HostLimit(max_px=150 * 150)
+        settings = replace(whole, host=host)
+        if is_detailed:
+            found = evaluate(model, batches, settings, counter=Evaluator)
+        else:
+            found = evaluate(model, batches, settings)
+        assert model.largest_px <= 150 * 150
+        assert found.scores.num_valid_px == expected.scores.num_valid_px
+        assert found.scores.iou == pytest.approx(expected.scores.iou, abs=2e-3)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-3)
+        assert len(found.notes) == 1
+        assert "an image of 300x421 px does not fit" in found.notes[0]
+        assert evaluate(model, batches, settings).notes == [], "told once"
+    fits = replace(whole, host=HostLimit(max_px=300 * 421))
+    assert evaluate(BlurNet(), batches[:2], fits) == evaluate(BlurNet(), batches[:2], whole)
+
+
+@pytest.mark.parametrize("way", ["windows", "tiles"])
+def test_large_tiff_in_parts_equals_the_decoded_whole(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    pytest.importorskip("rasterio", reason="the extra geo is not installed")
+    for name in ("segapp.datasets.images.windows", "segapp.datasets.dataset"):
+        monkeypatch.setattr(f"{name}.LARGE_PX", 150 * 200)
+    monkeypatch.setattr("segapp.inference.workspace.WINDOWED_TILE_PX", 60)
+    pairs = []
+    for number, size in enumerate([(150, 221), (40, 50), (190, 180)]):
+        image, target = draw_image(number, *size), draw_mask(number, *size, 3)
+        tifffile.imwrite(tmp_path / f"{number}.tif", image, tile=(64, 64), photometric="rgb")
+        tifffile.imwrite(tmp_path / f"{number}m.tif", target, tile=(64, 64))
+        pairs.append(ImagePair(tmp_path / f"{number}.tif", tmp_path / f"{number}m.tif", f"{number}"))
+    dataset = SegmentationDataset(pairs, class_scheme("folder", classes=["a", "b", "c"]))
+    inference = Inference(NORMALIZER, window_px=(64, 80) if way == "windows" else None)
+    host = None if way == "windows" else HostLimit(max_px=150 * 150)
+    settings = EvaluationSettings(inference, 3, 255, CPU, CriterionCE(), host=host)
+    assert settings.reads_windows
+    results = []
+    for reads_windows in (False, True):
+        batches = partial(EvalLoader(dataset).batches, reads_windows=reads_windows)
+        detailed = evaluate(BlurNet(), batches(), settings, counter=Evaluator)
+        results.append((detailed, evaluate(BlurNet(), batches(), settings).scores))
+        assert [type(each).__name__ == "LargeBatch" for each in batches()] == [reads_windows, False, reads_windows]
+    (whole, scores), (parts, scores_of_parts) = results
+    assert torch.equal(parts.matrix, whole.matrix)
+    assert scores_of_parts == scores
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_host_limit_is_the_budget_over_the_recorded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wide(ColorNet):
+        def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+            wide = images.repeat(1, 100, 1, 1)  # 1200 bytes for each pixel
+            return super().forward(wide[:, :3] + 0)
+
+    bytes_per_px = measure_bytes_per_px(Wide(), Inference(NORMALIZER), CPU)
+    assert 1.5 * 1200 < bytes_per_px < 1.5 * 1300
+    monkeypatch.setattr("segapp.inference.workspace.available_bytes", lambda: 3 << 30)
+    limit = HostLimit(2)
+    at = int((3 << 30) / 4 / bytes_per_px)
+    assert limit.fits(at, Wide(), Inference(NORMALIZER), CPU)
+    assert not limit.fits(at + 1, Wide(), Inference(NORMALIZER), CPU)
+    assert limit.fits(10**9, Wide(), Inference(NORMALIZER, window_px=(512, 512)), CPU)
+    assert limit.fits(10**9, Wide(), Inference(NORMALIZER), torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 5])
+def test_batches_of_several_images_score_as_single_images(batch_size: int, tmp_path: Path) -> None:
+    """Images, targets and indices of a batch stay in one order, in the loader and in both evaluations."""
+    pairs = []
+    for number in range(7):
+        image, mask = draw_image(number, 24, 30), draw_mask(number, 24, 30, 3)
+        mask[: 3 * number] = 255
+        for kind, pixels in (("image", image), ("mask", mask)):
+            cv2.imwrite(str(tmp_path / f"{number}{kind}.png"), pixels)
+        pairs.append(ImagePair(tmp_path / f"{number}image.png", tmp_path / f"{number}mask.png", f"{number}"))
+    dataset = SegmentationDataset(pairs, class_scheme("folder", classes=["a", "b", "c"]))
+    settings = WHOLE
+    single, several = (
+        (
+            evaluate(ColorNet(), EvalLoader(dataset, batch_size=size), settings),
+            evaluate(ColorNet(), EvalLoader(dataset, batch_size=size), settings, counter=Evaluator),
+        )
+        for size in (1, batch_size)
+    )
+    assert len(next(iter(EvalLoader(dataset, batch_size=batch_size))).indices) == batch_size
+    assert several[0].scores == single[0].scores == several[1].scores
+    assert several[0].loss == pytest.approx(single[0].loss, rel=1e-9)
+    assert several[1].loss == pytest.approx(single[0].loss, rel=1e-9)
+    assert torch.equal(several[1].matrix, single[1].matrix)
 
 
 @pytest.mark.slow
@@ -242,84 +389,3 @@ def test_training_evaluates_in_tiles_where_images_do_not_fit(
     assert "an image of 200x300 px does not fit" in alerts[0]
     assert "of 128x128 px" in alerts[0]
     assert sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())[0] == "epoch_0001_0.png"
-
-
-# --- Cityscapes ----------------------------------------------------------------------------------------------------
-
-LABEL_IDS = np.array([7, 11, 26, 23], np.uint8)
-
-
-@pytest.fixture(scope="module")
-def cityscapes_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("cityscapes")
-    rng = np.random.default_rng(1)
-    for split, count in (("train", 6), ("val", 3)):
-        for kind in ("leftImg8bit", "gtFine"):
-            (root / kind / split / "town").mkdir(parents=True)
-        for i in range(count):
-            image, mask = draw_scene(rng, 64, 96)
-            ids = np.where(mask == 255, 0, LABEL_IDS[np.minimum(mask, 3)]).astype(np.uint8)
-            name = f"town_000000_{i:06}"
-            cv2.imwrite(str(root / "leftImg8bit" / split / "town" / f"{name}_leftImg8bit.png"), image)
-            cv2.imwrite(str(root / "gtFine" / split / "town" / f"{name}_gtFine_labelIds.png"), ids)
-    return root
-
-
-def test_eval_equals_official_evaluator_on_written_predictions(
-    cityscapes_root: Path, tiny: dict[str, Any], tmp_path: Path
-) -> None:
-    config = merged(
-        {**tiny, "data": {"format": "cityscapes", "root": str(cityscapes_root), "crop_px": [32, 32], "workers": 0}},
-        train={"epochs": 2, "batch_size": 2},
-        optim={"name": "adamw", "lr": 0.003},
-    )
-    assert train(config, tmp_path / "run") == 0
-    result = segapp("eval", "run", "--json", "--devices", "cpu,cpu", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    ours = json.loads(result.stdout)
-    assert [dice and dice / (2 - dice) for dice in ours["dice"]] == pytest.approx(ours["iou"])
-    matrix = np.array(ours["confusion"])
-    with np.errstate(invalid="ignore"):
-        for name, total in (("precision", matrix.sum(0)), ("recall", matrix.sum(1))):
-            values = np.array(ours[name], float)
-            np.testing.assert_allclose(values, matrix.diagonal() / total)
-            assert ours[f"mean_{name}"] == pytest.approx(np.nanmean(values))
-    images = cityscapes_root / "leftImg8bit" / "val"
-    result = segapp("predict", "run", images, "--out", "predictions", "--label-ids", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    official = official_scores(cityscapes_root, tmp_path / "predictions" / "labels", tmp_path / "official.json")
-    for name, iou in zip(ours["classes"], ours["iou"], strict=True):
-        theirs = official["classScores"][name]
-        if iou is None:
-            assert np.isnan(theirs)
-        else:
-            assert theirs == pytest.approx(iou, abs=1e-6)
-    assert official["averageScoreClasses"] == pytest.approx(ours["miou"], abs=1e-6)
-    assert {*ours["groups"], "void"} == set(official["categoryScores"])  # theirs gives NaN for void
-    for name, iou in ours["groups"].items():
-        theirs = official["categoryScores"][name]
-        assert np.isnan(theirs) if iou is None else theirs == pytest.approx(iou, abs=1e-6)
-    assert official["averageScoreCategories"] == pytest.approx(ours["groups_miou"], abs=1e-6)
-
-
-def official_scores(root: Path, predictions: Path, out: Path) -> dict[str, Any]:
-    """Return the result of the cityscapesscripts package, run in a process of its own because of its global state."""
-    code = (
-        "import json, sys, glob\n"
-        "import cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling as official\n"
-        "root, predictions, out = sys.argv[1:]\n"
-        "args = official.args\n"
-        "args.cityscapesPath, args.predictionPath, args.predictionWalk = root, predictions, None\n"
-        "args.groundTruthSearch = root + '/gtFine/val/*/*_gtFine_labelIds.png'\n"
-        "args.evalInstLevelScore = args.evalPixelAccuracy = False\n"
-        "args.JSONOutput, args.quiet = False, True\n"
-        "truth = sorted(glob.glob(args.groundTruthSearch))\n"
-        "guesses = [official.getPrediction(args, path) for path in truth]\n"
-        "result = official.evaluateImgLists(guesses, truth, args)\n"
-        "json.dump(result, open(out, 'w'), default=float)\n"
-    )
-    command = [sys.executable, "-c", code, str(root), str(predictions), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    scores: dict[str, Any] = json.loads(out.read_text())
-    return scores

@@ -1,11 +1,13 @@
-"""Prediction at work: tiles, rows written as they come, metadata, threads that fail."""
+"""Prediction at work: tiles, rows written as they come, metadata, GeoTIFFs, huge pictures, threads that fail."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from PIL import Image
 
-from segapp.datasets.images.pixel_format import RGB8
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.tiff_tags import has_rasterio
+from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import OutOfMemoryError, StorageError
-from segapp.inference.predict.outputs import PROBABILITY_SCALE, OutputPlan, PngWriter
+from segapp.inference.predict.outputs import PROBABILITY_SCALE, OutputPlan, PngWriter, colorize, label_id_table
 from segapp.inference.predict.pipeline import ahead, predict_files
 from segapp.inference.predict.predictor import predict_strips
-from segapp.inference.predict.reading import Saved, find_images
+from segapp.inference.predict.reading import Saved, find_images, read_picture
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
@@ -142,34 +147,29 @@ def test_lines_of_a_large_image_count_its_predicted_rows(tmp_path: Path, monkeyp
     assert said[-1] == "big: 400 of 400 rows are predicted"
 
 
-@pytest.mark.parametrize("workspace", [Workspace(10**9), Workspace(30_000)])
-def test_confidence_is_that_of_the_likeliest_class(tmp_path: Path, workspace: Workspace) -> None:
-    image = photo(400, 300)
-    cv2.imwrite(str(tmp_path / "big.png"), image[..., ::-1])
-    predict(tmp_path / "big.png", tmp_path / "all", ("labels", "confidence"), workspace=workspace)
-    predict(tmp_path / "big.png", tmp_path / "ids", ["labels"], workspace=workspace, label_ids=True)
-    top = Blur().probabilities(image[None])[0].max(0)
-    assert np.array_equal(read(tmp_path / "all" / "confidence" / "big.png"), np.rint(255 * top).astype(np.uint8))
-    ids = np.array(SCHEME.file_ids)[read(tmp_path / "all" / "labels" / "big.png")]
-    assert np.array_equal(read(tmp_path / "ids" / "labels" / "big.png"), ids)
-
-
 def test_output_files_of_tiles_equal_those_of_the_whole_image(tmp_path: Path) -> None:
-    cv2.imwrite(str(tmp_path / "big.png"), photo(400, 300)[..., ::-1])
-    kinds: tuple[Saved, ...] = ("labels", "color", "overlay", "probabilities")
+    image = photo(401, 303)
+    cv2.imwrite(str(tmp_path / "big.png"), image[..., ::-1])
+    kinds: tuple[Saved, ...] = ("labels", "color", "overlay", "confidence", "probabilities")
     whole = predict(tmp_path / "big.png", tmp_path / "whole", kinds)
     tiles = predict(tmp_path / "big.png", tmp_path / "tiles", kinds, workspace=Workspace(30_000))
-    assert (whole.num_images, whole.num_px, whole.notes) == (1, 120_000, [])
+    assert (whole.num_images, whole.num_px, whole.notes) == (1, 401 * 303, [])
     assert "predicted in tiles" in tiles.notes[0]
-    for kind in kinds[:3]:
-        assert np.array_equal(read(tmp_path / "whole" / kind / "big.png"), read(tmp_path / "tiles" / kind / "big.png"))
-    expected = Blur().probabilities(photo(400, 300)[None])[0].transpose(1, 2, 0)
-    for name in ("whole", "tiles"):
-        with np.load(tmp_path / name / "probabilities" / "big.npz") as stored:
+    expected = Blur().probabilities(image[None])[0]
+    labels = expected.argmax(0)
+    color = np.array(SCHEME.palette, np.uint8)[labels]
+    for out in (tmp_path / "whole", tmp_path / "tiles"):
+        np.testing.assert_array_equal(read(out / "labels" / "big.png"), labels)
+        np.testing.assert_array_equal(read(out / "color" / "big.png"), labels)  # an index of the palette
+        np.testing.assert_array_equal(np.array(Image.open(out / "color" / "big.png").convert("RGB")), color)
+        assert np.abs(read(out / "overlay" / "big.png") - (image.astype(int) + color) / 2).max() <= 1
+        np.testing.assert_array_equal(read(out / "confidence" / "big.png"), np.rint(255 * expected.max(0)))
+        with np.load(out / "probabilities" / "big.npz") as stored:
             assert stored["probabilities"].dtype == np.uint16
-            np.testing.assert_allclose(
-                stored["probabilities"] / PROBABILITY_SCALE, expected, atol=0.51 / PROBABILITY_SCALE
-            )
+            found = stored["probabilities"] / PROBABILITY_SCALE
+            np.testing.assert_allclose(found, expected.transpose(1, 2, 0), atol=0.51 / PROBABILITY_SCALE)
+    predict(tmp_path / "big.png", tmp_path / "ids", ["labels"], workspace=Workspace(30_000), label_ids=True)
+    np.testing.assert_array_equal(read(tmp_path / "ids" / "labels" / "big.png"), np.array([4, 9, 7])[labels])
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
@@ -234,21 +234,145 @@ def test_results_come_in_order_within_the_queue_limit() -> None:
         list(ahead([(1, lambda: 1 // 0)], 2))
 
 
-def test_calls_that_are_made_one_by_one_keep_to_the_limit() -> None:
-    most, now, lock = 0, 0, threading.Lock()
+def test_label_ids_and_colors_are_those_of_cityscapes() -> None:
+    scheme = class_scheme("cityscapes")
+    ids = [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]
+    assert label_id_table(scheme).tolist() == ids
+    labels = np.array([[0, 10], [13, 18]], np.uint8)
+    assert colorize(labels, scheme).tolist() == [[[128, 64, 128], [70, 130, 180]], [[0, 0, 142], [119, 11, 32]]]
 
-    def work() -> None:
-        nonlocal now
-        with lock:
-            now -= 4
 
-    def calls() -> Iterator[tuple[int, Callable[[], None]]]:
-        nonlocal most, now
-        for _ in range(50):
-            with lock:
-                now += 4
-                most = max(most, now)
-            yield 4, work
+geo = pytest.mark.skipif(not has_rasterio(), reason="the extra geo is not installed")
+PIXELS = PixelFormat((4, 2, 1), "uint16", ((0.0, 4000.0),) * 3)
+SCENE = (2090, 2207)
 
-    assert len(list(ahead(calls(), 2, limit=10))) == 50
-    assert (now, most <= 12) == (0, True)
+
+class Thresholds:
+    """A predictor whose class is the number of its first band's thresholds that are passed; holds what it was asked."""
+
+    scheme, pixels, device = SCHEME, PIXELS, torch.device("cpu")
+    threshold = None
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+    def labels(self, images: NDArray[Any]) -> NDArray[np.uint8]:
+        self.asked.append(images.shape)
+        assert images.dtype == np.uint16
+        return ((images[..., 0] > 1000).astype(np.uint8) + (images[..., 0] > 2500)).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NDArray[np.uint16]]:
+    rasterio = pytest.importorskip("rasterio")
+    path = tmp_path_factory.mktemp("geo") / "scene.tif"
+    ramp = np.arange(SCENE[0], dtype=np.uint16)[:, None] + np.arange(SCENE[1], dtype=np.uint16)
+    image = np.stack([ramp // 2, ramp[::-1], ramp[:, ::-1], ramp])
+    where = rasterio.transform.Affine(0.5, 0.1, 500_000.0, 0.1, -0.5, 5_400_000.0)
+    profile = {"driver": "GTiff", "height": SCENE[0], "width": SCENE[1], "count": 4, "dtype": "uint16", "tiled": True}
+    with rasterio.open(
+        path, "w", **profile, crs="EPSG:32632", transform=where, interleave="band", compress="deflate"
+    ) as file:
+        file.write(image)
+    return path, image
+
+
+@geo
+def test_labels_colours_and_overlay_keep_place_and_ids(scene: tuple[Path, NDArray[np.uint16]], tmp_path: Path) -> None:
+    import rasterio
+
+    path, image = scene
+    predictor = Thresholds()
+    plan = OutputPlan(tmp_path, SCHEME, pixels=PIXELS)
+    tally = predict_files(predictor, find_images([path])[0], plan, workspace=Workspace(4 * MIN_SIDE_PX**2))
+    assert tally.problems == []
+    assert max(height * width for _, height, width, _ in predictor.asked) <= 4 * MIN_SIDE_PX**2
+    expected = (image[3] > 1000).astype(np.uint8) + (image[3] > 2500)
+    with rasterio.open(path) as source:
+        for kind in ("labels", "color", "overlay"):
+            with rasterio.open(tmp_path / kind / "scene.tif") as written:
+                assert (written.crs, written.transform, written.shape) == (source.crs, source.transform, source.shape)
+                if kind != "overlay":
+                    np.testing.assert_array_equal(written.read(1), expected)
+                if kind == "color":
+                    assert [written.colormap(1)[i][:3] for i in range(3)] == list(SCHEME.palette)
+                if kind == "overlay":
+                    assert written.count == 3
+
+
+@geo
+def test_large_scene_is_not_decoded_whole(
+    scene: tuple[Path, NDArray[np.uint16]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, image = scene
+    found = find_images([path])[0][0]
+    monkeypatch.setattr("segapp.inference.predict.reading.read_image", None)
+    picture = read_picture(found, PIXELS)
+    assert picture.num_px == SCENE[0] * SCENE[1]
+    assert picture.georeference is not None
+    np.testing.assert_array_equal(picture.pixels[100:110, 7:9], np.moveaxis(image[[3, 1, 0], 100:110, 7:9], 0, -1))
+
+
+@geo
+def test_file_without_georeference_gives_png(tmp_path: Path) -> None:
+    import rasterio
+
+    with (
+        pytest.warns(rasterio.errors.NotGeoreferencedWarning),
+        rasterio.open(
+            tmp_path / "plain.tif", "w", driver="GTiff", height=20, width=30, count=4, dtype="uint16"
+        ) as file,
+    ):
+        file.write(np.zeros((4, 20, 30), np.uint16))
+    plan = OutputPlan(tmp_path / "out", SCHEME, kinds=("labels",), pixels=PIXELS)
+    files = find_images([tmp_path / "plain.tif"])[0]
+    assert predict_files(Thresholds(), files, plan, workspace=Workspace(10**9)).problems == []
+    assert [path.name for path in (tmp_path / "out" / "labels").iterdir()] == ["plain.png"]
+
+
+HEIGHT, WIDTH = 12_000, 16_000
+BOUND_MIB = 6 * HEIGHT * WIDTH / 2**20 + 2048
+
+PROGRAM = """
+import resource, sys
+from pathlib import Path
+import torch
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.models import build_model
+from segapp.models.normalizer import Normalizer
+from segapp.inference.sliding import Inference
+from segapp.inference.predict.outputs import OutputPlan
+from segapp.inference.predict.pipeline import predict_files
+from segapp.inference.predict.predictor import TrainedPredictor
+from segapp.inference.predict.reading import find_images
+
+torch.set_num_threads(2)
+torch.manual_seed(0)
+model = build_model("torchvision", "lraspp", 19, encoder="mobilenet_v3_small").eval()
+scheme = ClassScheme(tuple(map(str, range(19))), tuple((i, i, i) for i in range(19)))
+inference = Inference(Normalizer((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)))
+predictor = TrainedPredictor(model, inference, scheme, torch.device("cpu"))
+predictor.labels(__import__("numpy").zeros((1, 64, 64, 3), "uint8"))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+tally = predict_files(predictor, find_images([sys.argv[1]])[0], OutputPlan(Path(sys.argv[2]), scheme))
+print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, tally.seconds, *tally.problems, *tally.notes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_memory_of_a_huge_image_stays_under_the_stated_bound(tmp_path: Path) -> None:
+    strip = cv2.resize(np.random.default_rng(0).integers(0, 256, (20, 500, 3), np.uint8), (WIDTH, 600))
+    with open(tmp_path / "huge.png", "wb") as file:
+        writer = PngWriter(file, (HEIGHT, WIDTH), channels=3, is_photo=True)
+        for _ in range(HEIGHT // 600):
+            writer.write(strip)
+        writer.finish()
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "huge.png"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stderr
+    before, peak, seconds, notes = done.stdout.split(" ", 3)
+    print(f"\n{peak} MiB at its peak, {before} MiB before, {seconds} s; bound {BOUND_MIB:.0f} MiB above")
+    assert "predicted in tiles" in notes
+    assert float(peak) - float(before) < BOUND_MIB
+    assert all((tmp_path / "out" / kind / "huge.png").is_file() for kind in ("labels", "color", "overlay"))

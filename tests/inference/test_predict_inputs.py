@@ -78,6 +78,7 @@ def test_names_from_several_folders_say_which_is_which(tmp_path: Path) -> None:
     assert names_of(*folders) == expected
     assert names_of(folders[2] / "p0.jpg", folders[1] / "p0.png") == ["c/p0", "b/night/p0"]
     assert names_of(folders[0], folders[1] / "x") == ["p0", "p1", "p2"]
+    assert names_of(folders[2], folders[2] / "p0.png", folders[2] / "p0.jpg") == ["p0.jpg", "p0.png"]
 
 
 def test_names_equal_on_the_screen_are_told_apart(tmp_path: Path) -> None:
@@ -102,3 +103,23 @@ def test_links_that_are_broken_or_lead_up_are_each_an_input_once(tmp_path: Path)
     (tmp_path / "d/same.png").symlink_to("a/1.png")
     assert sorted(names_of(tmp_path / "d")) == ["2", "3", "same"]
     assert names_of(tmp_path / "d" / "3.png") == ["3"]
+
+
+def test_glob_keeps_folders_after_its_first_wildcard(tmp_path: Path) -> None:
+    for name in ("in/a/x.png", "in/b/x.png", "in/b/deep/y.jpg", "in/b/notes.txt", "in/clip.MP4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert [image.name for image in find_images([tmp_path / "in" / "*" / "x.png"])[0]] == ["a/x", "b/x"]
+    everything, notes = find_images([tmp_path / "in" / "**" / "*"])
+    assert {image.name for image in everything} == {"a/x", "b/x", "b/deep/y"}
+    assert "2 files of other kinds" in notes[0]
+    assert "save the frames of videos with ffmpeg -i VIDEO frames/%06d.png" in notes[0]
+    with pytest.raises(DataError, match="is a pattern that matches no image"):
+        find_images([tmp_path / "*.gif"])
+
+
+def test_no_matching_image_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no image"):
+        find_images([tmp_path])
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        find_images([tmp_path / "missing.png"])

@@ -3,6 +3,9 @@
 import numpy as np
 
 NUM_CLASSES = 5
+FILE_IDS = np.array([0, 7, 9, 11, 26, *range(5, 256)], np.uint8)
+"""The id in a file of each class; 255 stays."""
+LABEL_MAP = {7: 1, 9: 2, 11: 3, 26: 4}
 
 
 def draw_image(seed: int, height: int, width: int) -> np.ndarray:

@@ -1,24 +1,27 @@
-"""Class-balanced and foreground sampling: counts by hand, crops that contain their class, equal in any process."""
+"""Class-balanced and foreground sampling, CutMix and ClassMix: by hand and by their published definitions."""
 
-import hashlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from segapp.assembly.data import build_order
-from segapp.config import DataConfig
+from segapp.assembly.data import build_mix, build_order
+from segapp.config import DataConfig, validate_config
+from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.crop import AxisPlan
-from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
+from segapp.datasets.dataset import PairMix, SegmentationDataset, compute_class_frequencies
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.pool import LoadOptions
-from segapp.datasets.sampling import SampleKey, aimed_order, sample_order, uniform_order
+from segapp.datasets.sampling import SampleKey, aimed_order, sample_order
 from segapp.errors import ConfigError
+from tests.support.drawn_data import draw_image, draw_mask
 
 CROP = (16, 20)
 CLASSES = ("ground", "road", "rare", "absent")
@@ -85,10 +88,6 @@ def test_share_of_aimed_samples_is_exact_and_spread(share: float, aimed: int) ->
     assert others == sample_order(90, 0, 2)[: 90 - aimed]
 
 
-def test_uniform_order_is_that_of_older_runs() -> None:
-    assert uniform_order(7, 5)(3) == [SampleKey(3, index) for index in sample_order(7, 5, 3)]
-
-
 def test_order_of_a_config_by_hand(dataset: SegmentationDataset) -> None:
     balanced = loader(dataset, sampling="class-balanced")._order(1)
     assert len(balanced) == len(dataset) == 13
@@ -110,6 +109,7 @@ def test_aimed_crops_contain_their_class(dataset: SegmentationDataset) -> None:
             keys = made._order(epoch)
             targets = [target.numpy() for batch in made.epoch(epoch) for target in batch.target]
             assert all(key.aim is None or (target == key.aim).any() for key, target in zip(keys, targets, strict=True))
+    assert len({dataset[SampleKey(0, 5, draw, aim=2)].image.numpy().tobytes() for draw in range(4)}) == 4
     uniform = [dataset[epoch, 5].target.numpy() for epoch in range(60)]
     assert np.mean([(target == 2).any() for target in uniform]) < 0.5  # which is what the aim is for
 
@@ -130,27 +130,104 @@ def test_class_that_is_not_in_the_mask_gives_any_crop(dataset: SegmentationDatas
 # --- equal in any process
 
 
-@pytest.mark.parametrize("sampling", ["class-balanced", "foreground"])
-def test_aimed_samples_are_the_same_in_workers_resumes_and_ranks(sampling: str, dataset: SegmentationDataset) -> None:
-    def digests(workers: int, start: int = 0) -> list[str]:
-        made = loader(dataset, workers, sampling=sampling)
-        found = [hashlib.sha256(batch.images.numpy().tobytes()).hexdigest() for batch in made.epoch(3, start)]
-        made.close()
-        return found
-
-    whole = digests(0)
-    assert len(set(whole)) == 7
-    assert digests(1) == digests(2) == whole
-    assert digests(2, 3) == whole[3:]
-    parts = [list(loader(dataset, rank=rank, ranks=2, sampling=sampling).epoch(3)) for rank in (0, 1)]
-    for batch, *ranks in zip(loader(dataset, sampling=sampling).epoch(3), *parts, strict=True):
-        assert batch.indices == ranks[0].indices + ranks[1].indices
-        np.testing.assert_array_equal(batch.images, np.concatenate([rank.images for rank in ranks]))
-
-
 def test_sampling_needs_a_crop_that_can_be_aimed() -> None:
     from segapp.config import validate_config
 
     data = {"format": "camvid", "root": "data", "sampling": "foreground", "augment": [{"RandomCrop": {"height": 9}}]}
     with pytest.raises(ConfigError, match=r"data.sampling: foreground needs ScaledCrop"):
         validate_config({"name": "a", "data": data})
+
+
+WritePairs = Callable[..., tuple[ImagePair, ...]]
+MIXED = (24, 32)
+
+
+def pair(value: int, num_bands: int = 3, dtype: type = np.uint8) -> tuple[np.ndarray, np.ndarray]:
+    """Return an image and a mask of one value."""
+    return np.full((*MIXED, num_bands), value, dtype), np.full(MIXED, value, np.uint8)
+
+
+# --- CutMix and ClassMix
+
+
+@pytest.mark.parametrize(("num_bands", "dtype"), [(3, np.uint8), (1, np.uint16), (5, np.float32)])
+def test_cutmix_pastes_a_rectangle_of_the_drawn_area(num_bands: int, dtype: type) -> None:
+    mix = PairMix(cutmix=1.0)
+    shares = []
+    for seed in range(300):
+        image, mask = mix(pair(1, num_bands, dtype), pair(2, num_bands, dtype), seed)
+        assert (image.shape, image.dtype, mask.dtype) == ((*MIXED, num_bands), dtype, np.uint8)
+        np.testing.assert_array_equal(image, np.repeat(mask[..., None], num_bands, 2))
+        is_pasted = mask == 2
+        rows, columns = np.flatnonzero(is_pasted.any(1)), np.flatnonzero(is_pasted.any(0))
+        assert is_pasted.sum() == len(rows) * len(columns)  # a rectangle
+        shares.append(is_pasted.mean())
+    # Beta(1, 1) is uniform: the mean of the area within the image, by 40 000 draws of the published procedure, is 0.32
+    assert abs(np.mean(shares) - 0.32) < 0.06
+
+
+def test_classmix_pastes_half_of_the_classes() -> None:
+    mix = PairMix(classmix=1.0)
+    own, other = pair(9), (draw_image(3, *MIXED), draw_mask(3, *MIXED))
+    classes = set(np.unique(other[1])) - {255}
+    chosen = set()
+    for seed in range(40):
+        image, mask = mix(own, other, seed)
+        pasted = set(np.unique(mask)) - {9}
+        assert len(pasted) == (len(classes) + 1) // 2
+        is_pasted = np.isin(other[1], list(pasted))
+        np.testing.assert_array_equal(mask, np.where(is_pasted, other[1], 9))
+        np.testing.assert_array_equal(image, np.where(is_pasted[..., None], other[0], 9))
+        chosen |= pasted
+    assert chosen == classes
+    nothing = np.zeros((*MIXED, 3), np.uint8), np.full(MIXED, 255, np.uint8)
+    for one, same in zip(mix(own, nothing, 0), own, strict=True):
+        np.testing.assert_array_equal(one, same)
+
+
+def test_shares_and_partners_by_their_probabilities() -> None:
+    mix = PairMix(cutmix=0.45, classmix=0.15)
+    partners = [mix.partner(2, 5, seed) for seed in range(3000)]
+    counts = {each: partners.count(each) for each in set(partners)}
+    assert set(counts) == {None, 0, 1, 3, 4}
+    assert counts[None] == pytest.approx(1200, abs=110)
+    assert all(counts[each] == pytest.approx(450, abs=85) for each in (0, 1, 3, 4))
+    assert mix.partner(0, 1, partners.index(0)) == 0  # the only image is mixed with another crop of itself
+    drawn: list[str] = []
+
+    class Named(PairMix):
+        def _cutmix(self, *_: object) -> None:
+            drawn.append("cutmix")
+
+        def _classmix(self, *_: object) -> None:
+            drawn.append("classmix")
+
+    for seed in range(1200):
+        Named(cutmix=0.45, classmix=0.15)(pair(1), pair(2), seed)
+    assert [drawn.count(way) for way in ("cutmix", "classmix")] == pytest.approx([900, 300], abs=70)
+
+
+def test_partner_is_read_through_the_cache(
+    write_pairs: WritePairs, scheme: ClassScheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = SegmentationDataset(write_pairs([(40, 50)] * 3), scheme, TrainTransform(MIXED))
+    dataset.mix = PairMix(cutmix=1.0)
+    read: list[int] = []
+    original = dataset.read
+    monkeypatch.setattr(dataset, "read", lambda index: read.append(index) or original(index))
+    dataset[0, 1]
+    assert len(read) == 2
+    assert read[0] == 1 != read[1]
+    assert dataset_module.PairMix is PairMix
+
+
+def test_mix_of_a_config() -> None:
+    def data(**mix: float) -> DataConfig:
+        return validate_config({"name": "a", "data": {"format": "camvid", "root": "data", **mix}}).data
+
+    assert build_mix(data(), 255) is None
+    assert build_mix(data(cutmix=0.5), 7) == PairMix(cutmix=0.5, ignore_index=7)
+    with pytest.raises(ConfigError, match=r"data.cutmix: .* add up to 1.2"):
+        data(cutmix=0.5, classmix=0.7)
+    with pytest.raises(ConfigError, match=r"data.cutmx: did you mean data.cutmix"):
+        data(cutmx=0.5)
