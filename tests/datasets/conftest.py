@@ -1,7 +1,6 @@
 """Fixtures of the data tests: pairs of odd sizes, whose names have gaps and whose masks hold ids with gaps."""
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from PIL import Image
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.pool import Batch
 from tests.support.drawn_data import FILE_IDS, LABEL_MAP, NUM_CLASSES, draw_image, draw_mask
 
 
@@ -43,15 +41,6 @@ def write_pairs(tmp_path: Path) -> Callable[..., tuple[ImagePair, ...]]:
 @pytest.fixture
 def pairs(write_pairs: Callable[..., tuple[ImagePair, ...]]) -> tuple[ImagePair, ...]:
     return write_pairs([(40 + 3 * i % 17, 50 + 5 * i % 23) for i in range(13)])
-
-
-@pytest.fixture
-def digest() -> Callable[[Batch], tuple[tuple[int, ...], str]]:
-    """Return the images of a batch and a digest of its pixels and targets."""
-    return lambda batch: (
-        batch.indices,
-        hashlib.sha256(batch.images.numpy().tobytes() + batch.target.numpy().tobytes()).hexdigest(),
-    )
 
 
 def children() -> set[str]:

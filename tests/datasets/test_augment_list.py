@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import albumentations as A
 import cv2
 import numpy as np
 import pytest
@@ -199,17 +198,6 @@ def test_transform_for_rgb_is_refused_for_other_images() -> None:
     check_transform(transform, [(60, 80)], (3, np.uint8), np.uint8)
     with pytest.raises(ConfigError, match=r"data.augment\[1\]: HueSaturationValue fails on .* 5 bands of uint16"):
         check_transform(transform, [(60, 80)], (5, np.uint16), np.uint8)
-
-
-def test_transform_with_other_random_numbers_is_refused() -> None:
-    class GlobalNoise(A.ImageOnlyTransform):
-        def apply(self, img: np.ndarray, **params: Any) -> np.ndarray:
-            return img + np.random.randint(0, 2, img.shape, np.uint8)
-
-    transform = TrainTransform(CROP)
-    transform.steps = (*transform.steps, GlobalNoise(p=1.0))
-    with pytest.raises(ConfigError, match=r"data.augment\[3\]: GlobalNoise gives different results for one seed"):
-        check_transform(transform, [(60, 80)], (3, np.uint8), np.uint8)
 
 
 def test_first_resize_is_not_repeated_by_the_crop() -> None:

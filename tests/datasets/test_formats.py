@@ -352,6 +352,9 @@ def test_shared_images_are_found_under_every_name(tmp_path: Path) -> None:
     second = [ImagePair(path, tmp_path / "m.png", "x") for path in (tmp_path / "b/1.jpg", tmp_path / "3.jpg")]
     assert shared_images(first, second) == [tmp_path / "b/1.jpg", tmp_path / "3.jpg"]
     assert shared_images(first[:1], second[1:]) == []
+    assert shared_images(first, [*second, ImagePair(tmp_path / "lost.jpg", None, "lost"), first[0]]) == [
+        *(pair.image for pair in second), first[0].image
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

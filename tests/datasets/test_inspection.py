@@ -13,6 +13,7 @@ import cv2
 import numpy as np
 import pytest
 
+from segapp.__main__ import main
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.files import ImagePair
 from segapp.datasets.inspection import SplitReport, examine, find_copies
@@ -22,7 +23,7 @@ from segapp.datasets.masks import read_masks, summary_of_ids
 from segapp.datasets.own_data import OwnData
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.errors import DataError
-from tests.support.runs import draw_scene, segapp
+from tests.support.runs import draw_scene
 
 CLASSES = ["ground", "box", "disc"]
 SCHEME = class_scheme("folder", classes=CLASSES)
@@ -207,69 +208,77 @@ def read_split(pairs: Sequence[ImagePair], px_of_mask: int = SIZE[0] * SIZE[1], 
     return read_targets(pairs, "train", SCHEME, total_px=total_px, is_training=is_training)
 
 
-def config_of(root: Path, folder: Path) -> None:
-    (folder / "data.yaml").write_text(
-        f"name: data\ndata: {{format: folder, root: {root}, classes: [{', '.join(CLASSES)}], crop_px: [32, 32]}}\n"
-    )
+Said = Callable[..., tuple[int, str]]
 
 
-def test_check_command_lists_all_findings_and_exits_3(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Said:
+    """Return the exit code and the output of `segapp check` of the data, in this process."""
+    data = f"{{format: folder, root: {root}, classes: [{', '.join(CLASSES)}], crop_px: [32, 32]}}"
+    (tmp_path / "data.yaml").write_text(f"name: data\ndata: {data}\n")
+
+    def run(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["check", "--config", str(tmp_path / "data.yaml"), *words])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return int(str(ended.value.code)), out or err
+
+    return run
+
+
+def test_check_command_lists_all_findings_and_exits_3(root: Path, said: Said) -> None:
     """Names of any bytes are inert in the terminal."""
-    config_of(root, tmp_path)
-    sound = segapp("check", "--config", "data.yaml", cwd=tmp_path)
-    assert sound.returncode == 0, sound.stderr
-    assert "no problems found" in sound.stdout
+    code, out = said()
+    assert (code, "no problems found" in out) == (0, True)
     copy(root, "train/32", "val/99")
     name = b"[red]\x1b]0;owned\x07<script>\xff.png"
     for kind in ("images", "masks"):
         folder = os.fsencode(root / kind / "train")
         os.rename(os.path.join(folder, b"03.png"), os.path.join(folder, name))
     os.truncate(os.path.join(os.fsencode(root / "images" / "train"), name), 300)
-    code, report = check(root, tmp_path)
+    code, out = said("--json")
+    report = json.loads(out)
     assert (code, report["errors"], report["warnings"]) == (3, 2, 0)
     assert [f["kind"] for f in report["findings"]] == ["unreadable", "leak"]
     assert len(report["class_weights"]["enet"]) == 3
-    text = segapp("check", "--config", "data.yaml", cwd=tmp_path)
-    assert "2 errors" in text.stdout
-    assert "[red]" in text.stdout
-    assert "\x1b]" not in text.stdout
-    assert "Traceback" not in text.stderr
+    text = said()[1]
+    assert "2 errors" in text
+    assert "[red]" in text
+    assert "\x1b]" not in text
 
 
-def test_lists_that_do_not_fit_the_data_are_errors_of_check(root: Path, tmp_path: Path) -> None:
-    config_of(root, tmp_path)
-    augment = "data.augment=[ScaledCrop, {Transpose: {p: 0.1}}]"
-    done = segapp("check", "--config", "data.yaml", "data.crop_px=[32, 40]", augment, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "data.augment[1]: Transpose can give images of 40 x 32 px" in done.stderr
+def test_lists_that_do_not_fit_the_data_are_errors_of_check(said: Said) -> None:
+    code, text = said("data.crop_px=[32, 40]", "data.augment=[ScaledCrop, {Transpose: {p: 0.1}}]")
+    assert code == 2
+    assert "data.augment[1]: Transpose can give images of 40 x 32 px" in text
 
 
-def test_frame_like_a_training_image_is_a_warning(root: Path, tmp_path: Path) -> None:
+def test_frame_like_a_training_image_is_a_warning(root: Path, said: Said) -> None:
     scene, mask = textured(0), np.tile(np.repeat([0, 1, 2], 80).astype(np.uint8), (240, 1))
     for split, name, rows in (("train", "patient07_1", slice(0, 240)), ("val", "patient07_2", slice(3, 243))):
         write(root / "images" / split / f"{name}.png", scene[rows, :240])
         write(root / "masks" / split / f"{name}.png", mask)
-    code, report = check(root, tmp_path)
+    code, out = said("--json")
+    report = json.loads(out)
     assert code == 0
     (found,) = [f for f in report["findings"] if f["kind"] == "lookalike"]
     assert (found["severity"], found["split"]) == ("warning", "val")
     assert [Path(found[key]).name for key in ("image", "other")] == ["patient07_2.png", "patient07_1.png"]
     assert "patient07_1.png of train: " in found["message"]
     assert "of their structure agree" in found["message"]
-    page = segapp("check", "--config", "data.yaml", cwd=tmp_path).stdout
-    assert "1 of 6 images (17%) look like a training image: scores on val are too good" in page
+    assert "1 of 6 images (17%) look like a training image: scores on val are too good" in said()[1]
 
 
-def test_patients_in_both_splits_are_a_warning(root: Path, tmp_path: Path) -> None:
+def test_patients_in_both_splits_are_a_warning(root: Path, said: Said) -> None:
     for split, names in (("train", TRAIN), ("val", VAL[:4])):
         for kind in ("images", "masks"):
             (root / kind / "val" / "70.png").unlink(missing_ok=True)
             for i, name in enumerate(names):
                 path = root / kind / split / f"{name}.png"
                 path.rename(path.with_name(f"patient{i // 2 + (split == 'val')}_{split}{i}.png"))
-    code, report = check(root, tmp_path)
+    code, out = said("--json")
+    report = json.loads(out)
     assert code == 0
     (found,) = report["findings"]
     assert (found["severity"], found["kind"], found["split"]) == ("warning", "group", "val")
@@ -330,14 +339,7 @@ def test_masks_of_own_data_are_counted_and_their_ids_checked() -> None:
     assert "train[1]" in found.message
 
 
-def check(root: Path, tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    config_of(root, tmp_path)
-    result = segapp("check", "--config", "data.yaml", "--json", *arguments, cwd=tmp_path)
-    assert "Traceback" not in result.stderr
-    return result.returncode, json.loads(result.stdout)
-
-
-def test_unpaired_files_are_listed_and_the_rest_checked(root: Path, tmp_path: Path) -> None:
+def test_unpaired_files_are_listed_and_the_rest_checked(root: Path, tmp_path: Path, said: Said) -> None:
     (root / "masks" / "val" / "33.png").unlink()
     write(root / "masks" / "train" / "99.png", np.zeros(SIZE, np.uint8))
     (root / "images" / "train" / "Thumbs.db").write_bytes(b"x")
@@ -346,7 +348,8 @@ def test_unpaired_files_are_listed_and_the_rest_checked(root: Path, tmp_path: Pa
     away.write_bytes((root / "images" / "train" / "10.png").read_bytes())
     (root / "images" / "train" / "10.png").unlink()
     (root / "images" / "train" / "10.png").symlink_to(away)
-    code, report = check(root, tmp_path)
+    code, out = said("--json")
+    report = json.loads(out)
     assert code == 3
     found = [(f["severity"], f["kind"], f["split"]) for f in report["findings"]]
     assert found.count(("error", "pairs", "val")) == 1

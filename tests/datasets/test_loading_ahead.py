@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -117,18 +118,14 @@ def assert_batches(
         assert torch.equal(batch.target, torch.stack([sample.target for sample in samples]))
 
 
-def epochs_of(loader: TrainLoader, epochs: Iterable[int], last_epoch: int) -> Iterator[Batch]:
-    for epoch in epochs:
-        yield from loader.epoch(epoch, last_epoch=last_epoch)
-
-
 @pytest.mark.parametrize(("workers", "batch_size"), [(0, 4), (1, 4), (4, 6), (3, 5)])
 def test_three_epochs_equal_samples_read_one_by_one(
     recorder: Recorder, starts: list[BatchPool], workers: int, batch_size: int
 ) -> None:
     loader = TrainLoader(recorder.dataset, batch_size, seed=SEED, options=LoadOptions(workers))
     expected = keys_of((1, 2, 3), batch_size)
-    assert_batches(epochs_of(loader, (1, 2, 3), 3), expected, recorder.dataset)
+    batches = chain.from_iterable(loader.epoch(epoch, last_epoch=3) for epoch in (1, 2, 3))
+    assert_batches(batches, expected, recorder.dataset)
     assert len(starts) == (1 if workers else 0), "the workers continue across the borders"
     loader.close()
     loaded = recorder.keys_within(0, 0)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import cv2
 import numpy as np
 import pytest
 
 from segapp.datasets import resources
-from segapp.datasets.files import ImagePair, check_pairs, shared_images
+from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.layouts.pairing import RootGuard
 from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import DataError
@@ -34,36 +32,6 @@ def pairs(tmp_path: Path) -> list[ImagePair]:
     return found
 
 
-class Meeting:
-    """The main thread's calls take 3 ms; other threads wait here until some of them have come, and then all go on."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.threads: set[int] = set()
-        self.num_threads = num_threads
-        self.all_here = threading.Event()
-
-    def wait(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            time.sleep(0.003)
-            return
-        self.threads.add(threading.get_ident())
-        if len(self.threads) >= self.num_threads:
-            self.all_here.set()
-        assert self.all_here.wait(10), "the files are read one after the other"
-
-
-@dataclass(frozen=True)
-class SlowPath(os.PathLike[str]):
-    """A path that is only used by some threads at the same time."""
-
-    path: Path
-    meeting: Meeting
-
-    def __fspath__(self) -> str:
-        self.meeting.wait()
-        return os.fspath(self.path)
-
-
 def test_bad_pairs_are_named_in_their_order(pairs: list[ImagePair]) -> None:
     usable = [pair for number, pair in enumerate(pairs) if number not in (8, 41)]
     assert check_pairs(usable) == tuple((20 + int(pair.name), 91 - int(pair.name)) for pair in usable)
@@ -72,15 +40,6 @@ def test_bad_pairs_are_named_in_their_order(pairs: list[ImagePair]) -> None:
     lines = str(caught.value).splitlines()
     assert "2 of 70" in lines[0]
     assert [("8_mask.png" in line, "47.png" in line) for line in lines[1:]] == [(True, False), (False, True)]
-
-
-def test_shared_images_are_found_side_by_side(pairs: list[ImagePair]) -> None:
-    other_name = pairs[17].image.with_name("linked.png")
-    other_name.hardlink_to(pairs[17].image)
-    second = [pairs[3], ImagePair(other_name, None, "linked"), pairs[69], *pairs[33:66]]
-    meeting = Meeting(2)
-    slow = [ImagePair(cast(Path, SlowPath(pair.image, meeting)), None, pair.name) for pair in second]
-    assert [os.fspath(path) for path in shared_images(pairs[:32], slow)] == [str(pairs[3].image), str(other_name)]
 
 
 def test_results_keep_their_order_and_an_error_ends_the_work() -> None:

@@ -1,20 +1,30 @@
-"""Pages of TIFFs, written by tifffile: channels are bands; depth, time and unsaid pages are refused, never dropped."""
+"""Pages of TIFFs, written by tifffile: channels are bands; depth, time and unsaid pages are refused, never dropped.
+
+What `segapp check` and `segapp init` say of bands: the measured ranges are numpy's percentiles.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
+import yaml
 
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_scheme
+from segapp.commands.check import check_data
+from segapp.config import validate_config
 from segapp.datasets.files import ImagePair, check_pairs, read_header, tiff_tags
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import pixels_of, read_image
 from segapp.datasets.images.windows import image_windows, measure_pixels
-from segapp.errors import DataError
+from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
+from tests.support.band_data import write_band_data
 from tests.support.drawn_folders import IDS, SIZE, draw_mask, proposed
 
 pytest.importorskip("rasterio")
@@ -161,3 +171,32 @@ def test_init_names_the_pixels_that_it_does_not_read(
     drawn(tmp_path / "d", dtypes, *axes, shape=shape, ome=bool(axes))
     with pytest.raises(DataError, match=said):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def percentiles(root: Path) -> list[list[int]]:
+    values = np.concatenate(
+        [tifffile.imread(path).reshape(-1, 4) for path in sorted((root / "images/train").iterdir())]
+    )
+    low, high = np.percentile(values, (0.5, 99.5), axis=0)
+    return [[int(np.floor(a)), int(np.ceil(b))] for a, b in zip(low, high, strict=True)]
+
+
+@pytest.mark.parametrize("known", [[], ["bands", "dtype"]])
+def test_check_prints_the_lines_that_the_training_asks_for(
+    known: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_band_data(tmp_path / "data", num_images=2)
+    for key in {"bands", "dtype", "value_range"} - set(known):
+        data.pop(key)
+    config = validate_config({"name": "bands", "data": data})
+    with pytest.raises((ConfigError, DataError), match="value_range"):
+        build_dataset(config.data, build_scheme(config.data), "train", is_training=True, seed=0)
+    assert check_data(config, as_json=False) == 3
+    out = capsys.readouterr().out
+    lines: dict[str, Any] = yaml.safe_load(out[out.index("  bands: ", out.index("pixels: uint16 of 4 bands")) :])
+    assert lines == {"bands": [1, 2, 3, 4], "dtype": "uint16", "value_range": percentiles(tmp_path / "data")}
+    whole = validate_config({"name": "bands", "data": {**data, **lines}})
+    assert check_data(whole, as_json=True) == 0
+    pixels = json.loads(capsys.readouterr().out)["pixels"]
+    assert (pixels["dtype"], pixels["value_range"]) == ("uint16", lines["value_range"])
+    build_dataset(whole.data, build_scheme(whole.data), "train", is_training=True, seed=0)

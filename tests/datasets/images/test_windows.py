@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from PIL import Image
 
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.dataset import SegmentationDataset, TensorOnDisk
@@ -30,7 +32,9 @@ SCHEME = class_scheme("folder", classes=["a", "b", "c"])
 
 @pytest.fixture(autouse=True)
 def every_tiff_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows_module, "LARGE_PX", 1)
+    """Windows and blocks of rows are for images of megapixels: these limits are constants that no option sets."""
+    for name, value in {"LARGE_PX": 1, "_BLOCK_ROWS": 47, "_BLOCK_PX": 1}.items():
+        monkeypatch.setattr(windows_module, name, value)
     monkeypatch.setattr("segapp.datasets.dataset.LARGE_PX", 1)
 
 
@@ -84,22 +88,16 @@ def test_windows_hold_the_pixels_of_the_whole(
     )
 
 
-def test_samples_from_windows_equal_those_from_whole_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_from_windows_equal_those_from_whole_images(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, 3, "uint8", tile=(64, 64))
-    transform = TrainTransform((48, 64))
-    dataset = SegmentationDataset([pair], SCHEME, transform, seed=3)
-    found = [dataset[(epoch, 0)] for epoch in range(5)]
-    read: list[Path] = []
-    monkeypatch.setattr(
-        "segapp.datasets.dataset.read_image", lambda path, pixels: read.append(path) or read_image(path)
-    )
-    monkeypatch.setattr("segapp.datasets.dataset.LARGE_PX", 2**30)
-    whole = SegmentationDataset([pair], SCHEME, transform, seed=3)
-    for epoch, sample in enumerate(found):
-        expected = whole[(epoch, 0)]
-        assert torch.equal(sample.image, expected.image)
-        assert torch.equal(sample.target, expected.target)
-    assert len(read) == 5  # by the whole ones alone
+    png = ImagePair(tmp_path / "image.png", tmp_path / "mask.png", "png")
+    for large, small in zip(pair.files, png.files, strict=True):
+        Image.fromarray(tifffile.imread(large)).save(small)
+    assert [SegmentationDataset([each], SCHEME).is_large(0) for each in (pair, png)] == [True, False]
+    in_windows, whole = (SegmentationDataset([each], SCHEME, TrainTransform((48, 64)), seed=3) for each in (pair, png))
+    for epoch in range(5):
+        assert torch.equal(in_windows[(epoch, 0)].image, whole[(epoch, 0)].image)
+        assert torch.equal(in_windows[(epoch, 0)].target, whole[(epoch, 0)].target)
 
 
 def test_unknown_ids_in_a_window_name_the_mask(tmp_path: Path) -> None:
@@ -115,20 +113,15 @@ def test_unknown_ids_in_a_window_name_the_mask(tmp_path: Path) -> None:
         tmp_path / "mask.tif", SCHEME)[5:9])  # type: ignore[index]  # fmt: skip
 
 
-def test_measured_pixels_lie_on_a_grid_over_the_whole_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most_px", "step"), [(4_022, 4), (7_151, 3)])
+def test_measured_pixels_lie_on_a_grid_over_the_whole_image(
+    most_px: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the rows of a block, 47, are no multiple of the step; ranges do not show which pixels they are of."""
     pair = write_pair(tmp_path, 5, "uint16", rowsperstrip=16)
-    pixels = PixelFormat((1, 2, 3, 4, 5), "uint16")
-    monkeypatch.setattr("segapp.datasets.images.windows._MAX_PX", 4_022)  # of 203 x 317: every fourth
-    expected = tifffile.imread(pair.image)[::4, ::4].reshape(-1, 5)
-    np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
-    monkeypatch.setattr(windows_module, "LARGE_PX", 10**9)
-    np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
-    monkeypatch.setattr(windows_module, "LARGE_PX", 1)
-    monkeypatch.setattr(windows_module, "_BLOCK_ROWS", 16)
-    monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
-    monkeypatch.setattr("segapp.datasets.images.windows._MAX_PX", 7_151)  # every third, in blocks of 16 rows
-    expected = tifffile.imread(pair.image)[::3, ::3].reshape(-1, 5)
-    np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
+    monkeypatch.setattr(windows_module, "_MAX_PX", most_px)
+    expected = tifffile.imread(pair.image)[::step, ::step].reshape(-1, 5)
+    np.testing.assert_array_equal(_spread_pixels(pair.image, PixelFormat((1, 2, 3, 4, 5), "uint16")), expected)
 
 
 def test_windows_of_coloured_masks_hold_the_ids_of_the_whole(tmp_path: Path) -> None:
@@ -155,7 +148,7 @@ def test_images_beyond_the_pixel_limit_are_allowed_in_windows(tmp_path: Path, mo
     monkeypatch.setattr("segapp.datasets.files.MAX_PIXELS", 1000)
     assert check_pairs([pair]) == (SIZE,)
     assert read_image(pair.image, max_pixels=1000).shape == (*SIZE, 3)
-    monkeypatch.setattr("segapp.datasets.images.tiff_tags.has_rasterio", lambda: False)
+    monkeypatch.setitem(sys.modules, "rasterio", None)  # as if it were not installed
     with pytest.raises(DataError, match="at most 1000 pixels are read"):
         read_image(pair.image, max_pixels=1000)
 
@@ -173,12 +166,10 @@ def test_damaged_tile_names_the_file(tmp_path: Path) -> None:
         image[0:10, 0:10]
 
 
-def test_rows_of_blocks_are_the_whole_and_its_ids_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows_module, "_BLOCK_ROWS", 48)
-    monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
+def test_rows_of_blocks_are_the_whole_and_its_ids_together(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, 3, "uint8", tile=(64, 64))
     blocks = list(mask_blocks(pair.masks, SCHEME))
-    assert [len(block) for block in blocks] == [48, 48, 48, 48, 11]
+    assert [len(block) for block in blocks] == [47, 47, 47, 47, 15]
     np.testing.assert_array_equal(np.concatenate(blocks), read_mask(pair.masks[0], SCHEME))
     mask = np.zeros(SIZE, np.uint8)
     mask[10, :5], mask[190, :7], mask[191, :3] = 9, 9, 8
@@ -205,11 +196,7 @@ def test_check_in_blocks_reports_what_the_whole_does(
         found = examine({"train": pairs[:1], "val": pairs}, SCHEME, crop_px=(32, 32), pixels=pixels)
         return found, measure_ranges([pair.image for pair in pairs], pixels)
 
-    monkeypatch.setattr(windows_module, "_BLOCK_ROWS", 64)
-    monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
     in_blocks = reports()
     assert any(finding.kind == "leak" for finding in in_blocks[0][1].findings)
-    for place in ("segapp.datasets.inspection", "segapp.datasets.images.windows"):
-        monkeypatch.setattr(f"{place}.image_windows", lambda *_: None)
-    monkeypatch.setattr(windows_module, "mask_windows", lambda *_: None)
+    monkeypatch.setattr(windows_module, "LARGE_PX", 10**9)
     assert reports() == in_blocks
