@@ -140,24 +140,6 @@ def test_mask_with_its_own_orientation_is_read_upright(tmp_path: Path, capsys: p
         assert not findings(config, capsys)
 
 
-def test_cached_masks_follow_the_chosen_orientation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from segapp.session.ranks import Ranks
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder(tmp_path / "d", [3, 1, 2, 6, 1, 3])
-    wanted = {None: 1, "raw": 4, "upright": 1}
-    for choice in wanted:
-        proposed(tmp_path / "d", mask_orientation=choice)
-        config = load_config(tmp_path / "made.yaml", ["data.cache=disk"])
-        for _ in range(2):
-            dataset = build_dataset(
-                config.data, build_scheme(config.data), "train", is_training=False, seed=0, ranks=Ranks()
-            )
-            for index, pair in enumerate(dataset.pairs):
-                is_true = (dataset.read(index)[1] == truth(pair.image.stem)).all()
-                assert is_true == (choice == "raw" or pair.image.stem not in ("0031", "0017", "0012")), (choice, pair)
-
-
 def test_header_check_refuses_sizes_that_fit_neither(tmp_path: Path) -> None:
     """A mask of the raw size passes; one with swapped sides on a photo without an orientation does not."""
     for name, orientation, mask in (("a", 6, truth("0004").T), ("b", 1, truth("0004").T), ("c", 8, np.zeros((46, 34)))):

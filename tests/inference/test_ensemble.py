@@ -15,9 +15,8 @@ from torch import Tensor
 from segapp.assembly.paths import split_networks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace, predict_strips
+from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace
 from segapp.inference.sliding import Inference
-from segapp.inference.workspace import Workspace
 from segapp.models import SegmentationModel, build_model
 from segapp.models.normalizer import Normalizer
 
@@ -73,28 +72,6 @@ def test_ensemble_is_the_mean_of_plain_softmax_maps(models: list[SegmentationMod
     assert not np.allclose(found, predictor(models[0], 0).probabilities(images), atol=1e-3)
     members = [predictor(model, i) for i, model in enumerate(models)]
     assert plan_workspace(ensemble).max_px <= min(plan_workspace(member).max_px for member in members) * 1.05
-
-
-def test_windows_and_views_are_averaged_member_by_member(models: list[SegmentationModel]) -> None:
-    images = photo(2)[None]
-    members = [
-        predictor(models[0], 0, window_px=(64, 64), overlap=0.5),
-        predictor(models[1], 1, scales=(1.0, 1.5), flip=True),
-    ]
-    expected = np.mean([member.probabilities(images).astype(np.float64) for member in members], 0)
-    found = EnsemblePredictor(zip("ab", members, strict=True)).probabilities(images)
-    assert np.abs(found - expected).max() < 1e-6
-
-
-def test_huge_picture_is_averaged_tile_by_tile(models: list[SegmentationModel]) -> None:
-    image = photo(3, 311, 262)
-    ensemble = EnsemblePredictor((f"net{i}", predictor(model, i)) for i, model in enumerate(models))
-    strips = list(predict_strips(ensemble, image, Workspace(128**2), with_probabilities=True))
-    assert len(strips) > 1
-    joined = np.concatenate([strip.probabilities for strip in strips if strip.probabilities is not None], axis=1)
-    assert joined.shape == (3, 311, 262)
-    top = ensemble.probabilities(image[None, :128, :128])[0]
-    assert np.array_equal(joined[:, :64, :64], top[:, :64, :64])
 
 
 def test_networks_of_other_classes_are_refused_by_name(models: list[SegmentationModel]) -> None:

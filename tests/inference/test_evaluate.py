@@ -30,7 +30,7 @@ from segapp.inference.evaluator import Evaluator
 from segapp.inference.sliding import Inference, window_corners
 from segapp.inference.workspace import MIN_SIDE_PX, HostLimit, measure_bytes_per_px, tile_frame, tiles_of
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
-from segapp.metrics import ConfusionMatrix, group_iou, group_matrix
+from segapp.metrics import ConfusionMatrix
 from segapp.models.normalizer import Normalizer
 from tests.support.drawn_data import draw_image, draw_mask
 
@@ -241,20 +241,6 @@ def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     assert model.largest_px <= model.capacity_px
     with pytest.raises(OutOfMemoryError, match="does not fit"):
         evaluate(ColorNet(capacity_px=100), batches, WHOLE, counter=Evaluator)
-
-
-@given(st.integers(0, 10_000))
-def test_group_scores_equal_scores_of_relabelled_images(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    prediction, target = (torch.randint(0, 6, (1, 8, 9), generator=generator) for _ in range(2))
-    matrix = ConfusionMatrix(6)
-    matrix.update(prediction, target)
-    groups = [(0, 3), (5,)]
-    relabel = torch.tensor([0, 2, 2, 0, 2, 1])
-    expected = ConfusionMatrix(3)
-    expected.update(relabel[prediction], relabel[target])
-    assert torch.equal(group_matrix(matrix.matrix, groups), expected.matrix)
-    assert group_iou(matrix.matrix, groups) == expected.scores().iou[:2]
 
 
 @hypothesis.settings(max_examples=60, deadline=None)

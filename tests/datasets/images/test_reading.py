@@ -14,10 +14,10 @@ import tifffile
 from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, check_pairs, read_header
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels, per_band
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, per_band
 from segapp.datasets.images.raster import encode_bands
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.tiff_tags import TiffTags, read_tiff_tags
+from segapp.datasets.images.tiff_tags import read_tiff_tags
 from segapp.errors import DataError
 
 pytest.importorskip("rasterio", reason="the extra geo is not installed")
@@ -154,34 +154,6 @@ def test_orientation_that_means_nothing_is_upright(stored: int, orientation: int
     tifffile.imwrite(path, np.zeros((4, 6), np.uint8), extratags=[(274, "H", 1, stored, True)])
     with path.open("rb") as file:
         assert read_tiff_tags(file).orientation == orientation
-
-
-@pytest.mark.parametrize(
-    ("bands", "dtype", "photometric", "has_alpha", "is_picture"),
-    [
-        (1, "uint8", 1, False, True),
-        (3, "uint8", 2, False, True),
-        (4, "uint8", 5, False, True),  # CMYK
-        (5, "uint8", 5, False, False),
-        (4, "uint8", 2, True, True),
-        (4, "uint8", 2, False, False),
-        (2, "uint8", 1, True, True),
-        (3, "uint16", 2, False, False),
-    ],
-)
-def test_stored_pixels_of_a_picture(
-    bands: int, dtype: str, photometric: int, has_alpha: bool, is_picture: bool
-) -> None:
-    tags = TiffTags(
-        height_px=2,
-        width_px=3,
-        bands=bands,
-        dtype=dtype,
-        photometric=photometric,
-        orientation=1,
-        has_alpha=has_alpha,
-    )
-    assert tags.stored == StoredPixels(bands, dtype, is_picture)
 
 
 def test_pictures_show_the_first_three_bands_over_their_ranges() -> None:
