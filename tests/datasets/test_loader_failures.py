@@ -32,6 +32,7 @@ from segapp.datasets.pool import BatchPool, LoadOptions
 from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import SampleKey, sample_order
 from segapp.errors import DataError, WorkerError
+from segapp.parallel.launch import signal_when_parent_dies
 from tests.support.fault_table import case
 
 WritePairs = Callable[..., tuple[ImagePair, ...]]
@@ -312,13 +313,34 @@ def test_hanging_workers_end_with_a_killed_trainer(misbehave: Misbehave) -> None
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
     os.close(writing)
-    deadline, text = time.monotonic() + 20, b"?"
+    assert text_until_closed(reading) is not None, "a worker outlived its trainer"
+
+
+def test_worker_whose_trainer_died_while_it_started_ends() -> None:
+    reading, writing = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        trainer = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == trainer:
+                time.sleep(0.01)
+            signal_when_parent_dies(signal.SIGKILL, parent=trainer)
+            os.write(writing, b"it lives")
+        os._exit(0)
+    os.waitpid(trainer, 0)
+    os.close(writing)
+    assert text_until_closed(reading) == b""
+
+
+def text_until_closed(reading: int) -> bytes | None:
+    """Return what comes out of a pipe until no process holds its other end; None if one still does after 20 s."""
+    deadline, text = time.monotonic() + 20, b""
     os.set_blocking(reading, False)
     with open(reading, "rb", buffering=0) as pipe:
-        while text != b"" and time.monotonic() < deadline:  # until no process holds the other end
+        while (part := pipe.read(100)) != b"" and time.monotonic() < deadline:
+            text += part or b""
             time.sleep(0.01)
-            text = pipe.read(100)
-    assert text == b"", "a worker outlived its trainer"
+    return text if part == b"" else None
 
 
 @case(
