@@ -22,10 +22,11 @@ from segapp.session.session import run_session
 from segapp.training import inbox
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.step.engine import StepEngine
-from tests.datasets.test_loader_failures import _remember_children, assert_no_children  # noqa: F401  # a fixture
+from tests.datasets.conftest import no_worker_is_left  # noqa: F401  # a fixture
 from tests.support.rank_runs import check_split_change
 from tests.support.runs import each_save, events, merged, train
 
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 Loaded = tuple[int, tuple[int, ...], str]
 NUM_EPOCHS, NUM_IMAGES, STEPS_PER_EPOCH = 3, 10, 5
 
@@ -83,13 +84,11 @@ def test_stopped_run_with_workers_takes_the_course_without(
         assert train(loading(tiny, 2), tmp_path / "run") == EXIT_STOPPED_AND_SAVED
     finally:
         failpoints.arm("")
-    assert_no_children()
     assert len(batches) == stop - 1
     assert resumed(loading(tiny, 2), tmp_path / "run") == 0
     assert batches == expected
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
     assert scores(tmp_path / "run") == scores(tmp_path / "plain")
-    assert_no_children()
 
 
 def test_changed_split_at_a_border_keeps_the_batches(
@@ -116,7 +115,6 @@ def test_changed_split_at_a_border_keeps_the_batches(
     assert saved == [STEPS_PER_EPOCH * epoch for epoch in (1, 2, 3)], "the best, before the change, and at the end"
     changed = [loss for _, loss in losses(tmp_path / "run")]
     assert changed == pytest.approx([loss for _, loss in losses(tmp_path / "plain")], rel=1e-5)
-    assert_no_children()
 
 
 @pytest.mark.slow
@@ -139,7 +137,6 @@ def test_workers_start_once_for_all_epochs_and_evaluations(tiny: dict[str, Any],
     assert len(set(seen)) <= 2
     assert min(seen, key=len) <= max(seen, key=len)
     assert (len(seen[0]), len(seen[-1])) in ((2, 4), (4, 4))
-    assert_no_children()
 
 
 def test_early_stop_discards_what_is_loaded_ahead(
@@ -150,7 +147,6 @@ def test_early_stop_discards_what_is_loaded_ahead(
     assert train(loading(tiny, 2, train={"epochs": 7, "early_stop": 2}), tmp_path / "run") == 0
     assert [event["epoch"] for event in events(tmp_path / "run", "val")] == [1, 2, 3, 4, 5]
     assert "no better miou for 2 evaluations" in events(tmp_path / "run", "run_end")[-1]["reason"]
-    assert_no_children()
 
 
 def scored(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> None:
