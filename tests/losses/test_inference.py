@@ -100,13 +100,6 @@ def tile_case():
     return tiles, total / count
 
 
-def test_tiles_are_averaged_where_they_overlap():
-    tiles, expected = tile_case()
-    assert torch.equal(upsample_argmax([tiles], (12, 20)), expected.argmax(1).to(torch.uint8))
-    torch.testing.assert_close(upsample_probabilities([tiles], (12, 20)), expected.softmax(1))
-    torch.testing.assert_close(upsample_logits([tiles], (12, 20)).softmax(1), expected.softmax(1))
-
-
 @pytest.mark.parametrize("band_bytes", [1, 1 << 25])
 def test_tiles_in_rows_and_columns_are_averaged(band_bytes, monkeypatch):
     monkeypatch.setattr("segapp.losses.confusion.CPU_BAND_BYTES", band_bytes)

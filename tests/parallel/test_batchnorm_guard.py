@@ -41,18 +41,6 @@ def test_synchronised_and_frozen_layers_take_any_split(build):
     assert smallest_chunk(net, torch.randn(2, 3, 9, 9)) == 1
 
 
-def test_model_reading_values_is_assumed_to_need_two_samples():
-    class NeedsValues(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            return self.norm(x) if x.sum().item() > -1e9 else x
-
-    assert smallest_chunk(NeedsValues(), torch.randn(2, 3, 8, 8)) == 2
-
-
 def test_network_without_samples_runs_or_says_why_not():
     class Flat(nn.Module):
         def forward(self, x):

@@ -150,12 +150,6 @@ class TestDataParallel:
         criterion = DataParallelCriterion(PlainCE(), device_ids)
         assert torch.allclose(criterion([(logits[:1],), (logits[1:],)], target), F.cross_entropy(logits, target))
 
-    def test_positions_and_unknown_keywords_are_refused(self):
-        with pytest.raises(TypeError, match=r"device_ids, 0\): write gpu0_bsz=.*no output_device"):
-            DataParallelModel(nn.Linear(1, 1), ["cpu"] * 3, 0)
-        with pytest.raises(TypeError, match="full_bach"):
-            BalancedDataParallel(1, nn.Linear(1, 1), ["cpu"] * 3, full_bach=3)
-
     def test_compiled_calls_run_the_same_code(self):
         net, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)), torch.randn(7, 3, 2, 5)
         model, target = BalancedDataParallel(1, net, ["cpu"] * 3), torch.randint(0, 2, (7, 2, 5))
@@ -232,11 +226,6 @@ def test_bad_models_devices_and_splits_are_refused():
         DataParallelModel(nn.Linear(1, 1, device="meta"), ["cpu"] * 2)(torch.ones(2, 1))
     with pytest.raises(ValueError, match="is not known"):
         DataParallelModel(nn.Linear(1, 1), ["cpu"] * 2, mode="fast")(torch.ones(2, 1))
-
-
-def test_compiled_module_runs_on_one_device():
-    model = DataParallelModel(torch.compile(nn.Linear(2, 2), backend="eager"), ["cpu"])
-    assert model(torch.ones(3, 2))[0].shape == (3, 2)
 
 
 def test_batchnorm_on_single_values_error_names_next_move():

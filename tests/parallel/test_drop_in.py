@@ -1,4 +1,4 @@
-"""`BalancedDataParallel` in 24 usages, each as `nn.DataParallel` documents it.
+"""`BalancedDataParallel` in 19 usages, each as `nn.DataParallel` documents it.
 
 A usage runs with `nn.DataParallel` without accelerators, which is its module on one device in plain PyTorch, and with
 `BalancedDataParallel` on three logical devices at three splits. What it returns is compared: tensors up to rounding,
@@ -152,10 +152,6 @@ class Usages:
         return result
 
     # "other objects will be copied once per device"
-    def tensors_of_dimension_0(self):
-        model, factor = self._wrap(Apply(lambda net, x, factor: net.linear(x) * factor)), torch.tensor(3.0)
-        return step(model, rows(5), factor.requires_grad_()), factor.grad
-
     # "for module without any inputs ... executed on one device which is the first one in device_ids"
     # "scattered on dim specified (default 0)"
     def batch_along_dim_1(self):
@@ -189,17 +185,7 @@ class Usages:
         return step(model, leaf, middle * 1), leaf.grad, middle.grad, other.grad
 
     # "The batch size should be larger than the number of GPUs used": smaller ones run as well
-    def short_single_and_empty_batches(self):
-        model = self._wrap(Net())
-        return train(model, 5, 2, 5), train(model.eval(), 5, 2, 1, 0)
-
     # "will return a vector of length equal to number of devices"
-    def scalar_outputs(self):
-        losses = self._wrap(Apply(lambda net, x: net.linear(x).square().sum()))(rows(5))
-        losses.sum().backward()
-        assert losses.shape == ((len(self.sizes),) if self.is_ours else ())
-        return losses.sum()
-
     # "Forward and backward hooks defined on module and its submodules will be invoked len(device_ids) times"
     def forward_hooks_of_layers(self):
         net, seen = Net(), []
@@ -235,16 +221,6 @@ class Usages:
         bare.load_state_dict({key.removeprefix("module."): value for key, value in last.state_dict().items()})
         (model if self.is_ours else model.module).load_state_dict(bare.state_dict())  # ours takes both forms
         return results, bare.state_dict()
-
-    def partial_and_assigned_checkpoints(self):
-        model, given = self._wrap(Net()), {f"module.{key}": value + 1 for key, value in Net().state_dict().items()}
-        own = {key: value for key, value in given.items() if "bias" not in key} | {"module.more": torch.ones(2)}
-        keys = model.load_state_dict(own, strict=False)
-        error = error_of(model.load_state_dict, own)
-        results = train(model, 5)
-        model.load_state_dict(given, assign=True)
-        assert model.module.head.weight.data_ptr() == given["module.head.weight"].data_ptr()
-        return results, list(keys), str(error).replace(type(model).__name__, "?"), train(model, 5)
 
     def deepcopy_pickle_and_save_of_the_whole_model(self):
         model = self._wrap(Net())
@@ -327,14 +303,6 @@ class Usages:
         norms = [getattr(of, name) for of in (parametrizations, nn.utils) for name in ("spectral_norm", "weight_norm")]
         nets = [nn.Sequential(norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), norm(nn.Conv2d(4, 2, 1))) for norm in norms]
         return [train(self._wrap(net), 5, 2, 5) for net in nets]
-
-    def double_backward(self):
-        model, x = self._wrap(Net()), images().requires_grad_()
-        score = model(x).square().sum()
-        slopes = torch.autograd.grad(score, [x, *model.parameters()], create_graph=True)
-        for is_last in (False, True):
-            loss_of(slopes).backward(retain_graph=not is_last)
-        return slopes, x.grad, error_of(torch.autograd.grad, score, x)
 
     # "device_ids (list of int or torch.device)", "output_device ... (default: device_ids[0])"
     def attributes_and_empty_device_ids(self):

@@ -3,7 +3,6 @@
 import copy
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -26,31 +25,6 @@ CPUS = ["cpu"] * 3
 UNEVEN = {"shares": [0, 3, 2]}
 
 
-class OwnMapping(MutableMapping):
-    """Its shallow copies share the values, and `x` is also an attribute."""
-
-    def __init__(self, **values):
-        self._values, self.x = values, values["x"]
-
-    def __getitem__(self, key):
-        return self._values[key]
-
-    def __setitem__(self, key, value):
-        self._values[key] = value
-
-    def __delitem__(self, key):
-        del self._values[key]
-
-    def __iter__(self):
-        return iter(self._values)
-
-    def __len__(self):
-        return len(self._values)
-
-    def __repr__(self):
-        return repr(self._values)
-
-
 class Attributes(dict):
     """Its keys are also its attributes."""
 
@@ -70,7 +44,6 @@ BATCHES = {
     "UserDict": lambda x: UserDict(name="n", x=x),
     "OrderedDict": lambda x: OrderedDict(name="n", x=x),
     "defaultdict": lambda x: defaultdict(list, name="n", x=x),
-    "own mapping": lambda x: OwnMapping(name="n", x=x),
     "keys as attributes": lambda x: Attributes(name="n", x=x),
     "two mappings": lambda x: ChainMap({"x": x}, {"name": "n", "x": 0}),
     "mapping proxy": lambda x: types.MappingProxyType({"name": "n", "x": x}),

@@ -1,8 +1,11 @@
-"""The names of `segapp.parallel` and `segapp.losses`: those for an own loop, each with a docstring and on its page."""
+"""The names of `segapp.parallel` and `segapp.losses`, their docstrings with examples, and the page that has them."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import inspect
+import pkgutil
 from types import ModuleType
 
 import pytest
@@ -20,3 +23,11 @@ def test_names_for_an_own_loop_are_on_the_page(package: ModuleType) -> None:
     page = find_page("own-loop")[0].text()
     assert [name for name in names if f"`{name}`" not in page] == []
     assert all(inspect.getdoc(getattr(package, name)) for name in names)
+
+
+@pytest.mark.parametrize("package", [segapp.losses, segapp.parallel], ids=["losses", "parallel"])
+def test_examples_in_docstrings_are_true(package: object) -> None:
+    names = [each.name for each in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]  # type: ignore[attr-defined]
+    results = [doctest.testmod(importlib.import_module(name)) for name in names]
+    assert sum(result.failed for result in results) == 0
+    assert sum(result.attempted for result in results) >= 19

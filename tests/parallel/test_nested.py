@@ -127,16 +127,6 @@ def test_failure_in_one_nested_replica_frees_all(mode):
     assert len(model(torch.zeros(7, 1))) == 7, "the model is usable afterwards"
 
 
-def test_outer_timeout_limits_the_wait_for_other_groups():
-    net = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1)))
-    inner = BalancedDataParallel(None, net, ["cpu"] * 2, timeout_s=0.1)
-    late = Prone(lambda: time.sleep(0.5))
-    late.norm = inner
-    assert len(DataParallelModel(late, ["cpu"] * 2)(torch.arange(7.0)[:, None])) == 2
-    with pytest.raises(Exception, match=r"did not come to .* within 0\.2 s"):
-        DataParallelModel(late, ["cpu"] * 2, timeout_s=0.2)(torch.arange(7.0)[:, None])
-
-
 def test_order_within_outer_lockstep_is_fixed():
     net = nn.Sequential(nn.Linear(3, 400), nn.Dropout(0.5))
     model = BalancedDataParallel(3, nest(net, [(1, 1)]), ["cpu"] * 2, mode="lockstep")

@@ -91,20 +91,12 @@ def tie_weights(net):
     net.second.weight = net.first.weight
 
 
-def replace_data(net):
-    net.first.weight.data = torch.ones(3, 3)
-
-
 def add_hook(net):
     net.second.register_forward_hook(lambda module, args, output: output * module.weight.sum())
 
 
 def replace_layer(net):
     net.second = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-
-
-def unregister_bias(net):
-    net.first.bias = None
 
 
 def change_class(net):
@@ -119,10 +111,8 @@ CHANGES = [
     swap_layers,
     rename_buffer,
     tie_weights,
-    replace_data,
     add_hook,
     replace_layer,
-    unregister_bias,
     change_class,
     lambda net: setattr(net.first, "weight", nn.Parameter(torch.full((3, 3), 0.5))),
     lambda net: net.offset.add_(3),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from segapp.losses import CriterionLovasz, overlap, pixel_losses
+from segapp.losses import CriterionLovasz, overlap
 from segapp.losses.fused import checks, kernels
 from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import products_are_exact
@@ -80,20 +80,6 @@ def test_sums_leave_out_ids_of_no_class(ignore_index):
         values, valid, class_weight(), ignore_index=ignore_index, label_smoothing=0.1, reduction="sum"
     )
     assert relative_error(loss_sum, truth) < 1e-12
-
-
-@pytest.mark.parametrize("columns", [1, 64])
-def test_sums_by_bin_match_a_matrix_product(columns):
-    generator = torch.Generator().manual_seed(0)
-    bins = torch.randint(0, 7, (5000,), generator=generator)
-    bins[:3000] = 2
-    terms = [torch.rand(5000, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
-    one_hot = torch.nn.functional.one_hot(bins, 9).double()
-    sums = pixel_losses.sums_by_bin(terms, bins, 9, columns)
-    slopes = torch.rand(9, dtype=torch.float64, generator=generator)
-    for term, mine in zip(terms, sums, strict=True):
-        assert relative_error(mine.detach(), term.detach() @ one_hot) < 1e-14
-        assert torch.equal(torch.autograd.grad(mine, term, slopes, retain_graph=True)[0], slopes[bins])
 
 
 def test_lovasz_launches_grow_with_sorts_not_with_classes(monkeypatch):
@@ -182,16 +168,3 @@ def test_blocks_hold_every_class_and_source_pixel(N, h, w, W, num_classes, dtype
     assert num_programs == N * num_rows * num_blocks
     assert num_partials == num_programs * (block.CELLS + 1) * num_classes * (block.SOURCES + 1)
     assert buffers_of(shape, W, dtype, False) == (num_programs, 1)
-
-
-def test_few_cells_are_shared_and_many_are_taken_together():
-    def shared(h, w, W):
-        block = block_shape((2, 19, h, w), W, torch.float32)
-        return block.SPLIT, block.CELLS
-
-    assert shared(8, 8, 64) == (16, 1)
-    assert shared(32, 64, 2048) == (8, 1)
-    assert shared(64, 128, 1024) == (2, 1)
-    assert shared(96, 193, 1544) == (1, 1)
-    assert shared(128, 256, 2048) == (1, 2)
-    assert shared(256, 512, 2048) == (1, 8)
