@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.losses import CriterionCE, surrogate
 from segapp.parallel import SyncBatchNorm, distributed
-from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, is_launched, wrap_ddp
+from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, wrap_ddp
 from segapp.parallel.launch import launch_local
 from segapp.parallel.scatter_gather import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
 from tests.support import ROOT
@@ -129,13 +129,6 @@ def test_missing_or_wrong_environment_variable_is_named(monkeypatch, change, wor
         init_from_env()
 
 
-def test_absent_device_of_a_rank_is_named(monkeypatch):
-    for name, value in FULL.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(DistributedSetupError, match="cuda:63"):
-        init_from_env(device="cuda:63")
-
-
 def test_failed_rendezvous_error_names_the_address(monkeypatch):
     for name, value in {**FULL, "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -145,11 +138,6 @@ def test_failed_rendezvous_error_names_the_address(monkeypatch):
     ):
         init_from_env(device="cpu", start_timeout_s=1)
     assert not torch.distributed.is_initialized()
-
-
-def test_is_launched_reads_the_environment():
-    assert is_launched(FULL)
-    assert not is_launched({})
 
 
 def test_rank_watches_its_launcher_before_it_waits_for_others(monkeypatch):

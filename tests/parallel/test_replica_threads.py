@@ -1,7 +1,6 @@
 """A replica that fails or is missing stops the others; the error names it."""
 
 import gc
-import random
 import signal
 import threading
 import time
@@ -28,18 +27,16 @@ MODES = ["threads", "lockstep"]
 class Layers(nn.Module):
     """Five synchronised layers; `plan` = (replica, layer, action) makes one replica fail."""
 
-    def __init__(self, jitter_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(SyncBatchNorm(3) for _ in range(5))
         self.plan = None
-        self.jitter_s = jitter_s
         self.release = threading.Event()
 
     def forward(self, x):
         index = current_replica().index
         for i, layer in enumerate(self.layers):
             what = self.plan[2] if self.plan and self.plan[:2] == (index, i) else None
-            time.sleep(random.random() * self.jitter_s)
             if what == "raise":
                 raise ValueError("boom")
             if what == "memory":
