@@ -36,6 +36,7 @@ def started(code: str) -> subprocess.Popen[str]:
     return program
 
 
+@pytest.mark.faults
 def test_third_signal_ends_a_stop_in_a_call_of_c() -> None:
     program = started("""
     with StopSignals():
@@ -53,6 +54,7 @@ def test_third_signal_ends_a_stop_in_a_call_of_c() -> None:
     ]
 
 
+@pytest.mark.faults
 def test_signal_in_a_call_of_c_counts_once() -> None:
     program = started("""
     with StopSignals() as signals:
@@ -69,6 +71,7 @@ def test_signal_in_a_call_of_c_counts_once() -> None:
     assert [line for line in out.splitlines() if line[:1].isdigit()] == ["1 SIGINT", "2 SIGTERM"]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_stop_before_the_training_ends_the_process(is_begun: bool) -> None:
     program = started(f"""
@@ -89,6 +92,7 @@ def test_stop_before_the_training_ends_the_process(is_begun: bool) -> None:
     program.communicate()
 
 
+@pytest.mark.faults
 def test_signal_that_no_thread_takes_is_handled_elsewhere() -> None:
     """As in a read of a network file system: no thread that could take the signal, which stays pending."""
     program = started("""
@@ -103,20 +107,6 @@ def test_signal_that_no_thread_takes_is_handled_elsewhere() -> None:
     program.send_signal(signal.SIGTERM)
     out, _ = program.communicate(timeout=20)
     assert (out, program.returncode) == ("15 True\n", 9)
-
-
-def test_signal_to_a_free_main_thread_is_handled_there() -> None:
-    program = started("""
-    def handle(number, frame):
-        print(number, frame is None, flush=True)
-    signal.signal(signal.SIGTERM, handle)
-    print("ready", flush=True)
-    for _ in range(20):
-        time.sleep(0.1)
-    """)
-    program.send_signal(signal.SIGTERM)
-    out, _ = program.communicate(timeout=20)
-    assert out == "15 False\n"
 
 
 def test_long_work_prints_lines_and_fast_work_none(

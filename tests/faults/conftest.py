@@ -35,3 +35,9 @@ def new_run(references: References, tmp_path: Path) -> Iterator[Callable[..., Fa
     yield make
     for run in made:
         run.kill_all()
+
+
+@pytest.fixture
+def left_by(new_run: Callable[..., FaultRun], references: References) -> Callable[..., FaultRun]:
+    """Makes runs that a start has left, `left_by("train.step=8:kill", train={"epochs": 2})`."""
+    return lambda failpoints, **sections: references.left_by(failpoints, new_run(**sections))

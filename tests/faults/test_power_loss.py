@@ -1,4 +1,4 @@
-"""A power cut at every moment of a save, of the events and of a command: what was promised is there, intact (F04)."""
+"""A power cut at every moment of a start, a save and a command: what was promised is there, intact (F04)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from segapp.run.checkpoints import CheckpointFolder
-from segapp.run.commands import drain_commands, parse_command, send_command
-from segapp.run.events import EventReader, EventWriter, read_answers
-from segapp.run.files import machine_id
-from tests.support.fault_runs import LEAN, SYNCHRONOUS, FaultRun, Invariants, case, is_stopped, needs, some, traced
+from segapp.run.commands import drain_commands
+from segapp.run.events import EventReader
+from tests.support.fault_runs import SHORT, SYNCHRONOUS, FaultRun, case, is_stopped, needs, traced
 
-CALLS = "openat,write,fsync,fdatasync,close,rename,renameat,renameat2,link,linkat,unlink,unlinkat"
-ALL_CALLS = f"{CALLS},mkdir,mkdirat,ftruncate,pwrite64,fcntl"
-EVENTS, MANIFEST = "run/events.jsonl", "run/checkpoints/manifest.json"
-SHORT: dict[str, Any] = {**LEAN, "train": {"epochs": 2, "ema": None}, "checkpoint": {"every_steps": 4}}
+CALLS = "openat,write,pwrite64,ftruncate,fsync,fdatasync,close,fcntl,"
+CALLS += "rename,renameat,renameat2,link,linkat,unlink,unlinkat,mkdir,mkdirat"
+MANIFEST = "run/checkpoints/manifest.json"
 
 # --- a model of a disk that replays a trace ---------------------------------------------------------------------------
 
@@ -153,21 +150,6 @@ class Disk:
             yield {name: file.content for name, file in files.items()}
             yield {name: file.durable for name, file in files.items()}
 
-    def torn(self, name: str) -> Iterator[bytes]:
-        """Yields the contents that a power cut now may leave of a file: each part of what is not synced.
-
-        What was cut off or appended is there up to any byte; what follows is missing, or zeros.
-        """
-        if name in self._names:
-            file = self._names[name]
-            pairs = zip(file.durable, file.content, strict=False)
-            num_same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(file.durable))
-            yield file.durable
-            for end in range(num_same, len(file.content)):
-                yield file.content[:end]
-                yield file.content[:end] + bytes(len(file.content) - end)
-            yield file.content
-
     def assert_same(self) -> None:
         """The present files are those of the model."""
         names = {name: file.content for name, file in self._names.items() if _is_reachable(name, self._names)}
@@ -241,7 +223,7 @@ def put(state: dict[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- what it leaves ---------------------------------------------------------------------------------------------------
 
 
 def promised_by(call: Call) -> int:
@@ -254,23 +236,20 @@ def promised_by(call: Call) -> int:
 
 @case(
     "F04",
-    how="strace: a power cut after each system call of two saves; what was not synced is kept, lost, kept in part",
-    passes="every committed checkpoint intact, the newest not older than the last promise",
+    how="strace: a power cut after each call of a start and its saves; what was not synced is kept, lost, kept in part",
+    passes="every committed checkpoint intact, the newest not older than the last promise, no event before it missing",
 )
 @pytest.mark.faults
 def test_power_cut_at_any_call_keeps_committed_checkpoints(
     new_run: Callable[..., FaultRun], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     needs("strace")
-    run = new_run(**SHORT)
-    run.train(failpoints=f"train.step=7:kill;{SYNCHRONOUS}")
-    promised = run.acknowledged_step()
-    program = run.start(failpoints=f"ckpt.start=1:stop;{SYNCHRONOUS}")
-    run.wait_for(lambda: is_stopped(program), program)
-    disk = Disk(run.folder / "checkpoints")
+    run = new_run(**{**SHORT, "checkpoint": {"every_steps": 3}})
+    program = run.start(failpoints=f"train.step=6:kill;{SYNCHRONOUS}", is_stopped=True)
+    disk, found = Disk(run.work, only="run"), tmp_path / "found"
     with traced(run, program, "-s", str(2**24), "-e", f"trace={CALLS}") as trace:
-        assert run.ended(program).returncode == 0, program.stderr
-    num_calls, seen = 0, set()
+        run.ended(program)
+    num_calls, promised, seen = 0, 0, set()
     for call in read_trace(trace):
         promised = max(promised, promised_by(call))
         num_calls += disk.apply(call, run.work)
@@ -280,160 +259,20 @@ def test_power_cut_at_any_call_keeps_committed_checkpoints(
             key = (promised, frozenset(state.items()))
             if key not in seen:
                 seen.add(key)
-                put(state, tmp_path / "found")
-                rows = CheckpointFolder(tmp_path / "found").verify()
-                assert [row.problem for row in rows] == [None] * len(rows), (call.name, call.arguments[:200])
-                assert rows[0].entry.step >= promised, (call.name, call.arguments[:200])
-    assert promised == 10
+                put(state, found)
+                newest = 0
+                if promised or (found / MANIFEST).exists():
+                    rows = CheckpointFolder(found / "run" / "checkpoints").verify()
+                    assert [row.problem for row in rows] == [None] * len(rows), (call.name, call.arguments[:200])
+                    newest = rows[0].entry.step
+                assert newest >= promised, (call.name, call.arguments[:200])
+                events = EventReader(found / "run" / "events.jsonl").read_raw()
+                assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+                steps = {event["step"] for event in events if event["type"] == "step"}
+                assert steps >= set(range(1, newest + 1)), "a checkpoint is there, and events of before it are not"
+    assert promised == 5
     disk.assert_same()
     record_property("figure", f"{num_calls} calls, {len(seen)} states of the disk")
-
-
-# --- events and commands ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Written:
-    """What a trainer has written so far, read from its system calls alone.
-
-    Args:
-        sent: the ids of the commands in the inbox.
-        lines: all lines of events, also those in the file that replaces events.jsonl at a resume.
-        promised: the lines that were synced by a call of their own: `seq` apart, they are never lost.
-    """
-
-    sent: set[str] = field(default_factory=set)
-    lines: set[bytes] = field(default_factory=set)
-    promised: set[str] = field(default_factory=set)
-    _unsynced: set[str] = field(default_factory=set)
-
-    def note(self, call: Call) -> None:
-        """Takes up a call."""
-        place = call.arguments.partition(">")[0]
-        if call.name == "write" and place.endswith(("/run/events.jsonl", "@" + machine_id())):
-            lines = [line for line in call.strings[0].split(b"\n") if line.startswith(b'{"v":1,"seq":')]
-            self.lines |= set(lines)
-            durable = ("run_start", "checkpoint", "command", "run_end")
-            self._unsynced |= {without_seq(e) for e in map(json.loads, lines) if e["type"] in durable}
-        elif call.name == "fsync" and place.endswith("/run/events.jsonl"):
-            self.promised |= self._unsynced
-            self._unsynced.clear()
-
-
-def without_seq(event: dict[str, Any]) -> str:
-    """An event as text, without the number that a resume may change."""
-    return json.dumps({key: value for key, value in event.items() if key != "seq"})
-
-
-class Reading:
-    """Reads a run in each state that a power cut may leave, in an empty folder."""
-
-    def __init__(self, work: Path, written: Written) -> None:
-        self.work, self.written = work, written
-        self._seen: set[object] = set()
-
-    def state(self, state: dict[str, bytes]) -> bool:
-        """Checks events, commands and steps of a state; False if it was checked before."""
-        inbox = {name: content for name, content in state.items() if name.startswith("run/commands/")}
-        key = (len(self.written.promised), state.get(EVENTS), state.get(MANIFEST), frozenset(inbox.items()))
-        if key in self._seen:
-            return False
-        self._seen.add(key)
-        put(inbox, self.work)
-        (self.work / "run" / "commands").mkdir(parents=True, exist_ok=True)
-        found = self.events(state.get(EVENTS, b""))
-        waiting = drain_commands(self.work / "run")
-        assert [received.problem for received in waiting] == [None] * len(waiting)
-        ids = {received.id for received in waiting}
-        assert ids <= ids | set(read_answers(found)) == self.written.sent
-        entries = json.loads(state[MANIFEST])["entries"] if MANIFEST in state else []
-        steps = {event["step"] for event in found if event["type"] == "step"}
-        newest = max((entry["step"] for entry in entries), default=0)
-        assert steps >= set(range(1, newest + 1)), "a checkpoint is there, and events of before it are not"
-        return True
-
-    def events(self, content: bytes) -> list[dict[str, Any]]:
-        """Checks a content of events.jsonl, and that it can be continued; returns its events."""
-        path = self.work / "events.jsonl"
-        path.write_bytes(content)
-        found = EventReader(path).read_raw()
-        whole = [line for line in content.split(b"\n")[:-1] if line in self.written.lines]
-        assert found == [json.loads(line) for line in whole], "only whole lines that were written are read"
-        assert [event["seq"] for event in found] == list(range(1, len(found) + 1))
-        assert self.written.promised <= {without_seq(event) for event in found}, "a synced event is lost"
-        with EventWriter(path) as writer:
-            before = writer.last_seq
-            writer.alert("test", "goes on")
-        reader = EventReader(path)
-        after = reader.read_raw()
-        assert [event["seq"] for event in after] == list(range(1, before + 2))
-        assert after[: len(found)] == found
-        assert set(path.read_bytes().split(b"\n")[:before]) <= self.written.lines
-        assert reader.num_bad == 0
-        return found
-
-
-@pytest.fixture
-def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks of thousands of contents do not wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.mark.slow
-@case(
-    "F04",
-    how="strace: a power cut after each call of a start and a resume; events and commands kept, lost, torn at any byte",
-    passes="synced events and answers there, none invented, every command whole or answered, no step missing; exact",
-)
-@pytest.mark.parametrize(("every_byte", "num_resumed"), some([(29, 2), (1, 40)], (29, 2)))
-@pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("no_fsync")
-def test_power_cut_keeps_synced_events_and_commands(
-    new_run: Callable[..., FaultRun],
-    invariants: Invariants,
-    tmp_path: Path,
-    every_byte: int,
-    num_resumed: int,
-    record_property: Callable[[str, object], None],
-) -> None:
-    needs("strace")
-    run, written = new_run(**SHORT), Written()
-    reading = Reading(tmp_path / "read", written)
-    num_calls = num_states = num_torn = 0
-    kept: list[dict[str, bytes]] = []
-    for failpoints in ("train.step=8:kill", ""):
-        disk = Disk(run.work, only="run")
-        program = run.start(failpoints=f"{failpoints};{SYNCHRONOUS}", is_stopped=True)
-        with traced(run, program, "-s", str(2**24), "-e", f"trace={ALL_CALLS}") as trace:
-            run.ended(program)
-        for call in read_trace(trace):
-            if call.name in ("fsync", "ftruncate"):
-                for content in list(disk.torn(EVENTS))[::every_byte]:
-                    reading.work.mkdir(exist_ok=True)
-                    reading.events(content)
-                    num_torn += 1
-            written.note(call)
-            num_calls += disk.apply(call, run.work)
-            if call.name == "write":
-                continue  # it only adds to bytes that the next call but one still finds unsynced
-            new = [state for state in disk.states() if reading.state(state)]
-            num_states += len(new)
-            kept += new[-1:]
-        disk.assert_same()
-        if failpoints:
-            assert run.acknowledged_step() == 5
-            with open(run.folder / "events.jsonl", "ab") as file:
-                file.write(b'{"v":1,"seq":99,"t":1.5,"ty')  # as a power cut may leave it
-            for text in ("checkpoint", "set gpu0_bsz=9", "checkpoint"):
-                written.sent.add(send_command(run.folder, parse_command(text), "test"))
-    invariants.assert_same(run)
-    assert set(read_answers(run.events())) == written.sent
-    for number, state in enumerate(kept[:: max(1, len(kept) // num_resumed)]):
-        resumed = new_run(f"resumed-{number}", **SHORT)
-        config = {"config.yaml": (resumed.work / "config.yaml").read_bytes()}
-        put({**state, **config}, resumed.work)
-        invariants.check(resumed)
-    record_property("figure", f"{num_calls} calls, {num_states} states, {num_torn} torn files, {number + 1} resumed")
 
 
 @case(
@@ -449,7 +288,7 @@ def test_power_cut_leaves_a_command_whole_or_absent(new_run: Callable[..., Fault
     run.wait_for(lambda: is_stopped(trainer), trainer)
     disk, is_sent, num_states = Disk(run.folder, only="commands"), False, 0
     program = run.program("ctl", "run", "set", "lr_factor=0.25", is_stopped=True)
-    with traced(run, program, "-s", "65536", "-e", f"trace={ALL_CALLS}") as trace:
+    with traced(run, program, "-s", "65536", "-e", f"trace={CALLS}") as trace:
         assert run.ended(program).returncode == 0, program.stderr
     for call in read_trace(trace):
         disk.apply(call, run.work)

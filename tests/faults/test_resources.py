@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,41 +17,8 @@ from tests.support.hostile_files import write_picture
 NewRun = Callable[..., FaultRun]
 
 
-@case("F43", how="/dev/shm of 256 KiB, batches of 1.5 MiB, 2 workers", passes="exit 7, says shm-size; no bus error")
-@pytest.mark.faults_long
-def test_tiny_shared_memory_exits_7_and_names_shm_size(new_run: NewRun, invariants: Invariants) -> None:
-    needs("root", "mount")
-    run = new_run(data={"workers": 2, "crop_px": [512, 512]})
-    words = f"{sys.executable} -m segapp train --plain --config config.yaml --run run"
-    done = subprocess.run(
-        ["unshare", "-m", "bash", "-c", f"mount -t tmpfs -o size=256k tmpfs /dev/shm && exec {words}"],
-        cwd=run.work,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    invariants.assert_clear(done, 7, "/dev/shm", "--shm-size")
-
-
-@pytest.mark.sampled(2)
-@case("F46", how="an image removed under the run, and the whole data folder", passes="exit 3, the file named, exact")
-@pytest.mark.faults
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_data_removed_under_the_run_exit_3(new_run: NewRun, invariants: Invariants, what: str) -> None:
-    run = new_run(data={"workers": 1})
-    root = run.copy_data()
-    program = run.start(failpoints="train.step=sleep:0.3")
-    run.wait_for_step(3, program)
-    gone = root / "images" / "train" / "03.png" if what == "file" else root
-    gone.rename(run.work / "elsewhere")
-    invariants.assert_clear(run.ended(program), 3, "03.png" if what == "file" else "data/", "the file does not exist")
-    (run.work / "elsewhere").rename(gone)
-    invariants.check(run)
-
-
 @pytest.mark.sampled(3)
+@case("F46", how="an image removed under the run, and the whole data folder", passes="exit 3, the file named, exact")
 @case(
     "F46",
     how="an image, a mask replaced by noise, or an image by one of another size, under the run; then put back",
@@ -61,21 +26,29 @@ def test_data_removed_under_the_run_exit_3(new_run: NewRun, invariants: Invarian
 )
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("name", "what"),
-    [("images/train/03.png", "noise"), ("masks/train/03.png", "noise"), ("images/train/03.png", "size")],
+    ("name", "change"),
+    [
+        ("images/train/03.png", None),
+        ("images/train/03.png", lambda path: path.write_bytes(os.urandom(500))),
+        ("images/train/03.png", lambda path: write_picture(path, np.zeros((48, 60, 3), np.uint8))),
+        ("masks/train/03.png", lambda path: path.write_bytes(os.urandom(500))),
+        (".", None),
+    ],
+    ids=["file gone", "noise", "other size", "mask of noise", "folder gone"],
 )
-def test_file_changed_under_the_run_exits_3(new_run: NewRun, invariants: Invariants, name: str, what: str) -> None:
-    run = new_run()
+def test_data_changed_under_the_run_exit_3(
+    new_run: NewRun, invariants: Invariants, name: str, change: Callable[[Path], object] | None
+) -> None:
+    run = new_run(data={"workers": 1})
     path = run.copy_data() / name
-    before = path.read_bytes()
-    program = run.start(failpoints="train.step=sleep:0.3")
+    program = run.start(failpoints="train.step=sleep:0.2")
     run.wait_for_step(3, program)
-    if what == "noise":
-        path.write_bytes(os.urandom(500))
-    else:
-        write_picture(path, np.zeros((48, 60, 3), np.uint8))
-    invariants.assert_clear(run.ended(program), 3, name)
-    path.write_bytes(before)
+    path.rename(run.work / "elsewhere")
+    if change is not None:
+        change(path)
+    says = ("does not exist",) if change is None else ()
+    invariants.assert_clear(run.ended(program), 3, name if name != "." else "data/", *says)
+    (run.work / "elsewhere").replace(path)
     invariants.check(run)
 
 

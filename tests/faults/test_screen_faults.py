@@ -12,7 +12,7 @@ import pytest
 
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import Device, DeviceMemory, Memory, RunStart
-from tests.support.fault_runs import FaultRun, Invariants, case
+from tests.support.fault_runs import FaultRun, Invariants, case, some
 from tests.support.hostile_files import is_inert
 from tests.support.recorded_runs import RecordedRun
 from tests.support.terminals import COLUMNS, ROWS, Terminal, peak_mib, terminal
@@ -155,9 +155,9 @@ def test_hostile_names_are_inert_on_the_screen(tmp_path: Path) -> None:
         shown.wait_for("FAILED")
         for key in ("1", "2", "f", "f", "3", "f", "o", "f", "4", "f", "f", "5", "?", "\x1b"):
             shown.type(key)
-            shown.read(0.25)
-        for row in range(1, ROWS - 1, 2):
-            for column in range(2, COLUMNS, 7):
+            shown.read(0.1)
+        for row in range(1, ROWS - 1, 3):
+            for column in range(2, COLUMNS, 11):
                 shown.click(column, row)
             shown.read(0.02)
         shown.read(1)
@@ -169,19 +169,10 @@ def test_hostile_names_are_inert_on_the_screen(tmp_path: Path) -> None:
     assert b"[@click=app" in shown.output, "markup is shown as it is written"
 
 
-@pytest.mark.faults
 @case("S11", how="the screen on events with a hole of NUL, NaN, torn, cut, replaced", passes="alive; < 200 MiB")
-def test_screen_reads_on_after_damaged_events(tmp_path: Path, record_property: Note) -> None:
-    _damaged_history(tmp_path, record_property, 2**28)
-
-
-@pytest.mark.faults_long
 @case("S11", how="the same with a hole of 2 GB", passes="alive; < 200 MiB")
-def test_screen_reads_on_after_huge_damaged_events(tmp_path: Path, record_property: Note) -> None:
-    _damaged_history(tmp_path, record_property, 2**31)
-
-
-def _damaged_history(tmp_path: Path, record_property: Note, hole_bytes: int) -> None:
+@pytest.mark.parametrize("hole_bytes", some([2**28, 2**31], 2**28))
+def test_screen_reads_on_after_damaged_events(tmp_path: Path, record_property: Note, hole_bytes: int) -> None:
     run = RecordedRun(tmp_path / "run", num_devices=2)
     for _ in range(3):
         run.epoch()

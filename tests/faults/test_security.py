@@ -6,7 +6,6 @@ import ast
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import os
 import pickle
@@ -17,10 +16,8 @@ import shutil
 import signal
 import socket
 import stat
-import statistics
 import struct
 import subprocess
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,9 +28,9 @@ import torch
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.errors import CheckpointError
 from segapp.models.weights import read_weights_file
-from segapp.run.commands import drain_commands, parse_command, send_command
+from segapp.run.commands import parse_command, send_command
 from tests.support import ROOT
-from tests.support.fault_runs import FaultRun, Invariants, case, needs
+from tests.support.fault_runs import FaultRun, Invariants, case, some
 from tests.support.hostile_files import CONTROL, MARKUP, Canary, is_inert, pickles
 from tests.support.programs import Program
 
@@ -43,14 +40,8 @@ PAYLOADS = [name for name, _ in pickles(Path("/nonexistent"))]
 
 
 @pytest.fixture
-def finished(new_run: NewRun) -> FaultRun:
-    run = new_run(train={"epochs": 1})
-    assert run.train().returncode == 0
-    return run
-
-
-def inert_canary(canary: Path) -> None:
-    assert not canary.exists(), "code of the file was run"
+def finished(left_by: NewRun) -> FaultRun:
+    return left_by("", train={"epochs": 1})
 
 
 @pytest.mark.sampled(3)
@@ -76,7 +67,7 @@ def test_pickle_in_weights_is_never_executed(finished: FaultRun, payload: str, m
         ):
             done = finished.command(*words, **opt_out)
             Invariants.assert_clear(done, 4)
-    inert_canary(canary)
+    assert not canary.exists(), "code of the file was run"
 
 
 @pytest.mark.faults
@@ -94,7 +85,7 @@ def test_pickle_with_valid_manifest_is_not_executed(finished: FaultRun) -> None:
     (checkpoints / "manifest.json").write_text(json.dumps(manifest))
     done = finished.command("train", "--plain", "--config", "config.yaml", "--run", "run", "--resume", "train.epochs=2")
     Invariants.assert_clear(done, 4, "refused, it could run code")
-    inert_canary(canary)
+    assert not canary.exists(), "code of the file was run"
 
 
 @pytest.mark.faults
@@ -106,9 +97,10 @@ def test_payloads_run_in_an_unsafe_load(tmp_path: Path) -> None:
     assert canary.exists()
 
 
-@pytest.mark.faults
 @case("S02", how="archives that unpack to gigabytes; 60 mutants of a checkpoint", passes="refused; memory bounded")
-def test_checkpoint_bombs_and_mutants_are_refused_or_read(finished: FaultRun) -> None:
+@case("S02", how="2000 mutants of a checkpoint and of weights", passes="read or refused; no crash; memory bounded")
+@pytest.mark.parametrize("count", some([60, 2000], 60))
+def test_checkpoint_bombs_and_mutants_are_refused_or_read(finished: FaultRun, count: int) -> None:
     buffer = io.BytesIO()
     torch.save({"model": {"w": torch.zeros(2**26)}}, buffer)
     bomb = finished.work / "bomb.pth"
@@ -120,17 +112,7 @@ def test_checkpoint_bombs_and_mutants_are_refused_or_read(finished: FaultRun) ->
     for read in (read_weights_file, load_checkpoint):
         with pytest.raises(CheckpointError, match="compressed"):
             read(bomb)
-    mutants(finished.newest().read_bytes(), finished.work / "mutant.pt", 60)
-
-
-@pytest.mark.faults_long
-@case("S02", how="2000 mutants of a checkpoint and of weights", passes="read or refused; no crash; memory bounded")
-def test_2000_checkpoint_mutants_are_refused_or_read(finished: FaultRun) -> None:
-    mutants(finished.newest().read_bytes(), finished.work / "mutant.pt", 2000)
-
-
-def mutants(data: bytes, path: Path, count: int) -> None:
-    rng = random.Random(0)
+    data, path, rng = finished.newest().read_bytes(), finished.work / "mutant.pt", random.Random(0)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(count):
         changed = bytearray(data)
@@ -138,10 +120,8 @@ def mutants(data: bytes, path: Path, count: int) -> None:
             changed[rng.randrange(len(changed)) if rng.random() < 0.5 else rng.randrange(4096)] = rng.randrange(256)
         path.write_bytes(changed[: rng.randrange(len(changed))] if rng.random() < 0.2 else changed)
         for read in (read_weights_file, load_checkpoint):
-            try:
+            with contextlib.suppress(CheckpointError):
                 read(path)
-            except CheckpointError as error:
-                assert str(error)  # noqa: PT017
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 512 * 1024
 
 
@@ -181,36 +161,6 @@ def test_inbox_is_private_under_any_umask(new_run: NewRun) -> None:
     inbox.symlink_to(elsewhere)
     Invariants.assert_clear(run.train("train.epochs=3"), 10, "run/commands is a symbolic link")
     assert list(elsewhere.iterdir()) == []
-
-
-@pytest.mark.faults
-@case("S04", how="a command of uid 65534 in the inbox; uid 65534 at the inbox", passes="rejected; EACCES by its mode")
-def test_command_of_another_user_is_refused(training: tuple[FaultRun, Program]) -> None:
-    needs("root")
-    run, program = training
-    inbox = run.folder / "commands"
-    body = {"v": 1, "id": "a" * 12, "by": "root@here", "t": time.time(), "command": {"kind": "stop"}}
-    name = f"{time.time_ns():020d}-{'a' * 12}.json"
-    outside = run.work.parent / f"{run.work.name}-drop"
-    outside.mkdir(mode=0o777)
-    outside.chmod(0o777)
-    (outside / name).write_text(json.dumps(body))
-    os.chown(outside / name, 65534, 65534)
-    (outside / name).rename(inbox / name)
-    answers = run.wait_for(lambda: [e for e in run.events("command") if e["id"] == "a" * 12], program)
-    assert answers[-1]["status"] == "rejected"
-    assert "another user (uid 65534 instead of" in answers[-1]["reason"]
-    for parent in (run.folder, *run.folder.parents):
-        if parent.stat().st_uid == os.getuid():
-            parent.chmod(parent.stat().st_mode | 0o011)  # the way to the inbox is open: only its own mode is left
-    words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "touch"]
-    assert subprocess.run([*words, str(outside / "x")], check=False).returncode == 0
-    closed = subprocess.run([*words, str(inbox / "x")], capture_output=True, text=True, check=False)
-    assert closed.returncode != 0
-    assert "Permission denied" in closed.stderr
-    inbox.chmod(0o777)
-    assert subprocess.run([*words, str(inbox / "x")], check=False).returncode == 0, "it is the mode that keeps it out"
-    assert program.returncode is None
 
 
 def sockets_of(run: FaultRun) -> Iterator[tuple[str, list[str]]]:
@@ -263,7 +213,7 @@ def test_ranks_of_one_machine_tell_strangers_nothing(new_run: NewRun) -> None:
     program.send(signal.SIGTERM)
     assert run.ended(program, 120).returncode == 75, program.stderr
     assert not folder.exists()
-    inert_canary(canary)
+    assert not canary.exists(), "code of the file was run"
 
 
 def answers_as_store(port: int) -> bool:
@@ -281,49 +231,6 @@ def store_of(pid: int) -> str:
     return next((word.partition(b"=")[2].decode() for word in environ if word.startswith(b"SEGAPP_RANK_STORE=")), "")
 
 
-def junk(rng: random.Random) -> bytes:
-    good = {"v": 1, "id": "b" * 12, "by": "a@b", "t": 1.5, "command": {"kind": "set", "lr_factor": 0.5}}
-    text = json.dumps(good).encode()
-    kind = rng.randrange(8)
-    if kind == 0:
-        return bytes(rng.randrange(256) for _ in range(rng.randrange(200)))
-    if kind == 1:
-        return b"[" * rng.randrange(60_000)
-    if kind == 2:
-        return text[: rng.randrange(len(text))]
-    if kind == 3:
-        return text.replace(b"0.5", rng.choice([b"NaN", b"1e999", b"-1", b"null", b'"x"', b"[]", b"0", b"true"]))
-    if kind == 4:
-        return text.replace(b"set", rng.choice([b"shell", b"stop\\u0000", b"", b"\\ud800", b"__class__"]))
-    if kind == 5:
-        return text.replace(b"a@b", rng.choice(CONTROL).encode("utf-8", "surrogatepass"))
-    changed = bytearray(text)
-    for _ in range(3):
-        changed[rng.randrange(len(changed))] = rng.randrange(256)
-    return bytes(changed)
-
-
-def throw(run: FaultRun, count: int, *, seed: int) -> int:
-    """Puts junk into the inbox; how many of it are commands after all, by the parser's own word."""
-    rng, inbox, fine = random.Random(seed), run.folder / "commands", 0
-    scratch = run.work / "scratch" / "commands"
-    scratch.mkdir(parents=True, exist_ok=True)
-    for i in range(count):
-        name = f"{i:020d}-{rng.getrandbits(48):012x}.json" if rng.random() < 0.8 else f"x{i}{rng.choice(MARKUP[1:2])}"
-        name = name.replace("/", "_")
-        data = junk(rng)
-        (scratch / name).write_bytes(data)
-        (received,) = drain_commands(scratch.parent)
-        (scratch / name).unlink()
-        if received.command is not None:
-            fine += 1
-            continue
-        temporary = inbox / f".tmp-{i}"
-        temporary.write_bytes(data)
-        temporary.rename(inbox / name)
-    return fine
-
-
 @pytest.mark.faults
 @case(
     "S06",
@@ -331,71 +238,32 @@ def throw(run: FaultRun, count: int, *, seed: int) -> int:
     passes="each answered once; exit 75",
 )
 def test_junk_files_in_the_inbox_are_each_answered_once(training: tuple[FaultRun, Program]) -> None:
-    _junk_in_the_inbox(training, 400)
-
-
-@pytest.mark.faults_long
-@case("S06", how="the same with 5000 junk files", passes="each answered once; exit 75")
-def test_5000_junk_files_in_the_inbox_are_answered_once(training: tuple[FaultRun, Program]) -> None:
-    _junk_in_the_inbox(training, 5000)
-
-
-def _junk_in_the_inbox(training: tuple[FaultRun, Program], count: int) -> None:
     run, program = training
     inbox = run.folder / "commands"
-    (run.work / "large").write_bytes(b"[" * 10_000_000)
-    (run.work / "large").rename(inbox / f"{0:020d}-{'c' * 12}.json")
-    (inbox / f"{1:020d}-{'d' * 12}.json").symlink_to("/etc/passwd")
-    os.mkfifo(inbox / f"{2:020d}-{'e' * 12}.json")
-    num_fine = throw(run, count, seed=1)
-    run.wait_for(lambda: len(run.events("command")) >= count - num_fine + 3, program, 200)
+    good = json.dumps({"v": 1, "id": "b" * 12, "by": "a@b", "t": 1.5, "command": {"kind": "set", "lr_factor": 0.5}})
+    junk = [b"\x07\xff\0", b"[" * 60_000, b"[" * 10_000_000, good[:-9].encode(), good.replace("0.5", "NaN").encode()]
+    junk += [good.replace("a@b", CONTROL[1]).encode(), good.replace("set", "\ud800").encode(errors="surrogatepass")]
+    for i in range(400):
+        path = inbox / f"{i:020d}-{i:012x}.json" if i % 7 else inbox / f"x{i}{MARKUP[1].replace('/', '_')}"
+        path.with_name(f".tmp-{i}").write_bytes(junk[i % len(junk) if i < 7 or i % 7 != 2 else 0])
+        path.with_name(f".tmp-{i}").rename(path)
+    (inbox / f"{401:020d}-{'d' * 12}.json").symlink_to("/etc/passwd")
+    os.mkfifo(inbox / f"{402:020d}-{'e' * 12}.json")
+    run.wait_for(lambda: len(run.events("command")) >= 402, program, 200)
     answers = run.events("command")
     assert len({answer["id"] for answer in answers}) == len(answers), "each is answered once"
     assert {answer["status"] for answer in answers} == {"rejected"}
     assert all(is_inert(json.dumps(answer, ensure_ascii=False)) for answer in answers)
     assert is_inert(program.stdout + program.stderr)
-    for text in ("set lr_factor=nan", "set lr_factor=inf", "set lr_factor=1e999", "shell ls", "stop \x1b[2J"):
-        done = run.command("ctl", "run", *text.split())
-        Invariants.assert_clear(done, 2)
+    Invariants.assert_clear(run.command("ctl", "run", "stop", "\x1b[2J"), 2)
     before = run.events("step")[-1]["step"]
     run.wait_for(lambda: run.events("step")[-1]["step"] > before + 2, program)
     for _ in range(2):
         send_command(run.folder, parse_command("stop"))
-    done = run.ended(program)
-    assert done.returncode == 75
+    assert run.ended(program).returncode == 75
     stops = [e["status"] for e in run.events("command") if e["command"] == "stop" and e["status"] != "accepted"]
     assert len(stops) == 2
     assert "applied" in stops
-
-
-@pytest.mark.faults_long
-@case(
-    "S06",
-    how="junk files at 100 a second, in turns with quiet, 8 turns of 3 s",
-    passes="a step takes < twice as long",
-)
-def test_inbox_junk_does_not_slow_the_steps(
-    training: tuple[FaultRun, Program], record_property: Callable[[str, object], None]
-) -> None:
-    run, program = training
-    inbox, rng = run.folder / "commands", random.Random(2)
-    times_s: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(8):
-        is_noisy = turn % 2 == 1
-        begin_s, end_s = time.time(), time.monotonic() + 3
-        while time.monotonic() < end_s:
-            if is_noisy:
-                name = f"{rng.getrandbits(48):020d}-{rng.getrandbits(48):012x}.json"
-                (inbox / f".tmp-{name}").write_bytes(b"[" * rng.randrange(5000))
-                (inbox / f".tmp-{name}").rename(inbox / name)
-            time.sleep(0.01)
-        found = [e["t"] for e in run.events("step") if e["t"] > begin_s]
-        times_s[is_noisy] += [later - earlier for earlier, later in itertools.pairwise(found)]
-    ratio = statistics.median(times_s[True]) / statistics.median(times_s[False])
-    record_property("figure", f"step time x {ratio:.3f} ({len(times_s[True])} and {len(times_s[False])} steps)")
-    print(f"step time under junk x {ratio:.3f}")
-    assert ratio < 2
-    assert program.returncode is None
 
 
 @pytest.mark.faults
@@ -450,26 +318,6 @@ def test_secrets_stay_out_of_logs(new_run: NewRun) -> None:
     for path in run.folder.rglob("*"):
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes(), path
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-@case("S11", how="events: torn, NUL, NaN, Infinity, 64 MB line, rotated", passes="status reads on; bounded")
-def test_status_reads_on_after_hostile_events(finished: FaultRun) -> None:
-    events = finished.folder / "events.jsonl"
-    whole = events.read_bytes()
-    junk = [b"\0" * 1000 + b"\n", b'{"v":1,"seq":NaN}\n', b'{"v":1,"seq":9,"t":1e999', b"x" * 2**26 + b"\n"]
-    junk += [b"\0" * 300_000, b"\xff" * 2**22 + b"\n", b"{}\n" * 2**21]
-    for junk_bytes in junk:
-        events.write_bytes(whole + junk_bytes)
-        done = finished.command("status", "run", "--json")
-        assert done.returncode == 0, done.stderr
-        is_long = len(junk_bytes) > 2**24  # of the end only so much is read: what a run said before it is not seen
-        assert json.loads(done.stdout)["state"] in ({"finished", "crashed"} if is_long else {"finished"})
-    events.rename(events.with_suffix(".1"))
-    assert finished.command("status", "run", "--json").returncode == 0
-    os.mkfifo(events)
-    assert finished.command("status", "run", "--json", timeout_s=20).returncode in (0, 2)
 
 
 FORBIDDEN_CALLS = {

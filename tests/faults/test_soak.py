@@ -6,97 +6,48 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import pty
 import random
 import signal
 import statistics
-import struct
-import sys
-import termios
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from segapp.run.commands import parse_command, send_command
 from tests.support.fault_runs import FaultRun, Invariants, case
+from tests.support.terminals import terminal
 
 MINUTES = float(os.environ.get("SEGAPP_SOAK_MINUTES", "60"))
 COMMANDS = ("checkpoint", "pause", "resume", "set lr_factor=0.9", "set lr_factor=1", "set gpu0_bsz=99", "cancel")
 
 
-@dataclass
 class Samples:
-    """What a process holds, sampled: KiB of its own, threads, file descriptors.
+    """What a process holds: KiB that it shares with no process and no file, threads and file descriptors, sampled."""
 
-    The memory is what it shares with no other process and no file, in RAM and in swap. The mapped files, which the
-    kernel drops when memory is short and reads again, are not in it.
-    """
-
-    own_kib: list[int] = field(default_factory=list)
-    threads: list[int] = field(default_factory=list)
-    fds: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int, int]] = []
 
     def take(self, pid: int) -> None:
         """One more sample; none where the process is gone."""
         with contextlib.suppress(OSError, KeyError):
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             facts = dict(line.split(":", 1) for line in lines)
-            self.own_kib.append(sum(int(facts[name].split()[0]) for name in ("RssAnon", "VmSwap")))
-            self.threads.append(int(facts["Threads"]))
-            self.fds.append(len(os.listdir(f"/proc/{pid}/fd")))
+            own_kib = sum(int(facts[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+            self.rows.append((own_kib, int(facts["Threads"]), len(os.listdir(f"/proc/{pid}/fd"))))
 
-    def growth(self) -> float:
-        """By which part the memory of the last third is above that of the middle one."""
-        third = max(1, len(self.own_kib) // 3)
-        return statistics.median(self.own_kib[-third:]) / statistics.median(self.own_kib[third : 2 * third]) - 1
-
-    def range(self, what: str) -> str:
-        """From the least to the most of `threads` or `fds`, after the warm-up."""
-        values = getattr(self, what)[len(self.own_kib) // 3 :]
-        return f"{min(values)}-{max(values)}"
-
-    def is_flat(self) -> bool:
-        """Whether threads and descriptors of the last third are at most as many as they were before."""
-        third = max(1, len(self.own_kib) // 3)
-        return all(max(values[-third:]) <= max(values[:-third]) + 1 for values in (self.threads, self.fds))
-
-
-@contextlib.contextmanager
-def screen(run: FaultRun) -> Iterator[int]:
-    """The screen of a run in a terminal of its own; its process id."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(run.work)
-        os.environ.update(TERM="xterm-256color")
-        os.execv(sys.executable, [sys.executable, "-m", "segapp", "attach", "run"])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-
-    def drain() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(terminal, 2**16):
-                pass
-
-    reader = threading.Thread(target=drain, daemon=True)
-    reader.start()
-    try:
-        yield pid
-    finally:
-        deadline_s = time.monotonic() + 60
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline_s:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                pytest.fail("the screen did not end when it was asked to")
-            with contextlib.suppress(OSError):  # again: a screen that still starts drops what was typed before
-                os.write(terminal, b"q")
-            time.sleep(1)
-        os.close(terminal)
+    def assert_flat(self, name: str) -> str:
+        """The last third has the memory of the middle one, and no more threads and descriptors than those before."""
+        third = max(1, len(self.rows) // 3)
+        own_kib, *others = zip(*self.rows, strict=True)
+        growth = statistics.median(own_kib[-third:]) / statistics.median(own_kib[third : 2 * third]) - 1
+        ranges = [f"{min(values[third:])}-{max(values[third:])}" for values in others]
+        figure = f"{name} {own_kib[-1] / 1024:.0f} MiB {100 * growth:+.2f} %, threads, files {', '.join(ranges)}"
+        assert abs(growth) < 0.01, figure
+        assert all(max(values[-third:]) <= max(values[:-third]) + 1 for values in others), figure
+        return figure
 
 
 @case(
@@ -120,34 +71,29 @@ def test_soak_keeps_memory_threads_and_files_flat(
     run.wait_for_step(5, program)
     trainer, staying, screens, num_screens = Samples(), Samples(), Samples(), 0
     end_s = time.monotonic() + 60 * MINUTES
-    with screen(run) as stays:
+    with terminal("attach", "run", cwd=run.work) as stays:
         while time.monotonic() < end_s:
             num_screens += 1
-            with screen(run) as pid:
-                for _ in range(20):
-                    time.sleep(1)
+            with terminal("attach", "run", cwd=run.work) as comes:
+                for second in range(40 if MINUTES < 20 else 58):
+                    for shown in (stays, comes):
+                        shown.read(0.5)
                     trainer.take(program.pid)
-                    staying.take(stays)
-                    if rng.random() < 0.2:
+                    staying.take(stays.pid)
+                    if second < 20 and rng.random() < 0.2:
                         send_command(run.folder, parse_command(rng.choice(COMMANDS)), "soak")
-                screens.take(pid)
-            for _ in range(20 if MINUTES < 20 else 38):
-                time.sleep(1)
-                trainer.take(program.pid)
-                staying.take(stays)
+                    if second == 20:
+                        screens.take(comes.pid)
+                        comes.type("q")
             send_command(run.folder, parse_command("resume"), "soak")
+        stays.type("q")
+        assert stays.wait() == 0
     program.send(signal.SIGTERM)
     assert run.ended(program).returncode == 75, program.stderr
-    figures = [
-        f"{name} {each.own_kib[-1] / 1024:.0f} MiB {100 * each.growth():+.2f} %, threads {each.range('threads')}, "
-        f"files {each.range('fds')}"
-        for name, each in (("trainer", trainer), ("a screen that stays", staying), ("screens that come", screens))
-    ]
     num_steps, num_commands = run.events("step")[-1]["step"], len(run.events("command"))
+    sampled = {"trainer": trainer, "a screen that stays": staying, "screens that come": screens}
+    figures = [each.assert_flat(name) for name, each in sampled.items()]
     words = f"{MINUTES:g} min, {num_steps} steps, {num_screens} screens, {num_commands} answers"
     record_property("figure", "; ".join([words, *figures]))
-    for each in (trainer, staying, screens):
-        assert abs(each.growth()) < 0.01
-        assert each.is_flat(), "threads or file descriptors grew"
     invariants.assert_clean_processes(run)
     invariants.assert_nothing_lost(run)

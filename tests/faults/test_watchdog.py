@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -37,15 +38,6 @@ def test_hanging_device_call_exits_8_with_stacks(new_run: NewRun, invariants: In
     invariants.check(run)
 
 
-@case("W01", how="a reading without workers that never returns (failpoint)", passes="stacks, event, exit 7, exact")
-@pytest.mark.faults_long
-def test_hanging_read_in_the_trainer_exits_7_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run(train=HANG)
-    done = run.train(failpoints="data.item=9:hang", timeout_s=40)
-    invariants.assert_clear(done, 7, "in read", "stacks.log")
-    invariants.check(run)
-
-
 @case(
     "F38",
     how="SIGSTOP for 7 s to a trainer in a step, and one that waits for data, of 9 s, at limits of 5 s; SIGCONT",
@@ -69,17 +61,6 @@ def test_continued_trainer_raises_no_false_alarm(
     invariants.check(run)
 
 
-@case("F34", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
-@case("F45", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
-@pytest.mark.faults
-def test_killed_data_worker_exits_7_and_is_named(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run(data={"workers": 2}, checkpoint={"every_steps": None})
-    done = run.train(failpoints="data.item=9:kill")
-    invariants.assert_clear(done, 7, "ended by SIGKILL while reading", ".png")
-    assert run.committed()[0]["step"] >= 1, "the last good step was saved"
-    invariants.check(run)
-
-
 @case("F34", how="SIGSTOP to every data worker", passes="train.hang_timeout_s / 5, exit 7, nothing left")
 @case("F41", how="an item that hangs in a worker", passes="exit 7 within a fifth of the timeout + 5 s, the file named")
 @pytest.mark.faults_long
@@ -99,25 +80,37 @@ def test_unresponsive_data_worker_exits_7(new_run: NewRun, invariants: Invariant
     invariants.check(run)
 
 
+ITEMS: list[Any] = [
+    ("data.item=9:kill", 2, 7, "ended by SIGKILL while reading"),
+    ("data.item=5:segv", 1, 7, "SIGSEGV"),
+    ("data.item=4:raise:SystemExit", 2, 3, "SystemExit"),
+    ("data.item=4:raise:KeyboardInterrupt", 2, 3, "KeyboardInterrupt"),
+    ("data.item=4:raise:MemoryError", 2, 3, "MemoryError"),
+    ("data.item=4:raise:RuntimeError", 2, 3, "RuntimeError"),
+    ("data.item=9:hang", 0, 7, "in read"),
+]
+
+
+@case("F34", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
+@case("F45", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
+@case("F44", how="SIGSEGV in a worker at one file", passes="exit 7, the file named, saved")
 @case(
     "F40",
     how="an item raises SystemExit, KeyboardInterrupt, MemoryError, RuntimeError",
     passes="exit 3, the file named",
 )
-@pytest.mark.parametrize("what", some(["SystemExit", "KeyboardInterrupt", "MemoryError", "RuntimeError"], "SystemExit"))
-def test_item_raising_any_exception_exits_3_and_is_named(new_run: NewRun, invariants: Invariants, what: str) -> None:
-    run = new_run(data={"workers": 2})
-    done = run.train(failpoints=f"data.item=4:raise:{what}", timeout_s=30)
-    invariants.assert_clear(done, 3, ".png", what)
-    invariants.check(run)
-
-
-@case("F44", how="SIGSEGV in a worker at one file", passes="exit 7, the file named, saved")
-@pytest.mark.faults
-def test_worker_crash_exits_7_and_names_the_file(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run(data={"workers": 1})
-    done = run.train(failpoints="data.item=5:segv", timeout_s=30)
-    invariants.assert_clear(done, 7, "SIGSEGV", ".png")
+@case("W01", how="a reading without workers that never returns (failpoint)", passes="stacks, event, exit 7, exact")
+@pytest.mark.parametrize(("failpoint", "workers", "code", "says"), some(ITEMS, *ITEMS[:3]))
+def test_item_that_ends_its_worker_is_named(
+    new_run: NewRun, invariants: Invariants, failpoint: str, workers: int, code: int, says: str
+) -> None:
+    run = new_run(
+        data={"workers": workers}, checkpoint={"every_steps": None}, train=HANG if "hang" in failpoint else {}
+    )
+    done = run.train(failpoints=failpoint, timeout_s=40)
+    invariants.assert_clear(done, code, says, "stacks.log" if "hang" in failpoint else ".png")
+    if "kill" in failpoint:
+        assert run.committed()[0]["step"] >= 1, "the last good step was saved"
     invariants.check(run)
 
 

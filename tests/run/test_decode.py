@@ -104,15 +104,3 @@ def test_step_that_swallowed_another_line_is_damaged(tmp_path: Path) -> None:
     ]
     assert steps == [raw["step"] for raw in full.read_raw()] == [1, 3]
     assert skimmed.num_bad == full.num_bad == 1
-
-
-def test_torn_last_line_is_kept_back(tmp_path: Path) -> None:
-    path = tmp_path / "e.jsonl"
-    write_run(path, [2, 2])
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-5])
-    reader = EventReader(path)
-    assert [len(item.step) for item in reader.read_skimmed() if isinstance(item, StepRun)] == [1]
-    assert reader.num_bytes_left > 0
-    path.write_bytes(whole)
-    assert [item.step for item in reader.read_skimmed() if isinstance(item, StepRun)] == [[2]]

@@ -118,3 +118,19 @@ def test_old_epochs_are_given_up_where_the_disk_is_full(tmp_path: Path, monkeypa
     free[:] = [1115535, 1115536]
     assert commit(folder, 7, 1000000) == ["epoch_0004.pt", "epoch_0006.pt", "last.pt"]
     assert free == []
+
+
+def test_file_that_cannot_be_read_outranks_a_damaged_one(tmp_path: Path) -> None:
+    """Its content is unknown: the checkpoint may be intact."""
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 3)
+    [entry] = folder.read_manifest().entries
+    (folder.objects / entry.object).unlink()
+    (folder.objects / entry.object).write_bytes(b"4")
+    with folder.open_verified(entry) as file:
+        assert file.read() == b"3", "an alias has the bytes"
+    for name in ("last.pt", "epoch_0003.pt"):
+        (tmp_path / name).unlink()
+        (tmp_path / name).symlink_to(name)
+    with pytest.raises(OSError, match="symbolic links"):
+        folder.open_verified(entry)

@@ -19,9 +19,9 @@ from segapp.errors import RunBusyError, StorageError
 from segapp.report.compare import compare_runs
 from segapp.report.page import write_report
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
-from segapp.run.events import EventReader, EventWriter, Heartbeat
+from segapp.run.events import EventReader, EventWriter
 from segapp.run.files import append_to_run, check_tree, open_of_run, read_of_run
-from segapp.run.folder import RunFolder, find_run, run_folders
+from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import is_trainer_alive
 from segapp.session.request import plan_request
 from segapp.session.session import run_session
@@ -125,10 +125,6 @@ def check_all_roads(run, name, out):
     assert not (out / "report.html").exists()
 
 
-def test_every_entry_is_known():
-    assert {"events.jsonl", "checkpoints", "trainer.log", "tensorboard", "lock", "config.yaml"} <= set(OWN)
-
-
 @pytest.mark.parametrize("entry", [*OWN, *NESTED])
 def test_entry_that_is_a_link_is_refused_by_name(run, victim, tmp_path, capsys, entry):
     target = victim if entry.rpartition("/")[2] in FOLDERS else victim / ".bashrc"
@@ -212,19 +208,6 @@ def test_objects_of_another_folder_are_not_removed(run, victim):
     assert set(before) <= {path.name for path in victim.iterdir()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", ["trainer.log", "tensorboard", "checkpoints/objects"])
-def test_program_that_resumes_names_the_link(run, victim, entry):
-    replace(run / entry, lambda path: path.symlink_to(victim / ".bashrc" if entry == "trainer.log" else victim))
-    before = state_of(victim)
-    for words in (("--plain",), ("--detach",)):
-        command = [sys.executable, "-m", "segapp", "train", "--resume", str(run), *words, "train.epochs=2"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == StorageError.exit_code
-        assert done.stderr.startswith(f"error: {run / entry} is a symbolic link")
-    assert state_of(victim) == before
-
-
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,23 +226,6 @@ def test_file_that_is_a_hole_of_thirty_gib_ends_at_once(run, entry):
         refused(entry, lambda: resume(run))
     else:
         assert (before, summary.state) == ("finished", "finished")
-
-
-def test_hole_in_the_events_is_skipped(run):
-    """Such as after a power cut; the lines after it are read."""
-    path = run / "events.jsonl"
-    with path.open("r+b") as file:
-        lines = file.read().splitlines(keepends=True)
-        file.seek(3 * 2**30)
-        file.write(b"\n" + lines[-1])
-    began_s = time.monotonic()
-    raws = EventReader(path).read_raw()
-    assert [raw["type"] for raw in raws] == [
-        *(EventReader(path).read_raw()[i]["type"] for i in range(len(lines))),
-        "run_end",
-    ]
-    assert summarize(run).state == "finished"
-    assert time.monotonic() - began_s < 10
 
 
 @pytest.mark.parametrize("entry", ["sweep.json", "configs"])
@@ -420,10 +386,3 @@ def test_tree_is_checked_as_deep_as_a_run_has_folders(tmp_path):
     (tmp_path / "d" / "d" / "link").symlink_to("/")
     with pytest.raises(OSError, match="d/d/link is a symbolic link"):
         check_tree(tmp_path)
-
-
-def test_events_go_on_after_the_check(run):
-    with RunFolder(run), EventWriter(run / "events.jsonl") as writer:
-        writer.write(Heartbeat())
-    assert EventReader(run / "events.jsonl").read_raw()[-1]["type"] == "heartbeat"
-    assert [folder.path for folder in run_folders(run.parent)] == [run]

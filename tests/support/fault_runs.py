@@ -63,6 +63,9 @@ MODEL = {
 LEAN: dict[str, Any] = {"train": {"ema": None}, "optim": {"name": "sgd", "lr": 0.01, "momentum": 0.0}}
 """Few tensors, so few system calls a save: about nine for each."""
 
+SHORT: dict[str, Any] = {**LEAN, "train": {"epochs": 2, "ema": None}, "checkpoint": {"every_steps": 4}}
+"""Ten steps, and saves at steps 4, 5, 8 and 10."""
+
 RANKS: dict[str, Any] = {
     "model": {"library": "python", "name": "tests.support.double_net:DoubleNet", "encoder": None, "options": {}},
     "train": {"precision": "fp32", "batch_size": 4, "epochs": 40},
@@ -289,6 +292,7 @@ class References:
     def __init__(self, root: Path, work: Path) -> None:
         self._root, self._work = root, work
         self._made: dict[str, Reference] = {}
+        self._left: dict[str, Path] = {}
 
     def config(self, **sections: Any) -> RunConfig:
         """Returns the small config with keys replaced."""
@@ -304,6 +308,16 @@ class References:
             found = {_place(event): event["sha256"] for event in run.events("checkpoint")}
             self._made[key] = Reference(course(run), found, run.committed()[0]["sha256"])
         return self._made[key]
+
+    def left_by(self, failpoints: str, run: FaultRun) -> FaultRun:
+        """Makes a run what a start with these failpoints leaves; the first such start is copied for the others."""
+        key = f"{failpoints}\n{dump_config(run.config)}"
+        if key not in self._left:
+            made = FaultRun(self._work / f"left-{len(self._left)}", run.config)
+            made.train(failpoints=failpoints)
+            self._left[key] = made.folder
+        subprocess.run(["cp", "-a", self._left[key], run.folder], check=True)
+        return run
 
 
 def _is_saved_for_an_end(later: list[dict[str, Any]]) -> bool:

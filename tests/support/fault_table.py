@@ -51,13 +51,7 @@ MATRIX = {
 
 
 def case(row: str, *, how: str, passes: str) -> Callable[[Any], Any]:
-    """Returns a decorator that marks a test as a case of the matrix.
-
-    Args:
-        row: the row, such as `F06`.
-        how: how the fault is injected.
-        passes: what must hold afterwards.
-    """
+    """Returns a decorator that marks a test as a case of a row: how the fault is injected, and what must hold then."""
     return pytest.mark.case(row=row, how=how, passes=passes)
 
 
@@ -83,34 +77,11 @@ class Results:
     outcomes: tuple[Outcome, ...]
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of the table: the outcomes of a case."""
-
-    row: str
-    how: str
-    passes: str
-    result: str
-    seconds: str
-
-
 def write_table(results: Results) -> None:
     """Replaces the README's table by that of a run."""
     before, _, rest = _README.read_text().partition(_BEGIN)
     _, _, after = rest.partition(_END)
     _README.write_text(f"{before}{_BEGIN}\n{table_of(results)}\n{_END}{after}")
-
-
-def lines_of(outcomes: Iterable[Outcome]) -> list[Line]:
-    """Returns a line for each case, in the order of the rows."""
-    cases: dict[tuple[str, str], list[Outcome]] = {}
-    for each in outcomes:
-        cases.setdefault((each.row, each.how), []).append(each)
-    lines = [
-        Line(row, how, tests[0].passes, _result(tests), f"{sum(each.seconds for each in tests):.0f}")
-        for (row, how), tests in cases.items()
-    ]
-    return sorted(lines, key=lambda line: (_row_key(line.row), line.how))
 
 
 def table_of(results: Results) -> str:
@@ -119,31 +90,29 @@ def table_of(results: Results) -> str:
     Raises:
         ValueError: a row is not in the matrix.
     """
-    lines = lines_of(results.outcomes)
-    by_row: dict[str, list[Line]] = {row: [] for row in sorted(matrix_rows(), key=_row_key)}
-    for line in lines:
-        if line.row not in by_row:
-            raise ValueError(f"{line.row} is no row of the matrix: add it to MATRIX")
-        by_row[line.row].append(line)
-    passed = [row for row, found in by_row.items() if _has_passed(found)]
-    summary = [f"{len(passed)} of the {len(by_row)} rows of the matrix pass. One run: {results.run}."]
-    not_run = [row for row, found in by_row.items() if not found]
+    cases: dict[tuple[str, str], list[Outcome]] = {}
+    for each in results.outcomes:
+        if each.row not in matrix_rows():
+            raise ValueError(f"{each.row} is no row of the matrix: add it to MATRIX")
+        cases.setdefault((each.row, each.how), []).append(each)
+    found: dict[str, list[str]] = {row: [] for row in sorted(matrix_rows(), key=_row_key)}
+    lines = []
+    for (row, how), tests in sorted(cases.items(), key=lambda item: (_row_key(item[0][0]), item[0][1])):
+        result = _result(tests)
+        found[row].append(result)
+        cells = [row, how, tests[0].passes, result, f"{sum(each.seconds for each in tests):.0f}"]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    passed = [row for row, words in found.items() if any(word.startswith("passed") for word in words)]
+    passed = [row for row in passed if not any("failed" in word for word in found[row])]
+    summary = [f"{len(passed)} of the {len(found)} rows of the matrix pass. One run: {results.run}."]
+    not_run = [row for row, words in found.items() if not words]
     summary += [f"No case of these rows was in that run: {', '.join(not_run)}."] if not_run else []
-    cells = [[line.row, line.how, line.passes, line.result, line.seconds] for line in lines]
-    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-    return "\n".join([*summary, "", *_HEAD, *rows])
+    return "\n".join([*summary, "", *_HEAD, *lines])
 
 
 def matrix_rows() -> set[str]:
     """The rows of the matrix."""
     return {*(f"{letter}{number:02}" for letter, numbers in MATRIX.items() for number in numbers), "F17b", "F17c"}
-
-
-def _has_passed(lines: list[Line]) -> bool:
-    """True if a case of the row passed and none failed; cases that this machine cannot run do not count."""
-    return any(line.result.startswith("passed") for line in lines) and not any(
-        "failed" in line.result for line in lines
-    )
 
 
 def _result(tests: list[Outcome]) -> str:

@@ -48,12 +48,7 @@ class MachineError(RuntimeError):
 
 
 class Process:
-    """A program on a machine.
-
-    Args:
-        popen: of `nsenter`, which waits for the program.
-        log: file of its output and errors.
-    """
+    """A program on a machine: `popen` is of `nsenter`, which waits for it; `log` has its output and errors."""
 
     def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
         self._popen, self.log = popen, log
@@ -92,14 +87,7 @@ class Process:
 
 
 class Machine:
-    """One machine; `Machines` makes it.
-
-    Args:
-        number: from 1.
-        name: its host name.
-        folder: takes its hosts file, cache and temporary folder.
-        bridge: process id of the network of the machines.
-    """
+    """One machine; `Machines` makes it. `bridge` is the process id of the network of the machines."""
 
     def __init__(self, number: int, name: str, folder: Path, bridge: int) -> None:
         self.number, self.name, self.folder = number, name, folder
@@ -109,30 +97,14 @@ class Machine:
         self._first_pid = 0
 
     def boot(self) -> None:
-        """Start the machine, with a new boot id; the disk and the cache folder are as they were.
-
-        Raises:
-            MachineError: the kernel does not allow it.
-        """
+        """Start the machine, with a new boot id; the disk and the cache folder are as they were."""
         assert self._first is None, f"machine {self.number} runs"
         for name in ("cache", "tmp"):
             (self.folder / name).mkdir(exist_ok=True)
         (self.folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
         own = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        self._first = subprocess.Popen(
-            [*_enter(self._bridge, "--net"), "unshare", *own, "bash", "-c", _FIRST_PROCESS],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "NAME": self.name, "FOLDER": str(self.folder)},
-            start_new_session=True,
-        )
-        assert self._first.stdout is not None
-        assert self._first.stderr is not None
-        if self._first.stdout.readline() != b"up\n":
-            reason = self._first.stderr.read().decode(errors="replace").strip()
-            self._end()
-            raise MachineError(reason)
+        holder = [*_enter(self._bridge, "--net"), "unshare", *own, "bash", "-c", _FIRST_PROCESS]
+        self._first = _holder(holder, NAME=self.name, FOLDER=str(self.folder))
         self._first_pid = children(self._first.pid)[0]
         port = f"port{self.number}"
         self._on_bridge(f"link add {port} type veth peer name eth0 netns {self._first_pid}")
@@ -153,14 +125,7 @@ class Machine:
     def start(
         self, *words: str | Path, log: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> Process:
-        """Start a program on the machine.
-
-        Args:
-            *words: its command line.
-            log: file of its output and errors; appended.
-            cwd: its working directory; by default that of this process.
-            env: environment variables to set.
-        """
+        """Start a program on the machine; `log` gets its output and errors."""
         assert self.is_up, f"machine {self.number} has no power"
         places = {"XDG_CACHE_HOME": str(self.folder / "cache"), "TMPDIR": str(self.folder / "tmp")}
         enter = _enter(self._first_pid, "--net", "--uts", "--ipc", "--mount", "--pid")
@@ -214,11 +179,7 @@ class Machine:
         if self._first_pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._first_pid, signal.SIGKILL)
-        self._first.kill()
-        self._first.wait()
-        for pipe in (self._first.stdin, self._first.stdout, self._first.stderr):
-            if pipe is not None:
-                pipe.close()
+        _end(self._first)
         self._first, self._first_pid = None, 0
 
     def _on_bridge(self, words: str) -> None:
@@ -226,13 +187,7 @@ class Machine:
 
 
 class Machines:
-    """Some machines on one network, for a `with` statement; `machines[1]` is the first.
-
-    Args:
-        count: how many.
-        folder: a folder for their files; made here.
-        same_name: all have one host name, as those of some containers.
-    """
+    """Machines on one network, for a `with` statement; with `same_name` they have one host name, as some containers."""
 
     def __init__(self, count: int, folder: Path, *, same_name: bool = False) -> None:
         self._count, self._folder, self._same_name = count, folder, same_name
@@ -241,18 +196,8 @@ class Machines:
 
     def __enter__(self) -> Machines:
         own = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-        self._bridge = subprocess.Popen(
-            ["unshare", *own, "--net", "sh", "-c", "echo up; exec cat >/dev/null"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._bridge = _holder(["unshare", *own, "--net", "sh", "-c", "echo up; exec cat >/dev/null"])
         try:
-            assert self._bridge.stdout is not None
-            assert self._bridge.stderr is not None
-            if self._bridge.stdout.readline() != b"up\n":
-                raise MachineError(self._bridge.stderr.read().decode(errors="replace").strip())
             for words in ("link add bridge type bridge", "link set bridge up", "link set lo up"):
                 _command(*_enter(self._bridge.pid, "--net"), "ip", *words.split())
             for number in range(1, self._count + 1):
@@ -278,11 +223,7 @@ class Machines:
             if machine.is_up:
                 machine._end()
         if self._bridge is not None:
-            self._bridge.kill()
-            self._bridge.wait()
-            for pipe in (self._bridge.stdin, self._bridge.stdout, self._bridge.stderr):
-                if pipe is not None:
-                    pipe.close()
+            _end(self._bridge)
 
     def __getitem__(self, number: int) -> Machine:
         return self._machines[number - 1]
@@ -320,6 +261,25 @@ def children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
+
+
+def _holder(words: list[str], **env: str) -> subprocess.Popen[bytes]:
+    """Start a process that holds namespaces until its pipe closes, and return it once it says that it is up."""
+    pipe = subprocess.PIPE
+    environ = {**os.environ, **env}
+    holder = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, env=environ, start_new_session=True)
+    assert holder.stdout is not None
+    assert holder.stderr is not None
+    if holder.stdout.readline() != b"up\n":
+        reason = holder.stderr.read().decode(errors="replace").strip()
+        _end(holder)
+        raise MachineError(reason)
+    return holder
+
+
+def _end(holder: subprocess.Popen[bytes]) -> None:
+    holder.kill()
+    holder.communicate()
 
 
 def _enter(pid: int, *namespaces: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,19 +80,3 @@ def test_dropped_steps_leave_no_effect_on_averages(values: list[float], step: in
 
 def test_average_of_a_constant_is_constant_from_the_first_step() -> None:
     assert filled([3.0] * 50).average(0.98).tolist() == pytest.approx([3.0] * 50)
-
-
-def own_bytes() -> int:
-    """Return what this process holds for itself in RAM."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
-
-
-def test_memory_is_taken_as_points_arrive() -> None:
-    before = own_bytes()
-    histories = [LossHistory() for _ in range(50)]  # 9 MiB each if they were full
-    assert own_bytes() - before < 2**21
-    for step in range(0, 2**16, 2**10):
-        histories[0].extend(range(step, step + 2**10), np.zeros(2**10), np.zeros(2**10))
-    points_bytes = 2**16 * 8 * (6 + len(SMOOTHINGS))
-    assert points_bytes <= own_bytes() - before < points_bytes + 2**21

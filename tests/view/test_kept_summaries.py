@@ -8,7 +8,6 @@ import math
 import os
 import random
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,10 @@ from unittest import mock
 import pytest
 
 from segapp.api import history
-from segapp.report.compare import compare_runs
 from segapp.report.page import write_report
-from segapp.run.events import Checkpoint, EventLog, EventReader, EventWriter, Step, Val, reader, writer
+from segapp.run.events import EventReader, EventWriter, Step, Val, reader
 from segapp.run.folder import RunFolder
 from segapp.scores import EpochLoss
-from segapp.training.inbox import Inbox, applied_after
-from segapp.training.recovery import fallbacks_after
 from segapp.view import runs as view_runs
 from segapp.view.runs import (
     RunList,
@@ -183,13 +179,10 @@ def flipped(text: bytes) -> bytes:
 
 
 DAMAGES = {
-    "empty": lambda text: b"",
     "torn": lambda text: text[:-1],
-    "half": lambda text: text[: len(text) // 2],
     "digit": flipped,
     "zeros": lambda text: bytes(len(text)),
     "list": lambda text: b"[]",
-    "byte": lambda text: b"\xff" + text,
     "version": lambda text: text.replace(b'"identity": [4,', b'"identity": [3,'),
 }
 
@@ -216,7 +209,7 @@ def test_summary_of_another_run_or_of_a_copy_is_not_used(tmp_path: Path) -> None
     assert shown(copy.path) == first
 
 
-@pytest.mark.parametrize("why", ["no permission", "read-only disk", "other user", "interrupted"])
+@pytest.mark.parametrize("why", ["read-only disk", "other user", "interrupted"])
 def test_nothing_is_kept_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     run = eventful(tmp_path / "run").folder
     tried = list[str]()
@@ -225,9 +218,7 @@ def test_nothing_is_kept_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.
         tried.append(why)
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    if why == "no permission":
-        run.path.chmod(0o555)
-    elif why == "other user":
+    if why == "other user":
         monkeypatch.setattr(os, "geteuid", lambda: run.path.stat().st_uid + 1)
     elif why == "read-only disk":
         monkeypatch.setattr("segapp.run.files.open_new", refuse)
@@ -236,16 +227,12 @@ def test_nothing_is_kept_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.
     before = {path.name for path in run.path.iterdir()}
     assert shown(run.path) == shown(run.path) == said(run.path)
     assert {path.name for path in run.path.iterdir()} == before
-    assert len(tried) == (2 if why in ("read-only disk", "interrupted") else 0)
-    run.path.chmod(0o755)
-
-
-def test_summary_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = eventful(tmp_path / "run").folder
-    summarize(run.path)
-    assert read_kept(run) is not None
+    assert len(tried) == (0 if why == "other user" else 2)
+    monkeypatch.undo()
+    monkeypatch.setattr(view_runs, "_SETTLED_S", -60.0)
+    assert shown(run.path) == read_kept(run)
     monkeypatch.setattr(os, "geteuid", lambda: run.path.stat().st_uid + 1)
-    assert read_kept(run) is None
+    assert read_kept(run) is None, "a summary that another user has kept"
 
 
 def test_fresh_events_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,59 +246,15 @@ def test_fresh_events_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run.summary.exists()
 
 
-@pytest.mark.parametrize("size", [1, 10])
-def test_list_of_finished_runs_reads_no_events_again(tmp_path: Path, lines_read: list[bytes], size: int) -> None:
-    """Neither with ten times the runs nor with ten times the steps."""
-    for i in range(2 * size):
-        eventful(tmp_path / f"run-{i}", steps_per_epoch=3 * size)
+def test_list_of_finished_runs_reads_no_events_again(tmp_path: Path, lines_read: list[bytes]) -> None:
+    for i in range(3):
+        eventful(tmp_path / f"run-{i}", steps_per_epoch=3 + 20 * i)
     first = [summary.as_json() | {"age_s": None} for summary in list_runs(tmp_path)]
     num_lines = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("*/events.jsonl"))
     assert len(lines_read) == num_lines, "each line is read once"
     lines_read.clear()
     assert [summary.as_json() | {"age_s": None} for summary in list_runs(tmp_path)] == first
     assert lines_read == []
-
-
-@pytest.mark.parametrize("num_runs", [2, 20])
-def test_comparison_reads_each_run_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_read: list[bytes], num_runs: int
-) -> None:
-    names = [str(eventful(tmp_path / "runs" / f"run-{i}").folder.path) for i in range(num_runs)]
-    monkeypatch.chdir(tmp_path)
-    listed = list[object]()
-    monkeypatch.setattr("segapp.run.folder.run_folders", lambda *_, **__: listed.append(1) or [])
-    first = compare_runs(names, has_images=False)
-    num_lines = sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("runs/*/events.jsonl"))
-    assert (len(lines_read), listed) == (num_lines, [])
-    lines_read.clear()
-    assert compare_runs(names, has_images=False) == first
-    assert lines_read == []
-    assert [row["num_evaluations"] for row in first["runs"]] == [3] * num_runs
-
-
-@pytest.mark.parametrize("num_runs", [2, 20])
-def test_idle_list_asks_for_two_files_per_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_read: list[bytes], num_runs: int
-) -> None:
-    for i in range(num_runs):
-        eventful(tmp_path / f"run-{i}")
-    followed = RunList(tmp_path)
-    followed.look()
-    while followed.poll(budget_s=60.0):
-        pass
-    assert {run.summary.state for run in followed.runs} == {"stopped"}
-    lines_read.clear()
-    opened, looked, stat = list[object](), list[object](), os.stat
-    monkeypatch.setattr(os, "stat", lambda path, *args, **kw: looked.append(path) or stat(path, *args, **kw))
-    monkeypatch.setattr(os, "open", lambda *args, **__: opened.append(args))
-    for _ in range(5):
-        followed.poll()
-    assert looked == [], "between two looks nothing is asked"
-    followed.look()
-    assert not followed.poll()
-    monkeypatch.undo()
-    assert len(looked) == 2 * num_runs
-    assert (opened, lines_read) == ([], [])
 
 
 def test_list_follows_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -354,9 +297,9 @@ def test_long_list_is_looked_at_less_often(tmp_path: Path) -> None:
 # --- long histories --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("epochs", [2, 20])
-def test_report_reads_the_events_once(tmp_path: Path, lines_read: list[bytes], epochs: int) -> None:
+def test_report_reads_the_events_once(tmp_path: Path, lines_read: list[bytes]) -> None:
     """Except for the last 256 KiB, which tell the state and the terms of the loss."""
+    epochs = 20
     run = eventful(tmp_path / "run", epochs, steps_per_epoch=100)
     run.writer = EventWriter(run.folder.events)
     terms = {f"t{i}": float(i) for i in range(5)}
@@ -370,10 +313,8 @@ def test_report_reads_the_events_once(tmp_path: Path, lines_read: list[bytes], e
     assert all(f">{name}<" in page for name in ("t1", "t4"))
 
 
-@pytest.mark.parametrize("epochs", [3, 30])
-def test_history_holds_a_part_of_the_events_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int
-) -> None:
+def test_history_holds_a_part_of_the_events_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs = 9
     run = eventful(tmp_path / "run", epochs, steps_per_epoch=50)
     monkeypatch.setattr(reader, "_PART_BYTES", 2**13)
     sizes, read = list[int](), EventReader.read_skimmed
@@ -395,9 +336,8 @@ def test_history_holds_a_part_of_the_events_at_a_time(
     assert found[1].train_loss == math.fsum(losses[2]) / 50
 
 
-@pytest.mark.parametrize("num_steps", [10_000, 100_000])
-def test_mean_of_a_long_epoch_is_exact_and_small(num_steps: int) -> None:
-    rng = random.Random(0)
+def test_mean_of_a_long_epoch_is_exact_and_small() -> None:
+    rng, num_steps = random.Random(0), 20_000
     losses = [rng.choice([rng.random() * 10 ** rng.randrange(-8, 8), math.nan]) for _ in range(num_steps)]
     losses[7] = 1e16
     loss, place = EpochLoss(), 0
@@ -417,32 +357,6 @@ def test_mean_of_a_long_epoch_is_exact_and_small(num_steps: int) -> None:
     assert loss.mean == 2.0
 
 
-@pytest.mark.parametrize("epochs", [3, 30])
-def test_resume_parses_no_step_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
-    """All that a resume reads of the events: rare ones, and the place at which they are cut."""
-    run = eventful(tmp_path / "run", epochs, steps_per_epoch=40)
-    parsed, parse = list[str](), reader.parse_line
-
-    def counted(line: bytes) -> dict[str, Any] | None:
-        raw = parse(line)
-        parsed.append(raw["type"] if raw else "")
-        return raw
-
-    monkeypatch.setattr(reader, "parse_line", counted)
-    monkeypatch.setattr(writer, "parse_line", counted)
-    Inbox(run.folder, EventLog(None))
-    applied_after(run.folder.events, 0)
-    fallbacks_after(run.folder, 0)
-    assert {"command", "gpu0_bsz"} < set(parsed) <= {"command", "gpu0_bsz", "run_start"}
-    assert len(parsed) < 20
-    parsed.clear()
-    with EventWriter(run.folder.events) as again:
-        assert again.rewind(run.step - 3, epoch=epochs + 1, batch=37) == 5, "3 steps, an evaluation and a checkpoint"
-    counts = Counter(parsed)
-    assert counts["step"] <= 5
-    assert counts["memory"] + counts["heartbeat"] <= 3
-
-
 def test_rare_events_are_found_in_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts end within lines; there are damaged and long lines and a torn end."""
     path, lines = tmp_path / "events.jsonl", eventful(tmp_path / "run", 9).folder.events.read_bytes().splitlines(True)
@@ -455,27 +369,3 @@ def test_rare_events_are_found_in_every_part(tmp_path: Path, monkeypatch: pytest
             monkeypatch.setattr(os, "pread", lambda fd, size, at, n=num_bytes: real(fd, min(size, n), at))
             assert list(EventReader(path).read_kinds(*kinds)) == expected
         assert bool(expected) == (kinds != ("oom",))
-
-
-def test_heartbeats_before_later_steps_change_nothing(tmp_path: Path) -> None:
-    """Skimmed and raw events give the same phase, with beats between steps and after the last one."""
-    run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
-    for phase, num_steps, expected in (("paused", 2, "train"), ("eval", 1, "train"), ("save", 0, "save")):
-        run.train(3)
-        run.beat(phase)
-        run.train(num_steps)
-        views = View(), View()
-        for view, items in zip(views, ("read_skimmed", "read_raw"), strict=True):
-            EventFold(view).add(getattr(EventReader(run.folder.events), items)())
-        facts = [(v.phase, v.is_paused, v.evaluating, v.away_s, v.step and v.step.step) for v in views]
-        assert facts[0] == facts[1] == (expected, False, None, 0.0, run.step)
-
-
-def test_second_save_of_the_same_step_is_cut(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
-    run.train(3)
-    for name in ("one", "two"):
-        run.write(Checkpoint(path=f"checkpoints/{name}.pt", epoch=1, step=3, sha256=name))
-    assert run.writer.rewind(3, epoch=1, batch=3, sha256="one") == 1
-    left = [raw["path"] for raw in EventReader(run.folder.events).read_kinds("checkpoint")]
-    assert left == ["checkpoints/one.pt"]

@@ -135,15 +135,6 @@ def test_slice_that_reads_the_last_block_has_caught_up(tmp_path: Path) -> None:
     assert source.status().skew_s == pytest.approx(7200, abs=30)
 
 
-def test_damaged_block_is_not_the_end(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run")
-    content = run.folder.events.read_bytes()
-    run.folder.events.write_bytes(b"damaged\n" * 2**14 + content)
-    source = LiveSource(run.folder, monotonic=lambda: 0.0)  # one slice, however slow the machine
-    assert not source.poll()
-    assert source.view.history.size == 25
-
-
 @pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
 def test_clock_difference_does_not_change_the_state(tmp_path: Path, skew_s: float) -> None:
     run = small_run(tmp_path / "run")
@@ -175,17 +166,6 @@ def test_clock_difference_is_shown_above_five_seconds(tmp_path: Path, ahead_s: f
     wanted = ahead_s if abs(ahead_s) > 5 else 0.0
     assert source.status().skew_s == pytest.approx(wanted, abs=1e-4)
     assert source.status().now_s == pytest.approx(run.clock.now_s - ahead_s + wanted, abs=1e-4)
-
-
-def test_two_viewers_have_equal_views(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run")
-    first, second = LiveSource(run.folder), LiveSource(run.folder)
-    read_all(first)
-    run.train(4)
-    read_all(first)
-    read_all(second)
-    assert first.view.history.step.tolist() == second.view.history.step.tolist()
-    assert first.view.step == second.view.step
 
 
 def test_run_without_events_is_shown(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +119,6 @@ def test_resumed_run_shows_the_share_it_resumes_with(tmp_path: Path) -> None:
     assert (view.gpu0.value, view.is_auto, view.split) == (None, False, (8, 8, 8, 8))
 
 
-def test_skimmed_steps_before_a_heartbeat_are_kept(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run")
-    run.train(5)
-    run.beat("eval")
-    view = View()
-    EventFold(view).add(EventReader(run.folder.events).read_skimmed())
-    assert view.step is not None
-    assert (view.step.step, view.phase) == (5, "eval")
-    assert summary(view) == summary(folded(run))
-
-
 def test_skimmed_steps_are_folded_before_what_follows(tmp_path: Path) -> None:
     """A new epoch, and memory of a split that changed without a command."""
     run = RecordedRun(tmp_path / "run", steps_per_epoch=3)
@@ -150,9 +137,11 @@ def test_skimmed_steps_are_folded_before_what_follows(tmp_path: Path) -> None:
 def test_interval_of_steps_leaves_out_the_time_before_a_resume(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(5)
+    run.clock.now_s += 5  # an evaluation
+    run.train(2)
     assert folded(run).step_interval_s == pytest.approx(0.777, abs=1e-3)
     run.clock.now_s += 1000
-    run.write_start(resumed_from_step=5)
+    run.write_start(resumed_from_step=7)
     run.train(1)
     assert folded(run).step_interval_s == 0
     run.train(1)
@@ -170,7 +159,8 @@ def test_commands_and_changes_do_not_outlive_their_trainer(tmp_path: Path, does_
     assert (view.pending, view.gpu0.pending) == ({}, None)
 
 
-def test_short_last_batch_is_not_a_new_split(tmp_path: Path) -> None:
+def test_split_of_an_epoch_is_known_at_its_start(tmp_path: Path) -> None:
+    """A short last batch is not a new split."""
     run = RecordedRun(tmp_path / "run")
     run.train(2)
     raws = EventReader(run.folder.events).read_raw()
@@ -178,11 +168,6 @@ def test_short_last_batch_is_not_a_new_split(tmp_path: Path) -> None:
     view = View()
     EventFold(view).add([*raws, step])
     assert view.split == (4, 10, 9, 9)
-
-
-def test_split_of_an_epoch_is_known_at_its_start(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run")
-    run.train(2)
     run.write(EpochStart(epoch=2, lr=0.01, split=[6, 9, 9, 8], step=2))
     assert folded(run).split == (6, 9, 9, 8)
 
@@ -190,6 +175,11 @@ def test_split_of_an_epoch_is_known_at_its_start(tmp_path: Path) -> None:
 def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(3)
+    run.change_gpu0(7, apply=False, command_id="0123456789aa")
+    run.write(Gpu0Bsz(status="cancelled", old=4, new=7))
+    run.write(CommandAnswer(id="0123456789aa", command="set gpu0_bsz=7", by="a@b", status="cancelled"))
+    assert (folded(run).gpu0.pending, folded(run).gpu0.value) == (None, 4)
+    assert not [mark for mark in folded(run).marks if mark.kind == "gpu0_bsz"]
     run.change_gpu0(6, apply=False)
     view = folded(run)
     assert view.gpu0.pending is not None
@@ -203,17 +193,8 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert not view.pending
     assert view.answers["0123456789ab"].status == "applied"
     assert view.peaks_mib[(6, 9, 9, 8)] == [1.0, 2.0, 3.0, 4.0]
-    run.write(
-        Gpu0Bsz(
-            status="reverted",
-            old=4,
-            new=6,
-            split=[4, 10, 9, 9],
-            epoch=2,
-            reason="out of memory on cuda:0",
-            reason_code="out_of_memory",
-        )
-    )
+    facts = {"reason": "out of memory on cuda:0", "reason_code": "out_of_memory"}
+    run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, **facts))
     view = folded(run)
     assert view.gpu0.value == 4
     assert view.gpu0.previous == []
@@ -296,17 +277,6 @@ def test_last_answers_are_kept() -> None:
         assert list(view.answers) == [str(i) for i in range(num_before - num_kept, num_before)]
 
 
-def test_cancelled_change_restores_the_view(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run")
-    run.train(1)
-    run.change_gpu0(6, apply=False)
-    run.write(Gpu0Bsz(status="cancelled", old=4, new=6))
-    view = folded(run)
-    assert view.gpu0.pending is None
-    assert view.gpu0.value == 4
-    assert not [mark for mark in view.marks if mark.kind == "gpu0_bsz"]
-
-
 def test_pause_follows_answer_heartbeat_and_next_step(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(1)
@@ -349,35 +319,3 @@ def test_any_changed_field_of_a_good_run_is_folded(
     view = View()
     EventFold(view).add(raws)
     assert view.num_events == len(raws)
-
-
-@pytest.mark.slow
-def test_old_evaluations_take_little_memory() -> None:
-    """Evaluations every few seconds for hours must not grow memory; they once took a kilobyte each."""
-    vals = [
-        {
-            "v": 1,
-            "seq": n,
-            "t": float(n),
-            "type": "val",
-            "epoch": n,
-            "step": n,
-            "loss": n / 7,
-            "miou": n / 1e5,
-            "iou": [0.5],
-        }
-        for n in range(1, 6001)
-    ]
-    view = View()
-    tracemalloc.start()
-    EventFold(view).add([dict(val) for val in vals[:2000]])  # the log is full by then
-    gc.collect()
-    before_bytes, _ = tracemalloc.get_traced_memory()
-    EventFold(view).add([dict(val) for val in vals[2000:]])
-    gc.collect()
-    grown_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
-    tracemalloc.stop()
-    assert len(view.vals) == 6000
-    assert view.best is not None
-    assert view.best.epoch == 6000
-    assert grown_bytes < 300 * 4000
