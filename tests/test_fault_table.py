@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,50 +10,35 @@ import pytest
 from segapp import failpoints
 from tests.support import fault_table
 from tests.support.fault_runs import assert_acted
-from tests.support.fault_table import Outcome, Results, write_results, write_table
-
-
-def outcome(row: str, how: str, outcome: str = "passed") -> Outcome:
-    return Outcome(row, how, "exact | bitwise", "test_x", outcome, 1.4, "", "")
+from tests.support.fault_table import BEGIN, END, table_of, write_results, write_table
 
 
 def report(when: str, outcome: str, *hows: str) -> pytest.TestReport:
-    properties = [("case", {"row": "F47", "how": how, "passes": "exact"}) for how in hows]
+    properties = [("case", {"row": "F47", "how": how, "passes": "exact | bitwise"}) for how in hows]
     return pytest.TestReport("test_x", ("x", 1, "x"), {}, outcome, None, when, user_properties=properties)  # type: ignore[arg-type]
 
 
 def test_fault_table_is_replaced_by_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{fault_table._BEGIN}\n{fault_table._END}\nafter\n")
-    monkeypatch.setattr(fault_table, "_README", readme)
-    write_table(Results("monday", (outcome("F02", "kills", "failed"), outcome("F01", "a | b"))))
-    first = readme.read_text()
-    assert "| F02 | kills | exact \\| bitwise | **failed** (1 of 1 tests) | 1 |" in first
-    assert "1 of the 110 rows of the matrix pass. One run: monday." in first
-    write_table(Results("tuesday", (outcome("S13", "paths"),)))
-    second = readme.read_text()
-    assert "monday" not in second
-    assert "| F0" not in second
-    assert "| S13 | paths | exact \\| bitwise | passed (1 test) | 1 |" in second
-    assert "No case of these rows was in that run: C01, C02" in second
-    assert second.startswith("before\n")
-    assert second.endswith("\nafter\n")
-    with pytest.raises(ValueError, match="Z09 is no row"):
-        write_table(Results("monday", (outcome("Z09", "x"),)))
-
-
-def test_two_cases_of_one_test_are_both_in_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "new" / "faults.json"
-    monkeypatch.setenv(fault_table.RESULTS_VARIABLE, str(path))
+    readme, results = tmp_path / "README.md", tmp_path / "new" / "faults.json"
+    readme.write_text(f"before\n{BEGIN}\n| F02 | of another run |\n{END}\nafter\n")
+    monkeypatch.setenv(fault_table.RESULTS_VARIABLE, str(results))
     fault_table.check_results_path()
     reports = [report("setup", "passed", "once", "always"), report("call", "passed", "once", "always")]
     write_results([*reports, report("teardown", "failed", "always")], 60.0)
-    found = fault_table.read_results(path)
-    assert [(each.how, each.outcome) for each in found.outcomes] == [("once", "passed"), ("always", "failed")]
+    write_table(readme, results)
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n0 of the 110 rows of the matrix pass. One run: ")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "| F47 | once | exact \\| bitwise | passed (1 test) | 0 |" in text
+    assert "| F47 | always | exact \\| bitwise | **failed** (1 of 1 tests) | 0 |" in text
+    assert "No case of these rows was in that run: C01, C02" in text
+    assert "F02 | of another run" not in text
     for word in ("commit ", ", 1 min, ", " CPUs ("):
-        assert word in found.run
+        assert word in text
     with pytest.raises(pytest.UsageError, match="holds another run"):
         fault_table.check_results_path()
+    with pytest.raises(ValueError, match="Z09 is no row"):
+        table_of("monday", [{**json.loads(results.read_text())["outcomes"][0], "row": "Z09"}])
 
 
 def test_armed_failpoint_that_never_acts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

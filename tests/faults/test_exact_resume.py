@@ -52,6 +52,7 @@ def test_changed_worker_count_resumes_exactly(new_run: NewRun, invariants: Invar
     assert all(name.startswith(("/config/data/workers", "/checkpoint/config_hash")) for name in names), names
 
 
+@case("R05", how="each component of a saved state replaced in turn", passes="each is noticed, by its name")
 @case("R04", how="resumed and saved at once", passes="every component of the state equals what was saved")
 @case("R11", how="the run folder under another parent, its files' times set back", passes="exact")
 @pytest.mark.parametrize("precision", some(["fp32", "amp-fp16"], "amp-fp16"))
@@ -59,6 +60,8 @@ def test_loaded_state_equals_the_saved_one(new_run: NewRun, invariants: Invarian
     run = new_run(train={"precision": precision})
     assert run.train(failpoints="train.step=8:term").returncode == 75
     before = state_of(run)
+    for name in before:
+        assert {path.split("/")[1] for path in differing({**before, name: "forgotten"}, before)} == {name}
     run.work = run.work.rename(run.work.with_name("elsewhere"))
     for path in run.folder.rglob("*"):
         os.utime(path, (1e9, 1e9))

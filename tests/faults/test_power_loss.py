@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from segapp.run.checkpoints import CheckpointFolder
-from segapp.run.commands import drain_commands
 from segapp.run.events import EventReader
-from tests.support.fault_runs import SHORT, SYNCHRONOUS, FaultRun, case, is_stopped, needs, traced
+from tests.support.fault_runs import SHORT, SYNCHRONOUS, FaultRun, case, needs, traced
 
 CALLS = "openat,write,pwrite64,ftruncate,fsync,fdatasync,close,fcntl,"
 CALLS += "rename,renameat,renameat2,link,linkat,unlink,unlinkat,mkdir,mkdirat"
@@ -273,32 +272,3 @@ def test_power_cut_at_any_call_keeps_committed_checkpoints(
     assert promised == 5
     disk.assert_same()
     record_property("figure", f"{num_calls} calls, {len(seen)} states of the disk")
-
-
-@case(
-    "F04",
-    how="strace: a power cut after each call of `segapp ctl`",
-    passes="the command is whole or not there; once sent, it is there",
-)
-@pytest.mark.faults
-def test_power_cut_leaves_a_command_whole_or_absent(new_run: Callable[..., FaultRun], tmp_path: Path) -> None:
-    needs("strace")
-    run, found = new_run(), tmp_path / "found"
-    trainer = run.start(failpoints="train.step=2:stop")
-    run.wait_for(lambda: is_stopped(trainer), trainer)
-    disk, is_sent, num_states = Disk(run.folder, only="commands"), False, 0
-    program = run.program("ctl", "run", "set", "lr_factor=0.25", is_stopped=True)
-    with traced(run, program, "-s", "65536", "-e", f"trace={CALLS}") as trace:
-        assert run.ended(program).returncode == 0, program.stderr
-    for call in read_trace(trace):
-        disk.apply(call, run.work)
-        is_sent |= call.name == "write" and call.fd == 1 and call.strings[0].startswith(b"sent ")
-        for state in disk.states():
-            num_states += 1
-            put(state, found)
-            (found / "commands").mkdir(parents=True, exist_ok=True)
-            texts = [(received.text, received.problem) for received in drain_commands(found)]
-            assert texts == [("set lr_factor=0.25", None)] or (texts == [] and not is_sent)
-    assert is_sent
-    assert num_states > 10
-    run.kill_all()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -112,11 +111,7 @@ def test_run_killed_at_random_moments_resumes_exactly(
 def test_run_stopped_five_times_in_an_epoch_resumes_exactly(
     new_run: Callable[..., FaultRun], invariants: Invariants
 ) -> None:
-    run = new_run(train={"epochs": 2}, data={"workers": 2})
-    root = run.copy_data()
-    for kind in ("images", "masks"):
-        for number in range(10, 14):  # epochs of 7 steps: five stops are five places
-            shutil.copy(root / kind / "train" / f"{number - 10:02}.png", root / kind / "train" / f"{number}.png")
+    run = new_run(train={"epochs": 2, "batch_size": 1}, data={"workers": 2})  # epochs of 10 steps
     for number in range(1, 6):
         done = run.train(failpoints="train.step=2:term")
         assert done.returncode == 75, done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import EACH_SAVE, FaultRun, Invariants, case
+from tests.support.fault_runs import FaultRun, Invariants, case
 from tests.support.programs import Program
 
 NewRun = Callable[..., FaultRun]
@@ -61,34 +61,6 @@ def test_raising_rank_ends_all_and_cause_is_named(new_run: NewRun, invariants: I
     assert done.returncode in (1, 8), done.stderr
     assert "failpoint train.forward.rank1" in (run.folder / "logs" / "rank-0001.log").read_text()
     invariants.check(run, timeout_s=180)
-
-
-@case("X01", how="rank 0 hangs in a save for ever", passes="stacks, exit 8 or 10, no orphans, nothing lost")
-def test_save_that_never_returns_ends_all_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run(**DDP, train={"epochs": 60, "hang_timeout_s": 6.0})
-    done = run.train(failpoints=f"ckpt.before_fsync=4:hang;{EACH_SAVE}", timeout_s=240)
-    assert done.returncode in (8, 10), done.stderr
-    assert "rank 0, round 0, process" in (run.folder / "stacks.log").read_text()
-    assert "rank 1, round 0, process" in (run.folder / "logs" / "rank-0001-stacks.log").read_text()
-    invariants.assert_clean_processes(run, within_s=10)
-    invariants.assert_nothing_lost(run)
-
-
-@case("X02", how="one image for two ranks to train on; one to evaluate", passes="exit 2, told once; evaluated by one")
-@pytest.mark.parametrize(("num_train", "num_val", "exit_code"), [(1, 4, 2), (3, 1, 0)])
-def test_fewer_images_than_ranks_are_refused_or_evaluated(
-    new_run: NewRun, num_train: int, num_val: int, exit_code: int
-) -> None:
-    run = new_run(**DDP, train={"epochs": 1})
-    root = run.copy_data()
-    for path in [*root.rglob("train/*"), *root.rglob("val/*")]:
-        if int(path.stem) >= (num_train if path.parent.name == "train" else num_val):
-            path.unlink()
-    done = run.train(timeout_s=180)
-    assert done.returncode == exit_code, done.stderr
-    assert done.stderr.count("error:") == (exit_code > 0), done.stderr
-    if exit_code == 0:
-        assert [event["num_images"] for event in run.events("val")] == [1]
 
 
 @case("X04", how="two runs of two ranks at once", passes="both finish")

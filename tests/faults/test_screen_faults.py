@@ -15,7 +15,7 @@ from segapp.run.events import Device, DeviceMemory, Memory, RunStart
 from tests.support.fault_runs import FaultRun, Invariants, case, some
 from tests.support.hostile_files import is_inert
 from tests.support.recorded_runs import RecordedRun
-from tests.support.terminals import COLUMNS, ROWS, Terminal, peak_mib, terminal
+from tests.support.terminals import COLUMNS, ROWS, Terminal, terminal
 
 NewRun = Callable[..., FaultRun]
 Note = Callable[[str, object], None]
@@ -202,23 +202,3 @@ def test_screen_reads_on_after_damaged_events(tmp_path: Path, record_property: N
     assert is_inert(re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|[>=78]|_G[^\x1b]*\x1b\\)", "", text))
     record_property("figure", f"screen {peak:.0f} MiB")
     assert peak < 200
-
-
-@pytest.mark.faults
-@case("S11", how="status on events with a hole of 256 MB", passes="reads on; takes less than half of it")
-def test_status_memory_is_bounded_for_a_hole_in_the_events(new_run: NewRun, record_property: Note) -> None:
-    run = new_run()
-    canned = RecordedRun(run.folder, num_devices=2)
-    canned.epoch()
-    canned.end()
-    peaks = []
-    for hole_bytes in (0, 2**28):
-        with canned.folder.events.open("r+b") as file:
-            file.truncate(file.seek(0, os.SEEK_END) + hole_bytes)
-        program, peak = run.program("status", "run", "--json"), 0.0
-        while program.returncode is None:
-            peak = max(peak, peak_mib(program.pid))
-        assert run.ended(program).returncode == 0
-        peaks.append(peak)
-    record_property("figure", f"status {peaks[1] - peaks[0]:+.0f} MiB")
-    assert peaks[1] - peaks[0] < 128

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -142,27 +139,3 @@ def test_second_trainer_on_a_run_exits_9(new_run: NewRun, invariants: Invariants
     lock = run.folder / "lock"
     lock.write_text(lock.read_text().replace(str(program.pid), "1"))  # an id that another process has by now
     invariants.check(run)
-
-
-@pytest.mark.slow
-@case(
-    "F39",
-    how="stdout and stderr closed; a reader that leaves after a line",
-    passes="the run completes, no BrokenPipe traceback",
-)
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(">&- 2>&-", marks=pytest.mark.faults_long),
-        pytest.param("2>err | head -1", marks=pytest.mark.faults),
-    ],
-)
-def test_closed_stdout_does_not_end_the_run(new_run: NewRun, how: str) -> None:
-    run = new_run(train={"epochs": 1})
-    code = "from segapp.__main__ import main; main()"
-    words = f"{sys.executable} -c '{code}' train --plain --config config.yaml --run run {how}"
-    env = {**os.environ, "TERM": "dumb", "LANG": "C", "OMP_NUM_THREADS": "1"}
-    subprocess.run(["bash", "-c", words], cwd=run.work, env=env, timeout=120, check=False, capture_output=True)
-    run.wait_for(lambda: run.events("run_end"))
-    assert run.events("run_end")[-1]["status"] == "finished"
-    assert not (run.work / "err").exists() or "Traceback" not in (run.work / "err").read_text()

@@ -78,6 +78,7 @@ def test_soak_keeps_memory_threads_and_files_flat(
                 for second in range(40 if MINUTES < 20 else 58):
                     for shown in (stays, comes):
                         shown.read(0.5)
+                        shown.output = b""
                     trainer.take(program.pid)
                     staying.take(stays.pid)
                     if second < 20 and rng.random() < 0.2:

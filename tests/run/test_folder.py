@@ -15,7 +15,6 @@ from segapp.run.events import (
     Checkpoint,
     CommandAnswer,
     EventWriter,
-    Gpu0Bsz,
     Heartbeat,
     Memory,
     RunEnd,
@@ -193,7 +192,8 @@ def test_worker_outliving_its_trainer_does_not_hold_the_lock(tmp_path):
     try:
         assert folder.is_locked(), "the worker's start gives nothing away"
         trainer.kill()
-        trainer.communicate()
+        trainer.wait()
+        trainer.stdout.close()
         os.kill(worker, 0)
         assert not folder.is_locked()
         folder.acquire()
@@ -240,8 +240,6 @@ def test_is_alive_distinguishes_processes_of_equal_pid():
         (StateFacts(end_status="failed", is_trainer_alive=None), "failed"),
         (StateFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=1.0), "live"),
         (StateFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=100.0), "busy"),
-        (StateFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0), "stale"),
-        (StateFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0, step_interval_s=30.0), "live"),
         # Fresh for 15 s, or for five steps where that is longer.
         (StateFacts(is_trainer_alive=True, event_age_s=14.9, step_age_s=14.9, step_interval_s=2.9), "live"),
         (StateFacts(is_trainer_alive=True, event_age_s=15.1, step_age_s=15.1, step_interval_s=2.9), "stale"),
@@ -249,7 +247,6 @@ def test_is_alive_distinguishes_processes_of_equal_pid():
         (StateFacts(is_trainer_alive=True, event_age_s=51.0, step_age_s=51.0, step_interval_s=10.0), "stale"),
         (StateFacts(is_trainer_alive=True), "busy"),
         (StateFacts(is_trainer_alive=False, event_age_s=1.0, step_age_s=1.0), "crashed"),
-        (StateFacts(is_trainer_alive=False), "crashed"),
         (StateFacts(is_trainer_alive=None, event_age_s=1.0, step_age_s=1.0), "live"),
         (StateFacts(is_trainer_alive=None, event_age_s=1.0), "busy"),
         (StateFacts(is_trainer_alive=None, event_age_s=100.0, step_age_s=100.0), "lost"),
@@ -358,27 +355,6 @@ def test_summary_has_every_field(tmp_path):
     assert (found["num_alerts"], found["last_alert"]) == (1, "GPU 0 is nearly full")
     assert found["pid"] == os.getpid()
     assert listed.folder.name == "a"
-
-
-@pytest.mark.parametrize(
-    ("status", "change", "in_force"),
-    [
-        ("pending", {"old": 1, "new": 2, "split": [2, 2]}, (1, [1, 3])),
-        ("applied", {"old": 1, "new": 2, "split": [2, 2]}, (2, [2, 2])),
-        ("applied", {"old": 1, "new": None}, (None, [1, 3])),
-        ("reverted", {"old": 3, "new": 2, "split": [3, 1]}, (3, [3, 1])),
-    ],
-)
-def test_summary_shows_the_split_in_force(tmp_path, status, change, in_force):
-    folder = RunFolder.create("a", root=tmp_path)
-    with EventWriter(folder.events) as writer:
-        writer.write(start(gpu0_bsz=1, split=[1, 3]))
-        writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="accepted"))
-        writer.write(Gpu0Bsz(status=status, epoch=2, **change))
-        writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="applied"))
-    found = summarize(folder.path).as_json()
-    assert (found["gpu0_bsz"], found["split"]) == in_force
-    assert found["pending"] == {}
 
 
 @pytest.mark.parametrize("num_bytes", [0, 300 * 2**10, 2 * 2**20], ids=["none", "block", "blocks"])

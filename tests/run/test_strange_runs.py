@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from segapp.commands.runs import control_run, print_checkpoints, print_runs, print_status
-from segapp.commands.sweep import run_name, save_sweep
+from segapp.commands.sweep import save_sweep
 from segapp.errors import RunBusyError, StorageError
 from segapp.report.compare import compare_runs
 from segapp.report.page import write_report
@@ -236,13 +236,6 @@ def test_sweep_with_links_is_refused(tmp_path, victim, entry):
     before = state_of(victim)
     refused(f"sweep/{entry} is a symbolic link", lambda: save_sweep(sweep, []))
     assert state_of(victim) == before
-
-
-def test_run_of_a_sweep_lies_in_its_folder():
-    for value in ("../run", "/run", ".hidden", "a/b", "", "\x00"):
-        name = run_name([], {"data.root": value}, {})
-        assert name == Path(name).name
-        assert not name.startswith(".")
 
 
 # -- other users ------------------------------------------------------------------------------------------------------

@@ -8,8 +8,14 @@ import sys
 import pytest
 
 from segapp.run.words import announce, first_line, last_announced, outlast_readers, size
+from tests.support.fault_table import case
 
 
+@case(
+    "F39",
+    how="stdout or stderr whose reader leaves after a line",
+    passes="the program goes on and writes, no BrokenPipe traceback",
+)
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_output_goes_on_after_its_reader_has_left(monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
     reading, writing = os.pipe()

@@ -39,6 +39,7 @@ import pytest
 
 from segapp import failpoints as points
 from segapp.config import RunConfig, dump_config
+from segapp.run.checkpoints import CheckpointFolder
 from tests.support.fault_table import case as case  # imported with the rest by the cases
 from tests.support.programs import Program, segapp, start
 from tests.support.runs import merged
@@ -214,13 +215,12 @@ class FaultRun:
         return max((event["step"] for event in self.events("checkpoint")), default=0)
 
     def committed(self) -> list[dict[str, Any]]:
-        """Returns the committed checkpoints, newest first; each must pass `segapp ckpt verify`."""
+        """Returns the committed checkpoints, newest first; each must be intact, as `segapp ckpt verify` says it."""
         if not (self.folder / "run.json").exists():
             return []
-        done = self.command("ckpt", "verify", "run", "--json")
-        assert done.returncode == 0, done.stdout + done.stderr
-        rows: list[dict[str, Any]] = json.loads(done.stdout)
-        return rows
+        rows = CheckpointFolder(self.folder / "checkpoints").verify()
+        assert [row.problem for row in rows] == [None] * len(rows)
+        return [row.entry.model_dump() for row in rows]
 
     def copy_data(self) -> Path:
         """Gives the run a data set of its own, a copy, and returns its root; before the first start."""

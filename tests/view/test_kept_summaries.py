@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +13,10 @@ from unittest import mock
 
 import pytest
 
-from segapp.api import history
-from segapp.report.page import write_report
-from segapp.run.events import EventReader, EventWriter, Step, Val, reader
+from segapp.run.events import EventReader, EventWriter, Val
 from segapp.run.folder import RunFolder
-from segapp.scores import EpochLoss
 from segapp.view import runs as view_runs
 from segapp.view.runs import (
-    RunList,
     differing_settings,
     facts_of,
     list_runs,
@@ -257,104 +251,7 @@ def test_list_of_finished_runs_reads_no_events_again(tmp_path: Path, lines_read:
     assert lines_read == []
 
 
-def test_list_follows_a_run_that_goes_on(tmp_path: Path) -> None:
-    runs = [eventful(tmp_path / f"run-{i}") for i in range(3)]
-    followed = RunList(tmp_path)
-    followed.look()
-    while followed.poll(budget_s=60.0):
-        pass
-    again = runs[1]
-    with again.folder:
-        followed.look()
-        followed.poll(budget_s=60.0)
-        states = {run.name: run.summary.state for run in followed.runs}
-        assert states == {"run-0": "stopped", "run-1": "busy", "run-2": "stopped"} or states["run-1"] == "stale"
-        assert followed.runs[0].name == "run-1", "the last resumed one is the first"
-        again.writer = EventWriter(again.folder.events)
-        again.shift_to_now()
-        again.write_start(resumed_from_step=again.step)
-        again.train(1)
-        followed.look()
-        followed.poll(budget_s=60.0)
-        run = next(run for run in followed.runs if run.name == "run-1")
-        assert (run.summary.state, run.summary.shown["step"]) == ("live", again.step)
-    followed.look()
-    followed.poll(budget_s=60.0)
-    assert run.summary.state in ("crashed", "live")
-
-
-def test_long_list_is_looked_at_less_often(tmp_path: Path) -> None:
-    eventful(tmp_path / "run")
-    followed = RunList(tmp_path)
-    clock = iter([0.0, 0.01, 100.0, 100.5])
-    with mock.patch("segapp.view.runs.time.monotonic", clock.__next__):
-        followed.look()
-        assert followed._next_look == pytest.approx(0.01 + 2.0)
-        followed.look()
-        assert followed._next_look == pytest.approx(100.5 + 100.0)
-
-
 # --- long histories --------------------------------------------------------------------------------------------------
-
-
-def test_report_reads_the_events_once(tmp_path: Path, lines_read: list[bytes]) -> None:
-    """Except for the last 256 KiB, which tell the state and the terms of the loss."""
-    epochs = 20
-    run = eventful(tmp_path / "run", epochs, steps_per_epoch=100)
-    run.writer = EventWriter(run.folder.events)
-    terms = {f"t{i}": float(i) for i in range(5)}
-    for step in range(run.step + 1, run.step + 4):
-        run.write(Step(epoch=epochs + 2, step=step, loss=1.0, lr=0.1, images_per_s=5.0, terms=terms))
-    lines = run.folder.events.read_bytes().splitlines(keepends=True)
-    num_last = len(run.folder.events.read_bytes()[-(2**18) :].splitlines())
-    write_report(str(run.folder.path), tmp_path / "report.html", has_pictures=False)
-    assert len(lines) <= len(lines_read) <= len(lines) + 2 * num_last
-    page = (tmp_path / "report.html").read_text()
-    assert all(f">{name}<" in page for name in ("t1", "t4"))
-
-
-def test_history_holds_a_part_of_the_events_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    epochs = 9
-    run = eventful(tmp_path / "run", epochs, steps_per_epoch=50)
-    monkeypatch.setattr(reader, "_PART_BYTES", 2**13)
-    sizes, read = list[int](), EventReader.read_skimmed
-
-    def counted(self: EventReader, *args: Any) -> Any:
-        items = read(self, *args)
-        sizes.append(sum(len(item.step) if isinstance(item, reader.StepRun) else 1 for item in items))
-        return items
-
-    monkeypatch.setattr(EventReader, "read_skimmed", counted)
-    found = history(run.folder.path)
-    assert len(sizes) > 2 * epochs
-    assert max(sizes) < 60
-    assert [row.epoch for row in found] == [*range(1, epochs), epochs + 1], "a resume dropped one"
-    losses = dict[int, list[float]]()
-    for raw in EventReader(run.folder.events).read_raw():
-        if raw["type"] == "step":
-            losses.setdefault(raw["epoch"], []).append(raw["loss"])
-    assert found[1].train_loss == math.fsum(losses[2]) / 50
-
-
-def test_mean_of_a_long_epoch_is_exact_and_small() -> None:
-    rng, num_steps = random.Random(0), 20_000
-    losses = [rng.choice([rng.random() * 10 ** rng.randrange(-8, 8), math.nan]) for _ in range(num_steps)]
-    losses[7] = 1e16
-    loss, place = EpochLoss(), 0
-    while place < num_steps:
-        part = losses[place : place + rng.choice([1, 7, 500])]
-        loss.add(3, list(range(place + 1, place + 1 + len(part))), part)
-        place += len(part)
-    known = [value for value in losses if math.isfinite(value)]
-    assert loss.mean == math.fsum(known) / len(known)
-    assert len(loss._losses) < 2 * 4096 + 500
-    loss.drop_after(num_steps - 1000)
-    known = [value for value in losses[:-1000] if math.isfinite(value)]
-    assert loss.mean == math.fsum(known) / len(known)
-    loss.drop_after(5)
-    assert (loss.mean, loss.epoch) == (None, None), "the sums have later steps"
-    loss.add(3, [6], [2.0])
-    assert loss.mean == 2.0
 
 
 def test_rare_events_are_found_in_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

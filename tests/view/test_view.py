@@ -300,14 +300,6 @@ fields = st.sampled_from(
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(EVENT_TYPES)), st.dictionaries(fields, junk, max_size=8)), max_size=8))
-def test_any_content_of_known_types_is_folded(events: list[tuple[str, dict[str, Any]]]) -> None:
-    view = View()
-    raws = [{"v": 1, "seq": i, "t": 1e9 + i, "type": kind, **body} for i, (kind, body) in enumerate(events, 1)]
-    EventFold(view).add(raws)
-    assert view.num_events == len(raws)
-
-
 @given(st.lists(st.tuples(fields, junk), min_size=1, max_size=3), st.integers(0, 10**6))
 def test_any_changed_field_of_a_good_run_is_folded(
     canned: RecordedRun, changes: list[tuple[str, Any]], at: int
