@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,16 +97,13 @@ def test_false_manifest_exits_4_or_falls_back(left_by: NewRun, invariants: Invar
     run = left_by(KILLED_IN_8)
     path = run.folder / "checkpoints" / "manifest.json"
     manifest = json.loads(path.read_text())
+    if how == "size":
+        manifest["entries"][0]["size_bytes"] += 1
+    elif how == "outside":
+        manifest["entries"][0]["object"] = "../../../config.yaml"
+    path.write_text('{"format": 1, "entr' if how == "no-json" else json.dumps(manifest))
     if how == "removed":
         path.unlink()
-    elif how == "no-json":
-        path.write_text('{"format": 1, "entr')
-    elif how == "size":
-        manifest["entries"][0]["size_bytes"] += 1
-        path.write_text(json.dumps(manifest))
-    else:
-        manifest["entries"][0]["object"] = "../../../config.yaml"
-        path.write_text(json.dumps(manifest))
     done = run.train()
     if how in ("removed", "no-json"):
         invariants.assert_clear(done, 4, "manifest.json" if how == "no-json" else "no checkpoint to resume from")
@@ -156,16 +151,14 @@ def test_retention_over_resumes_and_a_crash_keeps_the_rule(new_run: NewRun, inva
     passes="all load, with the bare model in them",
 )
 @pytest.mark.faults
-def test_every_file_loads_in_a_bare_process(left_by: NewRun) -> None:
+def test_every_file_is_loaded_by_torch_alone(left_by: NewRun) -> None:
     run = left_by("", train={"epochs": 1})
-    code = (
-        "import sys, torch\n"
-        "for p in sys.argv[1:]:\n"
-        "    m = torch.load(p, weights_only=True)['model']\n"
-        "    assert all(torch.is_tensor(t) for t in m.values()) and m"
-    )
-    files = [str(path) for path in (run.folder / "checkpoints").glob("*.pt")]
-    subprocess.run([sys.executable, "-c", code, *files], check=True, timeout=120)
+    files = list((run.folder / "checkpoints").glob("*.pt"))
+    assert len(files) == 3
+    for path in files:
+        model = torch.load(path, weights_only=True)["model"]
+        assert model
+        assert all(torch.is_tensor(tensor) for tensor in model.values())
 
 
 @case("F23", how="a manifest of a newer format; a checkpoint of other classes", passes="exit 4, says what differs")

@@ -26,7 +26,8 @@ from segapp.run.state import is_trainer_alive
 from segapp.session.request import plan_request
 from segapp.session.session import run_session
 from segapp.view.runs import run_state, summarize
-from tests.support.runs import merged, train
+from tests.support.fault_runs import tiny_config
+from tests.support.runs import train
 
 NOBODY = 65534
 OWN = sorted(
@@ -47,14 +48,10 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make fil
 def trained(tmp_path_factory, tiny_root):
     """A finished run with everything that a training on one device writes."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    config = {
-        "name": "run",
-        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
-        "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
-    }
+    config = tiny_config(tiny_root, train={"epochs": 1}, log={"tensorboard": True})
     before = os.umask(0)
     try:
-        assert train(merged(config, data={"crop_px": [32, 32]}, train={"epochs": 1, "batch_size": 4}), folder) == 0
+        assert train(config, folder) == 0
     finally:
         os.umask(before)
     return folder

@@ -4,11 +4,6 @@
 that no other process sees, so that any number of tests can run at a time. They share the disk, and nothing else. A
 machine can lose its cable, get it back, lose its power and boot again.
 
-    with Machines(2, tmp_path / "machines") as machines:
-        program = machines[1].start(sys.executable, "-m", "segapp", ..., log=tmp_path / "log1")
-        machines[2].power_cut()
-        assert program.wait(60) == 8
-
 Needs root or user namespaces; `needs_machines` skips a test with the reason where neither is allowed. All ends with the
 process that made the machines, also if that is killed: the first process of each machine ends when its pipe closes.
 """

@@ -76,8 +76,3 @@ def test_epochs_and_steps_that_no_float_holds_are_refused(name: str, number: int
     assert Evaluations([Val.model_validate(raw)])[0].step == 1
     with pytest.raises(ValueError, match=name):
         parse_event(raw | {name: number})
-
-
-def test_a_number_of_images_that_no_float_holds_is_unknown() -> None:
-    vals = [Val(epoch=n, step=n, loss=None, miou=None, iou=[], num_images=10**400) for n in range(NUM_WHOLE + 1)]
-    assert Evaluations(vals)[0].num_images is None

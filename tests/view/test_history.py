@@ -76,7 +76,3 @@ def test_dropped_steps_leave_no_effect_on_averages(values: list[float], step: in
     expected = filled([*values[:step], 0.5])
     np.testing.assert_allclose(history.average(0.98), expected.average(0.98), rtol=1e-9)
     assert history.size == expected.size
-
-
-def test_average_of_a_constant_is_constant_from_the_first_step() -> None:
-    assert filled([3.0] * 50).average(0.98).tolist() == pytest.approx([3.0] * 50)
