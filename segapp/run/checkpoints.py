@@ -45,6 +45,7 @@ from segapp.run.files import (
     has_same_bytes,
     hash_file,
     is_same_file,
+    make_durable_directory,
     open_directory,
     open_new,
     read_of_run,
@@ -473,7 +474,7 @@ class CheckpointFolder:
     def _prepare(self, need_bytes: int, keep: int) -> Manifest:
         """Remove the leftovers of crashes, and old epochs if the disk is full; return the manifest to extend."""
         failpoint("ckpt.start")
-        self.objects.mkdir(parents=True, exist_ok=True)
+        make_durable_directory(self.objects)
         for directory in (self.path, self.objects):
             remove_dead_temporaries(directory)
         manifest = self._read_to_replace()

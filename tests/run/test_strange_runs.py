@@ -48,7 +48,8 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make fil
 def trained(tmp_path_factory, tiny_root):
     """A finished run with everything that a training on one device writes."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    config = tiny_config(tiny_root, train={"epochs": 1}, log={"tensorboard": True})
+    sections = {"train": {"epochs": 1}, "log": {"tensorboard": True}, "checkpoint": {"every_steps": None}}
+    config = tiny_config(tiny_root, **sections)
     before = os.umask(0)
     try:
         assert train(config, folder) == 0
