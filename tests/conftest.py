@@ -208,7 +208,7 @@ def camvid() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `folder` data set of 10 training and 4 validation images, 48 x 64 px, 3 classes."""
+    """A `folder` data set of 10 training and 4 validation images of three sizes, 3 classes."""
     # Here, not above: the tests of segapp.parallel and segapp.losses run where there is nothing but torch.
     from tests.support.runs import draw_tiny_data
 
@@ -225,7 +225,7 @@ def tiny(tiny_root: Path) -> dict[str, Any]:
             "format": "folder",
             "root": str(tiny_root),
             "classes": ["ground", "box", "disc"],
-            "crop_px": [32, 32],
+            "crop_px": [24, 40],
             "workers": 0,
         },
         "model": {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_small", "aux": False},

@@ -32,14 +32,18 @@ def draw_scene(rng: np.random.Generator, height: int, width: int) -> tuple[np.nd
     return image.clip(0, 255).astype(np.uint8), mask
 
 
+TINY_SIZES_PX = ((48, 64), (45, 61), (48, 53))
+"""Height and width of the first, second, third, fourth ... image of a split; no two have the same shape of a crop."""
+
+
 def draw_tiny_data(root: Path) -> Path:
-    """Draws a `folder` data set of 10 training and 4 validation images, 48 x 64 px, 3 classes, and returns its root."""
+    """Draws a `folder` data set of 10 training and 4 validation images of 3 sizes and 3 classes; returns its root."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 10), ("val", 4)):
         for kind in ("images", "masks"):
             (root / kind / split).mkdir(parents=True)
         for i in range(count):
-            image, mask = draw_scene(rng, 48, 64)
+            image, mask = draw_scene(rng, *TINY_SIZES_PX[i % len(TINY_SIZES_PX)])
             cv2.imwrite(str(root / "images" / split / f"{i:02}.png"), image)
             cv2.imwrite(str(root / "masks" / split / f"{i:02}.png"), mask)
     return root
