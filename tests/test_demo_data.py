@@ -17,18 +17,6 @@ from tests.support import ROOT
 DEMO = ROOT / "data" / "demo"
 
 
-def load_split(split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns every fourth pixel of a split that is not ignored: colours (N, 3) and train ids (N,)."""
-    scheme, colours, targets = class_scheme("cityscapes"), [], []
-    for pair in find_pairs(DataLocation("cityscapes", DEMO), split):
-        assert pair.mask is not None
-        target = read_mask(pair.mask, scheme)[::2, ::2]
-        with Image.open(pair.image) as image:
-            colours.append(np.asarray(image)[::2, ::2][target != 255])
-        targets.append(target[target != 255])
-    return np.concatenate(colours).astype(float), np.concatenate(targets)
-
-
 def test_demo_is_a_small_cityscapes_tree_of_eleven_classes() -> None:
     assert sum(p.stat().st_size for p in DEMO.rglob("*.png")) < 3_000_000
     scheme = class_scheme("cityscapes")
@@ -52,13 +40,3 @@ def test_committed_images_are_redrawn_identically(options: list[str], count: int
     for path in drawn:
         with Image.open(path) as new, Image.open(DEMO / path.relative_to(tmp_path)) as committed:
             assert np.array_equal(np.asarray(new), np.asarray(committed)), path.name
-
-
-def test_nearest_mean_colour_does_not_separate_the_classes() -> None:
-    colours, targets = load_split("train")
-    ids = np.unique(targets)
-    means = np.stack([colours[targets == i].mean(axis=0) for i in ids])
-    colours, targets = load_split("val")
-    predictions = ids[((colours[:, None] - means) ** 2).sum(axis=2).argmin(axis=1)]
-    iou = [((predictions == i) & (targets == i)).sum() / ((predictions == i) | (targets == i)).sum() for i in ids]
-    assert np.mean(iou) < 0.25

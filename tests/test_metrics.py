@@ -1,8 +1,4 @@
-import contextlib
-import importlib
-import io
 import json
-import math
 import re
 from pathlib import Path
 
@@ -11,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 import segapp.metrics
 from segapp.metrics import ConfusionMatrix, LabelCounts
@@ -186,50 +181,6 @@ def test_wrong_tensors_are_refused():
         ConfusionMatrix(3).update(ids.float(), ids)
     with pytest.raises(ValueError, match="at least one class"):
         ConfusionMatrix(0)
-
-
-def official_scores(predictions: list[str], targets: list[str]) -> dict:
-    """Return the scores of the evaluation server's own code for PNGs of label ids."""
-    official = importlib.import_module("cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling")
-    arguments = official.CArgs()
-    vars(arguments).update(vars(official.args))
-    arguments.evalInstLevelScore, arguments.JSONOutput, arguments.quiet = False, False, True
-    with contextlib.redirect_stdout(io.StringIO()):
-        return official.evaluateImgLists(predictions, targets, arguments)
-
-
-@pytest.mark.parametrize(("agreement", "absent"), [(0.0, ()), (0.8, (26, 27, 31))])
-def test_scores_match_the_official_cityscapes_evaluator(tmp_path, agreement, absent):
-    from cityscapesscripts.helpers.labels import labels
-
-    generator = np.random.default_rng(7)
-    known = [label for label in labels if label.id >= 0]
-    classes = [label.id for label in known if not label.ignoreInEval]
-    train_id = np.full(256, 255, dtype=np.uint8)
-    train_id[classes] = [label.trainId for label in known if not label.ignoreInEval]
-    in_target = [label.id for label in known if label.id not in absent]
-    predicted = [c for c in classes if c not in absent[1:]]  # absent[0] is predicted, but never correct
-    confusion = ConfusionMatrix(19)
-    predictions, targets = [], []
-    for height, width in [(48, 64), (33, 57), (1, 128)]:
-        target = generator.choice(in_target, size=(height, width)).astype(np.uint8)
-        prediction = generator.choice(predicted, size=(height, width)).astype(np.uint8)
-        copied = (generator.random(target.shape) < agreement) & np.isin(target, predicted)
-        prediction[copied] = target[copied]
-        for files, kind, ids in ((predictions, "pred", prediction), (targets, "gtFine_labelIds", target)):
-            files.append(str(tmp_path / f"ulm_{height:06d}_000019_{kind}.png"))
-            Image.fromarray(ids).save(files[-1])
-        confusion.update(torch.from_numpy(train_id[prediction])[None], torch.from_numpy(train_id[target])[None])
-    official = official_scores(predictions, targets)
-    scores = confusion.scores()
-    for label in known:
-        if label.ignoreInEval:
-            continue
-        expected, iou = official["classScores"][label.name], scores.iou[label.trainId]
-        assert (iou is None) == math.isnan(expected), label.name
-        assert iou is None or iou == pytest.approx(expected, abs=1e-9), label.name
-    assert scores.miou == pytest.approx(official["averageScoreClasses"], abs=1e-9)
-    assert sum(iou is None for iou in scores.iou) == len(absent[1:])
 
 
 def test_metrics_import_nothing_of_segapp_and_no_vision_library():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -137,18 +135,6 @@ def test_model_of_one_size_is_refused_with_the_sizes(tiny: dict[str, Any], capsy
     assert check_part(None, None, of_size(tiny, 128, side=128, is_said=True)) == 0
 
 
-def test_error_in_own_code_names_its_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "losses_of_mine.py").write_text(
-        "import torch\n\n\ndef make():\n    return lambda logits, target: torch.stack([logits, target])\n"
-    )
-    assert check_part("mine/losses_of_mine.py:make", "loss", None) == 2
-    assert "(mine/losses_of_mine.py, line 5): correct it" in capsys.readouterr().out
-
-
 def test_check_part_takes_overrides_as_other_commands_do(
     tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,21 +155,3 @@ def test_check_part_takes_overrides_as_other_commands_do(
         assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"with its kind, --as model\|loss"):
         check_part(f"{OWN}:Net", None, None)
-
-
-@pytest.mark.slow
-def test_check_imports_neither_torchvision_nor_albumentations() -> None:
-    code = """if True:
-        import sys
-        from segapp.commands.check_part import check_part
-        for name, kind in (("ce", "loss"), ("Net", "model"), ("falling", "schedule")):
-            assert check_part(f"part_for_imports.py:{name}", kind, None) == 0
-            print([each for each in ("albumentations", "torchvision") if each in sys.modules])"""
-    Path("part_for_imports.py").write_text(
-        "from torch import nn\n"
-        "def ce(): return nn.CrossEntropyLoss(ignore_index=255)\n"
-        "def Net(num_classes): return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, num_classes, 1))\n"
-        "def falling(total_steps): return lambda step: 1 - step / total_steps / 2\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [line for line in done.stdout.splitlines() if line.startswith("[")] == ["[]"] * 3

@@ -1,5 +1,8 @@
 """`segapp eval` and `predict` of trained runs: scores, files and names, one network and the mean of several."""
 
+import contextlib
+import importlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +21,6 @@ from segapp.errors import ConfigError
 from segapp.inference.predict.reading import find_images
 from segapp.report.page import write_report
 from tests.support.runs import draw_scene, events, merged, train
-from tests.test_metrics import official_scores
 
 CLASSES = ["ground", "box", "disc"]
 Command = Any
@@ -113,6 +115,17 @@ def test_mean_of_two_networks_scores_what_predict_writes(
     assert f"(mean of 2: {names[0]}, {names[1]})" in shown.out
     assert f"was trained on {len(masks)} of the {len(masks)} images evaluated here" in shown.err
     assert evaluate([runs / "a", runs / "b"]).confusion.tolist() == confusion.tolist()
+
+
+def official_scores(predictions: list[str], targets: list[str]) -> dict[str, Any]:
+    """Return the scores of the evaluation server's own code for PNGs of label ids."""
+    official = importlib.import_module("cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling")
+    arguments = official.CArgs()
+    vars(arguments).update(vars(official.args))
+    arguments.evalInstLevelScore, arguments.JSONOutput, arguments.quiet = False, False, True
+    with contextlib.redirect_stdout(io.StringIO()):
+        scores: dict[str, Any] = official.evaluateImgLists(predictions, targets, arguments)
+        return scores
 
 
 def test_eval_equals_official_evaluator_on_written_predictions(

@@ -193,17 +193,6 @@ def test_changed_shares_at_a_border_take_effect(recorder: Recorder, starts: list
     loader.close()
 
 
-def test_evaluation_within_an_epoch_keeps_what_is_loaded(recorder: Recorder, starts: list[BatchPool]) -> None:
-    loader = TrainLoader(recorder.dataset, 2, seed=SEED, options=LoadOptions(2))
-    first = loader.epoch(1, last_epoch=2)
-    batches = [next(first) for _ in range(4)]
-    batches += loader.epoch(1, 4, last_epoch=2)
-    batches += loader.epoch(2, last_epoch=2)
-    assert_batches(batches, keys_of((1, 2), 2), recorder.dataset)
-    assert len(starts) == 1
-    loader.close()
-
-
 def test_resumed_position_is_loaded_instead(recorder: Recorder, starts: list[BatchPool]) -> None:
     """As after a return to an earlier checkpoint; the same epoch and others, in and out of order."""
     loader = TrainLoader(recorder.dataset, 3, seed=SEED, options=LoadOptions(2))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from segapp.datasets.inspection import find_copies, nearest_hashes, perceptual_hash
+from segapp.datasets.inspection import nearest_hashes, perceptual_hash
 
 Grey = NDArray[np.uint8]
 
@@ -76,25 +76,3 @@ def test_nearest_hash_is_found_before_and_after_its_place() -> None:
     high = [bytes([number] * 32) for number in range(0b1000000, 0b1000000 + 40)]
     assert list(nearest_hashes([bytes([0b11111110] * 32)], [*high, bytes([255] * 32)])) == [(0, 40, 32)]
     assert list(nearest_hashes([large], [large, *far])) == [(0, 0, 0)]
-
-
-def test_comparisons_grow_with_the_images_not_with_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_bits, compared = np.bitwise_count, 0
-
-    def counted(bits: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        nonlocal compared
-        compared += len(bits)
-        return np.asarray(count_bits(bits))
-
-    monkeypatch.setattr(np, "bitwise_count", counted)
-    rng = np.random.default_rng(5)
-    num_compared, found = [], []
-    for num in (400, 4000):
-        compared, train = 0, [rng.bytes(32) for _ in range(num)]
-        still = [bytes([hash_[0] ^ 0b101, *hash_[1:31], hash_[31] ^ 1]) for hash_ in train[num // 2 :: 97]]
-        val = [*still, *(rng.bytes(32) for _ in range(num // 5))]
-        found.append(list(nearest_hashes(val, train)) == [(i, num // 2 + 97 * i, 3) for i in range(len(still))])
-        found.append(list(find_copies([*train, *still])) == [(num // 2 + 97 * i, num + i) for i in range(len(still))])
-        num_compared.append(compared)
-    assert all(found)
-    assert num_compared[1] <= 10.5 * num_compared[0]

@@ -169,20 +169,3 @@ def test_size_fits_exactly_before_its_ratio_does(tmp_path: Path) -> None:
     ratios = {(20, 32): "neither", (20, 30): "either", (21, 31): "either", (21, 34): "neither"}
     assert {size: fit_of(read_header(tmp_path / "b.png"), size, may_scale=True) for size in ratios} == ratios
     assert [fit_of(image, size) for size in ((120, 122), (61, 60), None)] == ["neither", "raw", "either"]
-
-
-def test_class_masks_on_stored_pixels_become_upright_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = tmp_path / "d"
-    for number, orientation in zip(NUMBERS, [6, 1, 8, 6, 1, 3], strict=True):
-        mask = truth(number)
-        photo(root / "images" / f"{number}.jpg", mask, orientation)
-        for value, name in ((1, "aisle"), (2, "box")):
-            stored = with_orientation((mask == value).astype(np.uint8) * 255, orientation if number != "0012" else 1)
-            save_mask(root / "masks" / name / f"{number}.png", stored)
-    config, said = proposed(root)
-    assert_true(config)
-    assert "3 of 6 photos have the size of their mask or annotation only before" in said
-    assert "1 of 6 photos have an EXIF orientation; masks are taken to be drawn on the upright photo" in said
-    assert config.data.mask_orientation is None
-    (found,) = findings(config, capsys)
-    assert f"compare {root}/images/0012.jpg with its mask" in found["message"]

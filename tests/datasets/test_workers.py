@@ -18,9 +18,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import GPU_PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
-from segapp.datasets.pool import BatchPool, LoadOptions
 from segapp.datasets.resources import usable_cores
-from segapp.datasets.sampling import SampleKey
 
 
 @pytest.mark.parametrize(
@@ -85,20 +83,6 @@ def test_ranks_of_a_machine_divide_its_cores(dataset: SegmentationDataset, monke
 def test_batches_for_a_gpu_are_page_locked(device: str, is_pinned: bool, dataset: SegmentationDataset) -> None:
     options = build_load_options(run_config(workers=1), dataset, torch.device(device), 8)
     assert (options.pin_memory, options.timeout_s) == (is_pinned, 7)
-
-
-@pytest.mark.parametrize("is_pinned", [True, False])
-def test_parts_and_whole_batches_are_page_locked(
-    dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch, is_pinned: bool
-) -> None:
-    """Parts by torch's thread, which has no work on a machine without a GPU, and batches of this process by itself."""
-    locked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: locked.append(tuple(tensor.shape)) or tensor)
-    whole, in_parts = (BatchPool(dataset, LoadOptions(workers, pin_memory=is_pinned), 4) for workers in (0, 2))
-    assert in_parts._build().pin_memory == is_pinned
-    keys = [[SampleKey(1, image) for image in (2, 0, 3)]]
-    assert [batch.indices for batch in whole.run(keys)] == [(2, 0, 3)]
-    assert locked == ([(3, 3, 24, 32), (3, 24, 32)] if is_pinned else [])
 
 
 def test_cost_of_a_sample_is_that_of_the_fastest(

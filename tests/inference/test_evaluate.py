@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -28,7 +27,7 @@ from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.evaluator import Evaluator
 from segapp.inference.sliding import Inference, window_corners
-from segapp.inference.workspace import MIN_SIDE_PX, HostLimit, measure_bytes_per_px, tile_frame, tiles_of
+from segapp.inference.workspace import HostLimit, measure_bytes_per_px
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
 from segapp.metrics import ConfusionMatrix
 from segapp.models.normalizer import Normalizer
@@ -241,18 +240,6 @@ def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     assert model.largest_px <= model.capacity_px
     with pytest.raises(OutOfMemoryError, match="does not fit"):
         evaluate(ColorNet(capacity_px=100), batches, WHOLE, counter=Evaluator)
-
-
-@hypothesis.settings(max_examples=60, deadline=None)
-@given(st.integers(1, 700), st.integers(1, 700), st.integers(MIN_SIDE_PX**2, 200_000))
-def test_cores_of_tiles_hold_every_pixel_once(height: int, width: int, max_px: int) -> None:
-    seen = np.zeros((height, width), int)
-    where = np.arange(height * width).reshape(height, width)
-    for tile in tiles_of((height, width), tile_frame((height, width), max_px)):
-        seen[tile.place] += 1
-        assert where[tile.whole].size <= max_px
-        assert np.array_equal(where[tile.whole][tile.core], where[tile.place])
-    assert (seen == 1).all()
 
 
 class BlurNet(ColorNet):

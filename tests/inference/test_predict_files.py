@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,30 +131,6 @@ def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = No
     plan = OutputPlan(out, SCHEME, tuple(kinds), label_ids=options.pop("label_ids", False))
     options.setdefault("workspace", Workspace(10**9))
     return predict_files(predictor or Blur(), find_images([source])[0], plan, **options)
-
-
-def test_lines_of_a_large_image_count_its_predicted_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: list[Any] = []
-    said: list[str] = []
-
-    @contextlib.contextmanager
-    def lines_while(text: Any) -> Iterator[None]:
-        texts.append(text)
-        yield
-        said.append(text())
-
-    class Watched(Blur):
-        def labels(self, images: np.ndarray) -> np.ndarray:
-            said.extend(text() for text in texts)
-            return super().labels(images)
-
-    monkeypatch.setattr("segapp.inference.predict.pipeline.lines_while", lines_while)
-    cv2.imwrite(str(tmp_path / "big.png"), photo(400, 300)[..., ::-1])
-    predict(tmp_path / "big.png", tmp_path / "out", ["labels"], Watched(), workspace=Workspace(30_000))
-    rows = [int(line.split()[1]) for line in said]
-    assert rows[0] == 0 < rows[len(rows) // 2] < rows[-1] == 400
-    assert rows == sorted(rows)
-    assert said[-1] == "big: 400 of 400 rows are predicted"
 
 
 def test_output_files_of_tiles_equal_those_of_the_whole_image(tmp_path: Path) -> None:
