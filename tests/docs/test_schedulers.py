@@ -1,250 +1,206 @@
-"""The examples for schedulers, with stand-ins for these: what they start, what starts again, and what does not."""
+"""The examples for schedulers, with stand-ins for these and for segapp: what they start, and what starts again.
+
+`segapp status --requeue-code` decides (tests/commands/test_requeue_code.py). Left out of SLURM are queues, clusters,
+cgroups, and that it kills the batch script after `scontrol requeue`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-import signal
-import socket
+import shlex
 import subprocess
-import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import psutil
 import pytest
 import typer.main
 import yaml
 
 from segapp.cli import app
-from segapp.config import dump_config
 from segapp.docs.pages import FOLDER
-from segapp.view.runs import run_state
-from tests.support.live_runs import seen, small
-from tests.support.schedulers import Round, Scheduler, sbatch_options
+from tests.support.page_blocks import blocks
 
 EXAMPLES = FOLDER / "examples" / "schedulers"
-PAGES = {"job.slurm": "slurm", "sweep.slurm": "slurm", "pytorchjob.yaml": "kubernetes",
-         "skypilot.yaml": "skypilot"}  # fmt: skip
-GRID = ["--config", "tiny.yaml", "seed=0,1", "train.epochs=1"]
+SBATCH_OPTIONS = {"--array", "--cpus-per-task", "--gpus", "--gpus-per-node", "--nodes", "--ntasks-per-node",
+                  "--open-mode", "--requeue", "--signal", "--time"}  # fmt: skip
+"""Options of sbatch, as in its manual, that the examples use."""
+PYTORCH_JOB = {"apiVersion", "kind", "metadata", "name", "spec", "elasticPolicy", "rdzvBackend", "minReplicas",
+               "maxReplicas", "pytorchReplicaSpecs", "Worker", "replicas", "restartPolicy", "template"}  # fmt: skip
+"""Names in the PyTorchJob of Kubeflow's training operator, above those of a pod."""
+SKY_TASK = {"name", "num_nodes", "workdir", "volumes", "/runs", "setup", "run", "resources", "accelerators", "use_spot",
+            "job_recovery", "recover_on_exit_codes"}  # fmt: skip
+"""Names in a task of SkyPilot."""
 
-
-@pytest.mark.parametrize("name", sorted(PAGES))
-def test_pages_show_the_examples_as_they_are(name: str) -> None:
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == set(PAGES)
-    text = (EXAMPLES / name).read_text()
-    assert f"segapp/docs/examples/schedulers/{name}" in (FOLDER / "tasks" / f"{PAGES[name]}.md").read_text()
-    assert f"\n{text}```" in (FOLDER / "tasks" / f"{PAGES[name]}.md").read_text()
-    assert len(text.splitlines()) <= 60
-
-
-def check_launch(words: list[str]) -> None:
-    """Check that the real program takes the words of `segapp launch`, and what it trains."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    launch = commands["launch"].make_context("launch", words[1:]).params
-    inner = launch["words"]
-    assert inner[0] == "train", f"options that are not segapp's: {inner}"
-    train = commands["train"].make_context("train", inner[1:]).params
-    assert (train["config"], train["run"].name) == ("cityscapes.yaml", "cityscapes")
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("rounds", "expected"),
-    [
-        (["signal", "finish"], [Round(75, True), Round(0, False)]),
-        (["signal", "command"], [Round(75, True), Round(0, False)]),  # segapp ctl stop
-        (["killed"], [Round(137, False)]),
-        (["config"], [Round(2, False)]),
-    ],
-)
-def test_slurm_job_is_requeued_after_signals_alone(tmp_path: Path, rounds: list[str], expected: list[Round]) -> None:
-    slurm = Scheduler(tmp_path / "fake", tmp_path, rounds)
-    assert slurm.submit(EXAMPLES / "job.slurm") == expected
-    calls = [call["words"] for call in slurm.calls() if call["rank"] == 0]
-    assert len(slurm.calls()) == 2 * len(rounds), "one launcher on each of two machines"
-    for number, words in enumerate(calls):
-        check_launch(words)
-        assert " ".join(words) == (
-            f"launch --nnodes 2 --nproc-per-node 4 --rdzv-id 7.{number} --rdzv-endpoint node1:29500 "
-            "-- train --config cityscapes.yaml --run runs/cityscapes"
-        )
-
-
-@pytest.mark.slow
-def test_slurm_job_of_real_trainings_has_the_undisturbed_course(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two launchers of one rank each, on one machine; the second half of the epochs is made after a requeue."""
-    config = small(tiny, epochs=4, parallel={"mode": "ddp"})
-    (tmp_path / "cityscapes.yaml").write_text(dump_config(config))
-    monkeypatch.setenv("SEGAPP_FAILPOINTS", "train.step=sleep:0.3")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    text = (EXAMPLES / "job.slurm").read_text().replace("per-node 4 ", "per-node 1 ")
-    job = tmp_path / "job.slurm"
-    job.write_text(text.replace("$head:29500", f"127.0.0.1:{port}"))
-    run = tmp_path / "runs" / "cityscapes"
-    slurm = Scheduler(tmp_path / "fake", tmp_path, ["signal", "finish"], is_real=True)
-    done = slurm.submit(job, wait_s=300, can_be_stopped=lambda: len(seen(run, "step")) >= 4)
-    assert done == [Round(75, True), Round(0, False)]
-    ends = [(end["exit_code"], end.get("stopped_by")) for end in seen(run, "run_end")]
-    assert ends == [(75, "signal"), (0, None)]
-    monkeypatch.setenv("SEGAPP_FAILPOINTS", "")
-    words = ["launch", "--nproc-per-node", "2", "--", "train", "--config", "cityscapes.yaml", "--run", "whole"]
-    subprocess.run([sys.executable, "-m", "segapp", *words], check=True, cwd=tmp_path)
-    resumed, whole = ([step["loss"] for step in seen(each, "step")] for each in (run, tmp_path / "whole"))
-    assert len(whole) == 20
-    assert resumed == whole
-
-
-@pytest.fixture
-def place(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with tiny.yaml, as the current one."""
-    (tmp_path / "tiny.yaml").write_text(dump_config(small(tiny)))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_slurm_array_requeues_each_task_alone(place: Path) -> None:
-    text = (EXAMPLES / "sweep.slurm").read_text()
-    assert sbatch_options(EXAMPLES / "sweep.slurm")["--array"] == "0-9%4"
-    script = place / "sweep.slurm"
-    script.write_text(re.sub(r"--config .* seed=\S+", " ".join(GRID), text))
-    slurm = Scheduler(place / "fake", place, ["signal", "finish"])
-    assert slurm.submit(script, task=1) == [Round(75, True), Round(0, False)]
-    assert [call["words"][-2:] for call in slurm.calls()] == [["--only", "1"]] * 2
-    runs = {run.name: run_state(run) for run in (place / "runs" / "tiny-sweep").glob("seed*")}
-    assert runs == {"seed1": "finished"}
-
-
-JOB_SCHEMA = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "kubeflow.org/v1"},
-        "kind": {"const": "PyTorchJob"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["pytorchReplicaSpecs"],
-            "properties": {
-                "elasticPolicy": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "rdzvBackend": {"enum": ["c10d", "etcd", "etcd-v2"]},
-                        "minReplicas": {"type": "integer"},
-                        "maxReplicas": {"type": "integer"},
-                        "maxRestarts": {"type": "integer"},
-                    },
-                },
-                "pytorchReplicaSpecs": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "required": ["Worker"],
-                    "properties": {
-                        "Worker": {
-                            "type": "object",
-                            "additionalProperties": False,
-                            "required": ["template"],
-                            "properties": {
-                                "replicas": {"type": "integer"},
-                                "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
-                                "template": {"type": "object", "required": ["spec"]},
-                            },
-                        }
-                    },
-                },
-            },
-        },
-    },
+PROGRAMS = {
+    "srun": """
+while [[ $1 == --* ]]; do shift; done
+pids=()
+for ((rank = 0; rank < ${SLURM_NNODES:-1}; rank++)); do SLURM_PROCID=$rank "$@" & pids+=($!); done
+echo "${pids[@]}" > "$FAKE/step"
+worst=0
+for pid in "${pids[@]}"; do wait "$pid"; code=$?; if ((code > worst)); then worst=$code; fi; done
+exit $worst
+""",
+    "scontrol": """
+case $1 in
+    show) for ((node = 1; node <= SLURM_NNODES; node++)); do echo "node$node"; done ;;
+    *) echo "$*" >> "$FAKE/requeued" ;;
+esac
+""",
+    "getent": "echo 10.0.0.7",
+    "segapp": """
+echo "$*" >> "$FAKE/calls"
+case "$*" in status*) exit "$STATUS" ;; *--dry-run) echo "runs/demo-sweep/third"; exit ;; esac
+if [ "$TRAINING" != SIGTERM ]; then exit "$TRAINING"; fi
+trap 'exit 75' TERM
+echo >> "$FAKE/started"
+for ((i = 0; i < 1500; i++)); do sleep 0.02; done
+""",
 }
-"""The part of the PyTorchJob of Kubeflow's training operator that the example uses."""
+"""Stand-ins. A training ends with the code `TRAINING`, or with 75 on SIGTERM; `segapp status` with `STATUS`."""
 
 
-@pytest.mark.sampled(3)
+def carry_out(
+    folder: Path,
+    command: list[str],
+    training: str | int,
+    status: int,
+    signaled: Callable[[int], Iterable[int]],
+    num_trainings: int = 1,
+    **env: str,
+) -> int:
+    """Return the exit code of a job; processes `signaled(pid)` get SIGTERM when all trainings wait for it."""
+    for name, text in PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}")
+        (folder / name).chmod(0o700)
+    environ = {**os.environ, "FAKE": str(folder), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    environ |= {"TRAINING": str(training), "STATUS": str(status), **env}
+    with subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + 20
+        while training == "SIGTERM" and len(lines(folder / "started")) < num_trainings:
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        for pid in signaled(process.pid) if training == "SIGTERM" else ():
+            psutil.Process(pid).terminate()
+        return process.wait(20)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def check_words(line: str) -> None:
+    """Check that the real program takes the words of a training, those behind `--` too."""
+    words = line.split()
+    params = typer.main.get_command(app).commands[words[0]].make_context(words[0], words[1:]).params  # type: ignore[attr-defined]
+    if words[0] == "launch":
+        assert params["words"][0] == "train", f"options that are not segapp's: {params['words']}"
+        check_words(" ".join(params["words"]))
+    else:
+        assert params["config"], params
+
+
+def names_in(node: Any) -> set[str]:
+    """Return the names of a document, down to the template of a pod."""
+    if isinstance(node, dict):
+        return set(node).union(*(names_in(value) for name, value in node.items() if name != "template"))
+    return set()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_a_page_shows_each_example_as_it_is(path: Path) -> None:
+    (page,) = {block.page for block in blocks() if block.text == path.read_text()}
+    assert f"segapp/docs/examples/schedulers/{path.name}" in page.read_text()
+    assert len(path.read_text().splitlines()) <= 60
+
+
 @pytest.mark.parametrize(
-    ("how", "code"), [("signal", 143), ("command", 0), ("finish", 0), ("lost", 143), ("config", 2)]
+    ("training", "status", "requeued"), [("SIGTERM", 75, ["requeue 7"]), (75, 0, []), (137, 137, []), (0, 0, [])]
 )
-def test_pod_starts_again_by_its_exit_code(tmp_path: Path, how: str, code: int) -> None:
+def test_slurm_job_is_requeued_if_its_status_says_so(
+    tmp_path: Path, training: str | int, status: int, requeued: list[str]
+) -> None:
+    script = EXAMPLES / "job.slurm"
+    env = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_RESTART_COUNT": "3"}
+    code = carry_out(tmp_path, ["bash", str(script)], training, status, step_of(tmp_path), 2, **env)
+    assert (code, lines(tmp_path / "requeued")) == (status, requeued)
+    *launches, asked = lines(tmp_path / "calls")
+    assert launches == 2 * [
+        "launch --nnodes 2 --nproc-per-node 4 --rdzv-id 7.3 --rdzv-endpoint node1:29500 "
+        "-- train --config cityscapes.yaml --run runs/cityscapes"
+    ]
+    assert asked == f"status runs/cityscapes --requeue-code {75 if training == 'SIGTERM' else training}"
+    check_words(launches[0])
+    assert {"--signal": "TERM@180", "--nodes": "2"}.items() <= sbatch_options(script).items()
+
+
+def step_of(folder: Path) -> Callable[[int], Iterable[int]]:
+    """Return the function for the processes of a step, which slurmstepd signals."""
+    return lambda _: map(int, (folder / "step").read_text().split())
+
+
+def sbatch_options(script: Path) -> dict[str, str]:
+    """Return the options in the #SBATCH lines of a script."""
+    words = [word for line in lines(script) if line.startswith("#SBATCH") for word in shlex.split(line)[1:]]
+    found = dict(re.fullmatch(r"(--[a-z-]+)(?:=(\S+))?", word).groups("") for word in words)  # type: ignore[union-attr]
+    assert set(found) <= SBATCH_OPTIONS
+    return found
+
+
+@pytest.mark.parametrize(("training", "status"), [("SIGTERM", 75), (0, 0)])
+def test_slurm_array_requeues_its_own_task(tmp_path: Path, training: str | int, status: int) -> None:
+    script = EXAMPLES / "sweep.slurm"
+    env = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    assert carry_out(tmp_path, ["bash", str(script)], training, status, step_of(tmp_path), **env) == status
+    assert lines(tmp_path / "requeued") == ["requeue 7_2"] * (training == "SIGTERM")
+    planned, trained, asked = lines(tmp_path / "calls")
+    assert (planned, asked.split()[:2]) == (f"{trained} --dry-run", ["status", "runs/demo-sweep/third"])
+    assert trained.endswith("--only 2")
+    check_words(planned)
+    assert sbatch_options(script)["--array"] == "0-9%4", "two learning rates with five seeds"
+
+
+@pytest.mark.parametrize(("training", "status", "code"), [("SIGTERM", 75, 143), (75, 0, 0), (8, 8, 143), (2, 2, 2)])
+def test_pod_starts_again_by_its_exit_code(tmp_path: Path, training: str | int, status: int, code: int) -> None:
     job = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
-    jsonschema.validate(job, JOB_SCHEMA)
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    elastic, spec = job["spec"]["elasticPolicy"], worker["template"]["spec"]
+    assert names_in(job) == PYTORCH_JOB
+    worker, elastic = job["spec"]["pytorchReplicaSpecs"]["Worker"], job["spec"]["elasticPolicy"]
+    assert (job["apiVersion"], job["kind"], worker["restartPolicy"]) == ("kubeflow.org/v1", "PyTorchJob", "ExitCode")
     assert elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]
+    spec = worker["template"]["spec"]
     (container,) = spec["containers"]
     assert [mount["name"] for mount in container["volumeMounts"]] == [each["name"] for each in spec["volumes"]]
-    (script,) = container["args"]
-    cluster = Scheduler(tmp_path / "fake", tmp_path, [how])
-    # The names that the operator gives to a pod for its elasticPolicy.
-    names = {"PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
-             "PET_RDZV_ENDPOINT": "cityscapes-worker-0:23456"}  # fmt: skip
-    command = [*container["command"], script.replace("/runs", str(tmp_path))]
-    pod = cluster.start(command, **names)
-    if how == "signal":
-        cluster.wait_until_training(1, pod)
-        pod.send_signal(signal.SIGTERM)  # the kubelet signals the first process of the container alone
-    assert pod.wait(60) == code
-    check_launch(cluster.calls()[0]["words"])
-    assert " ".join(cluster.calls()[0]["words"][:9]) == (
-        "launch --nnodes 1:4 --nproc-per-node 4 --rdzv-id cityscapes --rdzv-endpoint cityscapes-worker-0:23456"
+    # The operator gives these names to a pod; the kubelet signals the first process of a container and no other.
+    env = {"PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}", "PET_RDZV_ENDPOINT": "worker-0:23456"}
+    command = [*container["command"], *container["args"]]
+    assert carry_out(tmp_path, command, training, status, lambda pid: [pid], **env) == code
+    launched, asked = lines(tmp_path / "calls")
+    assert launched.startswith(
+        "launch --nnodes 1:4 --nproc-per-node 4 --rdzv-id cityscapes --rdzv-endpoint worker-0:23456 -- train "
     )
+    assert asked == f"status /runs/cityscapes --requeue-code {75 if training == 'SIGTERM' else training}"
+    check_words(launched)
 
 
-TASK_SCHEMA = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string"},
-        "num_nodes": {"type": "integer"},
-        "workdir": {"type": "string"},
-        "volumes": {"type": "object", "additionalProperties": {"type": "string"}},
-        "setup": {"type": "string"},
-        "run": {"type": "string"},
-        "resources": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "accelerators": {"type": "string"},
-                "use_spot": {"type": "boolean"},
-                "job_recovery": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "recover_on_exit_codes": {
-                            "type": "array",
-                            "items": {"type": "integer", "minimum": 0, "maximum": 255},
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
-"""The part of a SkyPilot task that the example uses."""
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("how", "is_recovered"), [("signal", True), ("command", False), ("lost", True)])
-def test_skypilot_recovers_by_exit_code(tmp_path: Path, how: str, is_recovered: bool) -> None:
+@pytest.mark.parametrize(("training", "status", "is_recovered"), [("SIGTERM", 75, True), (75, 0, False), (8, 8, True)])
+def test_skypilot_recovers_by_exit_code(tmp_path: Path, training: str | int, status: int, is_recovered: bool) -> None:
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
-    jsonschema.validate(task, TASK_SCHEMA)
-    cloud = Scheduler(tmp_path / "fake", tmp_path, [how])
-    names = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6", "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
-             "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "sky-1", "HOME": str(tmp_path)}  # fmt: skip
-    node = cloud.start(["bash", "-c", task["run"].replace("/runs", str(tmp_path))], **names)
-    if how == "signal":
-        cloud.wait_until_training(1, node)
-        for child in psutil.Process(node.pid).children():
-            child.terminate()
-    code = node.wait(60)
+    assert names_in(task) == SKY_TASK
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6", "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+           "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "sky-1", "HOME": str(tmp_path)}  # fmt: skip
+
+    def children(pid: int) -> list[int]:
+        return [child.pid for child in psutil.Process(pid).children()]
+
+    code = carry_out(tmp_path, ["bash", "-c", task["run"]], training, status, children, **env)
+    assert code == status
     assert (code in task["resources"]["job_recovery"]["recover_on_exit_codes"]) == is_recovered
-    assert is_recovered or code == 0
-    check_launch(cloud.calls()[0]["words"])
-    assert " ".join(cloud.calls()[0]["words"][:9]) == (
-        "launch --nnodes 2 --nproc-per-node 8 --rdzv-id sky-1 --rdzv-endpoint 10.0.0.5:29500"
-    )
+    launched, asked = lines(tmp_path / "calls")
+    assert launched.startswith("launch --nnodes 2 --nproc-per-node 8 --rdzv-id sky-1 --rdzv-endpoint 10.0.0.5:29500 ")
+    assert asked == f"status /runs/cityscapes --requeue-code {75 if training == 'SIGTERM' else training}"
+    check_words(launched)
