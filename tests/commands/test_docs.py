@@ -45,17 +45,6 @@ def test_section_is_printed_without_the_rest_of_its_page(capsys: pytest.CaptureF
     assert "Overfitting" not in shown
 
 
-def test_section_has_its_subsections_and_comments_in_its_code() -> None:
-    text = "# One\n\n## Two\n\n```sh\n# no heading\n```\n\n### Three\n\n## Four\n"
-    assert section(text, "two") == "## Two\n\n```sh\n# no heading\n```\n\n### Three\n"
-    assert section(text, "three") == "### Three\n"
-
-
-def test_search_prints_the_section_of_each_hit(capsys: pytest.CaptureFixture[str]) -> None:
-    show_docs(None, "early stopping")
-    assert capsys.readouterr().out.startswith("tune#early-stopping ")
-
-
 @pytest.mark.parametrize(
     ("asked", "nearest"),
     [("memmory", "out-of-memory"), ("out-of-memry", "out-of-memory"), ("mmseg", "mmsegmentation"), ("nccl", "ranks")],
@@ -71,34 +60,6 @@ def test_topics_are_found_in_other_spellings_and_with_headings() -> None:
     assert find_page("screen#the-chart")[1] == "the-chart"
     with pytest.raises(ConfigError, match="has no heading 'the-charts': it has"):
         find_page("screen#the-charts")
-
-
-@pytest.mark.parametrize(
-    ("words", "first"),
-    [("out of memory", "out-of-memory"), ("tensorrt", "run-elsewhere"), ("SLURM", "slurm"), ("OHEM", None)],
-)
-def test_search_finds_the_page_with_all_words(words: str, first: str | None) -> None:
-    hits = search_pages(words)
-    assert hits
-    assert first is None or hits[0].page.topic == first
-
-
-def test_search_without_a_hit_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no page has any of the words 'zebra giraffe'"):
-        show_docs(None, "zebra giraffe")
-
-
-def test_search_says_that_the_pages_have_most_of_the_words(capsys: pytest.CaptureFixture[str]) -> None:
-    show_docs(None, "tensorrt zebra")
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first == "no page has all of the words 'tensorrt zebra'; these pages have most of them:"
-    assert second.startswith("run-elsewhere")
-
-
-def test_search_takes_plurals_and_questions_of_small_words() -> None:
-    assert search_pages("resumes")[0].page == search_pages("resume")[0].page
-    assert search_pages("how do I")  # only small words
-    assert search_pages("early stopping")[0].page.topic == "tune"
 
 
 @pytest.mark.parametrize(
@@ -123,3 +84,23 @@ def test_errors_end_with_the_page_that_says_more(
 def test_a_topic_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(ConfigError("x").see("own-parts")))
     assert (str(error), error.topic, ConfigError("y").topic) == ("x", "own-parts", None)
+
+
+def test_section_has_its_subsections_and_comments_in_its_code() -> None:
+    text = "# One\n\n## Two\n\n```sh\n# no heading\n```\n\n### Three\n\n## Four\n"
+    assert section(text, "two") == "## Two\n\n```sh\n# no heading\n```\n\n### Three\n"
+    assert section(text, "three") == "### Three\n"
+
+
+def test_search_takes_plurals_and_small_words_and_says_what_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search_pages("resumes")[0].page == search_pages("resume")[0].page
+    assert search_pages("how do I")  # only small words
+    assert search_pages("OHEM")
+    show_docs(None, "early stopping")
+    assert capsys.readouterr().out.startswith("tune#early-stopping ")
+    show_docs(None, "tensorrt zebra")
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "no page has all of the words 'tensorrt zebra'; these pages have most of them:"
+    assert second.startswith("run-elsewhere")
+    with pytest.raises(ConfigError, match="no page has any of the words 'zebra giraffe'"):
+        show_docs(None, "zebra giraffe")

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fontTools.ttLib import TTFont
 from PIL import Image
 
 from segapp.assembly.pairs import build_pairs, build_scheme
 from segapp.config import load_config
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.masks import read_mask
-from segapp.docs.pages import FOLDER, find_page
+from segapp.docs.pages import FOLDER
 from tests.support import ROOT, pictures
 
 PICTURES = FOLDER / "pictures"
@@ -64,17 +65,10 @@ def test_svg_has_its_fonts_and_loads_nothing(path: Path) -> None:
     fonts = re.findall(r"url\((data:font/[^)]+)\)", svg)
     assert len(fonts) == len(pictures.WEIGHTS)
     assert sum(map(len, fonts)) < MAX_FONTS
-    missing = {weight: pictures.text_of(svg) - pictures.characters(weight) for weight in pictures.WEIGHTS}
-    assert not any(missing.values()), "python -m tests.support.pictures --write, then tests.support.reference --write"
-
-
-def test_plan_picture_is_the_whole_output_of_the_page() -> None:
-    svg, page = pictures.PLAN_PICTURE.read_text(encoding="utf-8"), find_page("plan")[0].path.read_text(encoding="utf-8")
-    command, block = page.split("```sh\n")[1], page.split("```text\n")[1].partition("\n\n...")[0]
-    lines = map(html.unescape, re.findall(r"<text[^>]*>([^<]*)</text>", svg))
-    assert " ".join(lines).split() == ["$", *command.partition("\n")[0].split(), *block.split()]
-    assert {"won't fit", " ok "} <= set(re.findall("won't fit| ok ", block))
-    assert "…" not in block
+    shown = set(html.unescape("".join(re.findall(r">([^<>]*)</t(?:ext|span)>", svg))))
+    for name in pictures.WEIGHTS.values():
+        known = set(map(chr, TTFont(pictures.FONTS / name).getBestCmap()))
+        assert {character for character in shown - known if character.isprintable()} == set()
 
 
 def test_svgs_of_the_readme_follow_the_theme() -> None:

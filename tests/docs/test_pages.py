@@ -16,7 +16,7 @@ from segapp import errors
 from segapp.cli import app
 from segapp.config import validate_config
 from segapp.config.words import known_keys, removed
-from segapp.docs.pages import FOLDER, find_page, headings, pages, slug
+from segapp.docs.pages import FOLDER, find_page, headings, pages
 from tests.support import ROOT
 from tests.support.page_blocks import Block, blocks, page_files
 from tests.support.reference import differing
@@ -37,9 +37,8 @@ def test_readme_has_at_most_200_lines_and_pictures_are_small() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 200
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
-    pictures = [markdown or html for markdown, html in pictures]
     assert len(pictures) == 6
-    assert all((ROOT / picture).stat().st_size < 200 * 1024 for picture in pictures)
+    assert all((ROOT / (markdown or html)).stat().st_size < 200 * 1024 for markdown, html in pictures)
 
 
 def test_generated_files_are_what_the_code_says() -> None:
@@ -95,12 +94,6 @@ def test_pages_begin_with_a_title_and_their_answer() -> None:
     assert len(set(titles)) == len(titles)
 
 
-def words_of(text: str) -> list[str]:
-    """Return the parts of backticked text and shell blocks that are commands of segapp."""
-    inline = re.findall(r"`(segapp [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
-    return [line.strip() for line in inline]
-
-
 def parsed_problem(command: str) -> str | None:
     """Return why the parser refuses a command; None if it takes it. Nothing is executed."""
     launch, _, training = command.partition(" -- train ")
@@ -114,11 +107,8 @@ def parsed_problem(command: str) -> str | None:
         if not words or words[0] not in here.commands:
             return f"no command {words[:1]}"
         here = here.commands[words.pop(0)]
-    options = {spelling for parameter in here.params for spelling in parameter.opts} | {
-        "--help",
-        "--debug",
-        "--trust-parts",
-    }
+    options = {spelling for parameter in here.params for spelling in parameter.opts}
+    options |= {"--help", "--debug", "--trust-parts"}
     unknown = [word for word in words if re.match(r"--\w", word) and word.partition("=")[0] not in options]
     return f"unknown options {unknown}" if unknown else None
 
@@ -130,9 +120,9 @@ def present_text(path: Path) -> str:
 
 @pytest.mark.parametrize("path", page_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_named_commands_and_options_are_in_the_parser(path: Path) -> None:
-    own = [block for block in blocks() if block.page == path]
-    commands = [command for block in own for command in block.commands() if command.startswith("segapp ")]
-    problems = {command: parsed_problem(command) for command in [*commands, *words_of(present_text(path))]}
+    commands = [command for block in blocks() if block.page == path for command in block.commands()]
+    commands += re.findall(r"`(segapp [^`]+)`", re.sub(r"^```.*?^```", "", present_text(path), flags=re.M | re.S))
+    problems = {command: parsed_problem(command) for command in commands if command.startswith("segapp ")}
     assert {command: why for command, why in problems.items() if why} == {}
 
 
@@ -143,14 +133,10 @@ NOT_KEYS = re.compile(r"\.(py|md|yaml|txt|log|json|jsonl|pt|onnx|csv)$|segapp|\.
 @pytest.mark.parametrize("path", page_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_named_config_keys_exist(path: Path) -> None:
     text = present_text(path) if path.name != "config.md" else ""
-    code = re.findall(r"`([^`\n]+)`", text) + [
-        block.text for block in blocks() if block.page == path and block.language == "sh"
-    ]
-    named = {
-        key
-        for part in code
-        for key in re.findall(rf"(?<![\w./-])((?:{SECTIONS})(?:\.[a-z][a-z0-9_]*)+)(?![\w/(])", part)
-    }
+    code = re.findall(r"`([^`\n]+)`", text)
+    code += [block.text for block in blocks() if block.page == path and block.language == "sh"]
+    pattern = rf"(?<![\w./-])((?:{SECTIONS})(?:\.[a-z][a-z0-9_]*)+)(?![\w/(])"
+    named = {key for part in code for key in re.findall(pattern, part)}
     known = {".".join(key) for key in known_keys()} | {"loss.plus.name"}
     known |= set(removed()) if path.name == "changes.md" else set()
     assert {key for key in named if key not in known and not NOT_KEYS.search(key)} == set()
@@ -167,10 +153,7 @@ def test_yaml_blocks_are_accepted_by_the_config(block: Block) -> None:
 
 def test_every_topic_of_an_error_is_a_page() -> None:
     topics = {page.topic for page in pages()}
-    classes = [
-        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SegappError)
-    ]
-    named = {kind.topic for kind in classes if kind.topic}
+    named = {kind.topic for kind in vars(errors).values() if getattr(kind, "topic", None)}
     for text in (path.read_text() for path in (ROOT / "segapp").rglob("*.py")):
         for node in ast.walk(ast.parse(text)) if ".see(" in text else ():
             is_see = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "see"
@@ -186,9 +169,3 @@ def test_every_exception_has_a_reason_and_its_test_exists() -> None:
     assert [block.place for block in marked if len(block.reason) < 8] == []
     named = {name for block in marked for name in re.findall(r"tests/[\w/]+\.py", block.reason)}
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_anchors_are_those_of_code_hosts() -> None:
-    assert slug("The devices") == "the-devices"
-    assert slug("What the masks may hold") == "what-the-masks-may-hold"
-    assert slug("images/ and masks/, in splits") == "images-and-masks-in-splits"

@@ -57,23 +57,16 @@ def table() -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in rows if cells[0] and set(cells[0]) != {"-"}}
 
 
-def test_each_cell_of_segapp_links_a_test_of_that_claim() -> None:
+def test_cells_of_segapp_link_their_tests_and_others_a_source() -> None:
     rows = table()
     for name, (words, path, test) in CELLS.items():
-        assert rows[name][0] == f"[{words}]({path})"
+        own, *peers = rows[name]
+        assert own == f"[{words}]({path})"
         tree = ast.parse((ROOT / path).read_text())
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
-
-
-def test_rows_that_segapp_loses_are_in_the_table() -> None:
-    rows = table()
+        assert [cell for cell in peers if not re.fullmatch(r"\[[^\]]+\]\(\S+\)", cell)] == [], name
     assert {name: rows[name][0] for name in WITHOUT} == WITHOUT
     assert rows.keys() == CELLS.keys() | WITHOUT.keys() | {"license"}
-
-
-def test_each_claim_on_a_peer_links_its_source() -> None:
-    for name in CELLS:
-        assert [cell for cell in table()[name] if not re.fullmatch(r"\[[^\]]+\]\(\S+\)", cell)] == [], name
 
 
 def test_gate_runs_the_test_command_of_the_readme() -> None:

@@ -30,11 +30,11 @@ def hooks() -> ModuleType:
 def test_navigation_has_every_page_once_and_titles() -> None:
     config = hooks().on_config(SimpleNamespace(nav=None, mdx_configs={}))
     listed = [
-        path for group in config.nav[1:] for members in group.values() for page in members for path in page.values()
+        item for group in config.nav[1:] for members in group.values() for page in members for item in page.items()
     ]
-    assert listed == [str(page.path.relative_to(FOLDER)) for page in pages()]
-    titles = [title for group in config.nav[1:] for members in group.values() for page in members for title in page]
-    assert len(set(titles)) == len(titles)
+    assert [path for _, path in listed] == [str(page.path.relative_to(FOLDER)) for page in pages()]
+    assert len({title for title, _ in listed}) == len(listed)
+    assert yaml.safe_load((SITE / "mkdocs.yml").read_text())["theme"]["font"] is False, "nothing is loaded elsewhere"
     assert config.mdx_configs["toc"]["slugify"]("images/ and masks/, in splits", "-") == "images-and-masks-in-splits"
 
 
@@ -46,11 +46,6 @@ def test_pages_of_the_site_have_keywords_and_plain_pipes() -> None:
     assert row.startswith("| `[auto|RUN]` | a \\| b |\n")
     index = SimpleNamespace(file=SimpleNamespace(src_uri="README.md"))
     assert hooks().on_page_markdown("# Title", page=index, config=None, files=None) == "# Title"
-
-
-def test_pages_of_a_reader_load_nothing_from_elsewhere() -> None:
-    config = yaml.safe_load((SITE / "mkdocs.yml").read_text())
-    assert config["theme"]["font"] is False
 
 
 @pytest.mark.slow

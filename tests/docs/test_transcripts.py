@@ -25,19 +25,6 @@ epoch 1/7  step 18/18  loss 1.41  lr 4.19e-03  42.8 images/s  eta 0s epoch, 2m05
 saved checkpoints/epoch_0007.pt at step 126 (best)
 finished: 7 epochs
 """
-PROFILE = """
-phase     ms     share  peak MiB  time and memory
-data      35.9   10 %   -         ####
-forward   129.5  36 %   36        ############## =============================
-0.358 s per step, 11.2 images/s (# time, = memory)
-"""
-
-
-MEMORY = """
-   229 MiB |     ▁▃▄▆▇████████▁
-   115 MiB |▁▃▅▆▇████████████████
-           +------------------------------------------------------------------------
-"""
 
 
 @pytest.mark.parametrize(
@@ -48,10 +35,7 @@ MEMORY = """
         (EVAL, "...\ncar    0.1  0.2  0.3\n...\nval: mIoU 0.3 over 3 of 4 classes  2 images  (last.pt, step 1)"),
         (TRAIN, TRAIN.replace("epoch 1/7  step 10/18", "epoch 45/45  step 8/8").replace("2m05s", "13s")),
         (TRAIN, "run folder: runs/demo-2\n...\nfinished: 45 epochs"),
-        (TRAIN, "...\nsaved ... (best)\n..."),
         (EVAL.replace("wall   absent       -          -\n", ""), EVAL.replace("car    0.4255", "...\ncar    0.4255")),
-        (MEMORY, MEMORY.replace("▁▃▄▆▇██", "▁▂▂▂▂▆▇▇") + "..."),
-        (PROFILE, PROFILE.replace("####\n", "#\n").replace("0.358 s", "41 ms")),
         ("error: " + "word " * 30 + "end", "error: " + "word " * 20 + "\n" + "word " * 10 + "end"),
     ],
 )
@@ -63,21 +47,14 @@ def test_other_numbers_and_cut_lines_are_the_same_shape(output: str, transcript:
     ("output", "old", "new"),
     [
         (LS, "EPOCH LOSS", "LOSS"),
-        (LS, "finished", "stopped"),
         (LS, "(11/19)  0.4939", "0.4939"),
         (LS, "  AGE", ""),
         (EVAL, "  precision", ""),
         (EVAL, "mean   0.4884  0.5932     0.7301\n", ""),
-        (EVAL, "mIoU", "miou"),
         (EVAL, "0.5969     0.6095", "0.5969"),
-        (TRAIN, "images/s", "img/s"),
         (TRAIN, "run folder: runs/demo\n", ""),
-        (TRAIN, "saved ", "wrote "),
         (TRAIN, "finished: 7 epochs\n", "finished: 7 epochs\nended\n"),
         (TRAIN, "run folder: runs/demo\nepoch", "run folder: runs/demo epoch"),
-        (PROFILE, "peak MiB  ", ""),
-        (PROFILE, "forward", "backward"),
-        (PROFILE, "10 %", "10"),
     ],
 )
 def test_a_changed_label_line_or_column_is_another_shape(output: str, old: str, new: str) -> None:

@@ -104,17 +104,24 @@ def test_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
     assert {row[name] for name in unknown} == {None}
 
 
-def test_best_value_of_each_class_is_bold(tmp_path: Path) -> None:
-    for name, iou in (("one", [0.75, None, 0.1]), ("two", [0.5, 0.2, 0.1])):
-        run = RecordedRun(tmp_path / name, classes=["a", "b", "c"])
-        run.write(Val(epoch=1, step=1, loss=0.1, miou=0.5, iou=iou))
-    found = compare_runs([str(tmp_path / "one"), str(tmp_path / "two")], tmp_path / "page.html")
+def test_best_value_of_each_class_is_bold_unless_all_are_equal(tmp_path: Path) -> None:
+    for name, iou in (
+        ("one", [0.75, None, 0.1, 0.2]),
+        ("two", [0.5, 0.2, 0.1, 0.0]),
+        ("three", [0.75, 0.1, 0.1, None]),
+    ):
+        run = RecordedRun(tmp_path / name, classes=["a", "b", "c", "d", "e"])
+        run.write(Val(epoch=1, step=1, loss=0.1, miou=0.5, iou=[*iou, None]))
+    found = compare_runs([str(tmp_path / name) for name in ("one", "two", "three")], tmp_path / "page.html")
     assert found["differences"] == {}
+    assert set(found["common_classes"]) == {"a", "c"}
+    assert found["common_miou"] == pytest.approx([0.425, 0.3, 0.425])
     page = (tmp_path / "page.html").read_text()
-    cells = re.findall(r"<tr><td>([abc])</td><td class=n>(.*?)</td><td class=n>(.*?)</td></tr>", page)
-    assert cells == [
-        ("a", "<b>75.0 %</b>", "50.0 %"),
-        ("b", "-", "20.0 %"),
-        ("c", "10.0 %", "10.0 %"),
+    cell = r"<td class=n>(.*?)</td>"
+    assert re.findall(rf"<tr><td>([a-e])</td>{cell}{cell}{cell}</tr>", page) == [
+        ("a", "<b>75.0 %</b>", "50.0 %", "<b>75.0 %</b>"),
+        ("b", "-", "<b>20.0 %</b>", "10.0 %"),
+        ("c", "10.0 %", "10.0 %", "10.0 %"),
+        ("d", "<b>20.0 %</b>", "0.0 %", "-"),
     ]
     assert "only the name" in page

@@ -14,8 +14,9 @@ import cv2
 import numpy as np
 import pytest
 
+from segapp.__main__ import main
 from segapp.assembly.data import build_dataset
-from segapp.assembly.trained import load_trained
+from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.inference.predict.predictor import predict_image
 from segapp.report import charts
@@ -31,7 +32,7 @@ from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, To
 from segapp.run.folder import RunFolder
 from segapp.view.history import LossHistory
 from tests.support.recorded_runs import RecordedRun
-from tests.support.runs import events, merged, segapp, train
+from tests.support.runs import events, merged, train
 
 KEY = re.compile(r'<span class="key (c\d)"><svg.*?</svg>([^<]*)<')
 VOID = {"meta", "img", "br", "link", "hr"}
@@ -105,19 +106,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_root: Path) -> Path:
     return folder
 
 
-def test_report_shows_the_values_of_run_and_model(trained: Path, tmp_path: Path) -> None:
-    out = write_report(str(trained), tmp_path / "page.html", num_worst=3)
-    page = read(out)
+@pytest.fixture(scope="module")
+def model(trained: Path) -> TrainedModel:
+    return load_trained(str(trained))
+
+
+@pytest.fixture(scope="module")
+def dataset(model: TrainedModel) -> Any:
+    return build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+
+
+def test_report_shows_the_values_of_run_and_model(
+    trained: Path, model: TrainedModel, dataset: Any, tmp_path: Path
+) -> None:
+    page = read(write_report(str(trained), tmp_path / "page.html", num_worst=3))
     val = events(trained, "val")[-1]
-    assert f"{100 * val['miou']:.1f} %" in page.text
-    assert "2 of 2" in page.text
+    config = "encoder_depth: 3"
+    for wanted in (f"{100 * val['miou']:.1f} %", "2 of 2", config, "ground", "box", "disc"):
+        assert wanted in page.text
     assert "model.options" not in page.text
-    assert "encoder_depth: 3" in page.text  # the config
-    for name in ("ground", "box", "disc"):
-        assert name in page.text
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
-    model = load_trained(str(trained))
-    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
     found = evaluate_split(model, dataset, "val", 3)
     assert len(found.worst) == 3
     assert len(pictures) == 3 * 4
@@ -132,9 +140,9 @@ def test_report_shows_the_values_of_run_and_model(trained: Path, tmp_path: Path)
         assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
 
 
-def test_a_class_has_one_color_in_screen_report_and_predictions(trained: Path, tmp_path: Path) -> None:
-    model = load_trained(str(trained))
-    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+def test_a_class_has_one_color_in_screen_report_and_predictions(
+    trained: Path, model: TrainedModel, dataset: Any, tmp_path: Path
+) -> None:
     image = evaluate_split(model, build_one(dataset, 0), "val", 1).worst[0]
     (start,) = events(trained, "run_start")  # the legend of the TUI is made of its palette
     legend = dict(image.legend)
@@ -156,9 +164,7 @@ def test_a_class_has_one_color_in_screen_report_and_predictions(trained: Path, t
         assert page.count(f"background:rgb({','.join(map(str, color))})") >= 2  # in the class table and in a legend
 
 
-def test_report_scores_equal_the_evaluation(trained: Path) -> None:
-    model = load_trained(str(trained))
-    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+def test_report_scores_equal_the_evaluation(trained: Path, model: TrainedModel, dataset: Any) -> None:
     done: list[int] = []
     found = evaluate_split(model, dataset, "val", 2, done.append)
     assert done[-1] == len(dataset)
@@ -170,9 +176,7 @@ def test_report_scores_equal_the_evaluation(trained: Path) -> None:
     assert found.matrix.sum() == found.scores.num_valid_px
 
 
-def test_counts_of_images_are_those_of_their_masks(trained: Path) -> None:
-    model = load_trained(str(trained))
-    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+def test_counts_of_images_are_those_of_their_masks(model: TrainedModel, dataset: Any) -> None:
     done: list[int] = []
     found = count_split(model, dataset, "val", done.append)
     assert done == list(range(1, len(dataset) + 1))
@@ -267,10 +271,8 @@ def test_comparison_names_the_differing_settings(
         compare_runs([str(trained)])
 
 
-def test_runs_are_compared_on_the_same_images_with_pictures(trained: Path, tmp_path: Path) -> None:
+def test_runs_are_compared_on_the_same_images_with_pictures(trained: Path, dataset: Any, tmp_path: Path) -> None:
     """A run and itself have no difference; the mIoU equals the evaluation in training."""
-    model = load_trained(str(trained))
-    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
     found = compare_runs([str(trained), str(trained)], tmp_path / "page.html", num_images=2)
     same = found["same_images"]
     assert (same["num_images"], same["num_left_out"], same["split"]) == (len(dataset), 0, "val")
@@ -378,9 +380,10 @@ def test_most_frequent_confusions_are_shares_of_the_target() -> None:
 
 def test_class_table_shows_scores_changes_and_absent_classes(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", classes=["a", "b", "c", "d"])
-    run.write(Val(epoch=1, step=1, loss=1.0, miou=0.4, iou=[0.4, 0.3, 0.5, None]))
+    run.write(Val(epoch=1, step=1, loss=1.0, miou=0.4, iou=[0.1, 0.9, 0.9, 0.9]))
+    run.write(Val(epoch=2, step=2, loss=1.0, miou=0.4, iou=[0.4, 0.3, 0.5, None]))
     run.write(
-        Val(epoch=2, step=2, loss=1.0, miou=0.4, iou=[0.6, None, 0.25, 0.0], recall=[0.7, None, 0.3], precision=[0.8])
+        Val(epoch=3, step=3, loss=1.0, miou=0.4, iou=[0.6, None, 0.25, 0.0], recall=[0.7, None, 0.3], precision=[0.8])
     )
     report = read_run_report(str(run.folder.path))
     assert report.view.start is not None
@@ -412,42 +415,36 @@ def test_memory_table_has_each_split_and_device(tmp_path: Path) -> None:
     ]
 
 
-def test_report_says_what_is_recomputed_where_and_its_cost(tmp_path: Path) -> None:
+def test_report_lists_changes_of_recomputed_blocks_and_ranks(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", num_devices=2, batch_size=8, gpu0_bsz=3)
     run.train(10)
     run.write(Recompute(step=10, choice="all", blocks=[["layer1.0"], []], num_blocks=2, reason="out of memory"))
-    run.train(10)
+    run.train(7)
+    run.write(Topology(step=17, ranks=1, machines=1, old_ranks=2, old_machines=2, reason="without node2 cuda:0"))
+    run.train(3)
     words = read(write_report(str(run.folder.path), has_pictures=False)).text
     assert "Since step 11: 1·0 of 2 blocks recomputed in the backward pass (out of memory)" in words
     assert "cuda:0: layer1.0 cuda:1: none" in words
+    assert "after step 17: 1 rank on 1 machine (before: 2 on 2): without node2 cuda:0" in words
 
 
-def test_report_lists_changes_of_the_ranks(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run", num_devices=2, batch_size=8, gpu0_bsz=3)
-    run.train(10)
-    run.write(Topology(step=10, ranks=1, machines=1, old_ranks=2, old_machines=2, reason="without node2 cuda:0"))
-    run.train(10)
-    words = read(write_report(str(run.folder.path), has_pictures=False)).text
-    assert "after step 10: 1 rank on 1 machine (before: 2 on 2): without node2 cuda:0" in words
+def test_report_and_compare_commands_write_what_they_say(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
 
+    def shown(*words: str, code: int = 0) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        assert (ended.value.code or 0) == code
+        return capsys.readouterr()
 
-def test_style_sheet_has_each_color_of_the_curves() -> None:
-    style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
-    assert sorted(re.findall(r"\.c(\d+) \{ stroke:", style)) == [str(i) for i in range(charts.NUM_COLORS)]
-
-
-def test_report_command_writes_the_page(trained: Path, tmp_path: Path) -> None:
-    done = segapp("report", str(trained), "--out", "page.html", "--worst", "1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "written: page.html" in done.stdout
+    assert "written: page.html" in shown("report", str(trained), "--out", "page.html", "--worst", "1")[0]
     assert len([1 for tag, _ in read(tmp_path / "page.html").tags if tag == "img"]) in (4, 8)  # one image, or two
-    done = segapp("compare", str(trained), str(trained), "--json", cwd=tmp_path)
-    assert len(json.loads(done.stdout)["runs"]) == 2
-    done = segapp("compare", str(trained), str(trained), cwd=tmp_path)
-    assert "best mIoU" in done.stdout
-    done = segapp("report", "nothing", cwd=tmp_path)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
+    words = ["compare", str(trained), str(trained), "--no-images"]
+    assert len(json.loads(shown(*words, "--json")[0])["runs"]) == 2
+    assert "best mIoU" in shown(*words)[0]
+    assert len(shown("report", "nothing", code=2)[1].strip().splitlines()) == 1
 
 
 def test_chart_line_has_the_coordinates_of_its_values() -> None:
@@ -482,6 +479,7 @@ def test_curves_differ_without_color() -> None:
     curves = [ChartCurve(f"run number {i} of eight", x, np.where(x < 19, x + i, 5.0 + i / 100), i) for i in range(8)]
     chart = charts.line_chart(curves, Frame("step", "y"))
     style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
+    assert sorted(re.findall(r"\.c(\d+) \{ stroke:", style)) == [str(i) for i in range(charts.NUM_COLORS)]
     dashes = re.findall(r"\.line\.c\d \{ stroke-dasharray: ([\d ]+); \}", style)
     assert len(dashes) == len(set(dashes)) == charts.NUM_COLORS - 1  # the first is solid
     assert all(curve.label in chart for curve in curves), "the legend"
@@ -491,41 +489,18 @@ def test_curves_differ_without_color() -> None:
     assert len(set(shapes.values())) == 4  # the second four are filled
 
 
-@pytest.mark.parametrize("is_dotted", [False, True])
-def test_curve_of_one_value_is_a_marker(is_dotted: bool) -> None:
-    curve = ChartCurve("two", np.array([4.0, 8.0]), np.array([np.nan, 0.25]), is_dotted=is_dotted)
-    dots = [node for node in picture_of(charts.line_chart([curve], Frame("step", "mIoU"))).iter("path")
-            if node.get("class") == "dot c0"]  # fmt: skip
-    assert len({node.get("transform") for node in dots}) == 1
+def test_chart_of_few_values_has_markers_gaps_and_whole_steps() -> None:
+    def chart_of(values: list[float], **options: Any) -> str:
+        x = np.arange(len(values)) + 36.0
+        return charts.line_chart([ChartCurve("a", x, np.array(values), **options)], Frame("step", "y"))
 
-
-def test_a_run_of_few_steps_has_whole_steps_on_its_axis() -> None:
-    chart = charts.line_chart([ChartCurve("a", np.array([36.0, 38.0]), np.array([1.0, 2.0]))], Frame("step", "y"))
-    marks = [node.text for node in picture_of(chart).iter("text") if node.get("class") == "mid"]
+    for is_dotted in (False, True):
+        nodes = picture_of(chart_of([np.nan, 0.25, np.nan], is_dotted=is_dotted)).iter("path")
+        assert len({node.get("transform") for node in nodes if node.get("class") == "dot c0"}) == 1
+    broken = re.search(r'class="line c0" d="([^"]*)"', chart_of([1.0, np.nan, 2.0, 3.0]))
+    assert broken is not None
+    assert broken[1].count("M") == 2
+    marks = [node.text for node in picture_of(chart_of([1.0, 2.0, 3.0])).iter("text") if node.get("class") == "mid"]
     assert marks[:2] == ["36", "37"]
-
-
-@pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), float("nan")]])
-def test_chart_without_points_says_so(values: list[float]) -> None:
-    assert "nothing was recorded" in charts.line_chart(
-        [ChartCurve("a", np.arange(len(values)), np.array(values))], Frame("x", "y")
-    )
-
-
-def test_chart_line_keeps_gaps() -> None:
-    chart = charts.line_chart([ChartCurve("a", np.arange(4), np.array([1.0, np.nan, 2.0, 3.0]))], Frame("x", "y"))
-    path = re.search(r'class="line c0" d="([^"]*)"', chart)
-    assert path is not None
-    assert path[1].count("M") == 2
-
-
-def test_repeated_steps_of_a_resumed_run_count_once(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run")
-    run.epoch()
-    last = run.step
-    run.write_start(last - 20)
-    run.step = last - 20
-    run.train(30)
-    report = read_run_report(str(run.folder.path), ["lr"])
-    assert [step for step, _ in points(report.series["lr"])] == list(range(1, last + 11))
-    assert report.view.num_starts == 2
+    for values in ([], [np.nan], [np.inf, np.nan]):
+        assert "nothing was recorded" in chart_of(values)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from segapp.commands.runs import print_runs, print_status
 from segapp.report.compare import compare_runs, print_comparison
@@ -93,48 +89,6 @@ def test_loss_that_was_not_finite_is_told_from_an_absent_one(
     facts = re.findall(r"<div><b>([^<]*)</b><span>([^<]*)</span></div>", (tmp_path / "report.html").read_text())
     assert {("not finite", "training loss, mean of epoch 2"), ("not finite", "validation loss, epoch 2")} <= set(facts)
     assert ("-", "best mIoU") in facts
-
-
-IOUS = st.lists(st.none() | st.sampled_from([0.0, 0.25, 0.2504, 0.5, 1.0]), min_size=3, max_size=3)
-
-
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None)
-@given(st.lists(IOUS, min_size=2, max_size=3))
-def test_bold_values_of_the_page_beat_another_run(
-    tmp_path_factory: pytest.TempPathFactory, ious: list[list[float | None]]
-) -> None:
-    folder = tmp_path_factory.mktemp("runs")
-    runs = [recorded(folder / f"run{i}", iou) for i, iou in enumerate(ious)]
-    found = compare_runs([str(run.folder.path) for run in runs], folder / "page.html", has_images=False)
-    page = (folder / "page.html").read_text()
-    rows = re.findall(r"<tr><td>(road|sky|pole)</td>(.*?)</tr>", page)
-    scored_by_any = [any(iou[place] is not None for iou in ious) for place in range(3)]
-    assert [name for name, _ in rows] == [
-        n for n, is_in in zip(("road", "sky", "pole"), scored_by_any, strict=True) if is_in
-    ]
-    for name, cells in rows:
-        values = re.findall(r"<td class=n>(<b>)?([^<]*?)(?:</b>)?</td>", cells)
-        known = [(float(text.split()[0]), bool(bold)) for bold, text in values if text != "-"]
-        assert len(values) == len(runs)
-        assert all(not bold for bold, text in values if text == "-")
-        # `best` of a run is its first evaluation; one without any score has no IoU at all
-        best = max((value for value, _ in known), default=math.nan)
-        is_beaten = any(value < best for value, _ in known)
-        assert [bold for _, bold in known] == [value == best and is_beaten for value, _ in known], name
-    scored = [
-        {name for name, value in zip(("road", "sky", "pole"), iou, strict=True) if value is not None} for iou in ious
-    ]
-    evaluated = [names for names in scored if names]
-    common = set.intersection(*evaluated) if evaluated else set()
-    assert set(found["common_classes"]) == common
-    differs = any(names != common for names in evaluated)
-    assert (found["note"] is not None) == differs
-    if differs:
-        assert html.escape(found["note"]) in page
-        for iou, mean in zip(ious, found["common_miou"], strict=True):
-            own = [v for n, v in zip(("road", "sky", "pole"), iou, strict=True) if n in common and v is not None]
-            assert mean == (pytest.approx(sum(own) / len(own)) if own else None)
 
 
 def test_means_over_different_classes_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,27 +1,17 @@
 """The SVG pictures of the pages that are made from texts, with their font inside: a code host loads nothing for them.
 
-The font is DejaVu Sans Mono with only the characters that the pictures have. It is stored, so that the pictures do not
-depend on the version of fontTools.
-
-python -m tests.support.pictures --write   writes tests/support/fonts/, after a picture has a new character
+The font is DejaVu Sans Mono, made small with fontTools: ASCII, lines, blocks, some symbols, and all of braille,
+drawn as two columns of four dots.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
 import html
-import importlib.util
 import re
-import shutil
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-
-from fontTools.pens.ttGlyphPen import TTGlyphPen
-from fontTools.subset import Options, Subsetter
-from fontTools.ttLib import TTFont
 
 from segapp.docs.pages import find_page
 from tests.support import ROOT
@@ -31,9 +21,6 @@ SCREEN = ROOT / "tests" / "tui" / "snapshots" / "live-120x36.svg"
 FONTS = Path(__file__).parent / "fonts"
 WEIGHTS = {"normal": "mono.woff", "bold": "mono-bold.woff"}
 FAMILY = "segapp mono"
-_SOURCES = {"normal": "DejaVuSansMono.ttf", "bold": "DejaVuSansMono-Bold.ttf"}
-_BRAILLE = range(0x2800, 0x2900)
-
 _PLAN_STYLE = """
 text { font: 13px "segapp mono", monospace; fill: #1f2328; white-space: pre } rect { fill: #f6f8fa; stroke: #d1d9e0 }
 .strong { font-weight: bold } .good { fill: #1a7f37; font-weight: bold } .bad { fill: #c2272d } .quiet { fill: #59636e }
@@ -84,61 +71,3 @@ def font_style() -> str:
         f"src: url(data:font/woff;base64,{base64.b64encode((FONTS / name).read_bytes()).decode()}) }}"
         for weight, name in WEIGHTS.items()
     )
-
-
-@functools.cache
-def characters(weight: str) -> frozenset[str]:
-    """Return the characters of a stored font."""
-    return frozenset(map(chr, TTFont(FONTS / WEIGHTS[weight]).getBestCmap()))
-
-
-def text_of(svg: str) -> set[str]:
-    """Return the characters that a picture shows."""
-    shown = html.unescape("".join(re.findall(r">([^<>]*)</t(?:ext|span)>", svg)))
-    return {character for character in shown if character.isprintable()}
-
-
-def write_fonts(codes: set[int]) -> None:
-    """Write the fonts with these characters."""
-    spec = importlib.util.find_spec("matplotlib")
-    assert spec is not None
-    assert spec.origin is not None
-    sources = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
-    shutil.copy(sources / "LICENSE_DEJAVU", FONTS / "LICENSE")
-    for weight, name in WEIGHTS.items():
-        font = TTFont(sources / _SOURCES[weight])
-        _draw_braille(font, codes)
-        options = Options(layout_features=[], hinting=False, name_IDs=[0, 13], name_legacy=True)
-        options.drop_tables += ["FFTM", "GDEF", "GPOS", "GSUB", "kern"]
-        subsetter = Subsetter(options)
-        subsetter.populate(unicodes=codes)
-        subsetter.subset(font)
-        font.flavor = "woff"
-        font.save(FONTS / name)
-
-
-def _draw_braille(font: TTFont, codes: set[int]) -> None:
-    """Add the characters of braille, which the font lacks: two columns of four dots, at the height of a full block."""
-    width, radius = font["hmtx"]["a"][0], 130
-    top, bottom = font["hhea"].ascent, font["hhea"].descent
-    for code in sorted(codes & set(_BRAILLE)):
-        pen = TTGlyphPen(None)
-        for bit in range(8):
-            if code - _BRAILLE.start >> bit & 1:
-                column, row = (bit // 3, bit % 3) if bit < 6 else (bit - 6, 3)
-                x, y = width * (1 + 2 * column) // 4, round(top - (top - bottom) * (1 + 2 * row) / 8)
-                pen.moveTo((x, y + radius))
-                for a, b, c, d in ((1, 1, 1, 0), (1, -1, 0, -1), (-1, -1, -1, 0), (-1, 1, 0, 1)):  # corner and end
-                    pen.qCurveTo((x + a * radius, y + b * radius), (x + c * radius, y + d * radius))
-                pen.closePath()
-        name = f"braille{code:X}"
-        font.setGlyphOrder([*font.getGlyphOrder(), name])
-        font["glyf"][name] = pen.glyph()
-        font["hmtx"][name] = (width, 0)
-        for table in font["cmap"].tables:
-            if table.isUnicode():
-                table.cmap[code] = name
-
-
-if __name__ == "__main__" and "--write" in sys.argv[1:]:
-    write_fonts({*range(0x20, 0x7F), *(ord(each) for make in PICTURES.values() for each in text_of(make()))})

@@ -56,19 +56,9 @@ def written_at(clock: Clock) -> Iterator[None]:
 
 
 class RecordedRun:
-    """Writes a plausible training, epoch by epoch.
+    """Writes a plausible training, epoch by epoch, on devices of 22 GiB each.
 
-    Args:
-        path: The run folder.
-        classes: Class names.
-        num_devices: Devices of 22 GiB each.
-        device: "cuda", or "cpu" for logical devices without memory numbers.
-        batch_size: Samples in a full batch.
-        steps_per_epoch: Updates per epoch.
-        epochs: Epochs of the run.
-        gpu0_bsz: Samples on device 0.
-        starts_s: Time of the first event, Unix seconds.
-        step_s: Time of a step.
+    `device="cpu"` stands for logical devices without memory numbers; `starts_s` is the Unix time of the first event.
     """
 
     def __init__(

@@ -26,10 +26,18 @@ class Terminal:
         *words: its command line.
         cwd: its working directory, and the folder of its settings.
         size: columns and rows.
+        program: words of Python in front of the command line.
         **env: variables to set.
     """
 
-    def __init__(self, *words: str | Path, cwd: Path, size: tuple[int, int] = (COLUMNS, ROWS), **env: str) -> None:
+    def __init__(
+        self,
+        *words: str | Path,
+        cwd: Path,
+        size: tuple[int, int] = (COLUMNS, ROWS),
+        program: tuple[str, ...] = ("-m", "segapp"),
+        **env: str,
+    ) -> None:
         self.output = b""
         self._status: int | None = None
         self._terminal, theirs = pty.openpty()
@@ -40,9 +48,9 @@ class Terminal:
             os.close(self._terminal)
             os.login_tty(theirs)
             os.chdir(cwd)
-            os.environ.update(TERM="xterm-256color", XDG_CONFIG_HOME=str(cwd), OMP_NUM_THREADS="1", **env)
             os.environ.pop("NO_COLOR", None)
-            os.execv(sys.executable, [sys.executable, "-m", "segapp", *map(str, words)])
+            os.environ.update(TERM="xterm-256color", XDG_CONFIG_HOME=str(cwd), OMP_NUM_THREADS="1", **env)
+            os.execv(sys.executable, [sys.executable, *program, *map(str, words)])
         self._theirs = theirs  # kept open: the last output and the modes stay readable
 
     def modes(self) -> list[Any]:
@@ -108,18 +116,30 @@ class Terminal:
         """Returns the processor time used so far, seconds, of the main thread (in which a screen works)."""
         return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
 
+    def hang_up(self, timeout_s: float = 60) -> int:
+        """Closes the terminal, waits for the end of the program and returns the exit code."""
+        os.close(self._terminal)
+        os.close(self._theirs)
+        self._terminal = self._theirs = -1
+        deadline_s = time.monotonic() + timeout_s
+        while self.returncode is None:
+            assert time.monotonic() < deadline_s, "the program did not end"
+            time.sleep(0.02)
+        return self.returncode
+
     def close(self) -> None:
         """Kills the program and closes the terminal."""
         self.send(signal.SIGKILL)
-        self.wait()
-        os.close(self._terminal)
-        os.close(self._theirs)
+        if self._terminal >= 0:
+            self.wait()
+            os.close(self._terminal)
+            os.close(self._theirs)
 
 
 @contextlib.contextmanager
-def terminal(*words: str | Path, cwd: Path, size: tuple[int, int] = (COLUMNS, ROWS), **env: str) -> Iterator[Terminal]:
+def terminal(*words: str | Path, cwd: Path, **options: Any) -> Iterator[Terminal]:
     """A `segapp` at a pseudo-terminal; killed at the end of the block."""
-    shown = Terminal(*words, cwd=cwd, size=size, **env)
+    shown = Terminal(*words, cwd=cwd, **options)
     try:
         yield shown
     finally:

@@ -68,6 +68,8 @@ def test_row_has_only_what_is_known(view: View) -> None:
     assert "|" not in rows(view)[0]
     view.devices = [DeviceMemory(device="cpu", used_mib=812.0)]
     assert rows(view)[0].split() == ["CPU0", "812", "MiB", "2", "img"]
+    view.devices = [DeviceMemory(device="cuda:0", used_mib=212.0, total_mib=512.0)]
+    assert "212/512 MiB" in rows(view)[0]
 
 
 def test_devices_of_several_machines_have_their_names(view: View) -> None:

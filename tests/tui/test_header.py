@@ -52,8 +52,9 @@ def test_first_line_leaves_out_the_least_important(view: View) -> None:
     assert line(14) == "* LIVE train"
     assert line(9) == "* LIVE t~"
     assert view.start is not None
-    view.start = view.start.model_copy(update={"steps": 155})
+    view.start = view.start.model_copy(update={"steps": 155, "precision": "amp-fp16"})
     assert "step 50/155" in line(200)
+    assert "amp-fp16" in line(200).split("  ")
     long = ascii_text(header.header(view, LIVE, "x" * 99, 100, about="", is_readonly=False).plain)
     assert f"{'x' * 24}~  * LIVE" in long
 
@@ -98,6 +99,8 @@ def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
     assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.0, 0.0)
     view.epoch = None
     assert ascii_text(header.progress_line(view, LIVE, 110).plain).strip() == f"run {'.' * 30} 0.0%"
+    read = header.progress_line(View(), Status("busy", loaded_frac=0.5), 30).plain
+    assert read == "reading the history ━━━━━─────"
 
 
 def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:

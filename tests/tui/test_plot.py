@@ -46,13 +46,10 @@ def test_plot_columns_span_the_extremes_of_their_points(y: list[float], num: int
         assert columns.is_bad[column] == (len(finite) < len(inside))
 
 
-def test_neighbouring_points_are_joined_and_gaps_kept() -> None:
-    joined = reduced([0.0, 1.0, 2.0], 9)
-    assert np.isfinite(joined.low).all()
-    assert (np.diff(joined.low) >= 0).all()
+def test_neighboring_points_are_joined_and_gaps_kept() -> None:
+    np.testing.assert_allclose(reduced([0.0, 1.0, 2.0], 9).low, np.arange(9) / 4, atol=0.26)
     broken = reduced([0.0, NAN, 2.0], 9)
-    assert np.flatnonzero(np.isfinite(broken.low)).tolist() == [0, 8]
-    assert broken.is_bad.sum() == 1
+    assert (np.flatnonzero(np.isfinite(broken.low)).tolist(), broken.is_bad.sum()) == ([0, 8], 1)
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=60), st.integers(4, 40))
@@ -67,21 +64,6 @@ def test_drawn_curve_has_no_holes(y: list[float], num_rows: int) -> None:
         assert after[0] <= rows[-1] + 1
 
 
-def test_every_braille_dot_has_its_own_pattern() -> None:
-    seen = set()
-    for row in range(4):
-        for column in range(2):
-            dots = np.zeros((4, 2), dtype=bool)
-            dots[row, column] = True
-            seen.add(int(pack_dots(dots)[0, 0]))
-    assert len(seen) == 8
-    assert pack_dots(np.ones((4, 2), dtype=bool))[0, 0] == 255
-
-
-def test_braille_in_ascii_is_in_its_half() -> None:
-    assert ascii_text("\u2800⠁⠂⠈⠐⠄⡀⠠⢀⠇") == " ''''....:"
-
-
 def test_single_spike_is_clipped_but_high_start_is_not() -> None:
     flat = [0.5 + 0.01 * (i % 7) for i in range(400)]
     spiked = reduced([*flat, 90.0, *flat], 100)
@@ -92,17 +74,6 @@ def test_single_spike_is_clipped_but_high_start_is_not() -> None:
     scale = choose_scale(falling, np.array([]), is_log=False)
     assert scale is not None
     assert scale.top >= 3.0
-
-
-def test_log_scale_skips_non_positive_values() -> None:
-    columns = reduced([-1.0, 0.0, 0.1, 10.0], 8)
-    scale = choose_scale(columns, np.array([]), is_log=True)
-    assert scale is not None
-    assert scale.is_log
-    assert 0 < scale.bottom <= 0.1
-    assert scale.fraction(np.array([1.0]))[0] == pytest.approx(0.5, abs=0.1)
-    nothing = reduced([0.0, -1.0], 4)
-    assert choose_scale(nothing, np.array([]), is_log=True) is None
 
 
 @given(st.floats(1e-12, 1e12), st.floats(1.0001, 1e9), st.integers(2, 12), st.booleans())
@@ -130,6 +101,13 @@ def test_ticks_are_few_ascending_and_inside_the_range(bottom: float, ratio: floa
 )
 def test_ticks_are_round_numbers(scale: Scale, count: int, ticks: list[float]) -> None:
     assert scale.ticks(count) == pytest.approx(ticks)
+
+
+def test_braille_dots_have_their_own_patterns() -> None:
+    dots = [np.arange(8).reshape(4, 2) == i for i in range(8)]
+    assert len({int(pack_dots(dot)[0, 0]) for dot in dots}) == 8
+    assert pack_dots(np.ones((4, 2), dtype=bool))[0, 0] == 255
+    assert ascii_text("\u2800⠁⠂⠈⠐⠄⡀⠠⢀⠇") == " ''''....:"
 
 
 def test_strokes_are_drawn_from_low_to_high_and_joined() -> None:
@@ -170,6 +148,10 @@ def test_scale_has_a_margin_and_covers_what_must_be_inside() -> None:
         scale = choose_scale(curve, firm, is_log=is_log, usual=usual)
         assert scale is not None
         assert (scale.bottom, scale.top) == pytest.approx((bottom, top))
+    assert choose_scale(reduced([0.0, -1.0], 4), nothing, is_log=True) is None
+    scale = choose_scale(reduced([-1.0, 0.0, 0.1, 10.0], 8), nothing, is_log=True)
+    assert scale is not None
+    assert (scale.is_log, scale.bottom) == (True, pytest.approx(0.1 / 100**0.03))
     fractions = Scale(0.1, 10.0, is_log=True).fraction(np.array([0.1, 1.0, 10.0, 0.0, -1.0]))
     np.testing.assert_allclose(fractions, [0.0, 0.5, 1.0, NAN, NAN], atol=1e-12)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
 
-from segapp.run.events import EventWriter, RunStart
 from segapp.run.folder import RunFolder
 from segapp.run.words import announce, last_announced
 from segapp.tui import runs_screen
@@ -63,11 +63,24 @@ def read_on(followed: RunList) -> None:
 
 
 def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
-    followed = RunList(runs[0].folder.path.parent)
+    clock = Clock(time.time())
+    followed = RunList(runs[0].folder.path.parent, clock)
     read_on(followed)
     assert [run.folder.name for run in followed.runs] == ["gamma", "beta", "alpha"]
+    columns = columns_of(followed.runs)
+    titles = run_row(None, 150, columns).plain
     for run in followed.runs:
         assert run.summary.state == run_state(run.folder.path)
+        row = run_row(run, 150, columns).plain.ljust(150)
+        for title in ("EPOCH", "BEST", "MIOU", "LOSS", "ETA", "IMG/S", "AGE"):
+            end = titles.index(title) + len(title)
+            assert row[end - 1] != " " == row[end], "numbers end below their titles"
+    ages, ended_s = [], runs[0].clock.now_s
+    for seconds in (0, 1, 59, 60, 61, 299):
+        clock.now_s = ended_s + seconds
+        ages.append(followed.runs[2].age_s)
+    assert ages[:4] == pytest.approx([0, 1, 59, 60])
+    assert all(seconds - 60 <= age_s <= seconds + 1e-3 for seconds, age_s in zip((61, 299), ages[4:], strict=True))
     assert [num_evaluations(run) for run in followed.runs] == [5, 1, 3]
     runs[2].epoch()
     recorded(runs[0].folder.path.parent, "delta", 2, "stopped")
@@ -83,53 +96,6 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
         expected = [json.loads(line)["miou"] for line in lines[: len(lines) // 2] if json.loads(line)["type"] == "val"]
         assert (num_evaluations(alpha), alpha.summary.shown["miou"]) == (len(expected), expected[-1])
         assert alpha.summary.progress.endswith("/8")
-
-
-def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "runs", "alpha", 3, "failed")
-    followed = RunList(tmp_path / "runs", clock=lambda: run.clock.now_s)
-    read_on(followed)
-    (alpha,) = followed.runs
-    first_miou = alpha.summary.shown["best_miou"]
-    assert (alpha.summary.state, num_evaluations(alpha), alpha.devices) == ("failed", 3, "4 GPU")
-    run.writer = EventWriter(run.folder.events)
-    first = json.loads(run.folder.events.read_text().splitlines()[0])
-    start = {key: value for key, value in first.items() if key not in ("v", "seq", "t", "type")}
-    run.write(RunStart(**{**start, "resumed_from_step": 10, "resumed_from_epoch": 1}), 5.0)
-    run.step = 10
-    run.hold()
-    run.epoch()
-    run.train(1)
-    read_on(followed)
-    run.folder.release()
-    assert (num_evaluations(alpha), alpha.summary.state, alpha.summary.shown["step"]) == (2, "live", 21)
-    assert alpha.summary.shown["best_miou"] != first_miou
-
-
-def test_age_of_an_ended_run_counts_its_first_minute_in_seconds(tmp_path: Path) -> None:
-    run, clock = recorded(tmp_path / "runs", "alpha", 1, "finished"), Clock(0.0)
-    ended_s = json.loads(run.folder.events.read_text().splitlines()[-1])["t"]
-    followed = RunList(tmp_path / "runs", clock)
-    read_on(followed)
-    ages = []
-    for seconds in range(300):
-        clock.now_s = ended_s + seconds
-        ages.append(followed.runs[0].age_s)
-    assert ages[:61] == pytest.approx(list(range(61)))
-    assert ages == sorted(ages)
-    assert all(seconds - 60 <= age_s <= seconds + 1e-3 for seconds, age_s in enumerate(ages))
-
-
-def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> None:
-    followed = RunList(runs[0].folder.path.parent)
-    read_on(followed)
-    columns = columns_of(followed.runs)
-    titles = run_row(None, 150, columns).plain
-    for run in followed.runs:
-        row = run_row(run, 150, columns).plain.ljust(150)
-        for title in ("EPOCH", "BEST", "MIOU", "LOSS", "ETA", "IMG/S", "AGE"):
-            end = titles.index(title) + len(title)
-            assert row[end - 1] != " " == row[end]
 
 
 def differing(root: Path, name: str, epochs: int, **others: Any) -> RecordedRun:
@@ -238,17 +204,8 @@ def test_list_opens_runs_and_goes_back(runs: list[RecordedRun]) -> None:
     run_screen(LiveSource(runs[2].folder), act)
 
 
-def test_list_comes_first_if_wanted(runs: list[RecordedRun]) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        assert "3 runs in" in screen_text(app)
-
-    run_screen(LiveSource(runs[2].folder), act, starts_with_list=True)
-
-
-@pytest.mark.parametrize("num_runs", [40, 80])
-def test_only_visible_rows_of_a_long_list_are_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_runs: int
-) -> None:
+def test_only_visible_rows_of_a_long_list_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_runs = 60
     for i in range(num_runs):
         run = recorded(tmp_path / "runs", f"run-{i:02}", 1, ("finished", "failed")[i % 2])
         os.utime(run.folder.run_json, (i, i))
@@ -286,7 +243,7 @@ def test_only_visible_rows_of_a_long_list_are_made(
 
 
 def test_start_is_shown_before_the_run_has_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = RunFolder.create(path=tmp_path / "run")
+    folder, codes = RunFolder.create(path=tmp_path / "run"), list[int]()
     folder.acquire()
     announce("building the model")
     line = capsys.readouterr().out
@@ -301,46 +258,34 @@ def test_start_is_shown_before_the_run_has_any_file(tmp_path: Path, capsys: pyte
         text = screen_text(app)
         assert "starting: building the model" in text
         assert "weights: 182 of 182 tensors" in text
-
-    run_screen(LiveSource(folder), act, has_trainer_ended=lambda: False)
-
-
-def test_screen_closes_if_the_trainer_ends_before_it_trains(tmp_path: Path) -> None:
-    folder, codes = RunFolder.create(path=tmp_path / "run"), list[int]()
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert not app._exit
         codes.append(1)
         app.tick()
         await pilot.pause()
-        assert app._exit
+        assert app._exit, "the trainer has ended before it trained"
 
     run_screen(LiveSource(folder), act, has_trainer_ended=lambda: bool(codes))
 
 
-def test_panes_replace_the_start_at_the_first_step(tmp_path: Path) -> None:
+def test_panes_replace_the_start_and_a_failure_is_told_once(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", steps_per_epoch=10)
+    run.folder.log.write_text("starting: first step\nTraceback\nerror: cuda:0 ran out of memory\n")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert "starting" in screen_text(app)
         run.train(2)
         await settle(app, pilot)
-        assert "starting" not in screen_text(app)
-        assert "1 Loss" in screen_text(app)
-        assert isinstance(app.focused, LossChart)
+        text = screen_text(app)
+        assert ("starting" in text, "1 Loss" in text, isinstance(app.focused, LossChart)) == (False, True, True)
 
     run_screen(run, act)
+    ended = RecordedRun(tmp_path / "ended", steps_per_epoch=10)
+    ended.folder.log.write_text(run.folder.log.read_text())
+    ended.end("failed", "cuda:0 ran out of memory")
 
-
-def test_failed_start_shows_the_reason_once(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run", steps_per_epoch=10)
-    run.folder.log.write_text("starting: first step\nTraceback\nerror: cuda:0 ran out of memory\n")
-    run.end("failed", "cuda:0 ran out of memory")
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+    async def act_of_ended(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = screen_text(app)
         assert "failed: cuda:0 ran out of memory" in text
-        assert text.count("ran out of memory") == 1
-        assert "Traceback" not in text
+        assert (text.count("ran out of memory"), "Traceback" in text) == (1, False)
 
-    run_screen(run, act)
+    run_screen(ended, act_of_ended)
