@@ -9,7 +9,6 @@ pytest below 9, and its SVGs are ten times the size.)
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import re
@@ -17,8 +16,9 @@ import string
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -48,9 +48,9 @@ def train(run: RecordedRun, num_epochs: int = 6) -> RecordedRun:
     return run
 
 
-def finished(path: Path) -> RecordedRun:
-    run = train(RecordedRun(path, epochs=6))
-    run.end(reason="6 epochs")
+def ended(num_epochs: int, path: Path, reason: str = "20 epochs", **keywords: Any) -> RecordedRun:
+    run = train(RecordedRun(path, **keywords), num_epochs)
+    run.end(reason=reason)
     return run
 
 
@@ -70,34 +70,11 @@ def crashed(path: Path) -> RecordedRun:
     return run
 
 
-def many_classes(path: Path) -> RecordedRun:
-    run = train(RecordedRun(path, classes=[f"class {i:03}" for i in range(150)], num_devices=1), 3)
-    run.end()
-    return run
-
-
-def one_class(path: Path) -> RecordedRun:
-    run = train(RecordedRun(path, classes=["road"], num_devices=1, device="cpu"), 3)
-    run.end()
-    return run
-
-
 def not_finite(path: Path) -> RecordedRun:
     run = train(RecordedRun(path), 2)
     run.train(30, loss=float("nan"))
     run.alert("non_finite", "loss not finite for 30 steps in a row")
     run.end("failed", "loss not finite")
-    return run
-
-
-def full_disk(path: Path) -> RecordedRun:
-    run = train(RecordedRun(path), 4)
-    for _ in range(12):
-        run.alert("checkpoint", "cannot write a checkpoint in runs/camvid-042/checkpoints: No space left on device "
-                  "(117 MB wanted, 2 MB free): free space or move the run; it trains on, from the checkpoint of epoch "
-                  "3 if it is stopped")  # fmt: skip
-    run.train(20)
-    run.hold()
     return run
 
 
@@ -119,20 +96,18 @@ def long_run(path: Path) -> RecordedRun:
     """A run of 100,000 steps with spikes, and an evaluation every 1,000 steps."""
     run = RecordedRun(path, steps_per_epoch=1000, epochs=110, num_devices=2)
     rng = np.random.default_rng(0)
-    loss = 2.1 * np.exp(-np.arange(100_000) / 9000) + 0.32 + 0.06 * rng.standard_normal(100_000)
+    loss = np.abs(2.1 * np.exp(-np.arange(100_000) / 9000) + 0.32 + 0.06 * rng.standard_normal(100_000))
     loss[rng.choice(100_000, 30, replace=False)] = 10.0
     lines, began_s = [], run.clock.now_s
-    for step, value in enumerate(np.abs(loss).tolist(), start=1):
-        frame = f'"t":{began_s + 0.777 * step:.3f}'
-        lines.append(
-            f'{{"v":1,"seq":{step},{frame},"type":"step","epoch":{(step - 1) // 1000 + 1},"step":{step},"loss":'
-            f'{value:.6f},"lr":0.004,"images_per_s":41.2,"data_wait_frac":0.04,"grad_norm":1.8,"split":[4,28]}}'
-        )
+    for step, value in enumerate(loss.tolist(), start=1):
+        at = f'"v":1,"seq":{step},"t":{began_s + 0.777 * step:.3f},"epoch":{(step - 1) // 1000 + 1},"step":{step}'
+        of_step = '"lr":0.004,"images_per_s":41.2,"data_wait_frac":0.04,"grad_norm":1.8,"split":[4,28]'
+        lines.append(f'{{{at},"type":"step","loss":{value:.6f},{of_step}}}')
         if step % 1000 == 0:
-            iou = [0.9 * final * (1 - math.exp(-step / 15_000)) for final in (0.9, 0.8, 0.3, 0.93, 0.7, 0.7, 0.3, 0.4)]
-            lines.append(json.dumps({"v": 1, "seq": step, "t": began_s + 0.777 * step, "type": "val",
-                                     "epoch": step // 1000, "step": step, "loss": loss[step - 1] + 0.05,
-                                     "miou": float(np.mean(iou)), "iou": [*iou, 0.7, 0.4, 0.3]}))  # fmt: skip
+            final = np.array([0.9, 0.8, 0.3, 0.93, 0.7, 0.7, 0.3, 0.4])
+            iou = (0.9 * final * (1 - math.exp(-step / 15_000))).tolist()
+            scores = f'"loss":{value + 0.05},"miou":{np.mean(iou)},"iou":{[*iou, 0.7, 0.4, 0.3]}'
+            lines.append(f'{{{at},"type":"val",{scores}}}')
     run.writer.close()
     with run.folder.events.open("a") as file:
         file.write("\n".join(lines) + "\n")
@@ -241,18 +216,18 @@ def stored(name: str, found: Shot) -> None:
         assert found.svg == file.with_suffix(".svg").read_text(encoding="utf-8"), "the words and colours are equal"
 
 
+CLASSES = [f"class {i:03}" for i in range(150)]
 CASES = [
-    Case("finished", finished, (120, 36)),
+    Case("finished", partial(ended, 6, reason="6 epochs", epochs=6), (120, 36)),
     Case("live", live, (120, 36)),
     Case("live", live, (80, 24)),
     Case("live", live, (60, 15)),
     Case("light_theme", live, (120, 36), theme="segapp-light"),
     Case("crashed", crashed, (120, 36)),
     Case("eight_gpus_with_history", eight_gpus_with_history, (200, 60), ("2",)),
-    Case("all_classes", many_classes, (200, 60), ("3", "f")),
-    Case("one_class", one_class, (100, 30)),
+    Case("all_classes", partial(ended, 3, classes=CLASSES, num_devices=1), (200, 60), ("3", "f")),
+    Case("one_class", partial(ended, 3, classes=["road"], num_devices=1, device="cpu"), (100, 30)),
     Case("not_finite", not_finite, (120, 36)),
-    Case("full_disk", full_disk, (120, 36)),
     Case("event_detail", out_of_memory, (120, 36), ("d",)),
     Case("long_run", long_run, (120, 36)),
     Case("pictures", pictures, (120, 36), ("i",)),
