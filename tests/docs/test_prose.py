@@ -238,25 +238,17 @@ def test_every_rule_has_two_examples_that_are_found() -> None:
         assert [wrong for wrong in examples[name] if name not in names_of_broken_rules(wrong)] == []
 
 
-def test_prose_of_a_module_is_found_and_its_code_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text(
+def test_prose_is_found_and_code_is_not(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(
         '"""First line.\n\nIt goes on.\n\n>>> told\n"""\n'
         "raise ValueError(f'{name} stands beside `told` {value}')  # noqa: told\nword = 'alone'  # those of it\n"
     )
-    assert [(text.line, text.kind, text.text.strip()) for text in python_texts(path)] == [
-        (8, DOCSTRING, "those of it"),
-        (1, DOCSTRING, "First line."),
-        (3, DOCSTRING, "It goes on."),
+    (tmp_path / "page.md").write_text(
+        "# Title\n\nA [link](told.md)\n`alone`.\n\n```sh\ntold\n```\n<!-- told -->\n- one\n"
+    )
+    assert [(text.line, text.kind, text.text.strip()) for text in python_texts(tmp_path / "module.py")] == [
+        (8, DOCSTRING, "those of it"), (1, DOCSTRING, "First line."), (3, DOCSTRING, "It goes on."),
         (7, MESSAGE, "{} stands beside `x` {}"),
-    ]
-
-
-def test_prose_of_a_page_is_found_and_its_code_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "page.md"
-    path.write_text("# Title\n\nA [link](told.md)\n`alone` here.\n\n```sh\ntold\n```\n<!-- told -->\n- one\n  two\n")
-    assert [(text.line, text.text.strip()) for text in page_texts(path)] == [
-        (1, "# Title"),
-        (3, "A [link]\n`x` here."),
-        (10, "- one\n  two"),
-    ]
+    ]  # fmt: skip
+    pages = [(text.line, text.text.strip()) for text in page_texts(tmp_path / "page.md")]
+    assert pages == [(1, "# Title"), (3, "A [link]\n`x`."), (10, "- one")]

@@ -22,10 +22,9 @@ from segapp.inference.predict.predictor import predict_image
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.compare import compare_runs, print_comparison
-from segapp.report.confusion import top_confusions
 from segapp.report.differences import iou_of, mean_of_known
-from segapp.report.images import SplitEvaluation, count_split, evaluate_split
-from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, write_report
+from segapp.report.images import count_split, evaluate_split
+from segapp.report.page import _memory_rows, class_rows, loss_chart, miou_curves, write_report
 from segapp.report.run_report import read_run_report
 from segapp.run import words
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val
@@ -317,22 +316,6 @@ def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> N
     assert miou_curves(reports[:1])[0].label == "mIoU"
 
 
-def test_confusion_matrix_leaves_out_classes_that_do_not_occur() -> None:
-    matrix = np.zeros((70, 70), np.int64)
-
-    def shown() -> list[str] | None:
-        found = _confusion(SplitEvaluation("val", None, matrix, [], 1), [f"n{i}" for i in range(70)])  # type: ignore[arg-type]
-        return None if found is None else re.findall(r"class=.end.>(\w+)<", found)
-
-    assert shown() is None
-    matrix[3, 3], matrix[3, 7], matrix[9, 5] = 5, 1, 2
-    assert shown() == ["n3", "n5", "n7", "n9"]
-    matrix[np.arange(60), np.arange(60)] = 1
-    assert shown() is not None
-    matrix[0, 60] = 1
-    assert shown() is None  # too many for a picture
-
-
 def points(series: LossHistory) -> list[tuple[float, float]]:
     return list(zip(series.step.tolist(), series.high.tolist(), strict=True))
 
@@ -369,13 +352,6 @@ def test_classes_without_a_training_pixel_are_above_the_table(tmp_path: Path) ->
     classes = text.partition("<h2>Classes</h2>")[2].partition("<table>")[0]
     assert classes.count(note) == 1
     assert "warm-up" not in classes
-
-
-def test_most_frequent_confusions_are_shares_of_the_target() -> None:
-    matrix = np.array([[6, 3, 1], [0, 0, 0], [2, 0, 2]])
-    expected = [("c", "a", 0.5, 2 / 6), ("a", "b", 0.3, 3 / 6), ("a", "c", 0.1, 1 / 6)]
-    assert top_confusions(matrix, "abc", 12) == expected
-    assert top_confusions(matrix, "abc", 2) == expected[:2]
 
 
 def test_class_table_shows_scores_changes_and_absent_classes(tmp_path: Path) -> None:

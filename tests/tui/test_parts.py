@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from textual.content import Content
 
 from segapp.run.words import age, duration, gib, learning_rate, memory_text, number, percent
 from segapp.tui import keys
-from segapp.tui.header import LinePart, fit_parts
 from segapp.tui.layout import plan_layout
 from segapp.tui.widgets import ascii_text, progress
 from segapp.view.wording import clip, fit_cells
@@ -82,16 +80,6 @@ def test_numbers_are_formatted(found: str, wanted: str) -> None:
 def test_fitted_text_has_the_requested_width(text: str, width: int) -> None:
     assert cell_len(fit_cells(text, width)) == width
     assert cell_len(clip(text, width)) <= max(width, cell_len(text) if cell_len(text) <= width else 0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.text(alphabet="ab", max_size=9)), max_size=8), st.integers(1, 60))
-def test_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, str]], width: int) -> None:
-    line = fit_parts([LinePart(rank, Content(text)) for rank, text in parts], width)
-    assert line.cell_length <= width
-    shown = [part for part in parts if part[1]]
-    if shown:
-        first = min(shown, key=lambda part: part[0])[1]
-        assert first[: width - 1] in line.plain
 
 
 def test_keys_are_unique_and_control_keys_are_marked() -> None:

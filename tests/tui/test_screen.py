@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from segapp.tui import keys
 from segapp.tui.app import HOLD_S, TYPING_S, MonitorApp
 from segapp.tui.layout import plan_layout
 from tests.support.recorded_runs import Clock, RecordedRun, live_run
-from tests.support.screens import press, run_screen, said, screen_rows, screen_text, settle
+from tests.support.screens import press, run_screen, said, screen_text, settle
 
 REAL_S = (HOLD_S, TYPING_S)
 
@@ -367,42 +366,6 @@ def test_read_only_screen_offers_and_sends_no_command(fresh: RecordedRun) -> Non
         assert "show the next metric" in screen_text(app)
 
     run_screen(fresh, act, readonly=True)
-
-
-PANES = {"loss": "1", "gpu": "2", "classes": "3", "events": "4", "pictures": "5"}
-PRESSED_BEFORE = {"select": ["down"], "app.escape": ["f"]}
-WITHOUT_EFFECT = {"image", "move", "app.redraw"}
-"""The run has no pictures, and the screen is drawn as it was."""
-
-
-def drawn(app: MonitorApp) -> tuple[Any, ...]:
-    """Return all that a user notices: cells with their styles, dialogs, messages, clipboard, theme."""
-    cells = [[(segment.text, segment.style) for segment in row] for row in screen_rows(app)]
-    return cells, len(app.screen_stack), app.clipboard, app.theme
-
-
-@pytest.mark.slow
-def test_every_key_of_the_table_has_an_effect(live: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As in a process group without a shell: ctrl+z says so, instead of stopping pytest.
-    monkeypatch.setattr(os, "getsid", lambda pid: os.getpgrp())
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        idle, shown = set(), drawn(app)
-        await settle(app, pilot)
-        assert drawn(app) == shown, "without a key nothing changes, so that a change is the key's"
-        for key in keys.available(keys.KEYS, sends=False):
-            for name in key.keys.split(",") if key.keys and key.action not in ("app.runs", "app.detach") else ():
-                first = [PANES[key.panes.split()[0]]] if key.panes and app.pane not in key.panes.split() else []
-                if first or key.action in PRESSED_BEFORE:
-                    await press(app, pilot, *first, *PRESSED_BEFORE.get(key.action, []))
-                before = drawn(app)
-                await press(app, pilot, name)
-                if drawn(app) == before:
-                    idle.add(key.action)
-                check_regions(app) if len(app.screen_stack) == 1 else await press(app, pilot, "escape")
-        assert idle == WITHOUT_EFFECT
-
-    run_screen(live, act, readonly=True)
 
 
 def test_help_has_every_key_and_is_not_cut(live: RecordedRun) -> None:
