@@ -81,6 +81,7 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
         ages.append(followed.runs[2].age_s)
     assert ages[:4] == pytest.approx([0, 1, 59, 60])
     assert all(seconds - 60 <= age_s <= seconds + 1e-3 for seconds, age_s in zip((61, 299), ages[4:], strict=True))
+    clock.now_s = time.time() + 100.0
     assert [num_evaluations(run) for run in followed.runs] == [5, 1, 3]
     runs[2].epoch()
     recorded(runs[0].folder.path.parent, "delta", 2, "stopped")
@@ -222,9 +223,12 @@ def test_only_visible_rows_of_a_long_list_are_made(tmp_path: Path) -> None:
         await pilot.pause()
         oldest = next(line for line in screen_text(app).splitlines() if "run-00" in line)
         assert oldest.split()[1:3] == ["finished", "1/8"]
-        assert len(listed._drawn) <= 36 + 36
+        top = int(app.screen.query_one("#run-lines").scroll_offset.y)
+        assert top > 20
+        compared = {summary.folder.name for summary in app.screen.query(RunsChart).first()._runs}
+        assert compared == {f"run-{59 - i:02}" for i in range(top, 60)}, "the curves are those of the visible rows"
 
-    run_screen(LiveSource(run.folder), act, starts_with_list=True)
+    run_screen(LiveSource(run.folder), act, (160, 36), starts_with_list=True)
 
 
 # --- the start of a training -----------------------------------------------------------------------------------------
