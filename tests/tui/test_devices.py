@@ -104,8 +104,9 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
 
 
 def test_changed_ranks_have_a_line_above_the_devices(view: View) -> None:
+    first = Topology(step=2, ranks=3, machines=2, old_ranks=4, old_machines=2, reason="without node2 cuda:1")
     change = Topology(step=4, ranks=2, machines=1, old_ranks=3, old_machines=2, reason="without node2 cuda:0")
-    EventFold(view).add([{**change.model_dump(), "t": 60.0}])
+    EventFold(view).add([{**each.model_dump(), "t": 60.0 + each.step} for each in (first, change)])
     lines = ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()
     assert lines[0] == "2 ranks on 1 machine (before: 3 on 2)  without node2 cuda:0"
     assert len(lines) == 3

@@ -79,7 +79,7 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
     for seconds in (0, 1, 59, 60, 61, 299):
         clock.now_s = ended_s + seconds
         ages.append(followed.runs[2].age_s)
-    assert ages[:4] == pytest.approx([0, 1, 59, 60])
+    assert ages[:4] == pytest.approx([0, 1, 59, 60], abs=1e-3)
     assert all(seconds - 60 <= age_s <= seconds + 1e-3 for seconds, age_s in zip((61, 299), ages[4:], strict=True))
     clock.now_s = time.time() + 100.0
     assert [num_evaluations(run) for run in followed.runs] == [5, 1, 3]
@@ -221,8 +221,7 @@ def test_only_visible_rows_of_a_long_list_are_made(tmp_path: Path) -> None:
         assert all(listed._drawn[i] is row for i, row in made.items()), "none is made again"
         await pilot.press("end")
         await pilot.pause()
-        oldest = next(line for line in screen_text(app).splitlines() if "run-00" in line)
-        assert oldest.split()[1:3] == ["finished", "1/8"]
+        assert re.search(r"run-00 +finished +1/8", screen_text(app))
         top = int(app.screen.query_one("#run-lines").scroll_offset.y)
         assert top > 20
         compared = {summary.folder.name for summary in app.screen.query(RunsChart).first()._runs}
