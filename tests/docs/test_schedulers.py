@@ -141,7 +141,13 @@ def test_slurm_job_is_requeued_if_its_status_says_so(
 
 def step_of(folder: Path) -> Callable[[int], Iterable[int]]:
     """Return the function for the processes of a step, which slurmstepd signals."""
-    return lambda _: map(int, (folder / "step").read_text().split())
+
+    def pids(_: int) -> Iterable[int]:
+        while not lines(folder / "step"):  # srun notes them after their start
+            time.sleep(0.01)
+        return map(int, lines(folder / "step")[0].split())
+
+    return pids
 
 
 def sbatch_options(script: Path) -> dict[str, str]:

@@ -188,7 +188,9 @@ def test_new_epoch_and_cancelled_command_are_folded(fresh: RecordedRun) -> None:
                               reason="by 0123456789ab of root@vm"))  # fmt: skip
     view = folded(fresh)
     assert (view.epoch, view.lr, header.epoch_fraction(view)) == (3, 0.007, 0.0)
-    assert [line.text for line in view.log[-2:]] == ["epoch 3 begins", "gpu0_bsz=5 cancelled by root@vm"]
+    assert [line.text for line in view.log[-2:]] == [
+        "3 begins, lr 7.0e-3, split 4·10·9·9", "gpu0_bsz=5 cancelled by root@vm",
+    ]  # fmt: skip
 
 
 def test_long_log_keeps_the_last_events_whole() -> None:
