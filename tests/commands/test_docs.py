@@ -92,7 +92,7 @@ def test_section_has_its_subsections_and_comments_in_its_code() -> None:
     assert section(text, "three") == "### Three\n"
 
 
-def test_search_takes_plurals_and_small_words_and_says_what_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_takes_plurals_and_says_what_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     assert search_pages("resumes")[0].page == search_pages("resume")[0].page
     assert search_pages("how do I")  # only small words
     assert search_pages("OHEM")

@@ -21,7 +21,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines if line.strip()]
 
 
-def test_instructions_name_what_exists_and_copy_what_the_build_reads() -> None:
+def test_instructions_copy_what_the_build_reads() -> None:
     assert instructions()[0][0] == "FROM"
     assert {name for name, _ in instructions()} <= KNOWN
     (base,) = [text for name, text in instructions() if name == "FROM"]

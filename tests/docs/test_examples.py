@@ -153,7 +153,7 @@ def test_half_network_on_two_devices_follows_float64() -> None:
     assert found < 0.02
 
 
-def test_examples_and_blocks_are_short_and_pass_a_strict_type_checker(tmp_path: Path) -> None:
+def test_examples_are_short_and_pass_a_strict_type_checker(tmp_path: Path) -> None:
     assert len(SCRIPTS) == 5
     assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) > 61] == []
     wrong = tmp_path / "wrong.py"  # an ignored error that is none is an error

@@ -52,7 +52,7 @@ def test_alert_stays_in_the_banner_until_it_is_seen(fresh: RecordedRun) -> None:
     run_screen(fresh, act)
 
 
-def test_alerts_of_a_kind_count_and_come_back_after_they_are_seen(fresh: RecordedRun) -> None:
+def test_alerts_count_and_come_back_after_they_are_seen(fresh: RecordedRun) -> None:
     for kind in ("checkpoint", "hang", "checkpoint", "checkpoint"):
         fresh.alert(kind, f"{kind} message")
 
