@@ -27,29 +27,20 @@ def rate(step: int, **schedule: object) -> float:
     ("step", "schedule", "expected"),
     [
         (1, {"name": "constant"}, 0.1),
-        (1, {"name": "poly", "power": 0.9}, 0.1),
         (51, {"name": "poly", "power": 0.9}, 0.1 * 0.5**0.9),
-        (51, {"name": "poly", "power": 1.0, "min_lr": 0.02}, 0.06),
         (101, {"name": "poly", "min_lr": 0.02}, 0.02),
-        (51, {"name": "cosine"}, 0.05),
         (101, {"name": "cosine", "min_lr": 0.01}, 0.01),
         (20, {"name": "step", "options": {"epochs": [2, 5]}}, 0.1),
         (21, {"name": "step", "options": {"epochs": [2, 5]}}, 0.01),
-        (51, {"name": "step", "options": {"epochs": [2, 5]}}, 0.001),
-        (30, {"name": "step", "options": {"steps": [30, 60]}}, 0.1),
-        (61, {"name": "step", "options": {"steps": [30, 60]}}, 0.001),
-        (81, {"name": "wsd"}, 0.1),
         (91, {"name": "wsd"}, 0.05),
         (100, {"name": "wsd", "min_lr": 0.02}, 0.02 + 0.08 * 0.05),
         (51, {"name": "wsd", "min_lr": 0.02, "options": {"decay_ratio": 1.0}}, 0.06),
         (63, {"name": "wsd", "options": {"decay_ratio": 0.5, "decay_type": "sqrt"}}, 0.1 * (1 - math.sqrt(12 / 50))),
-        (3, {"name": "wsd", "warmup_steps": 4}, 0.05005),
         (1, {"name": "constant", "warmup_steps": 4}, 0.0001),
         (3, {"name": "constant", "warmup_steps": 4}, 0.05005),
-        (5, {"name": "constant", "warmup_steps": 4}, 0.1),
     ],
 )
-def test_learning_rates_by_hand(step: int, schedule: dict[str, object], expected: float) -> None:
+def test_learning_rates_by_hand(step, schedule, expected):
     assert rate(step, **schedule) == pytest.approx(expected, rel=1e-12)
 
 
@@ -97,7 +88,7 @@ drawn = settings(max_examples=40)
 
 @drawn
 @given(trainings, st.floats(0.1, 4.0), st.floats(0.0, 1.0))
-def test_poly_equals_torchs_scheduler(training: Training, power: float, floor: float) -> None:
+def test_poly_equals_torchs_scheduler(training, power, floor):
     """torch's ends at 0: ours is torch's over lr - min_lr, and min_lr."""
     low = floor * training.lr
     theirs = rates(lambda o: lrs.PolynomialLR(o, training.num_steps, power), training.lr - low, training.num_steps)
@@ -106,7 +97,7 @@ def test_poly_equals_torchs_scheduler(training: Training, power: float, floor: f
 
 @drawn
 @given(trainings, st.floats(0.0, 1.0))
-def test_cosine_equals_torchs_scheduler(training: Training, floor: float) -> None:
+def test_cosine_equals_torchs_scheduler(training, floor):
     low = floor * training.lr
     theirs = rates(lambda o: lrs.CosineAnnealingLR(o, training.num_steps, low), training.lr, training.num_steps)
     training.assert_rates(theirs, name="cosine", min_lr=low)
@@ -114,7 +105,7 @@ def test_cosine_equals_torchs_scheduler(training: Training, floor: float) -> Non
 
 @drawn
 @given(trainings, *[st.lists(st.integers(1, most), max_size=4) for most in (20, 150)], st.floats(0.05, 2.0))
-def test_step_equals_torchs_scheduler(training: Training, epochs: list[int], steps: list[int], gamma: float) -> None:
+def test_step_equals_torchs_scheduler(training, epochs, steps, gamma):
     milestones = [*(epoch * training.steps_per_epoch for epoch in epochs), *steps]
     theirs = rates(lambda o: lrs.MultiStepLR(o, sorted(milestones), gamma), training.lr, training.num_steps)
     training.assert_rates(theirs, name="step", options={"epochs": epochs, "steps": steps, "gamma": gamma})
@@ -122,7 +113,7 @@ def test_step_equals_torchs_scheduler(training: Training, epochs: list[int], ste
 
 @drawn
 @given(trainings)
-def test_one_cycle_equals_torchs_scheduler(training: Training) -> None:
+def test_one_cycle_equals_torchs_scheduler(training):
     theirs = rates(
         lambda o: lrs.OneCycleLR(o, training.lr, training.num_steps, cycle_momentum=False),
         training.lr,
@@ -133,9 +124,7 @@ def test_one_cycle_equals_torchs_scheduler(training: Training) -> None:
 
 @drawn
 @given(trainings, st.floats(0.01, 1.0), st.floats(0.0, 1.0), st.sampled_from(["linear", "sqrt", "cosine"]))
-def test_wsd_equals_torchs_schedulers_in_sequence(
-    training: Training, decay_ratio: float, floor: float, decay_type: str
-) -> None:
+def test_wsd_equals_torchs_schedulers_in_sequence(training, decay_ratio, floor, decay_type):
     low, num_decay = floor * training.lr, round(decay_ratio * training.num_steps)
 
     def in_sequence(optimizer: Optimizer) -> LRScheduler:
@@ -157,21 +146,13 @@ def test_wsd_equals_torchs_schedulers_in_sequence(
 
 
 @drawn
-@given(trainings)
-def test_warmup_equals_torchs_linear_lr(training: Training) -> None:
-    training.assert_rates([training.lr] * training.num_steps, name="constant")
-
-
-@drawn
 @given(
     st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 0.0]) | st.floats(-2.0, 2.0), min_size=1, max_size=80),
     st.booleans(),
     st.integers(0, 4),
     st.tuples(st.floats(0.05, 0.95), st.floats(0.0, 1.0)),
 )
-def test_plateau_equals_torchs_scheduler_and_resumes(
-    values: list[float], larger_is_better: bool, patience: int, numbers: tuple[float, float]
-) -> None:
+def test_plateau_equals_torchs_scheduler_and_resumes(values, larger_is_better, patience, numbers):
     """torch leaves out reductions by less than eps; ours has none."""
     gamma, low = numbers[0], 0.1 * numbers[1]
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -203,9 +184,7 @@ groups_of = st.lists(st.tuples(st.sampled_from([1.0, 0.1, 10.0]), st.sampled_fro
 
 @settings(max_examples=40)
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from([0.0, 0.9]), st.booleans(), gradients, groups_of)
-def test_training_equals_torchs_optimizer_and_schedule(
-    name: str, beta: float, nesterov: bool, steps: list[str], factors: list[tuple[float, float]]
-) -> None:
+def test_training_equals_torchs_optimizer_and_schedule(name, beta, nesterov, steps, factors):
     """In float64, with torch's loop over tensors; a step with bad gradients changes nothing, but the rate goes on."""
     generator = torch.Generator().manual_seed(len(steps))
     start = [torch.randn(5, dtype=torch.float64, generator=generator) for _ in factors]
@@ -227,7 +206,7 @@ def test_training_equals_torchs_optimizer_and_schedule(
             gradient = torch.randn(5, dtype=torch.float64, generator=generator)
             mine.grad, other.grad = (gradient, gradient) if kind == "good" else (gradient * math.nan, None)
         set_lr(optimizer, rate_at(step))
-        optimizer.found_inf = torch.tensor(float(kind == "bad"))  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(float(kind == "bad"))
         optimizer.step()
         plain.step()
         scheduler.step()
@@ -235,7 +214,7 @@ def test_training_equals_torchs_optimizer_and_schedule(
             torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
 
 
-def test_average_follows_the_formula_and_ignores_a_bad_step() -> None:
+def test_average_follows_the_formula_and_ignores_a_bad_step():
     model = small_model()
     average = WeightAverage(model, 0.9)
     by_hand = model[0].weight.detach().clone()
@@ -254,9 +233,13 @@ def test_average_follows_the_formula_and_ignores_a_bad_step() -> None:
         model[0].weight.fill_(math.nan)
     average.update(torch.tensor(1.0))
     torch.testing.assert_close(average.module[0].weight, by_hand)
+    other = WeightAverage(small_model(), 0.9)
+    other.load_state_dict(average.state_dict())
+    assert other.num_updates == average.num_updates
+    torch.testing.assert_close(other.module[0].weight, by_hand)
 
 
-def test_average_after_its_warmup_equals_torchs_averaged_model() -> None:
+def test_average_after_its_warmup_equals_torchs_averaged_model():
     torch.manual_seed(0)
     model = small_model().double()
     average = WeightAverage(model, 0.9)
@@ -273,14 +256,3 @@ def test_average_after_its_warmup_equals_torchs_averaged_model() -> None:
         theirs.update_parameters(model)
     for ours, wanted in zip(average.module.parameters(), theirs.module.parameters(), strict=True):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-6, atol=1e-7)
-
-
-def test_average_state_survives_a_checkpoint() -> None:
-    model = small_model()
-    average = WeightAverage(model, 0.9)
-    average.update(torch.tensor(0.0))
-    other = WeightAverage(small_model(), 0.9)
-    other.load_state_dict(average.state_dict())
-    assert other.num_updates == 1
-    for a, b in zip(average.module.state_dict().values(), other.module.state_dict().values(), strict=True):
-        assert torch.equal(a, b)

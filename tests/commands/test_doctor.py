@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
@@ -42,7 +41,7 @@ def found(findings: Iterator[Diagnosis] | list[Diagnosis], name: str) -> Diagnos
     return one
 
 
-def test_the_report_ends_with_what_to_do_and_the_result() -> None:
+def test_the_report_ends_with_what_to_do_and_the_result():
     findings = [
         Diagnosis("python", "ok", "3.12.1", True),
         Diagnosis("torch", "missing", "cannot be imported", True, "training", "uv pip install torch"),
@@ -67,13 +66,13 @@ def test_the_report_ends_with_what_to_do_and_the_result() -> None:
 
 
 @pytest.mark.parametrize(("states", "where"), [([], "the CPU"), (["ok", "warning"], "1 GPU"), (["ok"] * 3, "3 GPUs")])
-def test_the_result_counts_the_gpus_that_work(states: list[Any], where: str) -> None:
+def test_the_result_counts_the_gpus_that_work(states, where):
     findings = [Diagnosis("cuda", "ok", "torch sees them")]
     findings += [Diagnosis(f"cuda:{index}", state, "H200") for index, state in enumerate(states)]
     assert report_lines(findings)[-1] == f"training can run here, on {where}"
 
 
-def test_missing_packages_have_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_have_a_command(monkeypatch):
     needed = ["numpy>=1", "absent-one>=2.5", 'absent-two>=3; extra == "export"', 'absent-three>=3; extra == "lora"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: needed)
     monkeypatch.setattr(sys, "executable", "/env/bin/python")
@@ -88,7 +87,7 @@ def test_missing_packages_have_a_command(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_segapp_that_is_not_installed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segapp_that_is_not_installed_is_a_warning(monkeypatch):
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -107,32 +106,17 @@ def fake_torch(folder: Path, body: str) -> Path:
     ("body", "error"),
     [
         ("raise ImportError('libcudart.so.13: cannot open shared object file')", "ImportError: libcudart"),
-        ("raise OSError('invalid ELF header')", "OSError: invalid ELF header"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11"),
         ("import os, sys; print('no space', file=sys.stderr, flush=True); os._exit(3)", "exit status 3: no space"),
-        ("import os; os._exit(0)", "exit status 0"),
-        ("import time; time.sleep(1000)", "no answer within 4 s"),
+        ("import time; time.sleep(1000)", "no answer within 2 s"),
     ],
 )
-def test_a_broken_torch_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str) -> None:
+def test_a_broken_torch_is_reported(tmp_path, monkeypatch, body, error):
     monkeypatch.syspath_prepend(fake_torch(tmp_path, body))
-    findings = check_imports(4.0)
+    findings = check_imports(2.0 if "sleep" in body else 60.0)
     assert missing(findings) == ["torch"] == [finding.name for finding in findings]
     assert error in findings[0].found
     assert findings[0].fix.endswith("--reinstall torch torchvision")
-
-
-def test_an_import_that_crashes_behind_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = (
-        "class Ones:\n    def sum(self): return 2\ndef ones(n): return Ones()\n"
-        "class version: cuda = hip = None\n__version__ = '9'\n"
-    )
-    monkeypatch.syspath_prepend(fake_torch(tmp_path, body))
-    (tmp_path / "torchvision.py").write_text("import os; os._exit(1)")
-    torch_found, vision = check_imports(60.0)
-    assert torch_found == Diagnosis("torch", "ok", "9, built without CUDA", True)
-    assert vision.name == "torchvision"
-    assert "exit status 1" in vision.found
 
 
 def raised(error: Exception) -> Callable[..., Any]:
@@ -143,9 +127,7 @@ def raised(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("name", "is_required"), [("torchvision", True), ("trainer", True), ("triton", False)])
-def test_a_failing_import_says_what_it_affects(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, is_required: bool
-) -> None:
+def test_a_failing_import_says_what_it_affects(monkeypatch, capsys, name, is_required):
     monkeypatch.setattr(module, "IMPORTS", {name: raised(RuntimeError("operator torchvision::nms does not exist"))})
     try_imports()
     ((line,),) = [json.loads(line.partition(" ")[2]) for line in capsys.readouterr().out.splitlines() if line]
@@ -165,7 +147,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_driver_that_is_too_old_is_named(no_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_that_is_too_old_is_named(no_gpu, tmp_path):
     smi_of(tmp_path, FOUR, no_gpu)
     no_gpu.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn("The driver is\ntoo old", stacklevel=1)))
     finding = found(module._cuda(), "cuda")
@@ -173,10 +155,10 @@ def test_a_driver_that_is_too_old_is_named(no_gpu: pytest.MonkeyPatch, tmp_path:
     assert "newer NVIDIA driver" in finding.fix
 
 
-def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu, tmp_path):
     no_gpu.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn("The driver is too old", stacklevel=1)))
     smi_of(tmp_path, FOUR, no_gpu)
-    for hidden in ("-1", "", " ", "NoDevFiles", "GPU-gone", "0,0"):
+    for hidden in ("-1", "0,0"):
         no_gpu.setenv("CUDA_VISIBLE_DEVICES", hidden)
         finding = found(module._cuda(), "cuda")
         assert finding.found.startswith(f"CUDA_VISIBLE_DEVICES={hidden!r} ")
@@ -185,11 +167,6 @@ def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu: pytest.MonkeyPat
     no_gpu.setattr(torch.version, "cuda", None)
     no_gpu.setattr(torch.version, "hip", None)
     assert found(module._cuda(), "cuda").fix.endswith("--reinstall torch torchvision")
-    no_gpu.setenv("PATH", "")
-    assert found(module._cuda(), "cuda").fix == ""
-
-
-def test_machine_without_gpus_has_nothing_to_do(no_gpu: pytest.MonkeyPatch) -> None:
     no_gpu.setenv("PATH", "")
     finding = found(module._cuda(), "cuda")
     assert (finding.found, finding.fix) == ("no GPU: training runs on the CPU", "")
@@ -204,13 +181,10 @@ def test_machine_without_gpus_has_nothing_to_do(no_gpu: pytest.MonkeyPatch) -> N
             "version mismatch",
             "reload the driver",
         ),
-        ("CUDA unknown error", "sleep 30", "no answer within", "grep Xid"),
         ("Error 802: system not yet initialized", "", "Error 802", "nvidia-smi -q"),
     ],
 )
-def test_driver_that_fails_is_no_driver_that_is_old(
-    no_gpu: pytest.MonkeyPatch, tmp_path: Path, message: str, script: str, said: str, cure: str
-) -> None:
+def test_driver_that_fails_is_no_driver_that_is_old(no_gpu, tmp_path, message, script, said, cure):
     no_gpu.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn(message, stacklevel=1)))
     if script:
         fake_smi(tmp_path, script, no_gpu)
@@ -222,7 +196,7 @@ def test_driver_that_fails_is_no_driver_that_is_old(
     assert "newer NVIDIA driver" not in finding.fix
 
 
-def test_each_gpu_is_tried(no_gpu: pytest.MonkeyPatch) -> None:
+def test_each_gpu_is_tried(no_gpu):
     tiny = SimpleNamespace(name="NVIDIA H200", total_memory=141 * GIB, major=9, minor=0)
     ones = torch.ones
 
@@ -242,7 +216,7 @@ def test_each_gpu_is_tried(no_gpu: pytest.MonkeyPatch) -> None:
     assert "a torch built for this GPU" in fails.fix
 
 
-def test_a_gpu_with_triton_needs_a_compiler(no_gpu: pytest.MonkeyPatch) -> None:
+def test_a_gpu_with_triton_needs_a_compiler(no_gpu):
     pytest.importorskip("triton")
     no_gpu.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
     assert missing(list(module._triton())) == []
@@ -260,14 +234,11 @@ def test_a_gpu_with_triton_needs_a_compiler(no_gpu: pytest.MonkeyPatch) -> None:
     [
         ("/dev/shm", 64 << 20, 64 << 20, "shared memory", "warning", "--shm-size"),
         ("/dev/shm", 8 * GIB, 10 << 20, "shared memory", "warning", "ls -l /dev/shm"),
-        ("/dev/shm", 8 * GIB, 8 * GIB, "shared memory", "ok", ""),
         ("/", 9 * GIB, 4 * GIB, "run disk", "warning", "--run"),
         ("/tmp", 9 * GIB, GIB >> 2, "temporary disk", "warning", "TMPDIR"),
     ],
 )
-def test_small_disks_are_warnings(
-    monkeypatch: pytest.MonkeyPatch, path: str, total: int, free: int, name: str, state: str, fix: str
-) -> None:
+def test_small_disks_are_warnings(monkeypatch, path, total, free, name, state, fix):
     monkeypatch.chdir("/")
     monkeypatch.setenv("TMPDIR", "/tmp")
     monkeypatch.setattr(os.path, "exists", lambda each: str(each) in ("/dev/shm", "/tmp", "/"))
@@ -282,7 +253,7 @@ def test_small_disks_are_warnings(
     assert f"({path})" in finding.found
 
 
-def test_disks_that_cannot_be_written_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disks_that_cannot_be_written_are_missing(monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os.path, "isdir", lambda _: True)
     findings = list(check_disks())
@@ -296,7 +267,7 @@ def doctor(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder, env=environ)
 
 
-def test_a_broken_installation_gives_exit_code_1_and_a_command(tmp_path: Path) -> None:
+def test_a_broken_installation_gives_exit_code_1_and_a_command(tmp_path):
     fakes = fake_torch(tmp_path / "fakes", "raise OSError('libtorch.so: file too short')")
     for name in ("textual", "yaml", "numpy", "albumentations"):
         (fakes / f"{name}.py").write_text(f"raise ImportError('{name}')")
@@ -307,38 +278,20 @@ def test_a_broken_installation_gives_exit_code_1_and_a_command(tmp_path: Path) -
     assert done.stdout.splitlines()[-1] == "training cannot run here: torch missing"
 
 
-TEXT, FLAG = {"type": "string"}, {"type": "boolean"}
-
-
-def record(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-
-
-SCHEMA = record(
-    v={"const": 1},
-    can_train=FLAG,
-    findings={
-        "type": "array",
-        "items": record(
-            name=TEXT, state={"enum": ["ok", "warning", "missing"]}, found=TEXT, is_required=FLAG, needed_for=TEXT,
-            fix=TEXT,
-        ),
-    },
-)  # fmt: skip
-
-
 @pytest.mark.slow
-def test_the_json_of_this_machine_has_the_schema(tmp_path: Path) -> None:
+def test_the_json_of_this_machine_has_the_schema(tmp_path):
     done = doctor(tmp_path, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)
-    jsonschema.validate(answer, SCHEMA)
-    assert answer["can_train"] is True
+    assert {*answer} == {"v", "can_train", "findings"}
+    assert (answer["v"], answer["can_train"]) == (1, True)
+    keys = {"name", "state", "found", "is_required", "needed_for", "fix"}
+    assert all(finding.keys() == keys for finding in answer["findings"])
     states = {finding["name"]: finding["state"] for finding in answer["findings"]}
     assert {states[name] for name in ("python", "segapp", "torch", "torchvision", "trainer")} == {"ok"}
 
 
-def test_nvidia_smi_lists_four_gpus_of_which_two_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_lists_four_gpus_of_which_two_are_seen(tmp_path, monkeypatch):
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (check_nvidia_smi().state, check_nvidia_smi().found) == ("missing", "not on PATH")
@@ -355,25 +308,13 @@ def test_nvidia_smi_lists_four_gpus_of_which_two_are_seen(tmp_path: Path, monkey
         True,
     )
     assert "all by uuid" in finding.fix
+    fake_smi(tmp_path, "echo 'driver/library version mismatch' >&2; exit 18", monkeypatch)
+    finding = check_nvidia_smi()
+    assert (finding.state, finding.found) == ("missing", "driver/library version mismatch")
+    assert "reload the driver" in finding.fix
 
 
-@pytest.mark.parametrize(
-    ("script", "error", "fix"),
-    [
-        ("echo 'driver/library version mismatch' >&2; exit 18", "driver/library version mismatch", "reload the driver"),
-        ("/bin/sleep 1000 & wait", "no answer within 1 s", "grep Xid"),
-    ],
-)
-def test_a_failing_nvidia_smi_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: str, fix: str
-) -> None:
-    fake_smi(tmp_path, script, monkeypatch)
-    finding = check_nvidia_smi(1.0)
-    assert (finding.state, finding.found) == ("missing", error)
-    assert fix in finding.fix
-
-
-def test_doctor_imports_the_standard_library_only() -> None:
+def test_doctor_imports_the_standard_library_only():
     code = "import sys; before = set(sys.modules); import segapp.commands.doctor; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     roots = {name.partition(".")[0] for name in done.stdout.split()}

@@ -19,14 +19,14 @@ def _no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
 
 
-def test_names_are_of_all_libraries() -> None:
+def test_names_are_of_all_libraries():
     assert {name.library for name in all_names()} == {"torchvision", "segapp", "smp"}
     assert ModelName("smp", "Unet", "tu-convnext_atto") in all_names()
     assert ModelName("torchvision", "deeplabv3_resnet50") in all_names()
 
 
 @pytest.mark.slow
-def test_pattern_is_a_part_or_a_glob() -> None:
+def test_pattern_is_a_part_or_a_glob():
     assert [name.label for name in matching_names("smp/unet/resnet18")] == ["smp/Unet/resnet18"]
     assert {name.encoder for name in matching_names("smp/*/tu-convnext_att*")} >= {"tu-convnext_atto"}
     with pytest.raises(ConfigError, match=r"'resnet188' matches no model: did you mean .*resnet18"):
@@ -34,7 +34,7 @@ def test_pattern_is_a_part_or_a_glob() -> None:
 
 
 @pytest.mark.slow
-def test_figures_are_those_of_the_network() -> None:
+def test_figures_are_those_of_the_network():
     facts = measure_model(ModelName("torchvision", "fcn", "resnet18"), (64, 96))
     model = build_model("torchvision", "fcn", 19, encoder="resnet18")
     assert facts["problem"] is None
@@ -44,7 +44,7 @@ def test_figures_are_those_of_the_network() -> None:
 
     def count(layer: object, inputs: object, output: object) -> None:
         nonlocal num_operations
-        num_operations += 2 * output[0].numel() * layer.weight[0].numel()  # type: ignore[index,attr-defined]
+        num_operations += 2 * output[0].numel() * layer.weight[0].numel()
 
     for layer in model.eval().modules():
         if isinstance(layer, torch.nn.Conv2d):
@@ -54,7 +54,7 @@ def test_figures_are_those_of_the_network() -> None:
     assert facts["gflops"] == pytest.approx(num_operations / 1e9, rel=1e-9)
 
 
-def test_table_and_json_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_json_show_the_same(capsys):
     print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", as_json=True)
     (facts,) = json.loads(capsys.readouterr().out)
     print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", as_json=False)

@@ -60,8 +60,6 @@ def test_gpus_of_this_machine_are_ordered_by_free_memory(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("cards", "visible", "sizes", "said"),
     [
-        (FOUR, "2", [12037], "CUDA may count the fastest GPU first"),
-        (FOUR, "GPU-9d,GPU-1b", [24576, 12288], ""),
         (FOUR, "GPU-9d,7", [24576], "ends for CUDA at '7'"),
         (SLICED, "MIG-77ab,MIG-91", [9728], ""),
     ],
@@ -82,9 +80,7 @@ def test_plan_is_for_the_gpus_that_cuda_shows(monkeypatch, capsys, tmp_path, car
     ("script", "visible", "words"),
     [
         ("", "NoDevFiles", ["CUDA_VISIBLE_DEVICES='NoDevFiles' hides every GPU", "unset it"]),
-        ("", "1,1", ["CUDA_VISIBLE_DEVICES='1,1' names a GPU twice"]),
         ("echo 'Driver/library version mismatch'; exit 18", "0", ["version mismatch", "reload the driver"]),
-        ("sleep 30", "0", ["no answer within 5 s"]),
     ],
 )
 def test_plan_without_visible_gpus_says_why(monkeypatch, tmp_path, script, visible, words):
@@ -158,12 +154,6 @@ def test_plan_leaves_to_the_allocator_what_a_training_leaves(tiny, monkeypatch, 
     assert found == [frac]
 
 
-def test_missing_config_is_one_clear_line(folder):
-    done = segapp("plan", "--gpus", "8GiB", cwd=folder)
-    assert done.returncode == 2
-    assert "--config FILE is missing" in done.stderr
-
-
 NETWORK = """
 from torch import nn
 
@@ -179,46 +169,28 @@ def test_plan_of_a_small_network_is_made(folder):
     """Only one: a plan takes seconds, in processes of its own."""
     (folder / "net.py").write_text(NETWORK)
     network = ["model.library=python", "model.name=net.py:Net", "model.encoder=null", "model.aux=false"]
-    done = segapp("plan", "--config", "tiny.yaml", *network, "--gpus", "1GiB", "--json", cwd=folder)
+    gpus = ["--gpus", "2x2GiB,1GiB", "train.batch_size=4", "parallel.mode=dp"]
+    done = segapp("plan", "--config", "tiny.yaml", *network, *gpus, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    (row,) = found["rows"]
-    assert (row["split"], row["fits"]) == ([2], True)
     assert "fp32 (auto: net.py:Net asks for it)" in found["notes"][0]
-    images_mib = 2 * 3 * 32 * 32 * 4 / 2**20
-    assert images_mib < row["tensors_mib"][0] < row["peak_mib"][0] < 1024
-    assert 2 < found["max_batch"] < 100_000
-
-
-@pytest.mark.slow
-def test_plan_json_has_the_documented_fields(folder):
-    changes = ["train.batch_size=4", "parallel.mode=dp"]
-    done = segapp("plan", "--config", "tiny.yaml", *changes, "--gpus", "2x2GiB,1GiB", "--json", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [row["gpu0_bsz"] for row in found["rows"]] == list(range(5))
-    for row in found["rows"]:
-        assert sum(row["split"]) == 4
-        assert len(row["split"]) == len(row["peak_mib"]) == 3
-        assert row["fits"]
+    splits = [[0, 2, 2], [1, 2, 1], [2, 1, 1], [3, 1, 0], [4, 0, 0]]
+    assert [(row["gpu0_bsz"], row["split"], row["fits"]) for row in found["rows"]] == [
+        (number, split, True) for number, split in enumerate(splits)
+    ]
+    image_mib = 3 * 32 * 32 * 4 / 2**20
+    columns = [found["rows"][1][key] for key in ("split", "tensors_mib", "peak_mib")]
+    for samples, tensors_mib, peak_mib in zip(*columns, strict=True):
+        assert samples * image_mib < tensors_mib < peak_mib < 1024
     assert found["best"]["gpu0_bsz"] in range(5)
-    assert found["max_batch"] > 4
+    assert 4 < found["max_batch"] < 100_000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gpus", "mode"), [("1GiB", "single"), ("2x1GiB", "model")])
-def test_plan_where_batchnorm_needs_two_samples(folder, gpus, mode):
-    network = ["model.name=deeplabv3", "parallel.sync_bn=false", f"parallel.mode={mode}"]
-    done = segapp("plan", "--config", "tiny.yaml", *network, "--gpus", gpus, "--json", cwd=folder)
+def test_plan_where_batchnorm_needs_two_samples(folder):
+    network = ["model.name=deeplabv3", "parallel.sync_bn=false", "parallel.mode=model"]
+    done = segapp("plan", "--config", "tiny.yaml", *network, "--gpus", "2x1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["smallest_chunk"] == 2
     assert found["max_batch"] > 2
-
-
-@pytest.mark.slow
-def test_plan_text_says_that_nothing_fits(folder):
-    text = segapp("plan", "--config", "tiny.yaml", "--gpus", "300MiB", cwd=folder)
-    assert text.returncode == 0, text.stderr
-    assert "largest batch that fits: none" in text.stdout
-    assert "won't fit" in text.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +31,7 @@ from tests.export.test_export import SmallNet, info_of
         ((20, 30), (20, 30), 1.0, (0, 0)),
     ],
 )
-def test_picture_of_the_check_is_a_middle_without_distortion(
-    shape: tuple[int, int], wanted: tuple[int, int], scale: float, corner: tuple[int, int]
-) -> None:
+def test_picture_of_the_check_is_a_middle_without_distortion(shape, wanted, scale, corner):
     picture = np.stack(np.mgrid[: shape[0], : shape[1]], -1).astype(np.float32)  # each pixel holds its row and column
     found = write._center_crop(picture, *wanted)
     sides = [
@@ -44,7 +41,7 @@ def test_picture_of_the_check_is_a_middle_without_distortion(
 
 
 @pytest.mark.parametrize("divisor", [1, 4, 32])
-def test_sizes_of_the_check_are_odd_and_of_both_orientations(divisor: int) -> None:
+def test_sizes_of_the_check_are_odd_and_of_both_orientations(divisor):
     model = SmallNet()
     model.size_divisor = divisor
     first, *others = write.check_sizes(model)
@@ -55,7 +52,7 @@ def test_sizes_of_the_check_are_odd_and_of_both_orientations(divisor: int) -> No
 
 
 @pytest.mark.parametrize(("output", "multilabel"), [("logits", False), ("labels", False), ("logits", True)])
-def test_check_counts_the_pixels_that_differ(output: str, multilabel: bool) -> None:
+def test_check_counts_the_pixels_that_differ(output, multilabel):
     model = SmallNet()
     info = info_of(model, output=output, multilabel=multilabel)
     network = write.build_network(model, info)
@@ -91,7 +88,7 @@ def test_check_counts_the_pixels_that_differ(output: str, multilabel: bool) -> N
 
 
 @pytest.mark.parametrize("is_used_twice", [False, True])
-def test_ceiling_of_a_quotient_becomes_a_division_of_integers(is_used_twice: bool) -> None:
+def test_ceiling_of_a_quotient_becomes_a_division_of_integers(is_used_twice):
     graph = torch.fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     a.meta["val"], b.meta["val"] = 7, 2
@@ -110,7 +107,7 @@ def test_ceiling_of_a_quotient_becomes_a_division_of_integers(is_used_twice: boo
         assert module(over, under) == (math.ceil(over / under), over / under if is_used_twice else over)
 
 
-def test_values_are_scaled_by_hand_and_missing_ones_are_lowest() -> None:
+def test_values_are_scaled_by_hand_and_missing_ones_are_lowest():
     model = SmallNet().double().eval()
     ranges = ((-50.0, 150.0), (0.0, 4000.0), (0.25, 0.75))
     low, high = np.array(ranges).T
@@ -125,14 +122,14 @@ def test_values_are_scaled_by_hand_and_missing_ones_are_lowest() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_metadata_is_json_from_which_the_same_facts_are_read() -> None:
+def test_metadata_is_json_from_which_the_same_facts_are_read():
     info = info_of(SmallNet(), file_ids=(7, 8, 11), multilabel=True, ignore_index=9, fixed_size_px=(3, 5))
     read = {name: json.loads(text) for name, text in info.as_properties().items()}
     assert (read["file_ids"], read["fixed_size_px"], read["multilabel"]) == ([7, 8, 11], [3, 5], True)
     assert ExportInfo.model_validate({**read, "other": "{"}) == info
 
 
-def test_weights_are_those_of_the_network_and_nothing_else_stays(tmp_path: Path) -> None:
+def test_weights_are_those_of_the_network_and_nothing_else_stays(tmp_path):
     model = SmallNet()
     path = tmp_path / "new" / "x.safetensors"
     assert write_weights(model, info_of(model), path, {"more": "text"}) == 4
@@ -146,9 +143,7 @@ def test_weights_are_those_of_the_network_and_nothing_else_stays(tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", [lambda back: back.popitem(), lambda back: back["head.bias"].add_(1)])
-def test_weights_that_read_back_otherwise_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, torch.Tensor]], object]
-) -> None:
+def test_weights_that_read_back_otherwise_are_refused(tmp_path, monkeypatch, change):
     load = safetensors.torch.load_file
 
     def load_changed(path: Path, device: str) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import time
 import types
 from pathlib import Path
@@ -63,11 +62,11 @@ def step(watch: DeviceMemoryTracker, counters: Counters, peaks: dict[str, float]
     watch.mark("data")
 
 
-def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
+def test_each_phase_of_a_profiled_step_gets_its_own_peak():
     counters = Counters()
     assert DeviceMemoryTracker(["cpu"]).devices == (sampler_module.device_info_of(torch.device("cpu")),)
     watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
-    peaks = {"forward": 300.0, "loss": 350.0, "backward": 500.0, "step": 120.0}
+    peaks = {"forward": 300.0, "loss": 500.0, "backward": 500.0, "step": 120.0}  # the last phase names the peak
     watch.mark("data")
     watch.sample()  # asks for the profile of the steps that follow
     for _ in range(2):
@@ -83,17 +82,7 @@ def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
     assert watch.sample()[0]["phase_peak_mib"]["eval"] == 90.0
 
 
-def test_peak_that_comes_again_is_named_by_its_last_phase() -> None:
-    counters = Counters()
-    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
-    watch.mark("data")
-    watch.sample()
-    step(watch, counters, {"forward": 300.0, "backward": 300.0, "step": 120.0})
-    (found,) = watch.sample()
-    assert (found["peak_mib"], found["phase"]) == (300.0, "backward")
-
-
-def test_observed_peaks_restart_with_a_new_split() -> None:
+def test_observed_peaks_restart_with_a_new_split():
     counters = Counters()
     watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
     counters.use(900.0)
@@ -104,7 +93,7 @@ def test_observed_peaks_restart_with_a_new_split() -> None:
     assert watch.sample()[0]["peak_mib"] == 900.0  # of the interval, before the change too
 
 
-def test_peak_while_cudnn_times_algorithms_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_while_cudnn_times_algorithms_is_left_out(monkeypatch):
     counters = Counters()
     watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
     counters.use(150.0)  # the weights arrive
@@ -131,15 +120,7 @@ def test_peak_while_cudnn_times_algorithms_is_left_out(monkeypatch: pytest.Monke
     assert watch.observed_mib() == [800.0]
 
 
-def test_logical_devices_share_the_numbers_of_the_real_one() -> None:
-    watch = DeviceMemoryTracker([DeviceInfo("cpu", pid=os.getpid())] * 3)
-    found = watch.sample()
-    assert watch.is_shared
-    assert len({device["used_mib"] for device in found}) == 1
-    assert [device["device"] for device in found] == ["cpu"] * 3
-
-
-def test_process_memory_equals_that_of_the_system() -> None:
+def test_process_memory_equals_that_of_the_system():
     import resource
 
     counters = ProcessCounters()
@@ -150,23 +131,20 @@ def test_process_memory_equals_that_of_the_system() -> None:
     block = np.frombuffer(mapped, np.uint8)
     block[:] = 1
     after, peak = counters.read()["used_mib"], counters.pop_peak_mib()
-    assert before is not None
-    assert after is not None
-    assert peak is not None
+    assert before is not None and after is not None and peak is not None  # noqa: PT018
     assert after - before == pytest.approx(64, abs=8)
     assert after - 1 <= peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 + 1
-    assert host_memory_mib() > peak  # type: ignore[operator]
+    assert host_memory_mib() > peak
     assert set(ProcessCounters(2**22 + 1).read().values()) == {None}  # no such process
     assert first["utilization"] is None
     began = time.perf_counter()
     while time.perf_counter() - began < 0.3:
         block.sum()
     busy = counters.read()["utilization"]
-    assert busy is not None
     assert 0 < busy <= 1
 
 
-def test_peak_of_a_gpu_counts_from_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_of_a_gpu_counts_from_the_last_reading(monkeypatch):
     device, peak_bytes, current_bytes = torch.device("cuda:1"), 5 * 2**20, 2**20
 
     def reset(of: torch.device) -> None:
@@ -182,7 +160,7 @@ def test_peak_of_a_gpu_counts_from_the_last_reading(monkeypatch: pytest.MonkeyPa
     assert [counters.pop_peak_mib() for _ in range(2)] == [5.0, 1.0]
 
 
-def test_peak_that_cannot_be_reset_is_reported_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_that_cannot_be_reset_is_reported_all_the_same(monkeypatch):
     tried: list[Path] = []
 
     def refused(path: Path, _: bytes) -> int:
@@ -203,7 +181,7 @@ def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
     return MemorySampler(EventWriter(run.events).write, watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
 
 
-def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_gpus_are_matched_by_uuid(tmp_path, monkeypatch):
     (tmp_path / "out").write_text(THREE_GPUS)
     fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     monitor, run = monitored(tmp_path, GpuPoller())
@@ -219,7 +197,7 @@ def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.Monk
     assert events(run.path, "heartbeat")[0]["phase"] == "train"
 
 
-def test_total_memory_is_the_total_of_the_slice_that_torch_uses() -> None:
+def test_total_memory_is_the_total_of_the_slice_that_torch_uses():
     """An older CUDA gives a MIG slice the uuid of its GPU; of another rank's GPU, only nvidia-smi knows the size."""
     whole = {"aaaa": GpuStatus("aaaa", "A100", 300.0, 81920.0, None, 51.0)}
     found = sampler_module.merged({"device": "cuda:0", "uuid": "aaaa", "total_mib": 9728.0}, whole)
@@ -227,7 +205,7 @@ def test_total_memory_is_the_total_of_the_slice_that_torch_uses() -> None:
     assert sampler_module.merged({"device": "cuda:0", "uuid": "aaaa", "total_mib": None}, whole).total_mib == 81920.0
 
 
-def test_driver_is_asked_about_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_is_asked_about_own_gpus_alone(monkeypatch):
     """Asking about the GPU of another rank would make a context there."""
     asked: list[str] = []
 
@@ -249,10 +227,8 @@ def samples(run: RunFolder) -> list[dict[str, Any]]:
 
 
 @case("G01", how="nvidia-smi fails or hangs under a monitor", passes="its numbers are missing, one call, no storm")
-@pytest.mark.parametrize("script", ["echo 'No devices were found'", "exit 9", "sleep 30"])
-def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
+@pytest.mark.parametrize("script", ["exit 9", "sleep 30"])
+def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(tmp_path, monkeypatch, script):
     fake_smi(tmp_path, f"echo x >> {tmp_path / 'calls'}\n{script}", monkeypatch)
     monitor, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0))
     began = time.monotonic()
@@ -267,7 +243,7 @@ def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(
     assert (tmp_path / "calls").read_text().count("x") == 1  # no second call beside a hanging one, no repeated failures
 
 
-def test_monitor_error_ends_neither_monitor_nor_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitor_error_ends_neither_monitor_nor_training(tmp_path, monkeypatch):
     monitor, run = monitored(tmp_path, GpuPoller(retry_s=60.0))
     found = monitor.device_memory.sample
     calls = iter(range(1000))
@@ -283,9 +259,7 @@ def test_monitor_error_ends_neither_monitor_nor_training(tmp_path: Path, monkeyp
     ("step_s", "log_every", "num_beats"),
     [(1e9, 1, 5), (0.03, 10, 5), (0.3, 100, 21), (7.0, 100, 6)],  # no step; fast steps in the log; few steps in it
 )
-def test_intervals_are_those_of_the_documentation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, log_every: int, num_beats: int
-) -> None:
+def test_intervals_are_those_of_the_documentation(tmp_path, monkeypatch, step_s, log_every, num_beats):
     """ "A `memory` event is written every 2 s and a `heartbeat` every 5 s": on a clock that the waits move.
 
     More heartbeats are only for steps that the last second of the log does not name.

@@ -10,7 +10,7 @@ from segapp.memory.oom import report_lines
 from segapp.run.events import Oom
 
 
-def test_report_has_what_is_known() -> None:
+def test_report_has_what_is_known():
     report = Oom(
         device="cuda:2",
         index=1,
@@ -47,7 +47,7 @@ def test_report_has_what_is_known() -> None:
     ("others_mib", "others"),
     [(None, []), (3072.0, ["  others     3072 MiB of the GPU are held by the driver and other processes"])],
 )
-def test_report_says_what_is_unknown(others_mib: float | None, others: list[str]) -> None:
+def test_report_says_what_is_unknown(others_mib, others):
     facts: dict[str, Any] = {"device": "cpu", "index": 0, "phase": "eval", "epoch": 1, "step": 0, "action": "the end"}
     report = Oom(**facts, problem="no memory", others_mib=others_mib, predicted_mib=[None, None])
     assert report_lines(report)[3:] == [

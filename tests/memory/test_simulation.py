@@ -3,7 +3,6 @@
 import pytest
 
 from segapp.config import validate_config
-from segapp.losses.overlap import HELD_BYTES, SORT_BYTES
 from segapp.memory.peaks import SimulationJob, fit_model, splits_to_simulate
 from segapp.planning.simulate import build_simulator
 from tests.support.own_process import in_own_process
@@ -27,7 +26,6 @@ TRAININGS = {
     "tta": (EVALUATED, {"eval": {"tta": True}, "train": {"precision": "fp16", "ema": 0.99}}),
     "plain": (SINGLE, {}),
     **{name: (SINGLE, {"train": {"precision": name}}) for name in ("amp-fp16", "amp-bf16", "fp16")},
-    **{name: (SINGLE, {"loss": {"name": name}}) for name in ("ohem", "dice", "focal", "lovasz")},
     "adamw": (SINGLE, {"optim": {"name": "adamw"}}),
     "ema": (SINGLE, {"train": {"ema": 0.99}}),
     "accumulate": (SimulationJob("single", (4,), accumulate=2), {}),
@@ -96,12 +94,6 @@ def test_optimizer_ema_and_masters_count_as_weight_copies(found):
     assert [plain["optimizer"], adamw["optimizer"] / 2, plain["gradients"]] == pytest.approx([weights] * 3, rel=0.02)
     assert ema["average"] == pytest.approx(weights, rel=0.05)
     assert peak(found["accumulate"]) - peak(found["plain"]) == pytest.approx(weights, rel=0.1)
-
-
-def test_no_criterion_needs_three_full_resolution_tensors(found):
-    for training in ("ohem", "dice", "focal"):
-        assert peak(found[training]) < peak(found["plain"]) + 8 * 32, training  # a few bands of 32 MiB
-    assert peak(found["lovasz"]) < peak(found["plain"]) + 1.1 * (HELD_BYTES + SORT_BYTES) / 2**20
 
 
 def test_device_memory_follows_its_role(found):

@@ -22,7 +22,7 @@ def model(built: SegmentationModel) -> SegmentationModel:
     return copy.deepcopy(built)
 
 
-def test_frozen_backbone_has_no_gradient_and_fixed_statistics(model: SegmentationModel) -> None:
+def test_frozen_backbone_has_no_gradient_and_fixed_statistics(model):
     model.freeze(["backbone"])
     model.train()
     assert model.training
@@ -41,7 +41,7 @@ def test_frozen_backbone_has_no_gradient_and_fixed_statistics(model: Segmentatio
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_pattern_of_parameters_leaves_modules_in_training(model: SegmentationModel) -> None:
+def test_pattern_of_parameters_leaves_modules_in_training(model):
     model.freeze(["*.bias", "backbone.0"])
     model.train()
     assert {name for name in model.frozen_parameters if not name.endswith(".bias")} == {
@@ -52,7 +52,7 @@ def test_pattern_of_parameters_leaves_modules_in_training(model: SegmentationMod
     assert model.backbone["1"].training
 
 
-def test_modules_of_a_glob_stay_in_evaluation_mode(model: SegmentationModel) -> None:
+def test_modules_of_a_glob_stay_in_evaluation_mode(model):
     model.freeze(["backbone.1?"])
     model.train()
     assert [number for number, part in model.backbone.named_children() if not part.training] == ["10", "11", "12"]
@@ -65,6 +65,6 @@ def test_modules_of_a_glob_stay_in_evaluation_mode(model: SegmentationModel) -> 
         ("*", r"model.freeze = \['\*'\] freezes every parameter of lraspp: leave some to train"),
     ],
 )
-def test_freeze_that_matches_nothing_or_all_is_an_error(model: SegmentationModel, pattern: str, message: str) -> None:
+def test_freeze_that_matches_nothing_or_all_is_an_error(model, pattern, message):
     with pytest.raises(ConfigError, match=message):
         model.freeze([pattern])

@@ -27,7 +27,7 @@ def build(network: nn.Module) -> PythonModel:
 
 
 @pytest.mark.parametrize("part", [None, "encoder", "backbone"])
-def test_backbone_is_the_part_of_that_name_or_the_whole(part: str | None) -> None:
+def test_backbone_is_the_part_of_that_name_or_the_whole(part):
     model = build(Net(part))
     assert model.backbone_module is (model.network if part is None else getattr(model.network, part))
     assert model.backbone_prefix == ("network." if part is None else f"network.{part}.")
@@ -35,20 +35,20 @@ def test_backbone_is_the_part_of_that_name_or_the_whole(part: str | None) -> Non
     assert names == {f"{model.backbone_prefix}{name}" for name, _ in model.backbone_module.named_parameters()}
 
 
-def test_sizes_are_the_networks_own() -> None:
+def test_sizes_are_the_networks_own():
     assert build(Net()).suitable_size(1, 33) == (1, 33)
     network = Net()
     network.size_divisor, network.min_size_px = 8, 20
     assert build(network).suitable_size(9, 33) == (24, 40)
 
 
-def test_further_heads_are_left_out_in_an_evaluation() -> None:
+def test_further_heads_are_left_out_in_an_evaluation():
     model, images = build(Net()), torch.rand(1, 3, 4, 5)
     assert [tuple(head.shape) for head in model(images)] == [(1, 2, 4, 5), (1, 3, 4, 5)]
     assert [tuple(head.shape) for head in model.eval()(images)] == [(1, 2, 4, 5)]
     assert model.compute_with_features(images)[1] is None
 
 
-def test_logits_of_another_shape_are_refused() -> None:
+def test_logits_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"the logits have the shape \(1, 4, 4, 5\): return \(1, 2, h, w\)"):
         build(Net(channels=4))(torch.rand(1, 3, 4, 5))

@@ -151,11 +151,6 @@ def test_what_cannot_be_built_is_refused_with_the_next_move(encoder, options, me
         build(encoder, **options)
 
 
-def test_unknown_name_is_refused_with_the_known_one():
-    with pytest.raises(ConfigError, match=r"model.name: 'eom' is not a model of segapp: did you mean eomt"):
-        build_model("segapp", "eom", 3, encoder=DINO_V3)
-
-
 def test_row_of_the_table_is_all_that_a_model_needs(monkeypatch):
     def build_tiny(num_classes, aux, encoder, options, in_channels):
         network = nn.Conv2d(in_channels, num_classes, 3, padding=1)

@@ -21,22 +21,22 @@ TWENTY = [f"n{i:02}" for i in range(20)]
         ("UNET", [*TWENTY, "Unet", "UnetPlusPlus"], "key: 'UNET' is not a thing: did you mean Unet or UnetPlusPlus?"),
     ],
 )
-def test_unknown_name_is_shown_with_those_that_exist(value: str, known: list[str], message: str) -> None:
+def test_unknown_name_is_shown_with_those_that_exist(value, known, message):
     assert str(unknown_name("key", value, "a thing", known)) == message
 
 
-def test_first_option_that_is_not_taken_is_named() -> None:
+def test_first_option_that_is_not_taken_is_named():
     check_options(["a", "b"], ["b", "a"], "Net")
     with pytest.raises(ConfigError, match="'c' is not an option of Net: use one of a, b"):
         check_options(["a", "c", "d"], ["b", "a"], "Net")
 
 
-def test_names_beyond_the_first_are_counted() -> None:
+def test_names_beyond_the_first_are_counted():
     assert [some_names(TWENTY[:count]) for count in (1, 2, 4)] == ["n00", "n00, n01", "n00, n01 and 2 more"]
     assert some_names(TWENTY[:4], 3) == "n00, n01, n02 and 1 more"
 
 
-def test_depths_of_stages_by_hand() -> None:
+def test_depths_of_stages_by_hand():
     """Two stages of two blocks and one: depths 1, 2 and 3; the end of a stage belongs to its last block."""
     depths = {
         "patch_embed.proj.weight": 0,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -19,7 +16,7 @@ from segapp.models.surgery import SizedPooling, adapt_first_conv, replace_adapti
 
 
 @pytest.mark.parametrize("num_bands", [1, 2, 4, 7])
-def test_adapted_weight_equals_smp(num_bands: int) -> None:
+def test_adapted_weight_equals_smp(num_bands):
     conv = nn.Conv2d(3, 8, 7)
     weight = conv.weight.detach().clone()
     patch_first_conv(conv, num_bands)
@@ -39,9 +36,7 @@ CASES = [
     ("num_bands", "library", "name", "encoder", "first"),
     [(number, *case) for number, case in zip((5, 1, 1, 7, 2), CASES, strict=True)],
 )
-def test_weights_for_rgb_fit_networks_of_any_bands(
-    num_bands: int, library: str, name: str, encoder: str, first: str, tmp_path: Path
-) -> None:
+def test_weights_for_rgb_fit_networks_of_any_bands(num_bands, library, name, encoder, first, tmp_path):
     rgb = build_model(library, name, 3, encoder=encoder)
     torch.save(rgb.state_dict(), tmp_path / "rgb.pt")
     model = build_model(library, name, 3, in_channels=num_bands, encoder=encoder, weights=str(tmp_path / "rgb.pt"))
@@ -58,7 +53,7 @@ def test_weights_for_rgb_fit_networks_of_any_bands(
 
 @hypothesis.settings(max_examples=30)
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 40), st.integers(1, 40))
-def test_sized_pooling_matches_torch_adaptive_pooling(rows: int, columns: int, height: int, width: int) -> None:
+def test_sized_pooling_matches_torch_adaptive_pooling(rows, columns, height, width):
     features = torch.rand(2, 3, height, width, dtype=torch.float64)
     expected = F.adaptive_avg_pool2d(features, (rows, columns))
     torch.testing.assert_close(SizedPooling((rows, columns))(features), expected)
@@ -68,7 +63,7 @@ def test_sized_pooling_matches_torch_adaptive_pooling(rows: int, columns: int, h
     ("size", "is_replaced"),
     [(1, False), ((1, 1), False), (2, True), ((1, 2), True), ((3, 1), True), ((None, 2), False)],
 )
-def test_poolings_to_several_values_are_replaced(size: Any, is_replaced: bool) -> None:
+def test_poolings_to_several_values_are_replaced(size, is_replaced):
     module = nn.Sequential(nn.Sequential(nn.AdaptiveAvgPool2d(size)))
     features = torch.rand(1, 2, 5, 7)
     expected = module(features)

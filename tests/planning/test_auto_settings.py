@@ -31,9 +31,7 @@ pytestmark = pytest.mark.usefixtures("logical_budgets")
     ("format", "size"),
     [("cityscapes", (1024, 2048)), ("camvid", (720, 960)), ("voc", (500, 500)), ("ade20k", (768, 1024))],
 )
-def test_published_data_that_are_not_here_have_their_usual_size(
-    format: str, size: tuple[int, int], tmp_path: Path
-) -> None:
+def test_published_data_that_are_not_here_have_their_usual_size(format, size, tmp_path):
     config = validate_config({"name": "plan", "data": {"format": format, "root": str(tmp_path / "absent")}})
     assert evaluation_size(config) == (size, f"usual for {format}: its images are not here")
 
@@ -47,14 +45,13 @@ def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_secti
     )
 
 
-def test_bad_start_reaches_best_split_within_three_epochs(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_start_reaches_best_split_within_three_epochs(tiny, tmp_path):
     folder = tmp_path / "run"
     RunFolder.create(path=folder)
     send_command(folder, parse_command("set gpu0_bsz=auto"))
     assert train(on_budgets(tiny, 5, 30.0, gpu0_bsz=8), folder) == 0
     splits = [event["split"] for event in events(folder, "epoch_start")]
     observed = {tuple(split): peaks for split, peaks in state_of(folder)["memory"]["observed"]}
-    print(splits, observed)
     assert splits[0] == [8, 0, 0]
     assert splits[3] == splits[4]
     # The splits around it, each trained with for one step; the far ones hold more images on some device.
@@ -77,14 +74,13 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_auto_split_starts_from_plan_and_can_be_switched(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_auto_split_starts_from_plan_and_can_be_switched(tiny, tmp_path):
     config = on_budgets(tiny, 2, 30.0, gpu0_bsz="auto")
     folder = tmp_path / "run"
     RunFolder.create(path=folder)
     send_command(folder, parse_command("stop epoch"))
     assert train(config, folder) == 75
     saved_plan = read_saved_plan(folder.joinpath("memory_plan.json"))
-    assert saved_plan is not None
     assert events(folder, "run_start")[0]["split"] == list(saved_plan.best_split)
     assert state_of(folder)["settings"]["gpu0_bsz_auto"] is True
     kept = folder.joinpath("memory_plan.json").stat().st_mtime_ns
@@ -97,7 +93,7 @@ def test_auto_split_starts_from_plan_and_can_be_switched(tiny: dict[str, Any], t
 
 
 @pytest.mark.slow
-def test_auto_split_is_planned_anew_for_fewer_devices(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_auto_split_is_planned_anew_for_fewer_devices(tiny, tmp_path):
     """The automatic batch stays the first one."""
     folder, batch = tmp_path / "run", {"batch_size": "auto"}
     first = on_budgets(tiny, 1, 30.0, batch, gpu0_bsz="auto")
@@ -115,7 +111,7 @@ def test_auto_split_is_planned_anew_for_fewer_devices(tiny: dict[str, Any], tmp_
     assert (change["ranks"], change["old_ranks"], change["split"]) == (2, 3, list(plans[1].best_split))
 
 
-def test_plan_for_other_devices_keeps_its_batch_alone(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_for_other_devices_keeps_its_batch_alone(tiny, tmp_path):
     """Where the memory of the present devices is unknown: no `gpu0_bsz`, and no predicted peaks."""
     folder = RunFolder.create(path=tmp_path / "run")
     SavedMemoryPlan(6, 1, 1, (1, 3, 2), ((1, 3, 2),), ((10.0,) * 3,), 1.0).write(folder.saved_plan)
@@ -129,7 +125,7 @@ def test_plan_for_other_devices_keeps_its_batch_alone(tiny: dict[str, Any], tmp_
 
 
 @pytest.mark.slow
-def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_split_that_will_not_fit_is_refused_unless_forced(tiny, tmp_path):
     folder = tmp_path / "run"
     assert train(on_budgets(tiny, 1, 15.5, gpu0_bsz=2), folder) == 0
     send_command(folder, parse_command("set gpu0_bsz=3"))
@@ -146,7 +142,7 @@ def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], 
 
 
 @pytest.mark.slow
-def test_auto_batch_fits_and_holds_after_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_auto_batch_fits_and_holds_after_resume(tiny, tmp_path):
     config = on_budgets(tiny, 1, 106.0, {"batch_size": "auto"}, gpu0_bsz="auto")  # 96 of them for cuBLAS
     folder = tmp_path / "run"
     assert train(config, folder) == 0
@@ -160,13 +156,13 @@ def test_auto_batch_fits_and_holds_after_resume(tiny: dict[str, Any], tmp_path: 
     assert load_config(folder / "config.yaml").train.batch_size == batch
 
 
-def test_auto_without_known_memory_error_names_next_move(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_auto_without_known_memory_error_names_next_move(tiny, tmp_path):
     config: RunConfig = merged(tiny, train={"batch_size": "auto"})
     with pytest.raises(ConfigError, match=r"set train\.batch_size to a number"):
         train(config, tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_config_that_fits_no_batch_is_refused(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_config_that_fits_no_batch_is_refused(tiny, tmp_path):
     with pytest.raises(ConfigError, match="would not fit"):
         train(on_budgets(tiny, 1, 0.5, {"batch_size": "auto"}, gpu0_bsz="auto"), tmp_path / "run")

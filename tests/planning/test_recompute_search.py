@@ -62,10 +62,9 @@ def search_of(
 @pytest.mark.parametrize(
     ("room_mib", "count"), [(225, 0), (224, 1), (155, 1), (154, 2), (66, 3), (65, 3), (64, 4), (5, 6), (4, 7), (0, 7)]
 )
-def test_fewest_first_blocks_that_fit_are_recomputed(room_mib: int, count: int) -> None:
+def test_fewest_first_blocks_that_fit_are_recomputed(room_mib, count):
     search, _, planner = search_of("single", 100 + 2 * room_mib)
     found = search.fastest([planner.row(2)], 3)
-    assert found is not None
     assert found.blocks_per_device == (tuple("abcdefg"[:count]),)
     assert found.recompute == ("off" if not count else "all" if count == 7 else "chosen")
     assert found.fits
@@ -73,31 +72,24 @@ def test_fewest_first_blocks_that_fit_are_recomputed(room_mib: int, count: int) 
     assert found.step_s == 3 * 2 * (21 + count) + 3
 
 
-def test_last_blocks_are_recomputed_if_they_keep_the_most() -> None:
+def test_last_blocks_are_recomputed_if_they_keep_the_most():
     search, _, planner = search_of("single", 100 + 2 * 150, kept_mib=REVERSED_MIB)
     found = search.fastest([planner.row(2)], 1)
-    assert found is not None
     assert found.blocks_per_device == (("f", "g"),)
     assert found.names == ("f", "g")
 
 
-def test_nothing_is_found_if_not_even_all_blocks_are_enough() -> None:
-    search, _, planner = search_of("single", 99)
-    assert search.fastest([planner.row(2)], 1) is None
-
-
 @pytest.mark.parametrize("mode", ["dp", "ddp"])
-def test_each_device_recomputes_as_few_as_its_own_memory_needs(mode: str) -> None:
+def test_each_device_recomputes_as_few_as_its_own_memory_needs(mode):
     search, pool, planner = search_of(mode, 100 + 3 * 225, 100 + 3 * 70, 100 + 2 * 155)
     found = search.fastest([planner.row(8, shares=(3, 3, 2))], 1)
-    assert found is not None
     assert found.blocks_per_device == ((), ("a", "b", "c"), ("a",))
     assert found.step_s == 3 * (21 + 3) + 3
     assert len([job for job in pool.jobs if job.split in ((3, 3, 2), (3,), (2,))]) <= 2 * 3 * 4
 
 
 @pytest.mark.timeout(30)
-def test_search_ends_if_one_device_never_fits() -> None:
+def test_search_ends_if_one_device_never_fits():
     """The number of device 0 is found in two tries, and that of the others in three."""
     search, pool, planner = search_of("dp", 100 + 3 * 20, 100 + 3 * 225, 100 + 2 * 155, blocks="abcdef")
     search.planner(1, search.all_blocks)
@@ -107,25 +99,23 @@ def test_search_ends_if_one_device_never_fits() -> None:
 
 
 @pytest.mark.parametrize("mode", ["dp", "ddp"])
-def test_devices_with_equal_blocks_need_not_be_neighbors(mode: str) -> None:
+def test_devices_with_equal_blocks_need_not_be_neighbors(mode):
     search, _, _ = search_of(mode, 10_000, 10_000, 10_000)
     model = search.planner(1, (("a",), ("a", "b"), ("a",))).model
     assert model.peak_mib((3, 4, 2)) == pytest.approx((100 + 3 * 155, 100 + 4 * 105, 100 + 2 * 155), rel=1e-9)
 
 
-def test_split_that_needs_fewer_blocks_is_preferred() -> None:
+def test_split_that_needs_fewer_blocks_is_preferred():
     """Device 0 is small: with two of its four images elsewhere nothing is recomputed, and a step is as fast."""
     search, _, planner = search_of("dp", 100 + 3 * 220, 10_000)
     rows = [planner.row(6, gpu0_bsz) for gpu0_bsz in (3, 2, 1)]
     found = search.fastest(rows, 1)
-    assert found is not None
     assert (found.split, found.blocks_per_device, found.step_s) == ((3, 3), (("a",), ()), 3 * 22 + 3)
     found = search.fastest(rows[1:], 1)
-    assert found is not None
     assert (found.split, found.recompute) == ((2, 4), "off")
 
 
-def test_all_devices_of_mode_model_share_one_choice() -> None:
+def test_all_devices_of_mode_model_share_one_choice():
     for sizes_mib, count in (((100 + 4 * 155, 10_000), 1), ((10_000, 10_000), 0)):
         search, _, planner = search_of("model", *sizes_mib)
         found = search.fastest([planner.row(4)], 1)
