@@ -237,22 +237,3 @@ def test_average_follows_the_formula_and_ignores_a_bad_step():
     other.load_state_dict(average.state_dict())
     assert other.num_updates == average.num_updates
     torch.testing.assert_close(other.module[0].weight, by_hand)
-
-
-def test_average_after_its_warmup_equals_torchs_averaged_model():
-    torch.manual_seed(0)
-    model = small_model().double()
-    average = WeightAverage(model, 0.9)
-    average.num_updates = 100
-    theirs = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-    )
-    theirs.update_parameters(model)  # the first call copies
-    for _ in range(5):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter))
-        average.update(torch.tensor(0.0))
-        theirs.update_parameters(model)
-    for ours, wanted in zip(average.module.parameters(), theirs.module.parameters(), strict=True):
-        torch.testing.assert_close(ours.double(), wanted, rtol=1e-6, atol=1e-7)

@@ -1,4 +1,4 @@
-"""How good memory plans are: beside real steps on the CPU, also with recomputation.
+"""How good memory plans are: beside real steps on the CPU.
 
 uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_plan_scores.py
 """
@@ -10,7 +10,7 @@ import pytest
 from tests.gpu.report import table
 from tests.support.own_process import in_own_process
 from tests.support.plan_scores import relative_errors
-from tests.support.real_steps import NETWORKS, RECOMPUTED, plan_row, recompute_rows
+from tests.support.real_steps import NETWORKS, plan_row
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(3600)]
 
@@ -35,16 +35,3 @@ def test_plans_beside_real_steps_on_the_cpu(capsys):
             print(f"{measured}: median {100 * statistics.median(found):.3f} %, worst {100 * max(found):.2f} %")
     assert statistics.median(errors["ledger"]) <= 0.01
     assert max(errors["ledger"]) <= 0.03
-
-
-def test_recomputation_beside_real_steps_on_the_cpu(capsys):
-    """The blocks that the plan chooses for half the memory fit into it, and cost no more time than all blocks."""
-    for name in RECOMPUTED:
-        rows = nothing, chosen, every = in_own_process(recompute_rows, name)
-        with capsys.disabled():
-            print(f"\n{table(rows)}")
-        assert chosen["planned"] <= nothing["planned"] / 2
-        assert every["planned"] < chosen["planned"]
-        assert chosen["predicted time"] < every["predicted time"]
-        for row in rows:
-            assert row["planned"] == pytest.approx(row["ledger"], rel=0.03), row

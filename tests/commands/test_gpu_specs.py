@@ -12,7 +12,6 @@ from segapp.errors import ConfigError
         ("2x24GiB, 1x11GiB", [24576.0, 24576.0, 11264.0]),
         ("80gb", [80e9 / 2**20]),
         ("4096MB", [4096e6 / 2**20]),
-        ("12x8GiB", [8192.0] * 12),
         ("1.5GiB", [1536.0]),
     ],
 )
@@ -24,13 +23,10 @@ def test_gpu_sizes_are_parsed(text, mib):
     ("text", "named"),
     [
         ("", "''"),
-        ("three", "'three'"),
         ("3x", "'3x'"),
-        ("24220", "'24220' is not a size above 0 with MiB or GiB"),
         ("3x24220TiB", "'3x24220TiB' is not a size above 0 with MiB or GiB"),
         ("0x24220MiB", "'0x24220MiB' is not a size above 0 with MiB or GiB"),
         ("2x0MiB", "'2x0MiB' is not a size above 0 with MiB or GiB"),
-        ("-3x8GiB", "'-3x8GiB'"),
         ("8GiB,,8GiB", "''"),
         ("100x8GiB", "64"),
     ],

@@ -1,8 +1,6 @@
 """`segapp plan` as a person meets it."""
 
-import contextlib
 import json
-import types
 
 import pytest
 import torch
@@ -11,10 +9,8 @@ import yaml
 from segapp.commands.plan import _gpu_specs, print_plan
 from segapp.errors import ConfigError
 from segapp.memory.plan import GpuSpec
-from segapp.memory.split_check import ALLOCATOR_VARIABLES
-from segapp.planning.plan import _precision, plan_memory
 from tests.support.fake_smi import FOUR, SLICED, Card, fake_smi, smi_of
-from tests.support.runs import merged, segapp
+from tests.support.runs import segapp
 
 
 @pytest.fixture
@@ -96,20 +92,6 @@ def test_plan_without_visible_gpus_says_why(monkeypatch, tmp_path, script, visib
 
 
 @pytest.mark.parametrize(
-    ("precision", "fp32_part", "words"),
-    [
-        ("auto", None, "amp-bf16 (auto: GPUs older than Ampere train in amp-fp16)"),
-        ("auto", "a\x1b:b", "amp-bf16 (auto: a\\x1b:b asks for it)"),
-        ("amp-fp16", "a:b", "amp-fp16"),
-    ],
-)
-def test_plan_says_what_auto_becomes(tiny, precision, fp32_part, words):
-    config = merged(tiny, train={"precision": precision})
-    facts = types.SimpleNamespace(precision="amp-bf16", fp32_part=fp32_part)
-    assert _precision(config, facts) == words
-
-
-@pytest.mark.parametrize(
     ("gpus", "capability", "expected"),
     [("here", (7, 5), "amp-fp16"), ("here", (8, 0), "amp-bf16"), ("1GiB", (7, 5), "auto")],
 )
@@ -130,30 +112,6 @@ def test_gpus_of_this_machine_decide_the_precision(folder, tmp_path, monkeypatch
     assert planned == [expected]
 
 
-@pytest.mark.parametrize(
-    ("environ", "frac"), [({}, 0.95), ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, 0.86)]
-)
-def test_plan_leaves_to_the_allocator_what_a_training_leaves(tiny, monkeypatch, environ, frac):
-    for name in ALLOCATOR_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    found = []
-
-    def planner(_model, _gpus, overhead, *_):
-        found.append(overhead.tensor_frac)
-        raise ConfigError("seen")
-
-    facts = types.SimpleNamespace(smallest_chunk=1, needs_samples=None, eval_px=(8, 8))
-    pool = types.SimpleNamespace(facts=lambda _: facts, simulate=lambda _: [])
-    monkeypatch.setattr("segapp.planning.plan.SimulationPool", lambda _: contextlib.nullcontext(pool))
-    monkeypatch.setattr("segapp.planning.plan.fit_model", lambda *_: None)
-    monkeypatch.setattr("segapp.planning.plan.Planner", planner)
-    with pytest.raises(ConfigError, match="seen"):
-        plan_memory(merged(tiny), (GpuSpec(1000.0),))
-    assert found == [frac]
-
-
 NETWORK = """
 from torch import nn
 
@@ -169,21 +127,16 @@ def test_plan_of_a_small_network_is_made(folder):
     """Only one: a plan takes seconds, in processes of its own."""
     (folder / "net.py").write_text(NETWORK)
     network = ["model.library=python", "model.name=net.py:Net", "model.encoder=null", "model.aux=false"]
-    gpus = ["--gpus", "2x2GiB,1GiB", "train.batch_size=4", "parallel.mode=dp"]
-    done = segapp("plan", "--config", "tiny.yaml", *network, *gpus, "--json", cwd=folder)
+    done = segapp("plan", "--config", "tiny.yaml", *network, "--gpus", "1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    (row,) = found["rows"]
+    assert (row["split"], row["fits"]) == ([2], True)
     assert "fp32 (auto: net.py:Net asks for it)" in found["notes"][0]
-    splits = [[0, 2, 2], [1, 2, 1], [2, 1, 1], [3, 1, 0], [4, 0, 0]]
-    assert [(row["gpu0_bsz"], row["split"], row["fits"]) for row in found["rows"]] == [
-        (number, split, True) for number, split in enumerate(splits)
-    ]
-    image_mib = 3 * 32 * 32 * 4 / 2**20
-    columns = [found["rows"][1][key] for key in ("split", "tensors_mib", "peak_mib")]
-    for samples, tensors_mib, peak_mib in zip(*columns, strict=True):
-        assert samples * image_mib < tensors_mib < peak_mib < 1024
-    assert found["best"]["gpu0_bsz"] in range(5)
-    assert 4 < found["max_batch"] < 100_000
+    images_mib = 2 * 3 * 32 * 32 * 4 / 2**20
+    assert images_mib < row["tensors_mib"][0] < row["peak_mib"][0] < 1024
+    assert 2 < found["max_batch"] < 100_000
+    assert found["overhead"]["room"] == 0.95  # as a training sets the allocator
 
 
 @pytest.mark.slow

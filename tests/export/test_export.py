@@ -119,17 +119,6 @@ def test_pt2_file_gives_labels_and_metadata(tmp_path):
     assert check_export(compute, info, SmallNet(seed=1), [(1, 41, 67)]).agreement < 0.99
 
 
-@pytest.mark.slow
-def test_tracer_sees_padded_sides_as_multiples():
-    """A remainder in the sides would be part of every later size: a Swin's windows took minutes to trace."""
-    model = SmallNet()
-    info = info_of(model)
-    graph = write._trace(write.build_network(model, info), info.pixels).graph
-    stem = next(node.meta["val"] for node in graph.nodes if node.target is torch.ops.aten.conv2d.default)
-    assert "//4" in str(stem.shape)
-    assert "%" not in str(stem.shape)
-
-
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 def test_file_with_wrong_output_is_not_written(format, tmp_path, monkeypatch):
     def not_finite(images: np.ndarray) -> np.ndarray:

@@ -66,7 +66,7 @@ def test_check_counts_the_pixels_that_differ(output, multilabel):
         return outputs
 
     pictures = [np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)]
-    sizes = [(2, 8, 12), (1, 10, 7)]
+    sizes = [(2, 8, 12), (1, 10, 7), (1, 5, 3)]
     same = check_export(lambda images: network(torch.from_numpy(images)).numpy(), info, model, sizes, pictures)
     assert (same.agreement, same.max_difference) == (1.0, None if output == "labels" else 0.0)
     assert same.sizes == tuple(sizes)
@@ -78,9 +78,9 @@ def test_check_counts_the_pixels_that_differ(output, multilabel):
     assert found.max_logit == pytest.approx(max(float(each.abs().max()) for each in logits))
     corner = logits[0][0, :, 0, :4]
     if multilabel:
-        num_wrong, num = int((corner > 0).ne(torch.tensor([[True], [False], [False]])).sum()), 3 * (192 + 70)
+        num_wrong, num = int((corner > 0).ne(torch.tensor([[True], [False], [False]])).sum()), 3 * (192 + 70 + 15)
     else:
-        num_wrong, num = 8 if output == "labels" else int((corner.argmax(0) != 0).sum()), 192 + 70
+        num_wrong, num = 8 if output == "labels" else int((corner.argmax(0) != 0).sum()), 192 + 70 + 15
     assert num_wrong > 0
     assert found.agreement == pytest.approx(1 - num_wrong / num, abs=1e-12)
     nothing = check_export(lambda images: network(torch.from_numpy(images)).numpy() * np.nan, info, model, sizes)

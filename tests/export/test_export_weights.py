@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
 from segapp.assembly.trained import load_trained
+from segapp.commands.export import export_target
 from segapp.config import dump_config
+from segapp.errors import CheckpointError, ConfigError
+from segapp.models import build_model
 from tests.support.runs import events, merged, segapp, train
 
 CLASSES = ["ground", "box", "disc"]
@@ -86,27 +89,35 @@ def test_safetensors_of_a_run_load_into_torchvision(folder, tiny_root, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("target", "config", "message"),
     [
-        (("predict", "bare.safetensors", "x.png", "--out", "o"), 4, "holds no config: name the config"),
-        (("predict", "bare.pth", "x.png", "--out", "o"), 4, "name the config of its model with --config"),
-        (("predict", "head.pth", "x.png", "--out", "o", "--config", "T"), 4, "without a value, such as backbone"),
-        (("export", "run", "--out", "a.safetensors", "--argmax"), 2, "safetensors file holds weights only"),
-        (("export", "run", "--out", "a.zip"), 2, "another suffix than the formats: use one of .onnx, .pt2"),
+        ("bare.safetensors", None, "holds no config: name the config"),
+        ("bare.pth", None, "name the config of its model with --config"),
+        ("head.pth", "tiny.yaml", "without a value, such as backbone"),
+        ("gone.safetensors", None, "no file gone.safetensors"),
     ],
 )
-def test_unusable_weights_are_one_clear_error(folder, tmp_path, words, code, message):
-    own = load_trained(str(folder / "run")).model.state_dict()
-    save_file(own, tmp_path / "bare.safetensors")
-    torch.save(own, tmp_path / "bare.pth")
-    torch.save({n: v for n, v in own.items() if n.startswith("classifier.")}, tmp_path / "head.pth")
-    (tmp_path / "x.png").write_bytes(cv2.imencode(".png", np.zeros((48, 64, 3), np.uint8))[1].tobytes())
-    known = {"run": folder / "run", "T": folder / "tiny.yaml"}
-    result = segapp(*(known.get(word, word) for word in words), cwd=tmp_path)
-    assert result.returncode == code, result.stderr
-    assert message in result.stderr
-    assert result.stderr.startswith("error: ")
-    assert "Traceback" not in result.stderr
+def test_unusable_weights_are_one_clear_error(tiny, target, config, message):
+    Path("tiny.yaml").write_text(dump_config(merged(tiny)))
+    own = build_model("torchvision", "fcn", 3, encoder="mobilenet_v3_small", aux=False).state_dict()
+    save_file(own, "bare.safetensors")
+    torch.save(own, "bare.pth")
+    torch.save({n: v for n, v in own.items() if n.startswith("classifier.")}, "head.pth")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_trained(target, config)
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.safetensors", "safetensors file holds weights only"),
+        ("a.zip", "another suffix than the formats: use one of .onnx, .pt2"),
+    ],
+)
+def test_unknown_form_of_a_file_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        export_target("run", Path(name), format=None, argmax=True)
 
 
 @pytest.mark.slow

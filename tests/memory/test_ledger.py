@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from segapp.memory import simulated_devices
 from segapp.memory.ledger import StorageLedger
-from segapp.memory.simulated_devices import Buckets, _WeightCache
+from segapp.memory.simulated_devices import Buckets
 
 
 def test_peaks_by_hand():
@@ -115,22 +114,6 @@ def test_buckets_are_those_of_torch_s_reducer(as_views, is_lazy):
     buckets.end_backward()
     ledger.mark("next")
     assert (kind in ledger.peaks()["cpu"]["next"]) is not is_lazy
-
-
-def test_only_weights_are_cast_once_for_all_uses(monkeypatch):
-    monkeypatch.setattr(simulated_devices, "BACKEND", "cpu")
-    cache, half = _WeightCache(), torch.bfloat16
-    weight = nn.Parameter(torch.ones(3))
-    assert cache.cast(weight, half) is cache.cast(weight, half)
-    assert cache.cast(weight, half).dtype == half
-    assert cache.cast(weight, torch.float16).dtype == torch.float16
-    for value in (torch.ones(3), weight * 1, weight.detach()):
-        assert cache.cast(value, half) is not cache.cast(value, half)
-        assert cache.cast(value, half).dtype == half
-    half_weight = nn.Parameter(torch.ones(3, dtype=half))
-    assert cache.cast(half_weight, torch.float32) is not cache.cast(half_weight, torch.float32)
-    for unchanged in (None, 2, torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.int64)):
-        assert cache.cast(unchanged, half) is unchanged
 
 
 class PlusOne(torch.autograd.Function):

@@ -19,9 +19,9 @@ from segapp.memory.plan import BLAS_MIB
 from segapp.memory.split_check import FULL_FRAC, PLAIN_FRAC
 from tests.gpu.figures_plan import network_config, planned_phases
 from tests.support import ROOT
-from tests.support.caching_allocator import MIB, least_bytes, replayed
 from tests.support.own_process import in_own_process
 
+MIB = 2**20
 DATA = ROOT / "tests" / "data"
 ROWS = {
     (row["network"], row["precision"], row["divisor"]): row
@@ -47,19 +47,17 @@ KIND_OF_LEDGER = {"gradients": "backward", "temporaries": "backward"}
 NAMES = [f"{case['network']}, {case['precision']}" for case in TRACED]
 
 
-def events_of(case):
-    """Return (number, bytes) of each allocation, with 0 bytes where it is freed."""
-    events, count = [], 0
+def live_mib(case):
+    """Return the highest sum of the allocations, which torch rounds to 512 bytes, and of cuBLAS's workspaces before."""
+    sizes, live, highest = [], 0, 0
     for number in case["events"]:
-        events.append((count, number) if number >= 0 else (count + number, 0))
-        count += number >= 0
-    return events
-
-
-def held_by(case):
-    """Return the workspaces that the process had before the case, as the peak of the case shows."""
-    alone = replayed(events_of(case), expandable=False).peak_allocated
-    return [int(BLAS_MIB * MIB)] * round((case["peak_allocated_bytes"] - alone) / (BLAS_MIB * MIB))
+        if number >= 0:
+            sizes.append(max(512, -(-number // 512) * 512))
+        live += sizes[-1] if number >= 0 else -sizes[number]
+        if number < 0:
+            sizes[number] = 0
+        highest = max(highest, live)
+    return highest / MIB + BLAS_MIB * round((case["peak_allocated_bytes"] - highest) / (BLAS_MIB * MIB))
 
 
 @functools.cache
@@ -73,27 +71,11 @@ def highest(phases):
     return max((peak for phase, peak in phases.items() if phase != EVAL), key=lambda peak: peak.mib)
 
 
-@pytest.mark.parametrize("case", TRACED, ids=NAMES)
-def test_model_of_the_allocator_takes_what_torch_took(case):
-    """The segments of a process of its own are those of torch, one by one; others began with parts of segments."""
-    own = replayed(events_of(case), expandable=False, held=held_by(case))
-    if case["segments"] is not None:
-        assert own.segments == case["segments"]
-        assert own.peak_allocated == case["peak_allocated_bytes"]
-    assert own.peak_allocated == pytest.approx(case["peak_allocated_bytes"], abs=8 * MIB)
-    assert own.peak_reserved == pytest.approx(case["peak_reserved_bytes"], abs=16 * MIB)
-
-
-@pytest.mark.parametrize("case", TRACED, ids=NAMES)
-def test_room_is_enough_for_the_allocator_and_little_is_unused(case):
-    events, held = events_of(case), held_by(case)
-    live = replayed(events, expandable=True, held=held).peak_allocated
-    for is_expandable, room in ((True, FULL_FRAC), (False, PLAIN_FRAC)):
-        allowed = live / room
-        least = least_bytes(events, expandable=is_expandable, held=held)
-        assert least <= allowed + 2 * MIB, is_expandable
-        taken = min(allowed, replayed(events, expandable=is_expandable, held=held).peak_reserved)
-        assert 1 - taken / allowed <= 0.12, is_expandable
+def test_room_is_enough_for_the_allocator_and_little_is_unused():
+    """The lowest limits over live tensors are those of the page on accuracy; nothing limited the cases."""
+    assert 1.026 * FULL_FRAC <= 1 >= 1.16 * PLAIN_FRAC
+    for key, row in ROWS.items():
+        assert row["reserved_mib"] > 0.88 * row["measured_mib"] / PLAIN_FRAC, key
 
 
 @pytest.mark.timeout(1200)
@@ -113,9 +95,8 @@ def test_planned_peaks_are_near_the_measured_ones(key):
 def test_peaks_by_allocation_are_the_plans():
     """Beside workspaces of cuDNN and the loss, the plan of LR-ASPP has the bytes of the card to 0.1 MiB."""
     (case,) = [c for c, name in zip(TRACED, NAMES, strict=True) if name == "cityscapes-fast, amp-bf16"]
-    live = replayed(events_of(case), expandable=True, held=held_by(case)).peak_allocated
     step_mib = highest(planned(("cityscapes-fast", "amp-bf16", 4))).mib
-    assert step_mib == pytest.approx(live / MIB, abs=0.1)
+    assert step_mib == pytest.approx(live_mib(case), abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from segapp.memory.oom import report_lines
+from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
+from segapp.memory.oom import examine, report_lines
 from segapp.run.events import Oom
 
 
@@ -55,3 +56,10 @@ def test_report_says_what_is_unknown(others_mib, others):
         "  predicted  unknown: there is no plan and no measured step yet",
         *others,
     ]
+
+
+def test_report_names_the_device_by_its_number_in_the_training():
+    """A process of the second machine, whose only device is the third one."""
+    memory = DeviceMemoryTracker([DeviceInfo("cpu", total_mib=mib) for mib in (100.0, 200.0, 300.0)])
+    report = examine(MemoryError("no memory"), memory, first=2)
+    assert (report.device, report.index, report.total_mib, report.phase) == ("cpu", 2, 300.0, "start")

@@ -40,7 +40,7 @@ def planner(memory=None, gpus=GPUS, smallest_chunk=1, **overhead):
     )
 
 
-def brute_force_largest_batch(own):
+def brute_force_largest_batch(total_mib):
     """Every split of every batch up to 60, checked by adding up."""
     largest = 0
     for batch in range(1, 61):
@@ -54,7 +54,7 @@ def brute_force_largest_batch(own):
                     *((500 + 1000 * k) if k else 0 for k in split[1:]),
                 )
             ]
-            if all(mib <= 10_000 for mib in need):
+            if all(mib <= total_mib for mib in need):
                 largest = max(largest, batch)
     return largest
 
@@ -67,10 +67,11 @@ def test_best_split_and_largest_batch_equal_a_full_search():
     assert all(sum(row.split) == 9 for row in rows)
     plan = MemoryPlan("x", "dp", 9, GPUS, own.model, own.overhead, rows)
     assert plan.best.split == (3, 3, 3)
-    largest, row = own.largest_batch()
-    assert largest == brute_force_largest_batch(own) == 24
-    assert row is not None
-    assert row.fits
+    assert own.largest_batch()[0] == brute_force_largest_batch(10_000) == 24
+    for total_mib in range(2_900, 14_000, 1_110):
+        largest, row = planner(gpus=(GpuSpec(total_mib),) * 3).largest_batch()
+        assert largest == brute_force_largest_batch(total_mib), total_mib
+        assert row.fits
 
 
 def test_of_two_equal_splits_the_first_gpu_has_more():
@@ -179,6 +180,7 @@ def test_few_and_many_samples_have_lines_of_their_own():
     for count in (3, 11, 20):
         assert fitted.peak_mib((count,)) == pytest.approx(simulated((count,)).peak_mib(), rel=1e-9)
         assert fitted.step_s((count,), 3) == pytest.approx(simulated((count,)).step_s(3), rel=1e-9)
+        assert count != 3 or fitted.step_s((count,), 4) == pytest.approx(4 * 5.3 + 1.0)
         assert fitted.peaks((count,))[0]["backward"].by_kind == simulated((count,)).devices[0]["backward"].by_kind
 
 

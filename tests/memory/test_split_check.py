@@ -98,6 +98,11 @@ def test_gpu0_bsz_that_ran_out_of_memory_is_an_upper_bound():
         assert checked.is_possible
         assert "add --force" in (checked.rejection(force=False) or "")
         assert checked.rejection(force=True) is None
+    old, ceilings = (4, 4), []
+    for split in ((6, 2), (3, 5), (5, 3), (7, 1)):  # the last one is forced
+        checker = SplitChecker(8, 2, current=old, ceiling=checker.ceiling, failed=checker.failed).with_failure(split)
+        ceilings.append(checker.ceiling)
+    assert (ceilings, checker.failed) == ([6, 6, 5, 5], {(6, 2), (3, 5), (5, 3), (7, 1)})
 
 
 def test_unproven_estimate_warns_and_never_refuses():

@@ -102,15 +102,6 @@ def test_every_architecture_computes_what_smp_does_and_trains(name, encoder):
         model(torch.randn(1, 3, *bad))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "DeepLabV3" else pytest.mark.slow) for name in STRIDES][:-1]
-)
-def test_stride_of_a_resnet50_is_that_of_the_family(name):
-    with torch.device("meta"):  # sizes only
-        model = build_model("smp", name, 3, encoder="resnet50")
-    assert model.logits_stride == STRIDES[name]
-
-
 @pytest.mark.parametrize(("patch_px", "divisor"), [(8, 32), (16, 32), (32, 32), (64, 64)])
 def test_dpt_takes_multiples_of_patch_and_deepest_stride(patch_px, divisor):
     """Four features at strides 4 to 32; a network of each patch size would take seconds to build."""

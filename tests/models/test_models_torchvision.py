@@ -99,13 +99,6 @@ def test_inspecting_a_network_keeps_statistics_and_mode(small):
     assert not any(module._forward_hooks for module in small.modules())
 
 
-@pytest.mark.parametrize("family", ["fcn", "deeplabv3", "lraspp"])
-def test_stride_of_a_resnet50_is_8(family):
-    with torch.device("meta"):  # sizes only
-        model = build_model("torchvision", family, 3, encoder="resnet50")
-    assert model.logits_stride == 8
-
-
 def test_one_pixel_is_an_image():
     model = build_model("torchvision", "fcn", 150, aux=False, **SMALL)
     assert model.min_size_px == 1

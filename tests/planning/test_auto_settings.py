@@ -114,31 +114,15 @@ def test_auto_split_is_planned_anew_for_fewer_devices(tiny, tmp_path):
 def test_plan_for_other_devices_keeps_its_batch_alone(tiny, tmp_path):
     """Where the memory of the present devices is unknown: no `gpu0_bsz`, and no predicted peaks."""
     folder = RunFolder.create(path=tmp_path / "run")
-    SavedMemoryPlan(6, 1, 1, (1, 3, 2), ((1, 3, 2),), ((10.0,) * 3,), 1.0).write(folder.saved_plan)
+    blocks = ((), ("a",), ("a", "b"))
+    saved = SavedMemoryPlan(6, 1, 1, (1, 3, 2), ((1, 3, 2),), ((10.0,) * 3,), 1.0, recompute=blocks)
+    saved.write(folder.saved_plan)
     config = merged(tiny, train={"batch_size": "auto"}, parallel={"gpu0_bsz": "auto"})
     devices = DevicePlan("ddp", (torch.device("cpu"),), "")
     for num, gpu0_bsz, predicted in ((3, 1, (10.0,) * 3), (2, None, ())):
         resolved, plan = resolve_auto(config, folder, devices, [DeviceInfo("cpu")] * num, Ranks())
-        assert plan is not None
         assert (resolved.train.batch_size, plan.gpu0_bsz) == (6, gpu0_bsz)
-        assert plan.predicted_mib((1, 3, 2)) == predicted
-
-
-@pytest.mark.slow
-def test_split_that_will_not_fit_is_refused_unless_forced(tiny, tmp_path):
-    folder = tmp_path / "run"
-    assert train(on_budgets(tiny, 1, 15.5, gpu0_bsz=2), folder) == 0
-    send_command(folder, parse_command("set gpu0_bsz=3"))
-    assert run_session(TrainRequest(on_budgets(tiny, 2, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
-    send_command(folder, parse_command("set gpu0_bsz=8"))
-    assert run_session(TrainRequest(on_budgets(tiny, 3, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
-    refused = assert_answered_once(folder)["set gpu0_bsz=8"]
-    assert refused["status"] == "rejected"
-    assert "won't fit" in refused["reason"]
-    send_command(folder, parse_command("set gpu0_bsz=8 --force"))
-    assert run_session(TrainRequest(on_budgets(tiny, 4, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
-    assert "out of memory" in assert_answered_once(folder)["set gpu0_bsz=8 --force"]["reason"]
-    assert [event["split"][0] for event in events(folder, "step")] == [2, 3, 3, 3]
+        assert (plan.predicted_mib((1, 3, 2)), plan.recompute) == (predicted, blocks if num == 3 else None)
 
 
 @pytest.mark.slow

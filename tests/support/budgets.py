@@ -81,13 +81,8 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors on each device of a training, and enforces a limit on each.
 
     Enter it around steps and evaluations; what is alive between them stays counted. A replica's weights are charged to
-    its device although logical devices share them. The images of a batch count for the host.
-
-    Args:
-        limits_mib: for each device.
-        names: of the devices.
-        busy: returns the devices that work in the present forward pass, in replica order.
-        phase: returns the present phase of the training, for error reports.
+    its device although logical devices share them. The images of a batch count for the host. `busy` returns the devices
+    that work in the present forward pass, in replica order, and `phase` the phase for error reports.
     """
 
     def __init__(
@@ -110,10 +105,7 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watched: set[int] = set()
 
     def hold_training(self, engine: StepEngine) -> None:
-        """Count what an engine holds between two steps on the first device, and the gradients of its parameters there.
-
-        To be called again when the engine trains further parameters.
-        """
+        """Count what an engine holds on the first device; call it again when it trains further parameters."""
         self.hold(held_tensors(engine), replicated_bytes=replicated_bytes(engine))
         # The garbage collector cannot see such hooks: a reference to this limit would keep it, and its model, alive.
         limit = weakref.proxy(self)
@@ -124,12 +116,7 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hook(lambda p: limit.place([p.grad], 0))
 
     def hold(self, tensors: Iterable[Tensor | None], *, replicated_bytes: int = 0) -> None:
-        """Count what the first device holds all the time: weights, optimizer state, averages.
-
-        Args:
-            tensors: they may be alive already.
-            replicated_bytes: bytes that every other busy device holds during a step.
-        """
+        """Count what the first device holds all the time, and the bytes of every other busy device during a step."""
         self._replica_bytes = replicated_bytes
         self._is_enforced = False
         for tensor in tensors:

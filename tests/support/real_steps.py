@@ -6,24 +6,18 @@ Peaks are in MiB. `ledger` is the most that lived at once among the storages tha
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from segapp.assembly.pairs import build_scheme
 from segapp.config import RunConfig, validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
-from segapp.memory.plan import GpuSpec, OverheadEstimate
 from segapp.parallel import data_parallel
-from segapp.planning import simulate
-from segapp.planning.plan import plan_memory
 from segapp.planning.simulate import Simulator, build_simulator, run_step
 from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
 from segapp.training.step.engine import StepEngine
@@ -79,7 +73,6 @@ OTHERS = {
     "EoMT ViT-Ti/16": eomt("tu-vit_tiny_patch16_224", options={"mask_steps": 9, "num_queries": 16}),
     "FPN frozen": smp("FPN", "resnet18", freeze=["backbone"], freeze_epochs=1),
 }
-RECOMPUTED = ("LR-ASPP MobileNetV3-L", "Segformer MiT-B2", "EoMT ViT-S/16")
 BATCH, NUM_CLASSES = 2, 19
 
 
@@ -210,61 +203,3 @@ def plan_row(name: str, *, has_allocator: bool) -> dict[str, Any]:
     )
     planned = simulated(simulator, (BATCH,)).peak_mib()[0]
     return {"network": name, "planned": planned, "ledger": ledger_mib(simulator), "allocator": allocated}
-
-
-def seconds_of(compute: Callable[[], Any], times: int = 5) -> float:
-    """Least processor time of a call."""
-    found = []
-    for _ in range(times):
-        began = time.process_time()
-        compute()
-        found.append(time.process_time() - began)
-    return min(found)
-
-
-def this_cpu() -> dict[str, float]:
-    """Speeds of one thread of this processor: of a large convolution, of a copy, and of a small operator."""
-    images, weight, small = torch.randn(4, 128, 56, 56), torch.randn(128, 128, 3, 3), torch.zeros(1)
-    flops = 2 * images.numel() * weight.numel() / 128
-    copied = torch.zeros(2**24)
-    return {
-        "LAUNCH_S": seconds_of(lambda: [small.add_(1) for _ in range(1000)]) / 1000,
-        "FLOPS_PER_S": flops / seconds_of(lambda: F.conv2d(images, weight, padding=1)),
-        "HALF_FLOPS_PER_S": 1e9,
-        "BYTES_PER_S": 2 * copied.nbytes / seconds_of(copied.clone),
-    }
-
-
-def recompute_rows(name: str) -> list[dict[str, Any]]:
-    """Peak and time of steps that compute nothing, the blocks chosen for half of the memory, and all blocks again."""
-    config = config_of(name, (384, 384))
-    simulator = simulator_of(config)
-    every = tuple(simulator.facts("single").blocks)
-    half = GpuSpec(simulated(simulator, (BATCH,)).peak_mib()[0] / 2, "half")
-    chooses = config.model_copy(update={"train": config.train.model_copy(update={"recompute": "auto"})})
-    plan = plan_memory(chooses, (half,), mode="single", overhead=OverheadEstimate((0.0,), tensor_frac=1.0))
-    assert plan.chosen is not None
-    ways = {"nothing": (), "chosen": plan.chosen.blocks_per_device[0], "all": every}
-    with mock.patch.multiple(simulate, **this_cpu()):
-        predicted = {way: simulated(simulator, (BATCH,), blocks).step_s(1) for way, blocks in ways.items()}
-    engines = {way: real_engine(simulator, StorageLedger(), each) for way, each in ways.items()}
-    measured_s, batch = dict.fromkeys(ways, float("inf")), simulator.batch(BATCH)
-    for number in range(7):  # the ways take turns
-        for way, engine in engines.items():
-            engine.network.module.train()
-            step_s = seconds_of(lambda engine=engine: engine.step([batch]), 1)
-            measured_s[way] = min(measured_s[way], step_s) if number else measured_s[way]  # the first allocates
-    del engines
-    gc.collect()
-    return [
-        {
-            "network": name,
-            "again": way,
-            "blocks": f"{len(blocks)} of {len(every)}",
-            "planned": simulated(simulator, (BATCH,), blocks).peak_mib()[0],
-            "ledger": ledger_mib(simulator, blocks),
-            "time": measured_s[way] / measured_s["nothing"],
-            "predicted time": predicted[way] / predicted["nothing"],
-        }
-        for way, blocks in ways.items()
-    ]
