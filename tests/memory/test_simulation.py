@@ -73,7 +73,7 @@ def test_affine_model_is_within_1_percent_on_unseen_splits():
         assert predicted == pytest.approx(truth, rel=0.01, abs=0.5)
 
 
-def test_masters_average_and_accumulated_gradients_are_weight_copies(found):
+def test_masters_average_and_summed_gradients_are_weight_copies(found):
     plain, half = (found[training][0]["step"].by_kind for training in ("plain", "fp16 and average"))
     weights = plain["weights"]
     assert [plain["optimizer"], plain["gradients"]] == pytest.approx([weights] * 2, rel=0.02)
