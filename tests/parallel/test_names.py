@@ -6,6 +6,8 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -31,3 +33,8 @@ def test_examples_in_docstrings_are_true(package: object) -> None:
     results = [doctest.testmod(importlib.import_module(name)) for name in names]
     assert sum(result.failed for result in results) == 0
     assert sum(result.attempted for result in results) >= 19
+
+
+def test_splits_of_a_batch_load_no_torch() -> None:
+    code = "import sys, segapp.chunks; print({'torch', 'numpy', 'segapp.parallel'} & sys.modules.keys())"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from segapp.parallel import DataParallelModel
-from segapp.parallel.replicas import _layout_of, _pack, _unpack, replicate
+from segapp.parallel.replicas import _layout_of, _pack, _unpack, replicate  # layouts that no module of a test has
 from segapp.parallel.scatter_gather import resolve_devices, scatter
 
 CPU = torch.device("cpu")

@@ -181,11 +181,9 @@ def test_wrong_result_of_the_trial_is_a_failure():
 
 def test_capture_of_a_graph_asks_the_device_nothing(monkeypatch):
     monkeypatch.setattr(checks, "is_capturing", lambda _: True)
-    monkeypatch.setattr(triton_cross_entropy, "is_capturing", lambda _: True)
-    monkeypatch.setattr(triton_cross_entropy, "raise_reported", None)
-    monkeypatch.setattr(triton_cross_entropy, "report_range", None)
-    monkeypatch.setattr(triton_cross_entropy, "_launch", lambda *_: None)
-    monkeypatch.setattr(triton_cross_entropy, "bounds_of_bad_ids", lambda *_: torch.tensor([3, 3]))
+    stubs = {"is_capturing": lambda _: True, "raise_reported": None, "report_range": None, "_launch": lambda *_: None}
+    for name, stub in {**stubs, "bounds_of_bad_ids": lambda *_: torch.tensor([3, 3])}.items():
+        monkeypatch.setattr(triton_cross_entropy, name, stub)
     logits, target = draw(2, dtype=torch.float32)
     options = CrossEntropySettings(True, 255, 0.0)
     loss_sum, _, gradient = triton_cross_entropy.cross_entropy_by_triton(
