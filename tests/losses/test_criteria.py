@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from segapp.losses import (
     CriterionBCE,
+    CriterionCE,
     CriterionDice,
     CriterionFocal,
     CriterionLovasz,
@@ -151,3 +152,22 @@ def test_bce_of_one_logit_is_cross_entropy_against_a_zero():
     pair = upsampled(torch.cat([torch.zeros_like(logits), logits], 1), target)
     expected = F.cross_entropy(pair, target, ignore_index=255)
     assert relative_error(CriterionBCE(multilabel=True)(logits, target), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "defaults"),
+    [
+        (CriterionCE, {"label_smoothing": 0.0}),
+        (CriterionOHEM, {"threshold": 0.7, "min_kept": 100_000}),
+        (CriterionDice, {"smooth": 1.0, "classes": "present"}),
+        (CriterionTversky, {"alpha": 0.3, "beta": 0.7, "gamma": 1.0, "smooth": 1.0}),
+        (CriterionFocal, {"gamma": 2.0}),
+        (CriterionLovasz, {"classes": "present"}),
+        (CriterionBCE, {"pos_weight": 1.0, "label_smoothing": 0.0}),
+    ],
+)
+def test_defaults_are_those_of_the_pages(kind, defaults):
+    logits, target = draw(2)
+    target[target == 1] = 2  # an absent class
+    common = {"ignore_index": 255, "align_corners": True, "aux_weight": 0.4}
+    assert torch.equal(kind()([logits, -logits], target), kind(**defaults, **common)([logits, -logits], target))
