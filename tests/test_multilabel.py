@@ -64,22 +64,13 @@ def test_masks_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_combinations_that_make_no_sense_are_refused(tiny: dict[str, Any]) -> None:
-    for section, values, message in [
-        ("loss", {"name": "ce"}, "ce is for one class per pixel"),
-        ("distill", {"teacher": "x"}, "distill.* needs one class per pixel"),
-        ("data", {"sampling": "class-balanced"}, "needs one class per pixel"),
-        (
-            "data",
-            {"classes": [f"c{i}" for i in range(32)]},
-            "classes: has 32 names: at most 31",
-        ),
-        ("data", {"label_map": {1: 0}}, "label_map.*cannot be combined"),
-    ]:
-        config = {**tiny, "loss": {"name": "bce"}}
-        config["data"] = {**tiny["data"], "multilabel": "bits"}
-        config[section] = {**config.get(section, {}), **values}
+    for values, message in (
+        ({"sampling": "class-balanced"}, "needs one class per pixel"),
+        ({"label_map": {1: 0}}, "label_map.*cannot be combined"),
+    ):
+        data = {**tiny["data"], "multilabel": "bits", **values}
         with pytest.raises(ConfigError, match=message):
-            validate_config(config)
+            validate_config({**tiny, "loss": {"name": "bce"}, "data": data})
     with pytest.raises(ConfigError, match="sigmoids"):
         validate_config({**tiny, "loss": {"name": "ce", "plus": [{"name": "bce"}]}})
 

@@ -205,12 +205,7 @@ def test_transforms_and_losses_are_asked_with_their_options(
     assert sorted(raised.value.named) == ["data.augment[0]", "loss.plus.0.name"]
 
 
-def changed(project: Path) -> None:
-    with (project / "net_of_it.py").open("a") as file:
-        file.write("# changed\n")
-
-
-def accepted(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def accepted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Accepts the code of `run.yaml`, and returns the config; then another process begins."""
     with trusting(True):
         config = load_runnable("run.yaml")
@@ -218,11 +213,18 @@ def accepted(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return config
 
 
+def change_file(monkeypatch: pytest.MonkeyPatch, name: str = "net_of_it.py") -> None:
+    """Changes the file of the code; then another process begins."""
+    with open(name, "a") as file:
+        file.write("# changed\n")
+    another_process(monkeypatch)
+
+
 def test_ones_own_file_and_options_may_change_in_ones_own_config(
     project: Path, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = accepted(project, monkeypatch)
-    changed(project)
+    stored = accepted(monkeypatch)
+    change_file(monkeypatch)
     with pytest.raises(UnknownCodeError):
         check_code(stored, project / "run" / "config.yaml")  # in a run or a checkpoint, the content must be equal
     load_runnable("run.yaml", ["model.options.width=8"])
@@ -241,30 +243,28 @@ def test_ones_own_file_and_options_may_change_in_ones_own_config(
 def test_file_that_others_may_write_must_not_change(
     project: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str
 ) -> None:
-    accepted(project, monkeypatch)
+    accepted(monkeypatch)
     if change != "mode" and os.getuid() != 0:
         pytest.skip("only root gives a file to another user or group")
     (project / name).chmod(0o666 if change == "mode" else 0o664)
     if change != "mode":
         os.chown(project / name, 65534 if change == "owner" else -1, 65534)
     load_runnable("run.yaml")
-    changed(project)
-    another_process(monkeypatch)
+    change_file(monkeypatch)
     with pytest.raises(UnknownCodeError):
         load_runnable("run.yaml")
 
 
-def test_group_of_ones_own_may_write_ones_files(
-    project: Path, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("project")
+def test_group_of_ones_own_may_write_ones_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The umask 002 of many systems, where each user has a group."""
     user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(os.getgid())
     if user.pw_name != group.gr_name or {*group.gr_mem} - {user.pw_name}:
         pytest.skip("this user has no group of their own")
-    accepted(project, monkeypatch)
+    accepted(monkeypatch)
     for name in ("net_of_it.py", "run.yaml"):
-        (project / name).chmod(0o664)
-    changed(project)
+        Path(name).chmod(0o664)
+    change_file(monkeypatch)
     load_runnable("run.yaml")
 
 
@@ -315,22 +315,10 @@ def test_file_is_known_by_all_its_names(project: Path) -> None:
     assert NamedCode("./net_of_it.py:Other", {}).marks[0] != NamedCode("./net_of_it.py:Net", {}).marks[0]
 
 
-def test_file_outside_the_project_must_not_change(
+def test_file_outside_or_in_another_folder_is_other_code(
     project: Path, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outside = tmp_path / "outside.py"
-    outside.write_text("def Net(num_classes): pass\n")
-    write(project / "run.yaml", tiny, library="python", name=f"{outside}:Net")
-    accepted(project, monkeypatch)
-    outside.write_text("def Net(num_classes): return 1\n")
-    with pytest.raises(UnknownCodeError):
-        load_runnable("run.yaml")
-
-
-def test_same_name_in_another_folder_is_other_code(
-    project: Path, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accepted(project, monkeypatch)
+    accepted(monkeypatch)
     other = tmp_path / "other\nproject subprocess:getoutput"
     other.mkdir()
     for name in ("run.yaml", "net_of_it.py"):
@@ -338,12 +326,20 @@ def test_same_name_in_another_folder_is_other_code(
     monkeypatch.chdir(other)
     with pytest.raises(UnknownCodeError):
         load_runnable("run.yaml")
+    outside = tmp_path / "outside.py"
+    outside.write_text("def Net(num_classes): pass\n")
+    write(other / "run.yaml", tiny, library="python", name=f"{outside}:Net")
+    accepted(monkeypatch)
+    change_file(monkeypatch, str(outside))
+    with pytest.raises(UnknownCodeError):
+        load_runnable("run.yaml")
 
 
-def test_record_belongs_to_the_user_only(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("project")
+def test_record_belongs_to_the_user_only(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.umask(0)
     try:
-        accepted(project, monkeypatch)
+        accepted(monkeypatch)
     finally:
         os.umask(before)
     path = Path(os.environ["HOME"]) / ".local" / "state" / "segapp" / "parts"
@@ -361,17 +357,11 @@ def test_children_know_the_answer_without_a_record(project: Path, monkeypatch: p
     check_code(config, project / "run")
     with pytest.raises(ConfigError, match="was not accepted"):
         load_part("subprocess:getoutput", "model.name")
-    code = "from segapp.config import load_runnable; load_runnable('run.yaml')"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", code], env=environ, check=False).returncode == 0
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("yaml'", "yaml', ['model.options.width=5']")],
-        env=environ,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert "UnknownCodeError" in done.stderr
+    for options, is_known in (("", True), (", ['model.options.width=5']", False)):
+        code = f"from segapp.config import load_runnable; load_runnable('run.yaml'{options})"
+        done = subprocess.run([sys.executable, "-c", code], env=environ, check=False, capture_output=True, text=True)
+        assert ("UnknownCodeError" in done.stderr, done.returncode == 0) == (not is_known, is_known)
 
 
 @pytest.mark.parametrize(

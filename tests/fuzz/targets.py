@@ -33,9 +33,8 @@ from segapp.datasets.files import MAX_PIXELS, check_pairs, read_header, tiff_tag
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_mask
-from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, SegappError
+from segapp.errors import CheckpointError, ConfigError, DataError, SegappError
 from segapp.models.weights import read_weights_file
-from segapp.run.commands import drain_commands, format_command, parse_command
 from segapp.run.events import EventReader, StepRun
 from segapp.run.words import printable
 from segapp.view.view import EventFold, View
@@ -157,33 +156,6 @@ def _event_seeds() -> list[bytes]:
     return [b"".join(texts), *texts, b"".join(texts)[:-20]]
 
 
-def command(data: bytes) -> None:
-    """A command, typed and as a file of the inbox; what is understood is understood again from its own text."""
-    typed = data.decode("utf-8", "surrogateescape")
-    try:
-        understood = parse_command(typed)
-    except CommandError as error:
-        _check_message(error)
-    else:
-        assert parse_command(format_command(understood)) == understood
-    name = f"{1:020d}-{'0' * 12}.json"
-    _written(f"run/commands/{name}", data)
-    (received,) = drain_commands(_folder() / "run")
-    assert (received.command is None) != (received.problem is None)
-    if received.command is not None:
-        assert parse_command(format_command(received.command)) == received.command
-
-
-def _command_seeds() -> list[bytes]:
-    typed = ["set gpu0_bsz=3", "set lr_factor=0.5", "set shares=2,3,3", "pause", "resume", "stop epoch", "cancel"]
-    bodies: list[dict[str, Any]] = [
-        {"kind": "set", "gpu0_bsz": "auto"}, {"kind": "set", "shares": [1, 2]}, {"kind": "set", "lr_factor": 1e-3},
-        {"kind": "stop", "when": "epoch"}, {"kind": "cancel", "id": "a" * 12}, {"kind": "pause"},
-    ]  # fmt: skip
-    files = [json.dumps({"v": 1, "id": "0" * 12, "by": "a@b", "t": 1.5, "command": body}) for body in bodies]
-    return [text.encode() for text in (*typed, *files)]
-
-
 _SCHEMES = (
     class_scheme("folder", classes=["a", "b", "c"]),
     class_scheme("cityscapes"),
@@ -291,7 +263,6 @@ TARGETS: dict[str, Target] = {
         (b"name", b"data", b"root", b"folder", b"null", b".nan", b"1e-3", b"!!", b"&a", b"*a", b"? ", b"\0optim."),
     ),
     "events": Target(events, _event_seeds, (b'"type":"step"', b'{"v":1,"seq":', b"null", b"NaN", b"1e999", b"\n")),
-    "command": Target(command, _command_seeds, (b"lr_factor=", b"shares=", b"gpu0_bsz=", b"nan", b"none", b"auto")),
     "mask": Target(
         mask, _mask_seeds, (b"IHDR", b"IDAT", b"PLTE", b"tRNS", b"eXIf", b"acTL", b"IEND", b"\xff\xd9", b"\xff\xda")
     ),

@@ -55,21 +55,9 @@ def cvat(root: Path) -> None:
            'rle="0,20000000000" left="0" top="0" width="200000" height="100000"')  # fmt: skip
 
 
-def cvat_overflow(root: Path) -> None:
-    """Run lengths whose sum is 36 in 64 bits."""
-    drawn.cvat(root)
-    lengths = ",".join(["4611686018427387904"] * 4)
-    edited(root / "annotations.xml", 'rle="7,3,1,25"', f'rle="{lengths},7,3,1,25"')
-
-
 def yolo(root: Path) -> None:
     drawn.yolo(root)
     (root / "labels" / "train" / "0000.txt").write_text("2000000000 0.1 0.1 0.5 0.1 0.5 0.5\n")
-
-
-def yolo_names(root: Path) -> None:
-    drawn.yolo(root)
-    (root / "data.yaml").write_text("names:\n  0: road\n  1: car\n  2000000000: bus\n")
 
 
 def yaml_aliases(root: Path) -> None:
@@ -85,16 +73,6 @@ def npy_header(root: Path) -> None:
         with (root / name).open("wb") as file:
             file.write(b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little"))
             file.truncate(2**31 + 12)
-
-
-def zigzag(root: Path) -> None:
-    """Two hundred thousand corners, each line across all rows of an image of 8000 x 100 pixels."""
-    drawn.coco(root, lambda _: [[0.0, 0.0, 9.0, 0.0, 9.0, 9.0]])
-    draw_image(root / "images" / "0000.jpg", (8000, 100))
-    content = json.loads((root / "annotations" / "instances.json").read_text())
-    corners = np.stack([np.arange(200_000) % 97, np.arange(200_000) % 2 * 8000], 1)
-    content["annotations"][0]["segmentation"] = [corners.ravel().tolist()]
-    (root / "annotations" / "instances.json").write_text(json.dumps(content))
 
 
 def many_corners(root: Path) -> None:
@@ -122,12 +100,9 @@ BOMBS: dict[Callable[[Path], None], str] = {
     supervisely: "bitmap: too large (",
     supervisely_packed: "its bitmap is not a PNG",
     cvat: "a mask of 200000 x 100000 pixels would take 19073 MiB",
-    cvat_overflow: "run lengths of 18446744073709551652 pixels for 6 x 6",
     yolo: "the labels: 2000000001 classes, but 8-bit masks hold 255: keep fewer",
-    yolo_names: "data.yaml: 2000000001 classes, but 8-bit masks hold 255: keep fewer",
     yaml_aliases: "classes: background, class_0, class_1",
     npy_header: "images.npy: its header is too large",
-    zigzag: "a polygon of 200000 corners that crosses itself would take",
     many_corners: "masks: 6 in",
     value_of_mask: "",
 }

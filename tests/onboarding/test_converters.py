@@ -156,6 +156,8 @@ def painted(layout: Layout) -> np.ndarray:
 def test_run_lengths_that_do_not_fill_the_image_are_refused() -> None:
     with pytest.raises(ValueError, match="run lengths of 5 pixels for 3 x 2"):
         decode_runs([2, 3], 2, 3)
+    with pytest.raises(ValueError, match="run lengths of 18446744073709551622 pixels"):  # 6 in 64 bits
+        decode_runs([2**62] * 4 + [6], 2, 3)
     assert decode_runs([1, 2, 3], 2, 3, "F").tolist() == [[False, True, False], [True, False, False]]
 
 
@@ -167,11 +169,17 @@ def test_annotations_that_are_all_bad_are_an_error(tmp_path: Path) -> None:
 
 
 def test_names_of_annotation_files_say_the_split(tmp_path: Path) -> None:
+    """The numbers of the images begin again in each split."""
     cvat(tmp_path / "d")
     path = tmp_path / "d" / "annotations.xml"
     head, *entries = re.split(r"(?=<image )", path.read_text().removesuffix("</annotations>"))
     path.unlink()
     for split, own in (("train", entries[:4]), ("val", entries[4:])):
+        for number, entry in enumerate(own):
+            name, new = NAMES[entries.index(entry)], f"{split}/{NAMES[number]}"
+            own[number] = entry.replace(f"{name}.jpg", f"{NAMES[number]}.jpg")
+            (tmp_path / "d/images" / split).mkdir(exist_ok=True)
+            (tmp_path / f"d/images/{name}.jpg").rename(tmp_path / f"d/images/{new}.jpg")
         (tmp_path / "d" / f"{split}.xml").write_text(f"{head}{''.join(own)}</annotations>")
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert (len(names["train"]), len(names["val"])) == (4, 2)

@@ -153,6 +153,7 @@ def test_values_of_few_pixels_in_few_masks_are_ignored() -> None:
         ("a b c", {}, [1, 2, 3], ("a b c", {1: 0, 2: 1, 3: 2})),
         ("a b c", {}, [2, 3], ("a b c", {1: 0, 2: 1, 3: 2})),
         ("a b c", {}, [0, 4], None),
+        ("a b c d e f g", {}, [0, 1], ("a b c d e f g", {})),
         ("a b c d e f g h", {}, [0, 1], None),  # too many names for two values
         ("a a b", {}, [0, 2], ("a a_2 b", {})),
         ("", {0: "a", 1: "b"}, [0, 1], ("a b", {})),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,12 +97,6 @@ def counting() -> Callable[[int], float]:
 def still(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return an optimizer that never moves."""
     return torch.optim.SGD(groups, lr=0.0)
-
-
-def attack(path: str, **_: Any) -> nn.Module:
-    """Leave a trace that the code ran."""
-    Path(path).write_text(str(os.getpid()))
-    return Net(3)
 
 
 class ColorNet(nn.Module):

@@ -16,8 +16,6 @@ from tests.support.layouts import LAYOUTS
 from tests.support.layouts.judge import Verdict, compare, judged, sample_of
 from tests.support.runs import events, train
 
-EXIT_DATA = 3
-
 
 @pytest.mark.parametrize(
     "name", ["images/masks split", "colors without a file", "float TIFF of four bands", "EXIF-rotated", "labelme"]
@@ -58,15 +56,3 @@ def test_layout_trains_on_the_pixels_that_were_drawn(
     )  # fmt: skip
     compare(truth, config, samples, trained)
     assert trained.wrong == []
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, layout in LAYOUTS.items() if getattr(layout.expected, "check_names", 0)]
-)
-def test_check_names_the_damaged_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, verdict = judged(LAYOUTS[name], tmp_path)
-    assert verdict.config is not None, verdict.said
-    capsys.readouterr()
-    assert check_data(load_config(verdict.config), as_json=True) == EXIT_DATA
-    said = capsys.readouterr().out
-    assert [word for word in LAYOUTS[name].expected.check_names if word not in said] == []

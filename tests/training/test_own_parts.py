@@ -175,22 +175,15 @@ def test_example_trains_alike_on_one_and_two_devices(tmp_path: Path, monkeypatch
     assert losses["none"] == pytest.approx(losses["one"], rel=2e-4)
 
 
-def own_run(tiny: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Trains a network of a file in the folder, and returns that file."""
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder / "none"))
-    name = f"net_of_{folder.name}"
-    file = folder / f"{name}.py"
-    file.write_text("from tests.support.own_parts import Net\n")
-    model = {"library": "python", "name": f"{name}.py:Net", "options": {"width": 4}}
-    assert train(short(tiny, model=model), folder / "run") == 0
-    return file
-
-
 def test_source_is_kept_and_a_change_is_told(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = own_run(tiny, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "none"))
+    file = tmp_path / "net_of_source_test.py"
+    file.write_text("from tests.support.own_parts import Net\n")
+    model = {"library": "python", "name": f"{file.name}:Net", "options": {"width": 4}}
+    assert train(short(tiny, model=model), tmp_path / "run") == 0
     copy = tmp_path / "run" / "parts" / file.name
     assert copy.read_bytes() == file.read_bytes()
     assert read_trained(str(tmp_path / "run")).messages == ()
@@ -203,29 +196,6 @@ def test_source_is_kept_and_a_change_is_told(
     kinds = [alert["kind"] for alert in events(tmp_path / "run", "alert")]
     assert kinds == ["parts", "schedule"], "one epoch more is another course of the learning rate"
     assert sorted(path.read_text() for path in copy.parent.iterdir()) == sorted([before, before + "# changed\n"])
-
-
-def test_code_of_a_run_from_elsewhere_is_not_imported(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_run(tiny, tmp_path, monkeypatch)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state of another user"))
-    config, trace = tmp_path / "run" / "config.yaml", tmp_path / "trace"
-    text = config.read_text().replace("width: 4", f"path: {trace}")
-    config.write_text(text.replace(f"{tmp_path.name}.py:Net", "x:y").replace("net_of_x:y", f"{PARTS}:attack"))
-    assert f"{PARTS}:attack" in config.read_text()
-    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "")  # another process
-    for call in (
-        lambda: plan_request(None, [], None, str(tmp_path / "run")),
-        lambda: read_trained(str(tmp_path / "run")),
-    ):
-        with pytest.raises(ConfigError, match=r"names code that would run.*add --trust-parts"):
-            call()
-    assert not trace.exists()
-    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "1")
-    assert read_trained(str(tmp_path / "run")).model.library == "python"
-    monkeypatch.delenv("SEGAPP_TRUST_PARTS")
-    assert read_trained(str(tmp_path / "run")).model.library == "python"  # remembered
 
 
 BROKEN = """import torch

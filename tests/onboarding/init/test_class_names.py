@@ -42,6 +42,7 @@ def test_names_beside_masks_of_ids_are_read(file: str, text: str, tmp_path: Path
     config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["ground", "road", "car"]
     assert f"from {file}" in " ".join(result.lines)
+    assert "21 files: 21 used, 0 not used" in result.lines
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from segapp.__main__ import main
 from segapp.config import RunConfig, load_config
@@ -21,11 +22,11 @@ NAMES = "abcdefg"
 
 
 def draw_split(root: Path, val: str = "hij") -> None:
-    """Draws seven images to train with and three to validate on, the first larger than all others."""
+    """Draws seven images to train with and three to validate on, the first smaller than all others."""
     draw(root, NAMES, "images/train/{}.jpg", "masks/train/{}.png")
     draw(root, val, "images/val/{}.jpg", "masks/val/{}.png")
-    draw_image(root / "images/train/a.jpg", (150, 131))
-    draw_mask(root / "masks/train/a.png", size=(150, 131))
+    draw_image(root / "images/train/a.jpg", (40, 50))
+    draw_mask(root / "masks/train/a.png", size=(40, 50))
 
 
 def test_values_of_the_config_come_from_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +36,20 @@ def test_values_of_the_config_come_from_the_images(tmp_path: Path, monkeypatch: 
     assert (config.data.crop_px, config.data.workers, config.data.cache) == ((32, 64), "auto", "ram")
     assert (config.train.batch_size, config.train.epochs, config.eval.every_epochs) == (4, 300, 15)
     assert (config.schedule.warmup_steps, config.eval.slide) == (20, False)
-    monkeypatch.setattr("segapp.onboarding.init.LARGE_PX", 150 * 131 - 1)  # one image of eight million pixels takes 2 s
+    Image.new("RGB", (3301, 2500), (90, 120, 30)).save(tmp_path / "d/images/val/h.jpg")
+    draw_mask(tmp_path / "d/masks/val/h.png", size=(2500, 3301))
     assert proposed(tmp_path / "d", tmp_path / "made.yaml", force=True)[0].eval.slide
+
+
+@pytest.mark.parametrize(("size", "crop"), [((700, 1000), [512, 512]), ((901, 1000), [768, 768])])
+def test_large_images_have_a_large_crop_if_both_sides_are_large(
+    size: tuple[int, int], crop: list[int], tmp_path: Path
+) -> None:
+    for name in NAMES:
+        draw_mask(tmp_path / "d/masks" / f"{name}.png", size=size)
+        (tmp_path / "d/images").mkdir(exist_ok=True)
+        Image.new("RGB", size[::-1], (90, 120, 30)).save(tmp_path / "d/images" / f"{name}.jpg")
+    assert list(proposed(tmp_path / "d", tmp_path / "made.yaml")[0].data.crop_px) == crop
 
 
 def test_images_linked_from_another_disk_are_allowed_and_warned(tmp_path: Path) -> None:

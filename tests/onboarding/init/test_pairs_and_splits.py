@@ -46,7 +46,7 @@ def test_table_of_pairs_decides_over_similar_names(suffix: str, absolute: str, t
         draw_image(root / image)
         draw_mask(root / mask)
     rows = [f"{i},{absolute}{image},{absolute}{mask}" for i, (image, mask) in enumerate(mask_of.items())]
-    for split, own in (("train", rows[:6]), ("val", rows[6:])):
+    for split, own in (("all", rows), ("train", rows[:6]), ("val", rows[6:])):
         text = "\n".join(["id,image,mask", *own])
         (root / f"{split}{suffix}").write_text(text if suffix == ".csv" else text.replace(",", "\t"))
     _, found = init(root)
@@ -75,6 +75,7 @@ def test_sparse_masks_need_not_all_have_a_frame(tmp_path: Path) -> None:
     result, found = init(root)
     pairs = found["train"] | found["val"]
     assert pairs == {f"frames/{frame}.jpg": f"labels/train/{frame}.png" for frame in frames[::4]}
+    assert any(line.startswith("splits: only train has images with masks: ") for line in result.lines)
     assert any(line.startswith("not used: 4 files such as labels/val/other0.png") for line in result.lines)
 
 
@@ -106,10 +107,11 @@ def test_rows_give_exactly_the_pairs_and_splits_that_they_name(
     order: list[int], splits: list[str], absolute: bool
 ) -> None:
     images, masks = [f"x/{i}.jpg" for i in range(6)], [f"y/{i}.png" for i in range(6)]
+    before = [f"w/{i}.jpg" for i in range(6)]
     front = "C:\\sets\\d\\" if absolute else ""
-    rows = tuple((front + images[i], front + masks[order[i]], splits[i]) for i in range(6))
-    tree = Tree(Path("d"), (*images, *masks), (), leads_outside=False)
-    layout = paired_lists(tree, [Table("all.csv", ("image", "label", "split"), rows)])
+    rows = tuple((front + before[i], front + images[i], front + masks[order[i]], splits[i]) for i in range(6))
+    tree = Tree(Path("d"), (*images, *masks, *before), (), leads_outside=False)
+    layout = paired_lists(tree, [Table("all.csv", ("before", "image", "label", "split"), rows)])
     assert layout is not None
     assert {(pair.image, pair.mask, pair.split) for pair in layout.pairs} == {
         (images[i], masks[order[i]], splits[i]) for i in range(6)

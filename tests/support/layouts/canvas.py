@@ -51,9 +51,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Read:
-    """`init` writes a config without a question; `check` refuses the data with the words, if there are some."""
-
-    check_names: tuple[str, ...] = ()
+    """`init` writes a config without a question."""
 
 
 @dataclass(frozen=True)

@@ -108,14 +108,15 @@ def answered(layout: DrawnLayout, truth: Canvas, folder: Path, asked: Verdict, /
 
 
 def samples(config: RunConfig, truth: Canvas) -> Iterator[Sample]:
-    """Yields every image of both splits as the data sets of a training read it.
-
-    Raises:
-        SegappError: one cannot be read, and was not drawn broken.
-    """
+    """Yields every image of both splits as the data sets of a training read it, but those that were drawn broken."""
     scheme = build_scheme(config.data)
+    broken = tuple(picture.image for picture in truth.pictures if picture.is_broken)
     for side, split in zip(("train", "val"), split_names(config.data), strict=True):
-        dataset = _readable(config, split, truth)
+        if broken:
+            pairs = [pair for pair in build_pairs(config.data, split) if not str(pair.image).endswith(broken)]
+            dataset = SegmentationDataset(pairs, scheme, pixels=build_pixels(config.data))
+        else:
+            dataset = build_dataset(config.data, scheme, split, is_training=False, seed=0)
         for index in range(len(dataset)):
             image, mask = dataset.read(index)
             yield sample_of(side, np.asarray(image), np.asarray(mask), scheme, truth)
@@ -125,23 +126,6 @@ def sample_of(side: str, image: np.ndarray, mask: np.ndarray, scheme: ClassSchem
     """Returns an image (H, W, B) and its mask of train ids as a sample, with the drawn picture that the image is."""
     planes = {name: mask == number for number, name in enumerate(scheme.names)}
     return Sample(side, recognized(image, truth), planes, mask == scheme.ignore_index)
-
-
-def _readable(config: RunConfig, split: str, truth: Canvas) -> SegmentationDataset:
-    """Returns the data set of a split; images that were drawn broken, and are refused by name, are left out.
-
-    Raises:
-        SegappError: another image is refused.
-    """
-    scheme = build_scheme(config.data)
-    try:
-        return build_dataset(config.data, scheme, split, is_training=False, seed=0)
-    except SegappError as error:
-        broken = [picture.image for picture in truth.pictures if picture.is_broken and picture.image in str(error)]
-        if not broken:
-            raise
-    pairs = [pair for pair in build_pairs(config.data, split) if not str(pair.image).endswith(tuple(broken))]
-    return SegmentationDataset(pairs, scheme, pixels=build_pixels(config.data))
 
 
 def recognized(image: np.ndarray, truth: Canvas) -> Picture | None:
@@ -185,73 +169,41 @@ def difference(sample: Sample, truth: Canvas, aliases: dict[str, str]) -> str | 
     """
     picture = sample.picture
     assert picture is not None
-    shape = picture.ignored.shape
-    if sample.ignored.shape != shape:
+    if sample.ignored.shape != picture.ignored.shape:
         return None if picture.is_broken else "another size than drawn"
-    missing = sample.ignored & ~picture.ignored
-    if missing.any():
-        return "labeled pixels are ignored"
-    drawn = dict(picture.planes)
-    rest = ~np.any([*picture.planes.values(), picture.ignored], axis=0)
-    if "background" in sample.planes and "background" not in drawn:
-        drawn["background"] = rest
-    wrong = np.zeros(shape, bool)
-    for name, plane in drawn.items():
-        if not plane.any():
-            continue
-        own = aliases.get(name) or _alias(name, plane, sample, truth)
-        if own is None:
-            return f"no class {name}"
-        if aliases.setdefault(name, own) != own or [*aliases.values()].count(own) > 1:
-            return f"{name} and others are one class {own}"
-        wrong |= sample.planes[own] != plane
-    known = {aliases[name] for name, plane in drawn.items() if name in aliases}
-    for name, plane in sample.planes.items():
-        if name not in known:
-            wrong |= plane
-    if (wrong & picture.ignored).any():
-        return "ignored pixels are trained"
-    return "another mask, or other classes" if wrong.any() else None
-
-
-def _alias(name: str, plane: np.ndarray, sample: Sample, truth: Canvas) -> str | None:
-    """Returns the name that a class has in the config: its own, or a placeholder if the data name no classes."""
-    if name in sample.planes and (sample.planes[name] & plane).any():
-        return name
-    if truth.names_said:
-        return None
-    likely = max(sample.planes, key=lambda one: int((sample.planes[one] & plane).sum()))
-    return likely if _PLACEHOLDER.fullmatch(likely) else None
+    if (sample.ignored != picture.ignored).any():
+        return "other pixels are ignored"
+    for name, plane in picture.planes.items():
+        if plane.any():
+            likely = max(sample.planes, key=lambda one: int((sample.planes[one] & plane).sum()))
+            own = aliases.setdefault(name, likely)
+            if own != name and (truth.names_said or not _PLACEHOLDER.fullmatch(own)):
+                return f"{name} is {own}"
+            if (sample.planes[own] != plane).any():
+                return f"other pixels are {name}"
+    return None
 
 
 def division_problems(truth: Canvas, found: Mapping[str, list[Picture]], said: str) -> Iterator[str]:
     """Yields how the splits differ from those of the data, or leave images out."""
-    drawn: dict[str, set[str]] = {"train": set()}
+    drawn: dict[str, set[str]] = {"train": set(), "val": set(), "test": set()}
     for picture in truth.pictures:
-        drawn.setdefault(picture.split or "train", set()).add(_key(picture))
-    broken = {_key(picture) for picture in truth.pictures if picture.is_broken}
-    train, val = ({_key(picture) for picture in found[side]} for side in ("train", "val"))
-    for side, pictures in found.items():
-        if len(pictures) > len({_key(picture) for picture in pictures}):
-            yield f"images twice in {side}"
-    if "val" in drawn:
-        if wrong := (train ^ drawn["train"] | val ^ drawn["val"]) - broken:
-            yield f"{len(wrong)} images are not in the split that the data say"
-    elif "test" in drawn:
-        if train & drawn["test"]:
-            yield f"{len(train & drawn['test'])} test images are trained"
-        if left := (drawn["train"] - train - val) - broken:
-            yield f"{len(left)} labeled images are left out"
-        if val & drawn["test"] and not re.search(r"chosen|--val-share", said):
-            yield "the test images are the validation images, which is not said"
-    elif left := (drawn["train"] - train - val) - broken:
-        yield f"{len(left)} labeled images are left out"
-    if train & val:
-        yield f"{len(train & val)} images are in both splits"
-
-
-def _key(picture: Picture) -> str:
-    return f"{picture.image} {picture.group}"
+        if not picture.is_broken:
+            drawn[picture.split or "train"].add(picture.image)
+    read = {side: [one.image for one in pictures if not one.is_broken] for side, pictures in found.items()}
+    train, val = set(read["train"]), set(read["val"])
+    if len(read["train"]) + len(read["val"]) > len(train | val):
+        yield "images are read twice"
+    if drawn["val"]:
+        if (train, val) != (drawn["train"], drawn["val"]):
+            yield "images are not in the split that the data say"
+        return
+    if train & drawn["test"]:
+        yield "test images are trained"
+    if drawn["train"] - train - val:
+        yield "labeled images are left out"
+    if val & drawn["test"] and not re.search(r"chosen|--val-share", said):
+        yield "the test images are the validation images, which is not said"
 
 
 def unnamed(truth: Canvas, said: str) -> Iterator[str]:

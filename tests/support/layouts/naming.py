@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from segapp.datasets.layouts.schemes import PUBLISHED
 from tests.support.layouts.canvas import (
     BINARY,
     EIGHT,
@@ -46,9 +45,7 @@ SUIM: Codes = {
     (255, 255, 255): "sea-floor", (0, 255, 0): "plants", (0, 255, 255): "wrecks", (255, 0, 0): "robots",
 }  # fmt: skip
 STREET: Codes = {0: "road", 2: "building", 8: "vegetation", 10: "sky", 13: "car", 255: None}
-STREET_COLORS = [(128, 64, 128), (70, 70, 70), (107, 142, 35), (70, 130, 180), (0, 0, 142), (0, 0, 0)]
 PETS: Codes = {1: "pet", 2: "background", 3: "border"}
-ROAD_CAR: Codes = {0: "background", 1: "road", 2: "car"}
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
@@ -59,12 +56,6 @@ def table(rows: Sequence[Sequence[object]]) -> str:
 
 
 # Names and scenes
-
-
-def mixed(canvas: Canvas) -> None:
-    """Images of several formats, and capitals in some endings."""
-    for number, name in enumerate(TWELVE):
-        canvas.pair(f"images/{name}{('.jpg', '.png', '.JPG', '.bmp')[number % 4]}", f"masks/{name}.png", UNNAMED)
 
 
 def scenes(canvas: Canvas) -> None:
@@ -116,33 +107,7 @@ def changes(canvas: Canvas) -> None:
         canvas.other("before", f"A/{name}.png")
 
 
-def mvtec(canvas: Canvas) -> None:
-    """MVTec AD: training images are good and have no mask; ground_truth/<defect>/000_mask.png for the test images."""
-    for defect, count in (("broken_large", 4), ("broken_small", 3), ("contamination", 5)):
-        for number in range(count):
-            paths = f"bottle/test/{defect}/{number:03}.png", f"bottle/ground_truth/{defect}/{number:03}_mask.png"
-            canvas.pair(*paths, BINARY)
-    for word, count in (("train", 5), ("test", 3)):
-        for number in range(count):
-            canvas.other(word, f"bottle/{word}/good/{number:03}.png")
-
-
 # Splits in folders
-
-
-def test_split(canvas: Canvas) -> None:
-    """Training and validation images, and a test split with masks, which is left alone."""
-    split("{s}/images/{}.jpg", "{s}/masks/{}.png")(canvas)
-    canvas.pair("test/images/9000.jpg", "test/masks/9000.png", UNNAMED, split="test")
-
-
-def uavid(canvas: Canvas) -> None:
-    for word, sequences in (("uavid_train", ("seq1", "seq2")), ("uavid_val", ("seq3",))):
-        for sequence in sequences:
-            for name in TWELVE[:4]:
-                stem = f"{word}/{sequence}"
-                paths = f"{stem}/Images/{name}.png", f"{stem}/Labels/{name}.png"
-                canvas.pair(*paths, UNNAMED, split=word[6:], group=sequence)
 
 
 def loveda(canvas: Canvas) -> None:
@@ -162,24 +127,6 @@ def drive(canvas: Canvas) -> None:
             paths = f"{word}/images/{number:02}_{word}.tif", f"{word}/1st_manual/{number:02}_manual1.gif"
             canvas.pair(*paths, BINARY, split=known_split(word))
             canvas.other("field", f"{word}/mask/{number:02}_{word}_mask.gif", field)
-
-
-def bdd(canvas: Canvas) -> None:
-    for word, names in SPLITS:
-        for name in names:
-            image, mask = f"images/10k/{word}/{name}.jpg", f"labels/sem_seg/masks/{word}/{name}.png"
-            areas = canvas.pair(image, mask, STREET, split=word)
-            canvas.other("colors", f"labels/sem_seg/colormaps/{word}/{name}.png", coded(areas, STREET_COLORS))
-    canvas.other("test", "images/10k/test/x.jpg")
-    canvas.other("test", "images/10k/test/y.jpg")
-
-
-def duts(canvas: Canvas) -> None:
-    """DUTS: DUTS-TR and DUTS-TE, each with -Image and -Mask."""
-    for part, names, known in (("TR", EIGHT, "train"), ("TE", FOUR, "test")):
-        for name in names:
-            stem = f"DUTS-{part}/DUTS-{part}"
-            canvas.pair(f"{stem}-Image/ILSVRC_{name}.jpg", f"{stem}-Mask/ILSVRC_{name}.png", BINARY, split=known)
 
 
 def vistas(canvas: Canvas) -> None:
@@ -229,35 +176,6 @@ def sun_rgbd(canvas: Canvas) -> None:
         for name in names:
             canvas.pair(f"image/{word}/img-00{name}.jpg", f"label/{word}/img-00{name}.png", UNNAMED, split=word)
             canvas.other("depth", f"depth/{word}/{name}.png", (scene(name, SIZE, 1)[..., 0] * 100).astype(np.uint16))
-
-
-def no_val_images(canvas: Canvas) -> None:
-    """Validation masks whose images are missing."""
-    for name in EIGHT:
-        canvas.pair(f"imgs/train/{name}.jpg", f"labels/train/{name}.png", UNNAMED, split="train")
-    (canvas.root / "imgs/val").mkdir()
-    for name in FOUR:
-        canvas.other("mask", f"labels/val/{name}.png", gray(name) // 100)
-
-
-def ade(canvas: Canvas) -> None:
-    """ADE20K's folders, ids and table of names, with other names of files: 0 is everything else, 1 a wall."""
-    codes: Codes = {0: None, 1: "wall", 2: "building", 3: "sky", 13: "person"}
-    for (known, names), word in zip(SPLITS, ("training", "validation"), strict=True):
-        for name in names:
-            stem = f"{word}/ADE_{word[:5]}_0000{name}"
-            canvas.pair(f"images/{stem}.jpg", f"annotations/{stem}.png", codes, split=known)
-    rows = [f"{number}\t0.1\t100\t10\t{name}" for number, name in enumerate(PUBLISHED["ade20k"].names, 1)]
-    canvas.text("objectInfo150.txt", ["Idx\tRatio\tTrain\tVal\tName", *rows])
-
-
-def roboflow(canvas: Canvas) -> None:
-    """Roboflow's semantic masks: hashes in the names, and a table of values in each split."""
-    for (known, names), word in zip(SPLITS, ("train", "valid"), strict=True):
-        for number, name in enumerate(names):
-            stem = f"{word}/{name}_jpg.rf.{(number + 3) * 7919 % 9973:04x}{int(name):04x}ab"
-            canvas.pair(f"{stem}.jpg", f"{stem}_mask.png", ROAD_CAR, split=known)
-        canvas.text(f"{word}/_classes.csv", "Pixel Value, Class\n0, background\n1, road\n2, car\n")
 
 
 # Lists and tables
@@ -340,45 +258,34 @@ LAYOUTS = [
         "numbers after words": unsplit("x/image{}.jpg", "y/label{}.png"),
         "capitals": unsplit("Images/{}.JPG", "Masks/{}.PNG"),
         "side by side": unsplit("{}.jpg", "{}_mask.png"),
-        "side by side, beginnings": unsplit("img_{}.jpg", "mask_{}.png"),
         "side by side, jpg and png": unsplit("{}.jpg", "{}.png"),
         "side by side, unknown ending": unsplit("{}.png", "{}_zz.png"),
         "folder per sample": unsplit("{}/image.png", "{}/mask.png"),
         "SpaceNet roads": unsplit("P/PS-RGB/SN3_train_PS-RGB_img{}.tif", "P/masks/SN3_train_geojson_img{}.png", BINARY),
         "imagesTr (nnU-Net)": unsplit("imagesTr/case_{}_0000.png", "labelsTr/case_{}.png"),
-        "several formats": mixed,
         "scenes": scenes,
         "slices of patients": patients,
         "video, sparse masks": sparse_video,
         "two annotators in a folder": (chase, Ask("--layout", ("*_1stHO", "*_2ndHO"))),
         "annotator folders": (annotators, Ask("--layout", tuple(f"masks/annotator{n}" for n in (1, 2, 3)))),
         "change detection": (changes, Ask("--layout", ("A -> label", "B -> label"))),
-        "MVTec AD": mvtec,
         "images/masks split": split("images/{s}/{}.jpg", "masks/{s}/{}.png"),
         "capitals, split": split("{s}/Images/{}.jpg", "{s}/Masks/{}.png", ("Train", "Val")),
         "trainannot": split("{s}/{}.png", "{s}annot/{}.png"),
         "x_train": split("images_{s}/{}.png", "masks_{s}/{}.png"),
-        "train and test": split("{s}/1{}.png", "{s}/1{}_GT.png", ("train", "test"), BINARY),
         "CamVid's colors": named(split("{s}/{}.png", "{s}_labels/{}_L.png", codes=CAMVID_COLORS)),
-        "test split": test_split,
-        "UAVid": uavid,
         "LoveDA": named(loveda),
         "DRIVE": drive,
-        "BDD100K": named(bdd),
         "Cityscapes, train ids": named(
             split("leftImg8bit/{s}/a/a_00{}_leftImg8bit.png", "gtFine/{s}/a/a_00{}_gtFine_labelTrainIds.png",
                   codes=STREET)
         ),
         "ISIC 2018": split("ISIC18_{s}_Input/I_{}.jpg", "ISIC18_{s}_GroundTruth/I_{}_segmentation.png",
                            ("Training", "Validation"), BINARY),
-        "DUTS": duts,
         "Vistas, two versions": (named(vistas), Ask("--layout", ("v1.2/labels", "v2.0/labels"))),
         "SUIM": (named(suim), Ask("--layout", ("masks",))),
         "Freiburg forest": (named(freiburg), Ask("--layout", ("rgb -> GT_color",))),
         "SUN RGB-D": sun_rgbd,
-        "masks of val without images": no_val_images,
-        "ADE20K's table": named(ade),
-        "Roboflow": named(roboflow),
         "Paddle lists, other names": listed("JPEG/{}.jpg", "Ann/m{}q.png", "{s}.txt", "JPEG/{}.jpg Ann/m{}q.png"),
         "VOC's lists": voc_train_list,
         "Oxford pets": named(pet_lists),
