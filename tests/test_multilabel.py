@@ -109,19 +109,6 @@ def test_counts_and_sets_match_plain_operators(num_views: int) -> None:
     assert torch.equal(again.matrix, counts)
 
 
-def test_scores_of_sets_by_hand() -> None:
-    counts = LabelCounts(3)
-    counts.matrix.add_(torch.tensor([[[5, 1], [2, 2]], [[10, 0], [0, 0]], [[0, 0], [5, 5]]]))
-    scores = counts.scores()
-    assert scores.iou == (2 / 5, None, 1 / 2)
-    assert scores.dice == (4 / 7, None, 2 / 3)
-    assert scores.precision == (2 / 3, None, 1.0)
-    assert scores.recall == (1 / 2, None, 1 / 2)
-    assert scores.miou == pytest.approx(0.45)
-    assert scores.pixel_accuracy == 22 / 30
-    assert scores.num_valid_px == 10
-
-
 def test_color_of_several_classes_is_their_mean() -> None:
     scheme = class_scheme("folder", classes=["a", "b"], palette=[[100, 0, 0], [0, 50, 200]], multilabel="bits")
     assert colorize(np.array([[0, 1, 2, 3]]), scheme).tolist() == [

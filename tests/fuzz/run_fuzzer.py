@@ -17,7 +17,7 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("target", help="config, events, mask, weights or list")
+    parser.add_argument("target", help="config, mask, weights or list")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--corpus", type=Path, help="kept between runs; a temporary folder if left out")
     parser.add_argument("--findings", type=Path, default=Path(tempfile.gettempdir()) / "segapp-findings")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import json
 import random
 import shutil
 import struct
@@ -22,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +33,7 @@ from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pai
 from segapp.datasets.masks import read_mask
 from segapp.errors import CheckpointError, ConfigError, DataError, SegappError
 from segapp.models.weights import read_weights_file
-from segapp.run.events import EventReader, StepRun
 from segapp.run.words import printable
-from segapp.view.view import EventFold, View
 from tests.support import ROOT
 
 
@@ -93,67 +89,6 @@ def _config_seeds() -> list[bytes]:
     shipped = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
     minimal = b"name: x\ndata: {format: camvid, root: d}\n"
     return [*shipped, minimal, minimal + b"\0train.epochs=3\0optim.lr=1e-3\0data.crop_px=[64, 96]"]
-
-
-def events(data: bytes) -> None:
-    """An events file: read in pieces it gives what it gives whole, skimmed no less, and the view takes both."""
-    cut = data[0] * len(data) // 256 if data else 0
-    path = _written("events.jsonl", data)
-    whole = EventReader(path)
-    raws = whole.read_raw()
-    path.write_bytes(data[:cut])
-    growing = EventReader(path)
-    pieces = growing.read_raw()
-    with path.open("ab") as file:
-        file.write(data[cut:])
-    left = None
-    while growing.num_bytes_left != left:  # a torn last line stays
-        left = growing.num_bytes_left
-        pieces += growing.read_raw(64)
-    assert _as_text(pieces) == _as_text(raws)
-    assert growing.num_bad == whole.num_bad
-    skimmed = EventReader(path).read_skimmed()
-    num_skimmed = sum(len(item.step) if isinstance(item, StepRun) else 1 for item in skimmed)
-    assert num_skimmed >= len(raws), "of a step it looks at the beginning, so it may take a damaged one for whole"
-    EventReader(path).read()
-    for items, num_events in ((raws, len(raws)), (skimmed, num_skimmed)):
-        view = View()
-        EventFold(view).add(items)  # type: ignore[arg-type]
-        assert view.num_events == num_events
-
-
-def _as_text(raws: list[dict[str, Any]]) -> str:
-    return repr(raws)  # NaN equals itself here
-
-
-def _event_seeds() -> list[bytes]:
-    step = {
-        "epoch": 1,
-        "step": 1,
-        "loss": 0.5,
-        "lr": 0.01,
-        "images_per_s": 3.5,
-        "data_wait_frac": 0.1,
-        "grad_norm": 1.0,
-    }
-    start = {"classes": ["a", "b"], "num_params": 5, "batch_size": 4, "epochs": 3, "steps_per_epoch": 2}
-    lines: list[dict[str, Any]] = [
-        {"type": "run_start", **start},
-        {"type": "epoch_start", "epoch": 1, "lr": 0.01, "split": [2, 2]},
-        {"type": "step", **step, "split": [2, 2]},
-        {"type": "step", **step, "step": 2, "loss": None, "split": [1, 3]},
-        {"type": "memory", "devices": [{"device": "cuda:0", "used_mib": 5, "peak_mib": 7.5, "name": "A"}]},
-        {"type": "val", "epoch": 1, "step": 2, "loss": 0.4, "miou": 0.5, "iou": [0.5, None], "pixel_accuracy": 0.9},
-        {"type": "checkpoint", "path": "checkpoints/last.pt", "epoch": 1, "step": 2, "is_best": True},
-        {"type": "command", "id": "0" * 12, "command": "pause", "by": "a@b", "status": "applied", "reason": None},
-        {"type": "gpu0_bsz", "status": "applied", "old": 2, "new": 1, "split": [1, 3], "epoch": 2},
-        {"type": "alert", "kind": "x", "message": "[red]\u001b[2J"},
-        {"type": "heartbeat", "phase": "train"},
-        {"type": "run_end", "status": "finished", "reason": "done", "exit_code": 0},
-    ]
-    numbered = ({"v": 1, "seq": i, "t": 1.7e9 + i, **line} for i, line in enumerate(lines, 1))
-    texts = [json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in numbered]
-    return [b"".join(texts), *texts, b"".join(texts)[:-20]]
 
 
 _SCHEMES = (
@@ -262,7 +197,6 @@ TARGETS: dict[str, Target] = {
         _config_seeds,
         (b"name", b"data", b"root", b"folder", b"null", b".nan", b"1e-3", b"!!", b"&a", b"*a", b"? ", b"\0optim."),
     ),
-    "events": Target(events, _event_seeds, (b'"type":"step"', b'{"v":1,"seq":', b"null", b"NaN", b"1e999", b"\n")),
     "mask": Target(
         mask, _mask_seeds, (b"IHDR", b"IDAT", b"PLTE", b"tRNS", b"eXIf", b"acTL", b"IEND", b"\xff\xd9", b"\xff\xda")
     ),

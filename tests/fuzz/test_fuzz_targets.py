@@ -6,20 +6,19 @@ Mutated folders of every converter are converted or refused, within 1 GiB of mem
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segapp.run.events import EventReader
+from segapp.view.view import EventFold, View
 from tests.fuzz.converters import SAMPLES, convert_mutations
 from tests.fuzz.targets import TARGETS, mutate
 from tests.support.limits import outcome
 
 FINDINGS = {
-    "a step that turns into something else behind its first fields": (
-        "events",
-        b'{"v":1,"seq":4,"t":0,"type":"step","epoch":1,"step":2,"loss":0.1,"type":"memory","devices":[{"":""}]}\n',
-    ),
     "a TIFF whose directory lacks its sides": (
         "mask",
         bytes.fromhex(
@@ -58,6 +57,13 @@ def test_fuzz_target_holds_on_seeds_and_mutations(name: str) -> None:
 def test_inputs_of_fixed_defects_hold(what: str) -> None:
     name, data = FINDINGS[what]
     TARGETS[name].run(data)
+
+
+def test_step_that_turns_into_something_else_is_folded(tmp_path: Path) -> None:
+    line = b'{"v":1,"seq":4,"t":0,"type":"step","epoch":1,"step":2,"loss":0.1,"type":"memory","devices":[{"":""}]}\n'
+    (tmp_path / "events.jsonl").write_bytes(line)
+    EventFold(view := View()).add(EventReader(tmp_path / "events.jsonl").read_skimmed())
+    assert view.num_events == 1
 
 
 @given(st.binary(max_size=300))

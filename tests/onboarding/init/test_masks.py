@@ -60,19 +60,6 @@ def test_unlabelled_is_ignored_whichever_file_names_it(file: str, text: str, voi
     assert (config.data.classes, config.data.label_map) == (["ground", "road", void], None)
 
 
-def test_frequent_value_0_without_a_name_is_asked(tmp_path: Path) -> None:
-    drawn(tmp_path / "d", lambda number: striped([1, 0, 2], [20, 16]))
-    (tmp_path / "d" / "classes.txt").write_text("sky\nroad\n")
-    with pytest.raises(
-        OpenQuestionError, match=r"value 0 has no name in classes.txt and is 31.2%.*--unlabelled ignore"
-    ):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="ignore")
-    assert (config.data.classes, config.data.label_map) == (["sky", "road"], {1: 0, 2: 1, 0: 255})
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class", force=True)
-    assert (config.data.classes, config.data.label_map) == (["background", "sky", "road"], None)
-
-
 @pytest.mark.parametrize(("zero", "classes"), [(40, ["background", "a", "b"]), (0, ["a", "b"])])
 def test_value_0_that_fills_half_or_is_absent_is_not_asked(zero: int, classes: list[str], tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([1, 0, 2], [zero, 10]))
@@ -94,13 +81,25 @@ def test_names_stay_if_a_few_pixels_have_none(tmp_path: Path) -> None:
     assert "value 40 has no name in classes.csv and is ignored: 0.417% of the pixels" in " ".join(result.lines)
 
 
-def test_frequent_values_without_a_name_are_asked(tmp_path: Path) -> None:
-    drawn(tmp_path / "d", lambda number: striped([0, 1, 40], [20, 16]))
-    (tmp_path / "d" / "classes.csv").write_text("id,name\n0,ground\n1,road\n")
-    with pytest.raises(OpenQuestionError, match=r"value 40 has no name in classes.csv and is 25.0%"):
+@pytest.mark.parametrize(
+    ("values", "file", "text", "said", "answers"),
+    [
+        ([1, 0, 2], "classes.txt", "sky\nroad\n", "value 0 has no name in classes.txt and is 31.2%",
+         {"ignore": (["sky", "road"], {1: 0, 2: 1, 0: 255}), "class": (["background", "sky", "road"], None)}),
+        ([0, 1, 40], "classes.csv", "id,name\n0,ground\n1,road\n", "value 40 has no name in classes.csv and is 25.0%",
+         {"class": (["ground", "road", "class_40"], {0: 0, 1: 1, 40: 2}), "ignore": (["ground", "road"], {40: 255})}),
+    ],
+)  # fmt: skip
+def test_frequent_values_without_a_name_are_asked(
+    values: list[int], file: str, text: str, said: str, answers: dict[str, Any], tmp_path: Path
+) -> None:
+    drawn(tmp_path / "d", lambda number: striped(values, [20, 16]))
+    (tmp_path / "d" / file).write_text(text)
+    with pytest.raises(OpenQuestionError, match=rf"{said}.*--unlabelled ignore"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class")
-    assert (config.data.classes, config.data.label_map) == (["ground", "road", "class_40"], {0: 0, 1: 1, 40: 2})
+    for answer, (classes, label_map) in answers.items():
+        config, _, _ = proposed(tmp_path / "d", tmp_path / f"{answer}.yaml", unlabelled=answer)
+        assert (config.data.classes, config.data.label_map) == (classes, label_map)
 
 
 @pytest.mark.parametrize(
