@@ -1,4 +1,4 @@
-"""Drawn folders of a hundred layouts, each with the truth that the drawing knows.
+"""Drawn folders of 75 layouts, each with the truth that the drawing knows.
 
 `canvas` draws and notes the truth, `judge` compares; the layouts are in `naming` and `contents`. `python -m
 tests.support.layouts [NAME ...]` prints what `segapp init` makes of them.
