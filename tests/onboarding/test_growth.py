@@ -9,22 +9,29 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import cv2
+import numpy as np
 import pytest
 
 from segapp.commands.check import check_data
 from segapp.config import load_config
 from segapp.onboarding.init import InitRequest, init_folder
-from tests.support.drawn_folders import draw_image, draw_mask
 
 
 def draw(root: Path, num_scenes: int) -> None:
     """Draw pairs in scenes of 7, 8, 9, 7, ... images of odd sizes, and a list that names every scene's folder."""
+    rng = np.random.default_rng(num_scenes)
     scenes = [f"street{3 * number:05}" for number in range(num_scenes)]
     for number, scene in enumerate(scenes):
+        for part in ("images", "masks"):
+            (root / part / scene).mkdir(parents=True)
         for frame in range(7 + number % 3):
             name, size = f"{scene}/{scene}_{5 * frame:03}.png", (33 + frame, 40)
-            draw_image(root / "images" / name, size)
-            draw_mask(root / "masks" / name, size=size)
+            few = rng.integers(0, 255, (4, 4, 3), np.uint8)
+            cv2.imwrite(str(root / "images" / name), cv2.resize(few, size[::-1], interpolation=cv2.INTER_CUBIC))
+            mask = np.zeros(size, np.uint8)
+            mask[3 : 9 + frame, 5:20] = 1 + number % 2
+            cv2.imwrite(str(root / "masks" / name), mask)
     for split, own in (("train", scenes[1:]), ("val", scenes[:1])):
         (root / f"{split}.txt").write_text("\n".join(own) + "\n")
 
