@@ -48,17 +48,13 @@ def write_log(config: Path, **log: str | None) -> None:
 
 
 def test_tracker_of_a_stranger_gets_nothing_and_one_line_says_so(run: Path) -> None:
-    """A resume of one more epoch; then one that names the tracker."""
-    pytest.importorskip("mlflow")
     uri = database(run.parent)
-    for words, num_lines in (([], 1), ([f"log.mlflow={uri}"], 0)):
-        epochs = f"train.epochs={3 - num_lines}"
-        done = program("train", "--plain", "--resume", str(run), epochs, *words, cwd=run.parent, SEGAPP_TRACKERS="")
-        assert done.returncode == 0, done.stderr
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if "you have not named it" in line]
-        assert [f"'log.mlflow=\"{uri}\"'" in line for line in lines] == [True] * num_lines
-        assert (run.parent / "mlflow.db").exists() == bool(words)
-        assert load_config(run / "config.yaml").log.mlflow == uri  # a later resume may name it
+    done = program("train", "--plain", "--resume", str(run), "train.epochs=2", cwd=run.parent, SEGAPP_TRACKERS="")
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in (done.stdout + done.stderr).splitlines() if "you have not named it" in line)
+    assert f"'log.mlflow=\"{uri}\"'" in line
+    assert not (run.parent / "mlflow.db").exists()
+    assert load_config(run / "config.yaml").log.mlflow == uri  # a later resume may name it
 
 
 KEYS = [("mlflow", "MLFLOW_TRACKING_URI"), ("wandb", "WANDB_PROJECT")]

@@ -115,6 +115,7 @@ def test_settings_of_wandb_in_a_folder_name_no_server(tmp_path: Path, monkeypatc
         shutil.rmtree(tmp_path / folder)
 
 
+@pytest.mark.slow
 def test_mlflow_sends_no_statistics(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     code = (
