@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,12 @@ def test_answered_command_left_by_a_crash_is_not_repeated(harness: ControllerHar
 # --- in a training ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("")
+
+
 def sent_before(folder: Path, *texts: str) -> None:
     """Send commands before the training begins; a `set` then holds from its first epoch on."""
     RunFolder.create(path=folder)
@@ -351,17 +358,11 @@ def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
     folder = tmp_path / "run"
     sent_before(folder, "set gpu0_bsz=3")
     failpoints.arm(f"train.backward={hit}:oom")
-    try:
-        assert train(three_devices(tiny), folder) == 0
-    finally:
-        failpoints.arm("")
+    assert train(three_devices(tiny), folder) == 0
     if hit == 1:  # every step had the old split: equal bit for bit
         assert losses(folder) == losses(reference)
-        assert not [
-            path
-            for path in differing(state_of(folder), state_of(reference))
-            if not path.startswith(("/best", "/memory"))
-        ]
+        paths = differing(state_of(folder), state_of(reference))
+        assert [path for path in paths if not path.startswith(("/best", "/memory"))] == []
     else:
         assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
     assert [event["split"] for event in events(folder, "step")] == [[3, 1, 1]] * (hit - 1) + [[1, 2, 2]] * (7 - hit)
@@ -378,11 +379,9 @@ def test_lr_factor_holds_from_next_epoch_and_after_resumes(tiny: dict[str, Any],
     folder = tmp_path / "run"
     sent_before(folder, "set lr_factor=0.5")
     failpoints.arm("train.step=2:raise:RuntimeError")
-    try:
-        with pytest.raises(RunError):
-            train(config, folder)
-    finally:
-        failpoints.arm("")
+    with pytest.raises(RunError):
+        train(config, folder)
+    failpoints.arm("")
     send_command(folder, parse_command("stop epoch"))
     assert run_session(TrainRequest(config, RunFolder(folder))) == 75
     assert run_session(TrainRequest(config, RunFolder(folder))) == 0
