@@ -319,18 +319,12 @@ def state_of(folder: Path) -> dict[str, Any]:
     return state
 
 
-def tiny_of(root: Path) -> dict[str, Any]:
-    data = {"format": "folder", "root": str(root), "classes": ["ground", "box", "disc"], "workers": 0}
-    return {"name": "tiny", "seed": 3, "data": data, "log": {"every_steps": 1, "tensorboard": False}}
-
-
 @pytest.fixture(scope="module")
-def even(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def even(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A reference run over three devices without commands: 5 images a step, 2 steps an epoch, split 1·2·2."""
-    tiny = tiny_of(tiny_root)
     folder = tmp_path_factory.mktemp("even") / "run"
-    assert train(three_devices(tiny), folder) == 0
-    return tiny, folder
+    assert train(three_devices(base), folder) == 0
+    return base, folder
 
 
 def test_run_with_changed_split_equals_the_unchanged_run(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
@@ -391,9 +385,9 @@ def test_lr_factor_holds_from_next_epoch_and_after_resumes(tiny: dict[str, Any],
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+def alone(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """A reference run on one device without commands: 2 epochs of 2 steps, of three and of two micro-batches."""
-    config = small(tiny_of(tiny_root), 2, train={"batch_size": 2, "accumulate": 3})
+    config = small(base, 2, train={"batch_size": 2, "accumulate": 3})
     folder = tmp_path_factory.mktemp("alone") / "run"
     assert train(config, folder) == 0
     return config, folder

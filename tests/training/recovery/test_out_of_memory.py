@@ -61,10 +61,10 @@ def saved(folder: Path) -> dict[str, Any]:
     return state
 
 
-def budgeted(plain: dict[str, Any], *budgets_mib: float, gpu0_bsz: int | None = 6, **sections: Any) -> RunConfig:
+def budgeted(base: dict[str, Any], *budgets_mib: float, gpu0_bsz: int | None = 6, **sections: Any) -> RunConfig:
     parallel = {"memory_budget_mib": list(budgets_mib), "gpu0_bsz": gpu0_bsz}
     train = {"batch_size": 8, **sections.pop("train", {})}
-    return merged(three_devices(plain, 2).model_dump(mode="json"), parallel=parallel, train=train, **sections)
+    return merged(three_devices(base, 2).model_dump(mode="json"), parallel=parallel, train=train, **sections)
 
 
 @case(
@@ -74,12 +74,12 @@ def budgeted(plain: dict[str, Any], *budgets_mib: float, gpu0_bsz: int | None = 
 )
 @pytest.mark.usefixtures("_without_batchnorm")
 def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
-    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(budgeted(plain, 900, 900, 900), tmp_path / "whole") == 0
+    assert train(budgeted(base, 900, 900, 900), tmp_path / "whole") == 0
     peak = saved(tmp_path / "whole")["memory"]["observed"][0][1][0]
     folder = tmp_path / "run"
-    assert train(budgeted(plain, 0.75 * peak, 900, 900), folder) == 0
+    assert train(budgeted(base, 0.75 * peak, 900, 900), folder) == 0
     assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
     first, oom = events(folder, "oom")
     assert first["fallbacks"] == {"is_recomputed": True}
@@ -101,10 +101,10 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
 
 @case("N03", how="a memory budget that no piece fits", passes="saved, exit 6")
 @pytest.mark.slow
-def test_step_fitting_in_no_part_saves_and_stops_with_advice(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_step_fitting_in_no_part_saves_and_stops_with_advice(base: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(OutOfMemoryError, match="next move") as caught:
-        train(budgeted(plain, 5, 900, 900), folder)
+        train(budgeted(base, 5, 900, 900), folder)
     assert caught.value.exit_code == 6
     *found, last = events(folder, "oom")
     assert [oom["fallbacks"] for oom in found] == [{"is_recomputed": True}, {"is_recomputed": True, "num_pieces": 2}]
@@ -116,8 +116,8 @@ def test_step_fitting_in_no_part_saves_and_stops_with_advice(plain: dict[str, An
 
 @pytest.mark.slow
 @case("N05", how="out of memory, a crash before the next save, a resume", passes="the same course as without the crash")
-def test_memory_fallback_survives_a_crash_before_checkpoint(plain: dict[str, Any], tmp_path: Path) -> None:
-    config = small(plain, 2, train={"batch_size": 4})
+def test_memory_fallback_survives_a_crash_before_checkpoint(base: dict[str, Any], tmp_path: Path) -> None:
+    config = small(base, 2, train={"batch_size": 4})
     failpoints.arm("train.backward=2:oom")
     assert train(config, tmp_path / "whole") == 0
     folder = tmp_path / "run"
@@ -135,8 +135,8 @@ def test_memory_fallback_survives_a_crash_before_checkpoint(plain: dict[str, Any
 
 @pytest.mark.slow
 @case("N03", how="out of memory in an evaluation", passes="image by image, then in windows; training untouched")
-def test_oom_in_evaluation_falls_back_to_images_then_windows(plain: dict[str, Any], tmp_path: Path) -> None:
-    config = merged(small(plain, 1).model_dump(mode="json"), eval={"batch_size": 4}, data={"crop_px": [32, 48]})
+def test_oom_in_evaluation_falls_back_to_images_then_windows(base: dict[str, Any], tmp_path: Path) -> None:
+    config = merged(small(base, 1).model_dump(mode="json"), eval={"batch_size": 4}, data={"crop_px": [32, 48]})
     assert train(config, tmp_path / "whole") == 0
     (whole,) = events(tmp_path / "whole", "val")
     failpoints.arm("eval.forward=1:oom")
@@ -158,13 +158,13 @@ def test_oom_in_evaluation_falls_back_to_images_then_windows(plain: dict[str, An
     assert events(folder, "val")[0]["num_images"] == 4
 
 
-def check_fault(plain: dict[str, Any], reference: Path, folder: Path, seed: int) -> str:
+def check_fault(base: dict[str, Any], reference: Path, folder: Path, seed: int) -> str:
     """One fault somewhere, a stop somewhere else; gives the phase that ran out of memory."""
     rng = random.Random(seed)
     point = rng.choice([*POINTS, "eval.forward"])
     most = 8 if point == "eval.forward" else 4
     failpoints.arm(f"{point}={rng.randint(1, most)}:oom")
-    config = three_devices(plain)
+    config = three_devices(base)
     RunFolder.create(path=folder)
     if rng.random() < 0.5:
         send_command(folder, parse_command("stop epoch"))
@@ -189,7 +189,7 @@ def check_fault(plain: dict[str, Any], reference: Path, folder: Path, seed: int)
     passes="no loss and no checkpoint changes",
 )
 @pytest.mark.usefixtures("_without_batchnorm")
-def test_oom_at_random_phases_changes_no_loss_or_checkpoint(plain: dict[str, Any], tmp_path: Path) -> None:
-    assert train(three_devices(plain), tmp_path / "reference") == 0
-    phases = {check_fault(plain, tmp_path / "reference", tmp_path / str(seed), seed) for seed in range(6)}
+def test_oom_at_random_phases_changes_no_loss_or_checkpoint(base: dict[str, Any], tmp_path: Path) -> None:
+    assert train(three_devices(base), tmp_path / "reference") == 0
+    phases = {check_fault(base, tmp_path / "reference", tmp_path / str(seed), seed) for seed in range(6)}
     assert len(phases) > 2

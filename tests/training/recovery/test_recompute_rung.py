@@ -35,9 +35,9 @@ def _disarmed(logical_budgets: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def undisturbed(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+def undisturbed(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """Two epochs of five steps on one device, with memory enough."""
-    config, folder = small(plain, 2), tmp_path_factory.mktemp("undisturbed") / "run"
+    config, folder = small(base, 2), tmp_path_factory.mktemp("undisturbed") / "run"
     assert train(config, folder) == 0
     return config, folder
 

@@ -27,18 +27,16 @@ DP = {"mode": "dp", "devices": ["cpu"] * 3}
 
 def student(tiny: dict[str, Any], teacher: Path, penalty: str = "wgan-gp", **sections: Any) -> RunConfig:
     """Four small steps, every step an event."""
-    base = {
-        "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
+    own = {
         "optim": {"name": "sgd", "lr": 0.02},
         "train": {"epochs": 2, "batch_size": 4, "ema": None},
         "data": {"crop_px": [48, 64]},
-        "log": {"every_steps": 1, "tensorboard": False},
         "eval": {"every_epochs": 2},
         "distill": {"teacher": str(teacher), "critic_penalty": penalty, "critic_width": 8},
     }
     for name, section in sections.items():
-        base[name] = {**base.get(name, {}), **section}
-    return merged(tiny, **base)
+        own[name] = {**own.get(name, {}), **section}
+    return merged(tiny, **own)
 
 
 def terms(run: Path) -> list[dict[str, float]]:
@@ -56,24 +54,14 @@ def assert_same_course(ours: Path, theirs: Path, rel: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_root: Path) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "seed": 3,
-        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
-    }
-
-
-@pytest.fixture(scope="module")
-def teacher(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of another architecture, with another normalisation."""
     folder = tmp_path_factory.mktemp("teacher") / "run"
     config = merged(
-        plain,
+        base,
         data={"crop_px": [48, 64], "mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]},
-        model={"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"},
-        train={"epochs": 1, "batch_size": 4},
-        log={"tensorboard": False},
+        model={"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small", "options": {}},
+        train={"epochs": 1},
     )
     assert train(config, folder) == 0
     return folder
@@ -96,10 +84,10 @@ def _float64(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("penalty", "gpu0_bsz"), [("wgan-gp", 0), ("wgan-lp", 1), ("dragan", 3)])
 def test_dp_in_float64_equals_one_device_up_to_rounding(
-    plain: dict[str, Any], teacher: Path, tmp_path: Path, penalty: str, gpu0_bsz: int
+    base: dict[str, Any], teacher: Path, tmp_path: Path, penalty: str, gpu0_bsz: int
 ) -> None:
     for name, parallel in (("single", {"mode": "single"}), ("dp", {**DP, "gpu0_bsz": gpu0_bsz})):
-        assert train(student(plain, teacher, penalty, parallel=parallel), tmp_path / name) == 0
+        assert train(student(base, teacher, penalty, parallel=parallel), tmp_path / name) == 0
     found = terms(tmp_path / "single")
     assert found[0].keys() == {"loss", "pixel_wise", "pair_wise", "holistic", "critic", "penalty"}
     assert found[-1]["pixel_wise"] < found[0]["pixel_wise"]
@@ -107,8 +95,8 @@ def test_dp_in_float64_equals_one_device_up_to_rounding(
 
 
 @pytest.mark.slow
-def test_ddp_equals_one_device(plain: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
-    config = student(plain, teacher, optim={"lr": 1e-4})
+def test_ddp_equals_one_device(base: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
+    config = student(base, teacher, optim={"lr": 1e-4})
     for name, parallel in (("single", {"mode": "single"}), ("ddp", {"mode": "ddp", "devices": ["cpu", "cpu"]})):
         (tmp_path / "own.yaml").write_text(dump_config(merged(config.model_dump(mode="json"), parallel=parallel)))
         done = segapp("train", "--config", "own.yaml", "--run", name, cwd=tmp_path)
@@ -119,11 +107,11 @@ def test_ddp_equals_one_device(plain: dict[str, Any], teacher: Path, tmp_path: P
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "amp-fp16"])
 def test_resumed_distillation_is_bitwise_equal(
-    plain: dict[str, Any], teacher: Path, tmp_path: Path, precision: str
+    base: dict[str, Any], teacher: Path, tmp_path: Path, precision: str
 ) -> None:
     """Also after running out of memory behind the critic's backward pass, which recomputes the student's blocks."""
     sizes = {"precision": precision, "epochs": 1, "batch_size": 2, "accumulate": 2}
-    config = student(plain, teacher, parallel={**DP, "gpu0_bsz": 1}, train=sizes, checkpoint={"every_steps": 1})
+    config = student(base, teacher, parallel={**DP, "gpu0_bsz": 1}, train=sizes, checkpoint={"every_steps": 1})
     folder = tmp_path / "parts"
     try:
         failpoints.arm("ckpt.background=each")
@@ -143,36 +131,35 @@ def test_resumed_distillation_is_bitwise_equal(
     assert parts["distillation"]["critic"]["num_steps"] == 3
 
 
-def test_unusable_teacher_is_refused(plain: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
+def test_unusable_teacher_is_refused(base: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"single, dp or ddp"):
-        train(student(plain, teacher, parallel={"mode": "model", "devices": ["cpu", "cpu"]}), tmp_path / "a")
+        train(student(base, teacher, parallel={"mode": "model", "devices": ["cpu", "cpu"]}), tmp_path / "a")
     with pytest.raises(ConfigError, match=r"distill: has no term"):
-        student(plain, teacher, distill={"teacher": "x", "pixel_wise": 0, "pair_wise": 0, "holistic": 0})
+        student(base, teacher, distill={"teacher": "x", "pixel_wise": 0, "pair_wise": 0, "holistic": 0})
     with pytest.raises(ConfigError, match=r"other classes .*'disc' for 'ball'"):
-        train(student(plain, teacher, data={"classes": ["ground", "box", "ball"], "crop_px": [48, 64]}), tmp_path / "b")
+        train(student(base, teacher, data={"classes": ["ground", "box", "ball"], "crop_px": [48, 64]}), tmp_path / "b")
     with pytest.raises(SegappError, match=r"nowhere"):
-        train(student(plain, tmp_path / "nowhere"), tmp_path / "c")
+        train(student(base, tmp_path / "nowhere"), tmp_path / "c")
     assert not list(tmp_path.iterdir())
 
 
-def test_custom_models_distill_without_the_pair_wise_term(plain: dict[str, Any], tmp_path: Path) -> None:
-    model = {"library": "python", "name": "tests.support.own_parts:Net", "options": {}}
-    custom: Any = {"model": {**model, "encoder": None}}
-    shapes: Any = {"data": {"crop_px": [48, 64]}, "log": {"tensorboard": False}}
-    taught = merged(plain, model={**model, "options": {"width": 6}}, train={"epochs": 1, "batch_size": 4}, **shapes)
+def test_custom_models_distill_without_the_pair_wise_term(base: dict[str, Any], tmp_path: Path) -> None:
+    model = {"library": "python", "name": "tests.support.own_parts:Net", "encoder": None, "options": {}}
+    custom: Any = {"model": model}
+    taught = merged(base, model={**model, "options": {"width": 6}}, train={"epochs": 1}, data={"crop_px": [48, 64]})
     assert train(taught, tmp_path / "teacher") == 0
     with pytest.raises(ConfigError, match=r"^model is a custom model, whose features .* set distill\.pair_wise=0$"):
-        train(student(plain, tmp_path / "teacher", **custom), tmp_path / "pairs")
+        train(student(base, tmp_path / "teacher", **custom), tmp_path / "pairs")
     options = {"distill": {"pair_wise": 0, "holistic": 0}, "parallel": {**DP, "gpu0_bsz": 0}}
-    assert train(student(plain, tmp_path / "teacher", **custom, **options), tmp_path / "dp") == 0
+    assert train(student(base, tmp_path / "teacher", **custom, **options), tmp_path / "dp") == 0
     assert terms(tmp_path / "dp")[0].keys() == {"loss", "pixel_wise"}
 
 
 @pytest.mark.slow
 def test_resume_refuses_other_teacher_but_accepts_a_moved_one(
-    plain: dict[str, Any], teacher: Path, tmp_path: Path
+    base: dict[str, Any], teacher: Path, tmp_path: Path
 ) -> None:
-    config = student(plain, teacher, train={"epochs": 2}, schedule={"name": "constant"}, distill={"holistic": 0})
+    config = student(base, teacher, train={"epochs": 2}, schedule={"name": "constant"}, distill={"holistic": 0})
     assert train(merged(config.model_dump(mode="json"), train={"epochs": 1}), tmp_path / "run") == 0
     shutil.copytree(teacher, tmp_path / "moved")
     other = merged(config.model_dump(mode="json"), distill={"teacher": str(tmp_path / "run")})
