@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from segapp.checkpoint import training_state
+from segapp.checkpoint.training_state import save_checkpoint
+from segapp.errors import SegappError
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, surrogate
 from segapp.parallel import (
     SyncBatchNorm,
@@ -27,6 +31,8 @@ from segapp.parallel import (
 )
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.scatter_gather import use_layers_group
+from segapp.run.checkpoints import CheckpointFacts
+from segapp.run.folder import RunFolder
 from segapp.session.ranks import exchanged_classes
 from tests.support.parallel_cases import (
     IGNORE,
@@ -38,7 +44,6 @@ from tests.support.parallel_cases import (
     relative_error,
     state_error,
 )
-from tests.support.shared_checkpoints import shared_checkpoints
 
 SPLITS = {2: [[3, 4], [1, 6], [6, 1], [7, 0]], 3: [[2, 2, 3], [1, 5, 1], [1, 1, 5], [3, 4, 0]]}
 
@@ -195,6 +200,49 @@ def differentiated_twice() -> list[float]:
     checks = [torch.autograd.gradcheck(f, x), torch.autograd.gradgradcheck(f, x)]
     checks += [torch.autograd.gradcheck(layer, y), torch.autograd.gradgradcheck(layer, y)]
     return [float(all(checks))]
+
+
+def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
+    """Ranks on one machine or each on its own, which see rank 0's file, one that ends in other bytes, or none.
+
+    Returns what each rank gets: the error, or what it has mapped and the largest difference of a tensor.
+    """
+    torch.manual_seed(0)
+    model = {"a": torch.randn(37, 53), "b": torch.randn(7).double()}
+    if ranks.is_main:
+        save_checkpoint(folder, {"model": model, "rng": [torch.arange(5)]}, CheckpointFacts(step=3, epoch=1))
+    found: dict[str, list[Any]] = {}
+    real = training_state.open_if_intact
+    for case, is_elsewhere, sees in (
+        ("one machine", False, b""),
+        ("two machines", True, b""),
+        ("other bytes there", True, b"?"),
+        ("other bytes on the same machine", False, b"?"),
+        ("no file there", True, None),
+        ("no file on one machine", False, None),
+    ):
+
+        def opened(path: Path, *facts: Any, sees: bytes | None = sees) -> Any:
+            if sees == b"" or ranks.is_main:
+                return real(path, *facts)
+            own = folder / f"seen by {ranks.rank}"
+            own.unlink(missing_ok=True)
+            if sees is not None:
+                own.write_bytes(path.read_bytes()[: -len(sees)] + sees)
+            return real(own, *facts)
+
+        machine = f"machine-{ranks.rank if is_elsewhere else 0}"
+        with mock.patch.multiple(training_state, machine_id=lambda name=machine: name, open_if_intact=opened):
+            try:
+                loaded = training_state.load_to_resume(ranks, RunFolder(folder.parent), is_resumed=True)
+            except SegappError as error:
+                own: list[Any] = [type(error).__name__, str(error).replace(str(folder), "")]
+            else:
+                assert loaded is not None
+                mapped = "checkpoint" if str(folder) in Path("/proc/self/maps").read_text() else ""
+                own = [mapped, max(float((loaded.state["model"][k] - model[k]).abs().max()) for k in model)]
+        found[case] = ranks.gather(own)
+    return found
 
 
 def main(path: str) -> None:
