@@ -80,7 +80,7 @@ def test_rank_waits_for_a_folder_that_its_disk_shows_late(tmp_path: Path, monkey
         StorageError, match=r"run: rank 1, on \S+, cannot see this run folder of rank 0: name a folder with"
     ):
         session._wait_for_folder(folder, 1)
-    monkeypatch.setattr(session, "_FOLDER_S", 60.0)
+    monkeypatch.undo()
     threading.Timer(0.2, folder.path.mkdir).start()
     session._wait_for_folder(folder, 1)
 
