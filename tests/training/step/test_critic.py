@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from segapp.checkpoint.snapshot import snapshot
 from segapp.datasets.pool import Batch
 from segapp.models import Critic
 from segapp.models.critic import SelfAttention
+from segapp.models.normalizer import Normalizer
 from segapp.optim import adam
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step import distill as module
-from segapp.training.step.distill import CriticTrainer
+from segapp.training.step.distill import CriticTrainer, DistilledInput
 from segapp.training.step.update import WeightUpdate
 
 CPU = torch.device("cpu")
@@ -71,6 +74,22 @@ def test_distance_over_uneven_micro_batches_by_hand() -> None:
     for ours, theirs in zip(found, torch.autograd.grad(loss, parameters), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(trainer.values["critic"], -loss.detach())
+
+
+def test_student_is_trained_to_high_scores_for_its_maps() -> None:
+    class Student(nn.Module):
+        def compute_with_features(self, images: Tensor) -> tuple[tuple[Tensor, ...], None]:
+            return (images[:, :2],), None
+
+    critic, teacher = build().critic, Mock(return_value=(torch.rand(3, 2, 8, 8), None))
+    student: Any = Student()
+    sizes: Any = {"temperature": 1.0, "align_corners": True, "critic_size": (8, 8), "channels_last": False}
+    normalizer = Normalizer((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    inner = DistilledInput(
+        student, normalizer, teacher, critic, factors={"holistic": 0.5}, autocast=contextlib.nullcontext, **sizes
+    )
+    _, terms, (_, fake) = inner(torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8))
+    torch.testing.assert_close(terms[:, 0], -critic(fake))
 
 
 @pytest.fixture
