@@ -289,18 +289,6 @@ def test_last_batch_of_one_is_left_out(root: Path) -> None:
         steps_of(root, model=POOLED)
 
 
-@case("D10", how="no image to train on; none to evaluate", passes="exit 3, the folder named")
-def test_split_without_images_is_refused(root: Path) -> None:
-    for i in range(1, 6):
-        (root / "images" / "train" / f"{i:02}.png").unlink()
-    (root / "images" / "train" / "00.png").rename(root / "00.png")
-    refused(root, "images/train")
-    (root / "00.png").rename(root / "images" / "train" / "00.png")
-    for path in (root / "images" / "val").iterdir():
-        path.unlink()
-    refused(root, "images/val")
-
-
 @case("D11", how="unpaired, hidden, Thumbs.db, two of one stem, upper case, NFD", passes="each listed with its count")
 def test_unpaired_and_odd_names_are_each_listed(root: Path) -> None:
     images, masks = root / "images" / "train", root / "masks" / "train"

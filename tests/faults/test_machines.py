@@ -32,13 +32,9 @@ pytestmark = pytest.mark.timeout(600)
 
 @dataclass
 class Job:
-    """A run that several machines train, one rank each.
+    """A run that `nnodes` of the machines train, one rank each; one is lost after `peer_s` seconds of silence.
 
     Args:
-        run: its folder and config.
-        machines: which may train it.
-        nnodes: how many take part, `2` or `1:4`.
-        peer_s: seconds of silence after which a machine is lost.
         agents: the newest of each machine, by its number.
     """
 

@@ -73,7 +73,6 @@ def test_typed_commands_are_parsed(text, command):
         ("set gpu_bsz=3", "did you mean gpu0_bsz"),
         ("set gpu0_bsz", "write set gpu0_bsz=VALUE"),
         ("set gpu0_bsz=-1", "gpu0_bsz=-1: write a whole number"),
-        ("set gpu0_bsz=many", "gpu0_bsz=many: write a whole number"),
         ("set gpu0_bsz=1 gpu0_bsz=2", "given twice"),
         ("set lr_factor=0", "above 0"),
         ("set lr_factor=1e999", "above 0"),
@@ -151,19 +150,6 @@ def test_command_is_synced_before_its_name_and_its_name_then(run, monkeypatch):
     monkeypatch.setattr(os, "rename", spy_rename)
     send_command(run, PauseCommand())
     assert log == [("sync", "pause"), ("rename", "commands"), ("sync", "commands")]
-
-
-def test_command_is_done_once_across_a_crash_at_any_point(run):
-    command_id = send_command(run, PauseCommand())
-    handled = {received.id for received in drain_commands(run)}
-    assert drain_commands(run, handled) == []
-    # The trainer is killed before the answer: the next one carries the command out.
-    [again] = drain_commands(run)
-    assert again.id == command_id
-    # It is killed after the answer: the next one only removes the file.
-    assert remove_answered(run, {command_id}) == 1
-    assert drain_commands(run) == []
-    remove_command(again)
 
 
 def good_body(command_id: str, **changes: object) -> str:

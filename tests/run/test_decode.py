@@ -90,17 +90,3 @@ def test_last_step_of_a_run_is_parsed_in_full(tmp_path: Path) -> None:
     assert [last and last["step"] for last in lasts] == [3, 5]
     assert [last and last["images_per_s"] for last in lasts] == [3.5, 3.5]
     assert {run.split_text for run in runs} == {b'"split":[1,2'}
-
-
-def test_step_that_swallowed_another_line_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "e.jsonl"
-    write_run(path, [2, 2, 2])
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[1] = lines[1].rstrip(b"}\n") + b'{"v":1,"seq":9}\n'
-    path.write_bytes(b"".join(lines))
-    skimmed, full = EventReader(path), EventReader(path)
-    steps = [
-        step for item in skimmed.read_skimmed() for step in (item.step if isinstance(item, StepRun) else [item["step"]])
-    ]
-    assert steps == [raw["step"] for raw in full.read_raw()] == [1, 3]
-    assert skimmed.num_bad == full.num_bad == 1

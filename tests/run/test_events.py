@@ -348,15 +348,6 @@ def test_any_byte_prefix_gives_exactly_its_complete_lines(tmp_path, data):
     assert reader.num_bad == reader.generation == 0
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(junk=st.lists(st.one_of(st.binary(max_size=80), st.just(b"\n"), st.just(b"\x00\n")), max_size=8))
-def test_random_bytes_between_lines_hide_no_event(tmp_path, junk):
-    path = tmp_path / "e.jsonl"
-    good = b'{"v":1,"seq":1,"t":1.0,"type":"heartbeat"}\n'
-    path.write_bytes(b"".join(piece + b"\n" + good for piece in junk))
-    assert len(EventReader(path).read()) == len(junk)
-
-
 def test_unknown_lines_are_skipped_and_damage_is_counted(tmp_path):
     path = tmp_path / "e.jsonl"
     frame = '"seq":1,"t":1.0,"type"'

@@ -1,9 +1,6 @@
 """Helpers of the fault cases: a small run, the uninterrupted run it is compared with, and the invariants.
 
-A case is a test with `@case("F06", how=..., passes=...)`; `tests/faults/README.md` has the table of results (see
-`fault_table`). Most cases have three lines: make a run, do something to it, `invariants.check`.
-
-The invariants, after any fault:
+`tests/faults/README.md` says how a case is written. The invariants, after any fault:
 
 - I1 old or new: what can be resumed is verified, and is the newest acknowledged checkpoint or a newer one;
 - I2 nothing acknowledged is lost: a `checkpoint` event is a promise;
@@ -13,10 +10,6 @@ The invariants, after any fault:
 - I5 clean: no process, no temporary file, no lock, no shared memory is left;
 - I6 bounded: nothing takes longer than its limit;
 - I7 inert: no control byte of the data reaches the terminal (the cases with hostile names add their canaries).
-
-A fault that does not take place fails its test: a program that ends without a visit to an armed failpoint
-(`assert_acted`), a signal to a program that has ended, a SIGKILL that did not end its program, an error that strace was
-to inject and did not.
 """
 
 from __future__ import annotations
@@ -273,13 +266,7 @@ def living_processes(sessions: set[int], tag: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The uninterrupted run of a config.
-
-    Args:
-        course: all steps and evaluations, without times.
-        sha256: of the checkpoint of each (path, step, epoch): one of an epoch's end, or of `checkpoint.every_steps`.
-        final: of the last checkpoint.
-    """
+    """The uninterrupted run of a config: its course, the sha256 of each (path, step, epoch) and of the last one."""
 
     course: tuple[tuple[Any, ...], ...]
     sha256: Mapping[tuple[str, int, int], str]

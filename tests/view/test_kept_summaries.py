@@ -158,14 +158,6 @@ def test_events_written_while_they_are_read_are_not_kept(tmp_path: Path, monkeyp
     assert shown(run.folder.path)["shown"]["num_alerts"] == 2
 
 
-def test_rewound_events_are_read_again(tmp_path: Path) -> None:
-    run = eventful(tmp_path / "run").folder
-    before = shown(run.path)
-    with EventWriter(run.events) as writer:
-        assert writer.rewind(5, epoch=2, batch=1) > 0
-    assert shown(run.path) == said(run.path) != before
-
-
 def flipped(text: bytes) -> bytes:
     """Return the text with another loss, which is still JSON."""
     at = text.index(b'"loss": ') + len(b'"loss": ')

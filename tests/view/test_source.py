@@ -16,7 +16,7 @@ import pytest
 from segapp.run.folder import RunFolder
 from segapp.view.runs import run_state
 from segapp.view.source import LiveSource, newest_pictures
-from tests.support.recorded_runs import RecordedRun, live_run
+from tests.support.recorded_runs import RecordedRun
 
 
 def read_all(source: LiveSource) -> None:
@@ -29,18 +29,6 @@ def small_run(path: Path, **keywords: object) -> RecordedRun:
     run.epoch()
     run.train(5)
     return run
-
-
-def test_live_run_and_its_pause_are_shown(tmp_path: Path) -> None:
-    run = live_run(tmp_path / "run", steps_per_epoch=40, epochs=20)
-    source = LiveSource(run.folder)
-    read_all(source)
-    assert source.status().state == "live"
-    assert source.status().age_s == pytest.approx(0.4, abs=2)
-    later = LiveSource(run.folder, clock=lambda: time.time() + 60)
-    read_all(later)
-    assert later.status().state == "stale"
-    run.folder.release()
 
 
 @pytest.mark.parametrize(("end", "state"), [(None, "crashed"), ("stopped", "stopped")])
