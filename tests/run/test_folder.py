@@ -270,8 +270,8 @@ def test_ages_are_those_of_the_last_event_and_step(tmp_path, monkeypatch):
             (100.0, start()),
             (104.0, Step(epoch=1, step=1, loss=1.0, lr=0.1)),
             (106.0, Step(epoch=1, step=2, loss=1.0, lr=0.1)),
-            (108.0, Heartbeat(phase="train", step=2)),
-            (109.0, CommandAnswer(id="0123456789ab", by="me", command="pause", status="applied")),
+            (108.0, CommandAnswer(id="0123456789ab", by="me", command="pause", status="applied")),
+            (109.0, Heartbeat(phase="train", step=2)),
         ):
             monkeypatch.setattr(time, "time", lambda t=t: t)
             writer.write(event)
