@@ -2,7 +2,7 @@
 
 By default the Python blocks and the cheap commands run, in this process; `-m slow` runs all commands of every page in
 order, each page in a folder of its own with small configs under the names that the page uses. What a page shows as the
-output of a command is compared with what the command prints, by the kinds of its lines (`tests/support/transcripts`).
+output of a command is compared with what the command prints, by the kinds of its lines (`tests/support/page_blocks`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ import segapp as package
 from segapp.__main__ import main
 from tests.support import ROOT
 from tests.support.drawn_folders import draw_image
-from tests.support.page_blocks import Block, blocks
+from tests.support.page_blocks import Block, blocks, difference
 from tests.support.page_folders import draw_folders
 from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import segapp
-from tests.support.transcripts import difference
 
 CHEAP = ("segapp docs", "segapp --", "segapp schema", "segapp ls", "segapp status", "segapp init")
 """Beginnings of commands that take a few milliseconds, or tenths of a second."""

@@ -10,8 +10,7 @@ import pytest
 
 from segapp.docs.pages import find_page
 from tests.support import ROOT
-from tests.support.page_blocks import blocks
-from tests.support.transcripts import difference
+from tests.support.page_blocks import blocks, difference
 
 PAGE = find_page("python")[0].path
 CELLS = [block for block in blocks() if block.page == PAGE and block.language == "python" and block.mark != "not run"]

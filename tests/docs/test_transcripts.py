@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.transcripts import difference
+from tests.support.page_blocks import difference
 
 LS = """
 RUN   STATE     EPOCH  STEP  EPOCH LOSS  MIOU            BEST            AGE
