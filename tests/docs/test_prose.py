@@ -167,11 +167,6 @@ def test_prose_keeps_the_rules_of_the_page_developing() -> None:
     assert [str(finding) for path in paths for text in texts_of(path) for finding in findings(text)] == []
 
 
-OWN_COMPONENTS = {"custom model", "loss", "transform"}
-COMPONENTS_BEFORE = {"own part", "own reader", "own network", "where both are possible"}
-"""Words of a row that the row of the custom component in the glossary explains together."""
-
-
 def names_of_broken_rules(sentence: str, kind: str = PAGE) -> list[str]:
     return sorted({finding.rule.name for finding in findings(Text(Path("x"), 1, kind, sentence))})
 
@@ -203,26 +198,6 @@ def test_every_wrong_word_of_the_list_that_is_checked_is_found() -> None:
     checked = [word.partition(" (")[0] for _, wrong in rows[1:15] for word in wrong.split(", ")]
     assert len(checked) > 25
     assert [word for word in checked if not names_of_broken_rules(f"It is {word} here.")] == []
-
-
-def test_glossary_has_the_words_of_the_word_list() -> None:
-    text = DEVELOPING.read_text().partition("Word list:")[2]
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.M)
-    rows = rows[[right.partition(" ")[0] for right, _ in rows].index("custom") :]
-    right, wrong = (
-        [
-            word.strip()
-            for row in side
-            for word in re.split(r"[;,]", re.sub(r"\([^)]*\)", "", row.partition("; of a ")[0]))
-        ]
-        for side in zip(*rows, strict=True)
-    )
-    glossary = re.findall(r"^\| ([^|]+) \|.*\| ([^|]*) \|$", find_page("glossary")[0].path.read_text(), re.M)
-    explained = {word.strip() for own, _ in glossary for word in own.split(",")} | {"`ignore_index`", *OWN_COMPONENTS}
-    replaced = {word.strip(" `") for _, others in glossary for word in others.split(",")} | COMPONENTS_BEFORE
-    assert len(right) > 20
-    assert [word for word in right if not {word, word.removesuffix("s")} & explained] == []
-    assert [word for word in wrong if word.removeprefix("the ") not in replaced] == []
 
 
 def test_every_rule_has_two_examples_that_are_found() -> None:

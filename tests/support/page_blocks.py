@@ -114,9 +114,9 @@ def kind(line: str) -> str:
 def difference(output: str, transcript: str) -> str:
     """Return how the lines of an output differ from those of a transcript; empty if they have the same kinds.
 
-    Numbers, times, sizes, paths, hashes and bars stand for their kinds, and neighbors of one kind count once, because a
-    shorter run prints fewer of them. In the transcript, a line `...` stands for any lines, `...` in a line for any words,
-    and a line of the output may be broken after 90 characters or more.
+    Numbers, times, sizes, paths, hashes and bars stand for their kinds, and neighbors of one kind count once, because
+    a shorter run prints fewer of them. In the transcript, a line `...` stands for any lines, `...` in a line for any
+    words, and a line of the output may be broken after 90 characters or more.
     """
     shown, promised = _kinds(output), _kinds(transcript)
     pattern, before = "", ""
