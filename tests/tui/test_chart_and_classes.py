@@ -11,7 +11,7 @@ import pytest
 from textual.geometry import Size
 from textual.pilot import Pilot
 
-from segapp.run.events import EventReader, Step, Val
+from segapp.run.events import EventReader, Step
 from segapp.run.words import number
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
@@ -200,33 +200,6 @@ def test_cursor_of_the_classes_stays_in_view(tmp_path: Path) -> None:
         worst = classes_content(folded(run), Size(76, 200)).plain.splitlines()
         name = re.match(r"class number \d+", worst[50]).group()  # type: ignore[union-attr]
         assert f"{name} " in screen_text(app)
-
-    run_screen(run, act, (80, 24))
-
-
-def test_old_evaluations_keep_their_classes(tmp_path: Path) -> None:
-    view = View()
-    vals = [
-        Val(epoch=n, step=n, loss=None, miou=0.5, iou=[n / 200, None], seq=n, t=float(n)).model_dump()
-        for n in range(1, 101)
-    ]
-    EventFold(view).add(vals)
-    view.classes = ["road", "sky"]
-    assert curve_of(view, "IoU road", None).points.tolist() == [[n, n / 200] for n in range(1, 101)]
-    assert curve_of(view, "IoU sky", None).points.tolist() == []
-
-
-def test_gpu_pane_of_one_column_shows_every_device(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
-    run.epoch()
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "2")
-        text = screen_text(app)
-        assert text.count(" img ") == 8
-        await press(app, pilot, "3")
-        titles = [re.findall("[1-5] [A-Z][a-z]+", shown) for shown in (text, screen_text(app))]
-        assert titles == [["1 Loss", "2 Memory", "3 Classes", "4 Events", "5 Images"]] * 2
 
     run_screen(run, act, (80, 24))
 
