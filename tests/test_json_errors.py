@@ -17,9 +17,8 @@ from segapp.__main__ import main
 from segapp.cli import app, schema
 from segapp.config import load_config
 from segapp.config.words import removed
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.errors import ConfigError, DataError, SegappError, StorageError
-from segapp.inference.predict.predictor import check_same_classes, check_same_pixels
+from segapp.inference.predict.predictor import check_same_classes
 from segapp.models import build_model
 from segapp.models.weights import load_weights, read_weights_file
 
@@ -169,10 +168,6 @@ def test_schema_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> Non
 
 
 REFUSED = {
-    "weights that are no file": (
-        lambda: build_model("smp", "Unet", 2, encoder="resnet18", weights="nowhere.pt"),
-        {"key": "model.weights", "path": "nowhere.pt"},
-    ),
     "weights without a name": (
         lambda: build_model("torchvision", "fcn", 2, encoder="resnet18", weights_backbone="IMAGENET"),
         {"key": "model.weights_backbone", "value": "IMAGENET"},
@@ -183,10 +178,6 @@ REFUSED = {
     ),
     "a file of the command line": (lambda: read_weights_file("nowhere.pt", "weights"), {"path": "nowhere.pt"}),
     "networks of other classes": (lambda: check_same_classes("a", ("road",), "b", ("sky",)), {"path": "b"}),
-    "networks of other bands": (
-        lambda: check_same_pixels("a", RGB8, "b", PixelFormat((1,), "uint16")),
-        {"path": "b"},
-    ),
 }
 """What a user gave -> a call that refuses it, and which of key, path and value its error has."""
 

@@ -1,6 +1,5 @@
 """`train.compile`: equal losses, unchanged checkpoints, exact resume, and an error that names the key."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ from torch import nn
 
 from segapp.errors import RunError
 from segapp.inference.sliding import NormalizedInput
-from segapp.losses import CriterionMaskClassification
-from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
 from tests.support.rank_runs import losses
 from tests.support.runs import differing, merged, train
@@ -50,35 +47,6 @@ def test_only_training_with_samples_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert calls == [2]
     with pytest.raises(RuntimeError, match="expected input"):  # errors of the network are not hidden
         compiled(num_bands=4)(images(1))
-
-
-@pytest.mark.slow
-def test_compiled_eomt_is_one_graph_with_equal_losses() -> None:
-    """Traced with its backward pass, but not translated to C++, which takes minutes; the attention masks fade."""
-
-    def course(call: Callable[[nn.Module], Any]) -> list[float]:
-        torch.manual_seed(0)
-        options = {"depth": 3, "embed_dim": 24, "num_heads": 2, "patch_size": 8, "num_queries": 5, "num_blocks": 2}
-        encoder = "tu-vit_small_patch16_dinov3"
-        model: Any = build_model("segapp", "eomt", 3, encoder=encoder, options={**options, "mask_steps": 4}).double()
-        network, criterion = call(model), CriterionMaskClassification(5, 3).double()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses = []
-        for _ in range(4):
-            images, target = torch.rand(2, 3, 32, 48, dtype=torch.float64), torch.randint(0, 3, (2, 32, 48))
-            loss = criterion(network(images), target.to(torch.uint8))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            model.count_update()
-            losses.append(float(loss.detach()))
-        return losses
-
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = course(lambda model: torch.compile(model, backend="aot_eager", fullgraph=True))
-    assert compiled == pytest.approx(course(lambda model: model), rel=1e-12)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from segapp.config import load_config
 from tests.support import ROOT
 
 SPLITS = {"single": [4], "dp": [2, 1, 1], "ddp": [4], "model": [4, 0]}
@@ -69,14 +68,3 @@ def test_architectures_and_modes_keep_cudas_rules(tmp_path: Path) -> None:
     assert {name: error for name, error in zip(CASES, errors, strict=True) if error} == {}
     assert "expected scalar type Half but found Float" in str(float_norms)
     assert "simgpu:1" in str(far_logits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
-def test_every_recipe_keeps_cudas_rules(tmp_path: Path, recipe: str) -> None:
-    config = load_config(recipe, ["distill=null"] if recipe == "camvid-distill" else [])
-    model = {**config.model.model_dump(mode="json"), "weights": None, "weights_backbone": None}
-    names = [("model", "fp16")] if model["library"] != "segapp" else []  # its queries cannot be placed
-    names += [("dp", "fp16"), ("dp", "amp-fp16")]
-    errors = errors_of([case_of(model, mode, precision) for mode, precision in names], tmp_path)
-    assert errors == [None] * len(names)

@@ -68,16 +68,6 @@ def test_run_with_a_thaw_resumes_bitwise(frozen: tuple[RunConfig, Path], tmp_pat
 
 
 @pytest.mark.slow
-def test_dp_thaws_as_one_device_in_half_precision(base: dict[str, Any], tmp_path: Path) -> None:
-    freeze = {"freeze": ["encoder.model.layer*", "encoder.model.conv1"], "freeze_epochs": 1}
-    for parallel in ({"mode": "single"}, {"mode": "dp", "devices": ["cpu"] * 3, "shares": [3, 0, 1]}):
-        config = merged(base, model=freeze, train={"precision": "fp16"}, parallel=parallel)
-        assert train(config, tmp_path / parallel["mode"]) == 0
-    assert len(losses(tmp_path / "dp")) == 4
-    assert losses(tmp_path / "dp") == pytest.approx(losses(tmp_path / "single"), rel=2e-3)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("logical_budgets")
 def test_auto_split_stays_the_planned_one_while_frozen(base: dict[str, Any], tmp_path: Path) -> None:
     """Device 0 has place for more images than it has beside the optimizer's state of the backbone."""

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
-from tests.support.golden_runs import float64
-from tests.support.rank_runs import losses
 from tests.support.runs import differing, events, merged, train
 from tests.training.test_resume import final_state, stopped_and_resumed
 
@@ -56,22 +53,6 @@ NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 def config_of(base: dict[str, Any], network: dict[str, Any], **sections: Any) -> RunConfig:
     own = {"data": {"crop_px": [32, 64]}, "optim": {"lr": 0.01}, "eval": {"every_epochs": 2}, **network, **sections}
     return merged({**base, "model": {}}, **own)
-
-
-@pytest.mark.slow
-def test_any_split_of_eomt_takes_the_course_of_one_device(base: dict[str, Any], tmp_path: Path) -> None:
-    """In float64; a share of 0, and micro-batches."""
-    splits: dict[str, dict[str, Any]] = {
-        "single": {"train": {"batch_size": 10}},
-        "dp": {"parallel": {"mode": "dp", "devices": ["cpu"] * 3, "shares": [0, 3, 7]}, "train": {"batch_size": 10}},
-        "accumulate": {"train": {"batch_size": 2, "accumulate": 5}},
-    }
-    with float64():
-        for name, sections in splits.items():
-            assert train(config_of(base, EOMT, **sections), tmp_path / name) == 0
-            assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "single"), rel=1e-10), name
-            for key, tensor in final_state(tmp_path / "single")["model"].items():
-                torch.testing.assert_close(final_state(tmp_path / name)["model"][key], tensor, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.slow

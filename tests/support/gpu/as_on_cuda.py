@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -42,11 +41,3 @@ def call_functions_directly() -> None:
         return self.rewrite()(*arguments, **options)
 
     interpreter.InterpretedFunction.__call__ = call
-
-
-def leave_overflow_checks_out() -> None:
-    """Let integers overflow unnoticed: a fifth of the time. The kernels' own cases check them."""
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
