@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,8 @@ import yaml
 from segapp.__main__ import main
 from segapp.checkpoint.training_state import save_checkpoint
 from segapp.cli import app, ckpt
-from segapp.docs.pages import find_page
 from segapp.run.checkpoints import CheckpointFacts
 from segapp.run.folder import RunFolder
-from tests.support.drawn_annotations import label_studio
 from tests.support.reference import stated_exit_codes
 
 STATED = stated_exit_codes()
@@ -33,12 +30,6 @@ def test_every_command_with_codes_of_its_own_states_them() -> None:
             if re.search(r"sys\.exit\(|raise typer\.Exit\(", inspect.getsource(info.callback)):
                 own.add(prefix + (info.name or info.callback.__name__))
     assert own - {"attach"} == set(STATED) - {"predict", "export", "init"}  # attach: always 0; the others: of an error
-
-
-def test_page_has_the_codes_of_the_help() -> None:
-    page = find_page("exit-codes")[0].text()
-    for name, text in STATED.items():
-        assert f"| `{name}` | {text} |" in page
 
 
 def bad_ids(folder: Path, tiny: dict[str, Any]) -> list[str]:
@@ -60,29 +51,11 @@ def damaged_checkpoint(folder: Path, _: Any) -> list[str]:
     return ["ckpt", "verify", "run"]
 
 
-def predicted_tasks(folder: Path, _: Any) -> list[str]:
-    label_studio(folder / "d")
-    tasks = json.loads((folder / "d/export.json").read_text())
-    for task in tasks:
-        task["predictions"] = task.pop("annotations")[1:2]
-    (folder / "d/export.json").write_text(json.dumps(tasks))
-    return ["init", "d"]
-
-
-@pytest.mark.parametrize(
-    ("words_of", "code"),
-    [(bad_ids, 3), (broken_loss, 2), (damaged_checkpoint, 4), (predicted_tasks, 3)],
-)
+@pytest.mark.parametrize(("words_of", "code"), [(bad_ids, 3), (broken_loss, 2), (damaged_checkpoint, 4)])
 def test_command_exits_with_the_code_that_its_help_states(
-    words_of: Callable[[Path, Any], list[str]],
-    code: int,
-    tiny: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words_of: Callable[[Path, Any], list[str]], code: int, tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = words_of(tmp_path, tiny)
+    words = words_of(Path(), tiny)
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == code, capsys.readouterr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,25 +44,19 @@ def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("rank", "names"),
     [
-        (0, ["machine b (rank 2)", "machine c (ranks 3 to 4)"]),
-        (1, None),
-        (2, ["machine a (ranks 0 to 1)", "machine c (ranks 3 to 4)"]),
+        (0, [["machine b (rank 2)", "machine c (ranks 3 to 4)"]]),
+        (1, []),
+        (2, [["machine a (ranks 0 to 1)", "machine c (ranks 3 to 4)"]]),
     ],
 )
 def test_first_rank_of_a_machine_watches_the_other_machines(
-    rank: int, names: list[str] | None, monkeypatch: pytest.MonkeyPatch
+    rank: int, names: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[str]] = []
-
-    class Watch:
-        def __init__(self, _store: Any, own: str, others: dict[str, str], _end: Any, *, limit_s: float) -> None:
-            assert own not in others
-            assert limit_s == 30.0
-            seen.append(sorted(others.values()))
-
-    monkeypatch.setattr(launch, "PeerWatch", Watch)
+    watch = Mock()
+    monkeypatch.setattr(launch, "PeerWatch", watch)  # which would need the store of a job
     Peers(rank, [(f"id-{host}", 7, host) for host in "aabcc"], HashStore, 8, 30.0)
-    assert seen == ([] if names is None else [names])
+    assert [sorted(call.args[2].values()) for call in watch.call_args_list] == names
+    assert all(call.args[1] not in call.args[2] and call.kwargs["limit_s"] == 30.0 for call in watch.call_args_list)
 
 
 @pytest.mark.parametrize(("hang_timeout_s", "expected_s"), [(600.0, 660.0), (5.0, 65.0), (0.0, 604800.0)])
