@@ -6,11 +6,12 @@ import base64
 import contextlib
 import os
 import pickle
+import re
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from segapp.__main__ import main
 from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_better, own_address, shared_secret
-from segapp.config import RunConfig, dump_config
+from segapp.config import dump_config
 from segapp.errors import ConfigError, StorageError
 from segapp.parallel import agent as agents
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
@@ -248,61 +249,37 @@ def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
     assert agent.carry_out() == 75
 
 
-class Job:
-    """The agents of one job on this host, whose ranks are forked.
-
-    Args:
-        folder: of the run `run`, and of the output of the ranks.
-        config: of the training.
-    """
-
-    def __init__(self, folder: Path, config: RunConfig) -> None:
-        self.folder = folder
-        (folder / "ranks.yaml").write_text(dump_config(config))
-        self._python = folder / "python"
-        self._python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {ROOT}/tests/support/forked_python.py "$@"\n')
-        self._python.chmod(0o755)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-
-    def launch(self, *words: str, options: str = "--nnodes=2", **env: str) -> Program:
-        """Start one agent, with words for `train` and environment variables."""
-        train = [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--", "train", "--config", "ranks.yaml", "--run", "run"]
-        names = {"PYTHON_EXEC": str(self._python), "SEGAPP_TEST_RANK_LOGS": str(self.folder)}
-        names["SEGAPP_TEST_FORK_SERVER"] = fork_server_name()
-        words = ("launch", *options.split(), *train, *words)
-        return start(*words, cwd=self.folder, logs=self.folder, **names, **env)
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of the run so far."""
-        run = self.folder / "run"
-        return events(run, kind) if (run / "events.jsonl").exists() else []
-
-
 @pytest.fixture
-def job(tiny: dict[str, Any], tmp_path: Path) -> Job:
-    return Job(tmp_path, ranks_of(tiny, 4, ["cpu", "cpu"]))
-
-
-def ends(*programs: Program) -> list[int | None]:
-    return [program.wait(120) for program in programs]
+def launch(tiny: dict[str, Any], tmp_path: Path) -> Callable[..., Program]:
+    """Start one of the two agents of a job on this host, whose ranks are forked, with words for `train`."""
+    (tmp_path / "ranks.yaml").write_text(dump_config(ranks_of(tiny, 4, ["cpu", "cpu"])))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {ROOT}/tests/support/forked_python.py "$@"\n')
+    python.chmod(0o755)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        options = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}", "--"]
+    names = {"PYTHON_EXEC": str(python), "SEGAPP_TEST_RANK_LOGS": str(tmp_path)}
+    names["SEGAPP_TEST_FORK_SERVER"] = fork_server_name()
+    train = ["launch", *options, "train", "--config", "ranks.yaml", "--run", "run"]
+    return lambda *words: start(*train, *words, cwd=tmp_path, logs=tmp_path, **names)
 
 
 @pytest.mark.faults
-def test_config_error_ends_all_agents_at_once_with_its_code(job: Job) -> None:
-    both = job.launch("train.epohcs=3"), job.launch("train.epohcs=3")
-    assert ends(*both) == [2, 2]
-    assert not (job.folder / "run").exists()
-    assert "unknown key train.epohcs" in (job.folder / "rank0.txt").read_text()
+def test_config_error_ends_all_agents_at_once_with_its_code(launch: Callable[..., Program], tmp_path: Path) -> None:
+    both = launch("train.epohcs=3"), launch("train.epohcs=3")
+    assert [agent.wait(120) for agent in both] == [2, 2]
+    assert not (tmp_path / "run").exists()
+    assert "unknown key train.epohcs" in (tmp_path / "rank0.txt").read_text()
 
 
-def test_signal_ends_an_agent_that_waits_for_others(job: Job) -> None:
-    agent = job.launch()
+def test_signal_ends_an_agent_that_waits_for_others(launch: Callable[..., Program]) -> None:
+    agent = launch()
     wait_for(lambda: _handles(agent.pid, signal.SIGTERM))  # its imports are done
-    wait_for(lambda: f"waiting at 127.0.0.1:{job.port} for 2 machines, for at most 600 s" in agent.stderr, 60)
+    waiting = r"waiting at 127\.0\.0\.1:\d+ for 2 machines, for at most 600 s"
+    wait_for(lambda: re.search(waiting, agent.stderr), 60)
     agent.send(signal.SIGTERM)
-    assert ends(agent) == [143]
+    assert agent.wait(120) == 143
 
 
 def _handles(pid: int, number: int) -> bool:
