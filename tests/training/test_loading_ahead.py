@@ -23,7 +23,6 @@ from segapp.training import inbox
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.step.engine import StepEngine
 from tests.datasets.conftest import no_worker_is_left  # noqa: F401  # a fixture
-from tests.support.rank_runs import check_split_change
 from tests.support.runs import each_save, events, merged, train
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -115,12 +114,6 @@ def test_changed_split_at_a_border_keeps_the_batches(
     assert saved == [STEPS_PER_EPOCH * epoch for epoch in (1, 2, 3)], "the best, before the change, and at the end"
     changed = [loss for _, loss in losses(tmp_path / "run")]
     assert changed == pytest.approx([loss for _, loss in losses(tmp_path / "plain")], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_changed_split_of_ranks_with_workers_is_exact(tiny: dict[str, Any], tmp_path: Path) -> None:
-    tiny["data"]["workers"] = 2
-    check_split_change(tiny, tmp_path, ["cpu", "cpu"])
 
 
 def test_workers_start_once_for_all_epochs_and_evaluations(tiny: dict[str, Any], tmp_path: Path) -> None:

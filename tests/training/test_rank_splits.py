@@ -62,6 +62,7 @@ def test_run_whose_ranks_come_and_go_equals_one_device(tiny: dict[str, Any], tmp
 
 @pytest.mark.slow
 def test_split_of_ranks_is_changed_by_command_and_exact(tiny: dict[str, Any], tmp_path: Path) -> None:
+    tiny["data"]["workers"] = 2
     check_split_change(tiny, tmp_path, CPUS)
 
 
