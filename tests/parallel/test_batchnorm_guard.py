@@ -114,3 +114,15 @@ def test_unused_parameters_are_found_and_model_unchanged(build):
     assert any(issubclass(kind, SyncBatchNorm) for kind in kinds) == (build is not Pooled)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_model_reading_values_is_assumed_to_need_two_samples():
+    class NeedsValues(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.norm(x) if x.sum().item() > -1e9 else x
+
+    assert smallest_chunk(NeedsValues(), torch.randn(2, 3, 8, 8)) == 2

@@ -178,3 +178,12 @@ def test_ranks_share_a_store_and_the_processors(cpus, ranks, threads, tmp_path, 
         assert (environ["NCCL_RAS_ENABLE"], environ["mode"], environ["exists"]) == ("0", 0o700, False)
     (store,) = {environ["SEGAPP_RANK_STORE"] for environ in seen.values()}
     assert not Path(store).parent.exists()
+
+
+def test_peers_are_looked_for_without_a_busy_loop(monkeypatch):
+    looks = []
+    monkeypatch.setattr(launch, "_is_alive", lambda pid: looks.append(pid) or True)
+    end_watch = launch.end_with_peers([1], 8, grace_s=1.0)
+    time.sleep(0.6)
+    end_watch()
+    assert 1 <= len(looks) <= 4  # after 0, 0.25, 0.5 s

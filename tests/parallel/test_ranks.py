@@ -293,3 +293,10 @@ def test_exchanges_of_ranks_send_what_they_are_given(monkeypatch):
             assert total.dtype == own.dtype
             assert total.tolist() == (2 * own).tolist()
     assert (whole.tolist(), half.tolist()) == ([3, 5], [[0.5], [1.5]])
+
+
+def test_absent_device_of_a_rank_is_named(monkeypatch):
+    for name, value in FULL.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DistributedSetupError, match="cuda:63"):
+        init_from_env(device="cuda:63")

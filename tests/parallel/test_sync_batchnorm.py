@@ -469,3 +469,8 @@ def test_rank_needs_no_more_launches_than_torchs_layer(capsys, monkeypatch):
     with capsys.disabled():
         print(f"\nlaunches of a layer and rank, both passes: {own}, torch's own {torchs}")
     assert own <= 1.3 * torchs
+
+
+def test_wrong_number_of_channels_is_named_with_its_layer():
+    with pytest.raises(ValueError, match=r"SyncBatchNorm 1 expects input of shape \(N, 5, ...\), got \(2, 3, 2, 2\)"):
+        DataParallelModel(nn.Sequential(nn.Identity(), SyncBatchNorm(5)), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
