@@ -138,6 +138,9 @@ def test_polygons_of_yolo_are_drawn_largest_first(tmp_path: Path) -> None:
         assert layout is not None
         assert len(layout.classes) == 14  # 0 to 12, the largest in any line, and the background
         np.testing.assert_array_equal(painted(layout), wanted)
+    (tmp_path / "a.txt").write_text(f"254{large[2:]}")
+    with pytest.raises(DataError, match="256 classes, but 8-bit masks hold 255"):
+        find_yolo(survey_tree(tmp_path))
     (tmp_path / "a.txt").write_text(f"{large}\n-1{large[2:]}")
     layout = find_yolo(survey_tree(tmp_path))
     assert layout is not None
@@ -192,9 +195,12 @@ def test_bitmap_that_is_no_png_is_left_out_and_named(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["objects"][1]["bitmap"]["data"] = base64.b64encode(zlib.compress(b"no PNG")).decode()
     path.write_text(json.dumps(content))
+    text = (other := path.with_name("0003.jpg.json")).read_text()
+    other.write_text(text.replace('"polygon"', '"graph"'))
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert "its bitmap is not a PNG" in "\n".join(result.lines)
-    assert len(names["train"] + names["val"]) == 5
+    assert "geometryType 'graph' is not known" in "\n".join(result.lines)
+    assert len(names["train"] + names["val"]) == 4
 
 
 def test_nnunet_channels_are_refused_and_their_stack_is_read(tmp_path: Path) -> None:

@@ -142,9 +142,12 @@ def test_ids_that_went_through_jpeg_are_refused(tmp_path: Path) -> None:
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
-def test_masks_of_one_value_are_refused_in_words(tmp_path: Path) -> None:
-    drawn(tmp_path / "d", lambda number: np.full(SIZE, 7, np.uint8))
-    with pytest.raises(DataError, match=r"the 10 masks that were read contain only one value: value 7: label"):
+@pytest.mark.parametrize(
+    ("value", "said"), [(7, "10 masks that were read contain only one value: value 7: label"), (255, "every pixel")]
+)
+def test_masks_of_one_value_are_refused_in_words(value: int, said: str, tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: np.full(SIZE, value, np.uint8))
+    with pytest.raises(DataError, match=said):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
     assert not (tmp_path / "made.yaml").exists()
 
