@@ -208,3 +208,15 @@ def test_unknown_implementation_is_named():
     logits, target = draw()
     with pytest.raises(ValueError, match="implementation='fast'"):
         upsample_cross_entropy(logits, target, implementation="fast")
+
+
+def test_fake_tensors_pass_through():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logits = torch.empty(2, 19, 97, 97, requires_grad=True)
+        target = torch.empty(2, 769, 769, dtype=torch.uint8)
+        loss = CriterionCE(weight=torch.ones(19))(logits, target)
+        loss.backward()
+        assert logits.grad.shape == logits.shape
+        assert loss.shape == ()

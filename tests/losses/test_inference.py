@@ -157,3 +157,14 @@ def test_pairs_of_classes_are_counted_exactly(part_bytes, is_amp, monkeypatch):
     assert counts.dtype == torch.int64
     assert torch.equal(counts, expected)
     assert int(counts[3, 1]) >= 2 * 41 * 57
+
+
+@pytest.mark.parametrize("views", [1, 3])
+def test_averaged_views_give_probabilities_and_argmax(views):
+    logits = [draw(2, 7, (5 + k, 6 + 2 * k), seed=k)[0] for k in range(views)]
+    size = (40, 37)
+    truth = torch.stack([upsampled(view, size).softmax(1) for view in logits]).mean(0)
+    assert relative_error(upsample_probabilities(logits, size), truth) < 1e-12
+    assert torch.equal(upsample_argmax(logits, size).long(), truth.argmax(1))
+    if views == 1:
+        assert relative_error(upsample_probabilities(logits[0], size), truth) < 1e-12

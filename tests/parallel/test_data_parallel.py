@@ -291,3 +291,10 @@ class TestCriterion:
 
         with pytest.raises(TypeError, match="return a tuple"):
             DataParallelCriterion(Wrong())(outputs, target)
+
+
+def test_positions_and_unknown_keywords_are_refused():
+    with pytest.raises(TypeError, match=r"device_ids, 0\): write gpu0_bsz=.*no output_device"):
+        DataParallelModel(nn.Linear(1, 1), ["cpu"] * 3, 0)
+    with pytest.raises(TypeError, match="full_bach"):
+        BalancedDataParallel(1, nn.Linear(1, 1), ["cpu"] * 3, full_bach=3)

@@ -222,3 +222,30 @@ def test_autocast_of_the_first_pass_holds_in_the_second():
         loss.backward()
         found.append([loss.detach(), *(parameter.grad for parameter in net.parameters()), *net.buffers()])
     assert all(map(torch.equal, *found))
+
+
+def test_activations_are_freed_and_computed_again():
+    net = network()
+    calls = []
+    for block in net[1:4]:
+        block.second.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    saved = []
+
+    def save(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    sizes = {}
+    for name, sets in (("kept", []), ("again", [EVERYWHERE])):
+        set_recompute(net, sets)
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            loss = net(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum()
+        sizes[name] = sum(saved)
+        calls.clear()
+        loss.backward()
+        assert len(calls) == {"kept": 0, "again": 3}[name]
+    assert sizes["again"] < sizes["kept"] / 4
+    with torch.no_grad():
+        net(torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    assert len(calls) == 6, "without gradients a block runs once"

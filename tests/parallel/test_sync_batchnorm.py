@@ -474,3 +474,19 @@ def test_rank_needs_no_more_launches_than_torchs_layer(capsys, monkeypatch):
 def test_wrong_number_of_channels_is_named_with_its_layer():
     with pytest.raises(ValueError, match=r"SyncBatchNorm 1 expects input of shape \(N, 5, ...\), got \(2, 3, 2, 2\)"):
         DataParallelModel(nn.Sequential(nn.Identity(), SyncBatchNorm(5)), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
+
+
+def test_allreduce_of_one_replica_returns_its_arguments():
+    x = torch.ones(2)
+    assert allreduce(x)[0] is x
+
+
+def test_values_of_other_ranks_count(monkeypatch):
+    layer = SyncBatchNorm(2)
+    x = torch.full((1, 2), 7.0)
+    monkeypatch.setattr(sync_batchnorm, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row.expand(2, -1))
+    assert not layer(x).any(), "two values; the other columns hold means and variances"
+    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row[None])
+    with pytest.raises(ValueError, match="got 1 in the whole batch"):
+        layer(x)
