@@ -29,7 +29,7 @@ OWN = "tests.support.own_parts"
         (f"{OWN}:ce", "loss"),
         (f"{OWN}:additive_ce", "loss"),
         ("torch.nn:CrossEntropyLoss", "loss"),
-        *((f"{OWN}:{name}", "loss") for name in ("focal", "ohem", "worst_class")),  # shapes follow values
+        *((f"{OWN}:{name}", "loss") for name in ("focal", "worst_class")),  # shapes follow values
         ("torch.optim:RMSprop", "optim"),
         (f"{OWN}:falling", "schedule"),
         ("albumentations:HorizontalFlip", "transform"),
@@ -56,7 +56,6 @@ BROKEN_PARTS = {
         "NoisyNet": "FAILED evaluation draws no random numbers",
         "nothing": "has no 'nothing'",
         "SoftmaxNet": "FAILED it returns logits, not probabilities",
-        "SigmoidNet": "FAILED it returns logits, not probabilities",
         "FixedNet": "correct it, or set its attribute fixed_size_px to the only height and width",
         "RaisingNet": "KeyError: 'logits' (tests/support/own_parts.py, line ",
         "NothingNet": "outputs are a NoneType: give logits",
@@ -82,13 +81,10 @@ BROKEN_PARTS = {
         "StrangeId": "the mask holds ids outside",
         "FloatMasks": "the mask is float64 of shape (48, 64): return class ids, integers",
         "RandomData": "FAILED it repeats its result: no random numbers are drawn",
-        "TensorData": f"the image is float32 of shape (3, 48, 64): {RGB}",
         "OneSplit": "FAILED the argument `split` chooses the images: val has others than train",
     },
     "transform": {
         "normalized": "Normalize",
-        "tensors": "ToTensorV2",
-        "turned": "can give images of",
         "resized": "can give images of 32 x 32 px, but all must end with data.crop_px",
         "smoothed": "puts 1 into masks that do not have it",
         "unseeded": "gives different results for one seed",

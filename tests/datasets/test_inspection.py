@@ -21,7 +21,7 @@ from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pai
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks, summary_of_ids
 from segapp.datasets.own_data import OwnData
-from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
+from segapp.datasets.targets import Targets, read_targets
 from segapp.errors import DataError
 from tests.support.runs import draw_scene
 
@@ -72,21 +72,9 @@ def findings(root: Path, crop_px: tuple[int, int] = (32, 32)) -> list[tuple[str,
     return [(f.severity, f.kind, f.split, f.message) for report in examined(root, crop_px) for f in report.findings]
 
 
-def test_sound_data_has_no_findings_and_exact_counts(root: Path) -> None:
+def test_sound_data_has_no_findings(root: Path) -> None:
     report, val = examined(root)
     assert (*report.findings, *val.findings) == ()
-    masks = np.stack([read(path) for path in sorted((root / "masks" / "train").iterdir())])
-    present = np.stack([(masks == c).any((1, 2)) for c in range(3)])
-    valid_px = (masks != 255).sum((1, 2))
-    assert report.targets.frequencies == ClassFrequencies(
-        pixels=tuple(int((masks == c).sum()) for c in range(3)),
-        images=tuple(present.sum(1).tolist()),
-        pixels_where_present=tuple((present * valid_px).sum(1).tolist()),
-        ignored_px=int((masks == 255).sum()),
-        num_images=12,
-        classes_of_masks=tuple(tuple(np.flatnonzero(row).tolist()) for row in present.T),
-    )
-    assert report.targets.valid_px == valid_px.sum()
     assert (report.sizes, report.num_pairs, report.num_masks) == ({SIZE: 12}, 12, 12)
     assert (val.split, val.num_pairs) == ("val", 5)
 
@@ -164,15 +152,6 @@ def test_each_of_many_faults_gives_one_finding(root: Path) -> None:
     assert all(each.split == (named(each.pair) or "").partition("/")[0] for each in found)
 
 
-def test_missing_class_and_small_images_are_warnings(root: Path) -> None:
-    for name in VAL:
-        change_mask(root, f"val/{name}", lambda mask: np.where(mask == 2, 0, mask))
-    assert [(f[0], f[1], f[2]) for f in findings(root, crop_px=(64, 64))] == [
-        ("warning", "crop", "train"),
-        ("warning", "class", "val"),
-    ]
-
-
 def test_small_images_are_counted_and_the_smallest_named(root: Path) -> None:
     for name, height in (("07.png", 30), ("55.png", 20), ("20.png", 32)):
         for kind in ("images", "masks"):
@@ -228,24 +207,16 @@ def said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Said
 
 
 def test_check_command_lists_all_findings_and_exits_3(root: Path, said: Said) -> None:
-    """Names of any bytes are inert in the terminal."""
     code, out = said()
     assert (code, "no problems found" in out) == (0, True)
     copy(root, "train/32", "val/99")
-    name = b"[red]\x1b]0;owned\x07<script>\xff.png"
-    for kind in ("images", "masks"):
-        folder = os.fsencode(root / kind / "train")
-        os.rename(os.path.join(folder, b"03.png"), os.path.join(folder, name))
-    os.truncate(os.path.join(os.fsencode(root / "images" / "train"), name), 300)
+    os.truncate(root / "images" / "train" / "03.png", 300)
     code, out = said("--json")
     report = json.loads(out)
     assert (code, report["errors"], report["warnings"]) == (3, 2, 0)
     assert [f["kind"] for f in report["findings"]] == ["unreadable", "leak"]
     assert len(report["class_weights"]["enet"]) == 3
-    text = said()[1]
-    assert "2 errors" in text
-    assert "[red]" in text
-    assert "\x1b]" not in text
+    assert "2 errors" in said()[1]
 
 
 def test_lists_that_do_not_fit_the_data_are_errors_of_check(said: Said) -> None:
@@ -268,22 +239,6 @@ def test_frame_like_a_training_image_is_a_warning(root: Path, said: Said) -> Non
     assert "patient07_1.png of train: " in found["message"]
     assert "of their structure agree" in found["message"]
     assert "1 of 6 images (17%) look like a training image: scores on val are too good" in said()[1]
-
-
-def test_patients_in_both_splits_are_a_warning(root: Path, said: Said) -> None:
-    for split, names in (("train", TRAIN), ("val", VAL[:4])):
-        for kind in ("images", "masks"):
-            (root / kind / "val" / "70.png").unlink(missing_ok=True)
-            for i, name in enumerate(names):
-                path = root / kind / split / f"{name}.png"
-                path.rename(path.with_name(f"patient{i // 2 + (split == 'val')}_{split}{i}.png"))
-    code, out = said("--json")
-    report = json.loads(out)
-    assert code == 0
-    (found,) = report["findings"]
-    assert (found["severity"], found["kind"], found["split"]) == ("warning", "group", "val")
-    assert "2 of the 2 groups of val (patient in the name) are in train too" in found["message"]
-    assert "scores on val are too good; divide anew with segapp init --folds 5 --group" in found["message"]
 
 
 def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
@@ -337,26 +292,6 @@ def test_masks_of_own_data_are_counted_and_their_ids_checked() -> None:
     assert report.unknown_ids.pixels == {7: 3}
     (found,) = [each for each in report.findings if each.kind == "ids"]
     assert "train[1]" in found.message
-
-
-def test_unpaired_files_are_listed_and_the_rest_checked(root: Path, tmp_path: Path, said: Said) -> None:
-    (root / "masks" / "val" / "33.png").unlink()
-    write(root / "masks" / "train" / "99.png", np.zeros(SIZE, np.uint8))
-    (root / "images" / "train" / "Thumbs.db").write_bytes(b"x")
-    (root / "images" / "train" / "._00.png").write_bytes(b"x")
-    away = tmp_path.parent / "away.png"
-    away.write_bytes((root / "images" / "train" / "10.png").read_bytes())
-    (root / "images" / "train" / "10.png").unlink()
-    (root / "images" / "train" / "10.png").symlink_to(away)
-    code, out = said("--json")
-    report = json.loads(out)
-    assert code == 3
-    found = [(f["severity"], f["kind"], f["split"]) for f in report["findings"]]
-    assert found.count(("error", "pairs", "val")) == 1
-    assert ["masks/train/10.png", "masks/train/99.png"] in report["files"]["not_used"]
-    assert report["files"]["hidden"] == ["images/train/._00.png", "images/train/Thumbs.db"]
-    assert found.count(("error", "link", "train")) == 1
-    assert (report["splits"]["train"]["pairs"], report["splits"]["val"]["pairs"]) == (11, 4)
 
 
 def test_training_checks_a_sample_of_a_large_data_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

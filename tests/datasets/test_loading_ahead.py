@@ -30,35 +30,28 @@ NUM_IMAGES, SEED, OWN_SEED = 13, 11, 5
 """`SEED` is the seed of the order, `OWN_SEED` the data set's own, of its augmentation."""
 
 
-class Recording:
-    """A transform that writes the process and the seed of each sample into a pipe."""
+class Recorder:
+    """A transform that writes the process and the seed of each sample into a pipe, and tells what all have loaded."""
 
     crop_px = CROP
 
-    def __init__(self, writing: int, act: Callable[[int], object] = lambda seed: None) -> None:
-        self.writing, self.act = writing, act
+    def __init__(self, pairs: tuple[ImagePair, ...], scheme: ClassScheme) -> None:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self.act: Callable[[int], object] = lambda seed: None
         self.plain = TrainTransform(CROP)
+        self.dataset = SegmentationDataset(pairs, scheme, self, seed=OWN_SEED)
+        self._loaded: list[tuple[int, tuple[int, int]]] = []
+        self._keys = {
+            mix_seed("sample", OWN_SEED, epoch, index): (epoch, index) for epoch in range(9) for index in range(99)
+        }
 
     def __call__(
         self, image: np.ndarray, mask: np.ndarray, seed: int, aim: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        os.write(self.writing, f"{os.getpid()} {seed}\n".encode())
+        os.write(self._writing, f"{os.getpid()} {seed}\n".encode())
         self.act(seed)
         return self.plain(image, mask, seed, aim)
-
-
-class Recorder:
-    """The samples that all workers have loaded so far, in order of their loading."""
-
-    def __init__(self, pairs: tuple[ImagePair, ...], scheme: ClassScheme) -> None:
-        self._reading, writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        self.transform = Recording(writing)
-        self.dataset = SegmentationDataset(pairs, scheme, self.transform, seed=OWN_SEED)
-        self._loaded: list[tuple[int, int]] = []
-        self._keys = {
-            mix_seed("sample", OWN_SEED, epoch, index): (epoch, index) for epoch in range(9) for index in range(99)
-        }
 
     def loaded(self) -> list[tuple[int, tuple[int, int]]]:
         """Return (process, (epoch, image)) of each sample."""
@@ -132,19 +125,6 @@ def test_three_epochs_equal_samples_read_one_by_one(
     assert sorted(loaded) == sorted(key for batch in expected for key in batch), "each sample is loaded once"
 
 
-@pytest.mark.parametrize("last_epoch", [2, 3])
-def test_next_epoch_is_loaded_before_the_last_step_ends(recorder: Recorder, last_epoch: int) -> None:
-    loader = TrainLoader(recorder.dataset, 4, seed=SEED, options=LoadOptions(2))
-    batches = loader.epoch(2, last_epoch=last_epoch)
-    for _ in range(len(loader)):
-        next(batches)
-    first_of_3 = {(3, image) for image in sample_order(NUM_IMAGES, SEED, 3)[:4]}
-    loaded = recorder.keys_within(5 if last_epoch == 3 else 0.5, 16)
-    assert first_of_3.issubset(loaded) == (last_epoch == 3)
-    assert {epoch for epoch, _ in loaded} == ({2, 3} if last_epoch == 3 else {2})
-    loader.close()
-
-
 @pytest.mark.parametrize(("workers", "batch_size"), [(1, 3), (3, 2), (2, 5)])
 def test_two_batches_per_worker_are_loaded_ahead(recorder: Recorder, workers: int, batch_size: int) -> None:
     """Also where that is more than the rest of an epoch, and no more while the consumer does nothing."""
@@ -177,19 +157,18 @@ def test_batch_is_loaded_by_several_workers(recorder: Recorder) -> None:
 # --- other batches than those loaded ahead
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_changed_shares_at_a_border_take_effect(recorder: Recorder, starts: list[BatchPool], workers: int) -> None:
+def test_changed_shares_at_a_border_take_effect(recorder: Recorder, starts: list[BatchPool]) -> None:
     """The workers have loaded the next epoch with the old shares; as at a change of `gpu0_bsz` of ranks."""
     shares = [4, 2]
     loader = TrainLoader(
-        recorder.dataset, 6, seed=SEED, options=LoadOptions(workers), rank=1, world_size=2, divide=lambda _: shares
+        recorder.dataset, 6, seed=SEED, options=LoadOptions(2), rank=1, world_size=2, divide=lambda _: shares
     )
     for epoch, changed in ((1, [4, 2]), (2, [1, 5]), (3, [1, 5])):
         shares[:] = changed
         batches = list(loader.epoch(epoch, last_epoch=3))
         assert_batches(batches, [keys[changed[0] :] for keys in keys_of((epoch,), 6)], recorder.dataset)
         assert [batch.first for batch in batches] == [changed[0], 6 + changed[0]]
-    assert len(starts) == (2 if workers else 0)
+    assert len(starts) == 2
     loader.close()
 
 
@@ -214,7 +193,7 @@ def test_error_ahead_is_reported_when_its_batch_is_due(recorder: Recorder) -> No
         if seed == mix_seed("sample", OWN_SEED, 2, failing):
             raise ValueError("of epoch 2")
 
-    recorder.transform.act = fail
+    recorder.act = fail
     loader = TrainLoader(recorder.dataset, 4, seed=SEED, options=LoadOptions(2))
     first = loader.epoch(1, last_epoch=3)
     batches = [next(first) for _ in range(len(loader))]
@@ -250,17 +229,13 @@ def test_interrupt_within_a_batch_leaves_no_part_behind(recorder: Recorder, monk
 # --- evaluation
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_prepared_evaluation_returns_every_image_once(
-    recorder: Recorder, starts: list[BatchPool], workers: int
-) -> None:
-    loader = EvalLoader(recorder.dataset, options=LoadOptions(workers), batch_size=1)
-    for number in range(1, 4):
+def test_prepared_evaluation_returns_every_image_once(recorder: Recorder, starts: list[BatchPool]) -> None:
+    loader = EvalLoader(recorder.dataset, options=LoadOptions(2), batch_size=1)
+    for number in range(3):
         loader.prepare(reads_windows=False)
         loader.prepare(reads_windows=False)
-        if workers:
-            num_before = (number - 1) * NUM_IMAGES
-            assert recorder.keys_within(5, num_before + 1)[num_before] in {(0, 0), (0, 1)}, "before it is asked for"
+        at = number * NUM_IMAGES
+        assert recorder.keys_within(5, at + 1)[at] in {(0, 0), (0, 1)}, "before it is asked for"
         assert [batch.indices for batch in loader] == [(index,) for index in range(NUM_IMAGES)]
-        assert len(starts) == (number if workers else 0)
+        assert len(starts) == number + 1
     loader.close()

@@ -1,6 +1,5 @@
 """Decoding against Pillow, OpenCV and pixels written by hand; errors for damage and wrong ids."""
 
-import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -40,8 +39,8 @@ def names(count: int) -> list[str]:
     return [f"class {i}" for i in range(count)]
 
 
-def png(ids: np.ndarray, bits: int, color_type: int, size: tuple[int, int] | None = None) -> bytes:
-    """Return a PNG encoded by hand, because libraries differ in low bit depths; `size` (width, height) may lie."""
+def png(ids: np.ndarray, bits: int, color_type: int) -> bytes:
+    """Return a PNG encoded by hand, because libraries differ in low bit depths."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -51,7 +50,7 @@ def png(ids: np.ndarray, bits: int, color_type: int, size: tuple[int, int] | Non
     else:
         shifts = np.arange(bits - 1, -1, -1)
         rows = [np.packbits((row[:, None] >> shifts & 1).astype(np.uint8).ravel()).tobytes() for row in ids]
-    header = struct.pack(">IIBBBBB", *(size or ids.shape[::-1]), bits, color_type, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", *ids.shape[::-1], bits, color_type, 0, 0, 0)
     palette = chunk(b"PLTE", bytes(range(255, 255 - 3 * min(1 << bits, 60), -1))) if color_type == 3 else b""
     body = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + palette + body + chunk(b"IEND", b"")
@@ -97,21 +96,6 @@ def test_exif_rotation_matches_pillow(orientation: int, suffix: str, tmp_path: P
 # --- damage
 
 
-@pytest.mark.parametrize("kind", ["jpg", "progressive", "png", "mask"])
-def test_cut_and_zeroed_files_are_named(kind: str, tmp_path: Path) -> None:
-    image = draw_image(6, 120, 160)
-    path = tmp_path / f"broken.{'jpg' if kind in {'jpg', 'progressive'} else 'png'}"
-    if path.suffix == ".jpg":
-        data = jpeg_bytes(image, progressive=kind == "progressive")
-    else:
-        data = save(image if kind == "png" else draw_mask(6, 120, 160), path).read_bytes()
-    for form in (data[: len(data) * 3 // 10], data[: len(data) * 6 // 10], data[:-1], data[:64],
-                 data[: len(data) // 2] + bytes(len(data) - len(data) // 2), b"<html>not found</html>"):  # fmt: skip
-        path.write_bytes(form)
-        with pytest.raises(DataError, match=rf"broken{path.suffix}: .*(damaged|download)"):
-            read_mask(path, class_scheme("folder", classes=names(5))) if kind == "mask" else read_image(path)
-
-
 def test_truncated_jpeg_with_embedded_preview_is_refused(tmp_path: Path) -> None:
     preview = jpeg_bytes(draw_image(0, 20, 20))
     data = jpeg_bytes(draw_image(7, 90, 90), exif=b"Exif\0\0" + preview)
@@ -123,24 +107,6 @@ def test_truncated_jpeg_with_embedded_preview_is_refused(tmp_path: Path) -> None
     (tmp_path / "a.jpg").write_bytes(cut)
     with pytest.raises(DataError, match="truncated JPEG"):
         read_image(tmp_path / "a.jpg")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: None, "does not exist"),
-        (lambda p: p.touch(), "0 bytes"),
-        (lambda p: p.mkdir(), "not a regular file"),
-        (lambda p: os.mkfifo(p), "not a regular file"),
-        (lambda p: p.symlink_to("nowhere"), "does not exist"),
-    ],
-)
-def test_path_that_is_no_file_is_named(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    make(path)
-    for read in (read_image, read_header):
-        with pytest.raises(DataError, match=rf"a\.png: .*{message}"):
-            read(path)
 
 
 @case("F47", how="EIO at the first read of a mask", passes="tried again")
@@ -163,18 +129,6 @@ def test_transient_storage_error_is_retried(tmp_path: Path, monkeypatch: pytest.
         errors[:] = [error] * 9
         with pytest.raises(DataError, match=said):
             read_image(path)
-
-
-@pytest.mark.parametrize("size", [(20_000, 20_000), (2_000_000, 2_000)])
-def test_decompression_bomb_is_refused_before_decoding(size: tuple[int, int], tmp_path: Path) -> None:
-    path = tmp_path / "bomb.png"
-    path.write_bytes(png(np.zeros((1, 8), np.uint8), 1, 0, size))
-    for read in (read_image, read_header, lambda p: read_mask(p, class_scheme("voc"))):
-        with pytest.raises(DataError, match=r"bomb\.png: too large .*cut it into tiles") as refused:
-            read(path)
-        number = f"({size[0] * size[1]} pixels; at most 178956970 pixels are read)"
-        assert number in str(refused.value)
-        assert "exceeds limit" not in str(refused.value)  # Pillow's sentence
 
 
 # --- masks
@@ -206,14 +160,6 @@ def test_every_png_depth_keeps_the_ids(bits: int, color_type: int, tmp_path: Pat
     scheme = class_scheme("folder", classes=names(12))
     np.testing.assert_array_equal(read_mask(path, scheme), ids)
     np.testing.assert_array_equal(stored_pixels(path, as_rgb=False)[0], ids)
-
-
-def test_label_map_maps_every_id(tmp_path: Path) -> None:
-    path = save(np.array([[0, 7, 9, 2], [255, 1, 7, 0]], np.uint8), tmp_path / "a.png")
-    scheme = class_scheme("folder", classes=names(3), label_map={7: 1, 9: 255, 0: 2})
-    np.testing.assert_array_equal(read_mask(path, scheme), [[2, 1, 255, 2], [255, 1, 1, 2]])
-    negative = class_scheme("folder", classes=names(3), label_map={7: 1, 9: -1, 0: 2, 255: -1}, ignore_index=-1)
-    np.testing.assert_array_equal(read_mask(path, negative), [[2, 1, -1, 2], [-1, 1, 1, 2]])
 
 
 def test_cityscapes_ids_and_train_ids_give_the_same_target(tmp_path: Path) -> None:
@@ -250,22 +196,14 @@ def test_several_colours_may_share_a_class(tmp_path: Path) -> None:
 
 def test_unknown_colours_are_named_with_their_counts(tmp_path: Path) -> None:
     pixels = np.zeros((4, 4, 3), np.uint8)
-    pixels[0, :3] = (1, 2, 3)
     scheme = class_scheme("folder", classes=names(1), palette=[(0, 0, 0)], rgb=True)
-    with pytest.raises(DataError, match=r"a\.png: .*not in the palette: \[1, 2, 3\] \(3 px\)\. Add them"):
+    pixels[0, :3], pixels[1:3], pixels[3, :2], pixels[3, 2] = (1, 2, 3), (9, 0, 255), (0, 7, 0), (255, 255, 254)
+    four = r"\[9, 0, 255\] \(8 px\), \[1, 2, 3\] \(3 px\), \[0, 7, 0\] \(2 px\), \[255, 255, 254\] \(1 px\)\. Add"
+    with pytest.raises(DataError, match=rf"a\.png: .*not in the palette: {four} them"):
         read_mask(save(pixels, tmp_path / "a.png"), scheme)
-    pixels[1:3] = (9, 0, 255)
-    pixels[3, :2], pixels[3, 2] = (0, 7, 0), (255, 255, 254)
-    four = (
-        r"palette: \[9, 0, 255\] \(8 px\), \[1, 2, 3\] \(3 px\), \[0, 7, 0\] \(2 px\), \[255, 255, 254\] \(1 px\)\. Add"
-    )
-    with pytest.raises(DataError, match=four):
-        read_mask(save(pixels, tmp_path / "c.png"), scheme)
     pixels[3, 3] = 1
     with pytest.raises(DataError, match="smoothed"):  # more than four times as many as in the palette
-        read_mask(save(pixels, tmp_path / "d.png"), scheme)
-    with pytest.raises(DataError, match="smoothed"):
-        read_mask(save(draw_image(0, 20, 20), tmp_path / "b.png"), scheme)
+        read_mask(save(pixels, tmp_path / "a.png"), scheme)
 
 
 @pytest.mark.parametrize(
@@ -323,22 +261,6 @@ def test_ids_of_sixteen_bits_are_exact_and_wider_ones_refused(tmp_path: Path) ->
     np.testing.assert_array_equal(read_mask(path, scheme), [[1, 0]])
 
 
-@pytest.mark.parametrize(
-    ("mode", "suffix", "message"),
-    [
-        ("RGB", ".png", "RGB colors, not class ids: set data.rgb_masks"),
-        ("RGBA", ".png", "RGBA colors, not class ids"),
-        ("LA", ".png", "LA colors, not class ids"),
-        ("L", ".jpg", "the mask is a JPEG, and lossy compression changes class ids"),
-    ],
-)
-def test_formats_that_hold_no_ids_are_refused(
-    mode: str, suffix: str, message: str, scheme: ClassScheme, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError, match=message):
-        read_mask(save(draw_mask(0, 9, 9), tmp_path / f"a{suffix}", mode), scheme)
-
-
 def float_mask(path: Path, *values: float) -> Path:
     """Write a float TIFF of 3 x 5 pixels whose first pixels have the values, and the others 2."""
     pixels = np.full((3, 5), 2, np.float32)
@@ -369,13 +291,6 @@ def test_float_that_is_no_id_is_refused_by_name_and_value(
     scheme = class_scheme("folder", classes=names(3), multilabel=multilabel)
     with pytest.raises(DataError, match=rf"a\.tif: the mask holds {shown}, and class ids are whole numbers"):
         read_mask(path, scheme)
-
-
-def test_masks_of_several_frames_are_refused(scheme: ClassScheme, tmp_path: Path) -> None:
-    first, second = (Image.fromarray(draw_mask(i, 9, 9)) for i in range(2))
-    first.save(tmp_path / "a.tif", save_all=True, append_images=[second])
-    with pytest.raises(DataError, match="several frames"):
-        read_mask(tmp_path / "a.tif", scheme)
 
 
 # --- the check of headers
@@ -410,17 +325,3 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
         check_pairs(pairs[6:7])
     with pytest.raises(DataError, match=r"025\.png: .*truncated JPEG"):
         check_pairs(pairs[7:8])
-
-
-def test_real_camvid_passes_the_check_and_matches_pillow(camvid: Path) -> None:
-    from segapp.datasets.layouts.formats import DataLocation, find_pairs
-
-    assert len(find_pairs(DataLocation("camvid", camvid), "train")) == 367
-    pairs = find_pairs(DataLocation("camvid", camvid), "val")
-    assert len(pairs) == 101
-    assert set(check_pairs(pairs)) == {(360, 480)}
-    scheme = class_scheme("camvid")
-    for pair in pairs[::25]:
-        assert np.abs(read_image(pair.image).astype(int) - np.array(Image.open(pair.image))).max() <= 4
-        ids = np.array(Image.open(pair.mask))
-        np.testing.assert_array_equal(read_mask(pair.mask, scheme), np.where(ids == 11, 255, ids))

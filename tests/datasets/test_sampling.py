@@ -130,14 +130,6 @@ def test_class_that_is_not_in_the_mask_gives_any_crop(dataset: SegmentationDatas
 # --- equal in any process
 
 
-def test_sampling_needs_a_crop_that_can_be_aimed() -> None:
-    from segapp.config import validate_config
-
-    data = {"format": "camvid", "root": "data", "sampling": "foreground", "augment": [{"RandomCrop": {"height": 9}}]}
-    with pytest.raises(ConfigError, match=r"data.sampling: foreground needs ScaledCrop"):
-        validate_config({"name": "a", "data": data})
-
-
 WritePairs = Callable[..., tuple[ImagePair, ...]]
 MIXED = (24, 32)
 

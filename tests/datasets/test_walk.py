@@ -83,16 +83,6 @@ def test_path_is_found_in_the_other_form(make: object, tmp_path: Path) -> None:
     assert on_disk(tmp_path / other("Köln/été.png")) == tmp_path / other("Köln/été.png")
 
 
-def test_list_in_nfd_names_files_in_nfc_with_their_own_bytes(tmp_path: Path) -> None:
-    names = [nfc(name) for name in ("Köln/été", "Köln/ünï", "plain")]
-    touch(tmp_path, *(f"i/{name}.png" for name in names), *(f"m/{nfd(name)}.png" for name in names))
-    (tmp_path / "train.txt").write_text("".join(f"i/{nfd(name)}.png\tm/{nfc(name)}.png\n" for name in names))
-    pairs = find_pairs(DataLocation("list", tmp_path), "train")
-    assert {(str(p.image.relative_to(tmp_path)), str(p.mask.relative_to(tmp_path))) for p in pairs if p.mask} == {
-        (f"i/{name}.png", f"m/{nfd(name)}.png") for name in names
-    }
-
-
 def test_folder_of_masks_is_found_in_the_other_form(tmp_path: Path) -> None:
     """Two images whose names look alike do not share a mask."""
     touch(tmp_path, f"{nfd('Übung')}/train/{nfd('Köln')}/1.png", f"{nfd('Masken ä')}/train/{nfc('Köln')}/1.png")
@@ -174,14 +164,11 @@ def test_broken_link_is_named_with_its_target(tmp_path: Path) -> None:
 
 
 PLUG_IN = """
-from PIL import Image, PngImagePlugin
-class Heif(PngImagePlugin.PngImageFile):
+from PIL import Image, ImageFile
+class Heif(ImageFile.ImageFile):
     format = "HEIF"
     def _open(self):
-        self.fp.seek(4)
-        import io
-        self.fp = io.BytesIO(self.fp.read())
-        super()._open()
+        self._size, self._mode, self.tile = (2, 1), "RGB", [("raw", (0, 0, 2, 1), 4, "RGB")]
 def register_heif_opener():
     Image.register_open("HEIF", Heif, lambda start: start[:4] == b"HEIF")
 """
@@ -196,11 +183,10 @@ print({path: read_image(Path(path)).tolist() for path in sorted(survey_tree(Path
 
 def test_photos_of_phones_are_read_with_their_plug_in(tmp_path: Path) -> None:
     """Without it they are named: tests/inference/test_predict_inputs.py."""
-    Image.fromarray(np.full((1, 2, 3), 7, np.uint8)).save("a.png")
     for name in ("b.heic", "c.HEIF"):
-        Path(name).write_bytes(b"HEIF" + Path("a.png").read_bytes())
+        Path(name).write_bytes(b"HEIF" + bytes([1, 2, 3, 4, 5, 6]))
     (tmp_path / "pillow_heif.py").write_text(PLUG_IN)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, env=environment, check=True)
-    pixels = [[[7, 7, 7], [7, 7, 7]]]
-    assert ast.literal_eval(done.stdout) == {"a.png": pixels, "b.heic": pixels, "c.HEIF": pixels}
+    pixels = [[[1, 2, 3], [4, 5, 6]]]
+    assert ast.literal_eval(done.stdout) == {"b.heic": pixels, "c.HEIF": pixels}

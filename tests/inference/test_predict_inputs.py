@@ -96,16 +96,6 @@ def test_names_equal_on_the_screen_are_told_apart(tmp_path: Path) -> None:
         ]
 
 
-def test_links_that_are_broken_or_lead_up_are_each_an_input_once(tmp_path: Path) -> None:
-    touch(tmp_path, "d/a/1.png", "m/1.png")
-    for name in ("d/2.png", "d/3.png"):
-        (tmp_path / name).symlink_to("nowhere.png")  # reported when they are read
-    (tmp_path / "d/a/up").symlink_to("../..")
-    (tmp_path / "d/same.png").symlink_to("a/1.png")
-    assert sorted(names_of(tmp_path / "d")) == ["2", "3", "same"]
-    assert names_of(tmp_path / "d" / "3.png") == ["3"]
-
-
 def test_no_matching_image_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no image"):
         find_images([tmp_path])

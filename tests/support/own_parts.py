@@ -141,7 +141,6 @@ OtherSizes = data_of(lambda image, mask: (image, mask[::2, ::2]))
 StrangeId = data_of(with_strange_id)
 FloatMasks = data_of(lambda image, mask: (image, mask.astype(np.float64)))
 RandomData = data_of(lambda image, mask: (image ^ np.random.default_rng().integers(0, 2, image.shape, np.uint8), mask))
-TensorData = data_of(lambda image, mask: (torch.from_numpy(image).permute(2, 0, 1) / 255, torch.from_numpy(mask)))
 
 
 class TorchStyle:
@@ -199,7 +198,6 @@ def net_of(change: Callable[[dict[str, Tensor]], Any]) -> type[Net]:
 
 
 SoftmaxNet = net_of(lambda outputs: outputs["out"].softmax(1))
-SigmoidNet = net_of(lambda outputs: outputs["out"].sigmoid())
 LogSoftmaxNet = net_of(lambda outputs: outputs["out"].log_softmax(1))  # a second softmax changes nothing
 ReluNet = net_of(lambda outputs: (outputs["out"] * 0.01).relu())  # within 0 and 1 for usual images, but logits
 RaisingNet = net_of(lambda outputs: outputs["logits"])
@@ -258,17 +256,6 @@ def focal() -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-def ohem() -> Callable[[Tensor, Tensor], Tensor]:
-    """The mean of the quarter of pixels with the largest loss."""
-
-    def loss(logits: Tensor, target: Tensor) -> Tensor:
-        ce = F.cross_entropy(logits, target, ignore_index=255, reduction="none").flatten()
-        num_kept = max(1, int((target != 255).sum().item()) // 4)
-        return ce.topk(num_kept)[0].mean()
-
-    return loss
-
-
 def worst_class() -> Callable[[Tensor, Tensor], Tensor]:
     """The largest of the means of the classes present."""
 
@@ -293,16 +280,6 @@ def transforms() -> Any:
 def normalized() -> list[Any]:
     """Normalizes, as segapp does on the device."""
     return [transforms().Normalize()]
-
-
-def tensors() -> list[Any]:
-    """Makes tensors."""
-    return [transforms().ToTensorV2()]
-
-
-def turned() -> list[Any]:
-    """Exchanges height and width of a crop that is not square."""
-    return [transforms().RandomCrop(64, 48), transforms().RandomRotate90(p=1)]
 
 
 def resized() -> list[Any]:

@@ -109,8 +109,6 @@ def test_unknown_ids_in_a_window_name_the_mask(tmp_path: Path) -> None:
     assert not found[0:100, 0:100].any()
     with pytest.raises(UnknownIdsError, match=r"mask\.tif.*9 \(901 px\)"):
         found[100:, :]
-    np.testing.assert_array_equal(read_mask(write_pair(tmp_path, 1, "uint8").mask or Path(), SCHEME)[5:9], mask_windows(
-        tmp_path / "mask.tif", SCHEME)[5:9])  # type: ignore[index]  # fmt: skip
 
 
 @pytest.mark.parametrize(("most_px", "step"), [(4_022, 4), (7_151, 3)])
