@@ -7,7 +7,7 @@ Weights travel in flat buckets from one device to the next, and so do the sums o
 receives a bucket more than once. All of this uses copies between two streams, ordered by events. Collectives are not
 used, because the kernels of a collective wait for each other: if another thread issues a copy between their launches,
 as the backward pass of synchronized BatchNorm may, the devices wait for each other forever
-(`tests/parallel/test_order_graph.py`).
+(`tests/parallel/test_fake_devices.py`).
 """
 
 from __future__ import annotations
