@@ -109,14 +109,10 @@ def test_impossible_numbers_are_refused(dataset: SegmentationDataset) -> None:
 
 # --- equal batches with and without workers
 
-EVERYTHING = [
+LISTED = [
     {"ScaledCrop": {"crop_px": [24, 24]}},
-    {"VerticalFlip": {}},
     {"RandomRotate90": {}},
-    {"Affine": {"rotate": [-20, 20], "shear": [-5, 5], "p": 1.0}},
     {"ElasticTransform": {"alpha": 40, "sigma": 5}},
-    {"GaussNoise": {}},
-    {"CoarseDropout": {}},
     {"OneOf": {"transforms": [{"MotionBlur": {}}, {"SaltAndPepper": {}}, {"RandomGamma": {}}], "p": 1.0}},
     {"SomeOf": {"transforms": [{"HorizontalFlip": {}}, {"Sharpen": {}}, {"GridDistortion": {}}], "n": 2}},
     {"PadIfNeeded": {"min_height": 24, "min_width": 32}},
@@ -129,7 +125,7 @@ def test_workers_resumes_and_ranks_give_the_same_samples(way: str, dataset: Segm
     """Ranks have 2, 0 and 3 samples of a batch, and of the last one, of 3, what is left for them."""
     order = None
     if way == "list":
-        dataset.transform = TrainTransform(CROP, EVERYTHING)
+        dataset.transform = TrainTransform(CROP, LISTED)
     if way in ("cutmix", "classmix"):
         dataset.mix = PairMix(**{way: 0.9})
     if way in ("class-balanced", "foreground"):

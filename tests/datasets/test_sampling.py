@@ -1,7 +1,6 @@
 """Class-balanced and foreground sampling, CutMix and ClassMix: by hand and by their published definitions."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +9,14 @@ from PIL import Image
 
 from segapp.assembly.data import build_mix, build_order
 from segapp.config import DataConfig, validate_config
-from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.crop import AxisPlan
 from segapp.datasets.dataset import PairMix, SegmentationDataset, compute_class_frequencies
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
-from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.pool import LoadOptions
 from segapp.datasets.sampling import SampleKey, aimed_order, sample_order
-from segapp.errors import ConfigError
 from tests.support.drawn_data import draw_image, draw_mask
 
 CROP = (16, 20)
@@ -130,7 +126,6 @@ def test_class_that_is_not_in_the_mask_gives_any_crop(dataset: SegmentationDatas
 # --- equal in any process
 
 
-WritePairs = Callable[..., tuple[ImagePair, ...]]
 MIXED = (24, 32)
 
 
@@ -199,27 +194,9 @@ def test_shares_and_partners_by_their_probabilities() -> None:
     assert [drawn.count(way) for way in ("cutmix", "classmix")] == pytest.approx([900, 300], abs=70)
 
 
-def test_partner_is_read_through_the_cache(
-    write_pairs: WritePairs, scheme: ClassScheme, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = SegmentationDataset(write_pairs([(40, 50)] * 3), scheme, TrainTransform(MIXED))
-    dataset.mix = PairMix(cutmix=1.0)
-    read: list[int] = []
-    original = dataset.read
-    monkeypatch.setattr(dataset, "read", lambda index: read.append(index) or original(index))
-    dataset[0, 1]
-    assert len(read) == 2
-    assert read[0] == 1 != read[1]
-    assert dataset_module.PairMix is PairMix
-
-
 def test_mix_of_a_config() -> None:
     def data(**mix: float) -> DataConfig:
         return validate_config({"name": "a", "data": {"format": "camvid", "root": "data", **mix}}).data
 
     assert build_mix(data(), 255) is None
     assert build_mix(data(cutmix=0.5), 7) == PairMix(cutmix=0.5, ignore_index=7)
-    with pytest.raises(ConfigError, match=r"data.cutmix: .* add up to 1.2"):
-        data(cutmix=0.5, classmix=0.7)
-    with pytest.raises(ConfigError, match=r"data.cutmx: did you mean data.cutmix"):
-        data(cutmx=0.5)

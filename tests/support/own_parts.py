@@ -173,30 +173,22 @@ class WrongChannels(Net):
         super().__init__(num_classes + 1)
 
 
-class MixingNet(Net):
-    """A network that subtracts the mean over the batch."""
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return super().forward(images - images.mean(0, keepdim=True))
+def unchanged(value: Any) -> Any:
+    return value
 
 
-class NoisyNet(Net):
-    """A network that adds noise in evaluation too."""
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return super().forward(images + torch.randn_like(images))
-
-
-def net_of(change: Callable[[dict[str, Tensor]], Any]) -> type[Net]:
-    """Return a network whose outputs are changed."""
+def net_of(change: Callable[[dict[str, Tensor]], Any], seen: Callable[[Tensor], Tensor] = unchanged) -> type[Net]:
+    """Return a network whose outputs, and images, are changed."""
 
     class Changed(Net):
         def forward(self, images: Tensor) -> Any:
-            return change(super().forward(images))
+            return change(super().forward(seen(images)))
 
     return Changed
 
 
+MixingNet = net_of(unchanged, lambda images: images - images.mean(0, keepdim=True))
+NoisyNet = net_of(unchanged, lambda images: images + torch.randn_like(images))  # in evaluation too
 SoftmaxNet = net_of(lambda outputs: outputs["out"].softmax(1))
 LogSoftmaxNet = net_of(lambda outputs: outputs["out"].log_softmax(1))  # a second softmax changes nothing
 ReluNet = net_of(lambda outputs: (outputs["out"] * 0.01).relu())  # within 0 and 1 for usual images, but logits

@@ -44,8 +44,7 @@ CHANNELS = {
     "OME": {"ome": True, "metadata": {"axes": "CYX"}},
     "ImageJ": {"imagej": True, "metadata": {"axes": "CYX"}},
     "tifffile": {"metadata": {"axes": "CYX"}},
-    "BigTIFF": {"ome": True, "bigtiff": True, "metadata": {"axes": "CYX"}},
-    "tiles": {"ome": True, "tile": (16, 16), "metadata": {"axes": "CYX"}},
+    "BigTIFF in tiles": {"ome": True, "bigtiff": True, "tile": (16, 16), "metadata": {"axes": "CYX"}},
 }
 
 
