@@ -56,6 +56,7 @@ BROKEN_PARTS = {
         "NoisyNet": "FAILED evaluation draws no random numbers",
         "nothing": "has no 'nothing'",
         "SoftmaxNet": "FAILED it returns logits, not probabilities",
+        "SigmoidNet": "FAILED it returns logits, not probabilities",
         "FixedNet": "correct it, or set its attribute fixed_size_px to the only height and width",
         "RaisingNet": "KeyError: 'logits' (tests/support/own_parts.py, line ",
         "NothingNet": "outputs are a NoneType: give logits",

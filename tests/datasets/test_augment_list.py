@@ -88,6 +88,7 @@ def test_own_transforms_stand_in_the_list(tmp_path: Path, monkeypatch: pytest.Mo
         "import albumentations as A\n"
         "def flips(p=0.5): return [A.HorizontalFlip(p=p), A.VerticalFlip(p=p)]\n"
         "def number(): return 3\n"
+        "def tensors(): return A.ToTensorV2()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
@@ -98,6 +99,7 @@ def test_own_transforms_stand_in_the_list(tmp_path: Path, monkeypatch: pytest.Mo
         found = [TrainTransform(CROP, [{"NoOp": {}}, each])(image, mask, seed) for each in both]
         for one, other in zip(*found, strict=True):
             np.testing.assert_array_equal(one, other)
+    assert "ToTensorV2 makes tensors: leave it out" in problems(["ScaledCrop", "my_transforms:tensors"])
     assert problems([{"my_transforms:flips": {"q": 1}}, "my_transforms:number"]).splitlines() == [
         "2 problems in data.augment:",
         "  data.augment[0].q is not an argument of my_transforms:flips: it takes p",

@@ -234,6 +234,18 @@ def test_frame_like_a_training_image_is_a_warning(root: Path, said: Said) -> Non
     assert "1 of 6 images (17%) look like a training image: scores on val are too good" in said()[1]
 
 
+def test_patient_in_both_splits_is_a_warning(root: Path, said: Said) -> None:
+    for kind in ("images", "masks"):
+        for split, names in (("train", TRAIN), ("val", VAL)):
+            for i, name in enumerate(names):
+                path = root / kind / split / f"{name}.png"
+                path.rename(path.with_name(f"patient{i // 2 + 5 * (split == 'val')}_{split}{i}.png"))
+    code, out = said("--json")
+    (found,) = json.loads(out)["findings"]
+    assert (code, found["severity"], found["kind"], found["split"]) == (0, "warning", "group", "val")
+    assert "1 of the 3 groups of val (patient in the name) are in train too" in found["message"]
+
+
 def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
     """The cause follows from all masks together: some have no 3."""
     counts = {}
