@@ -73,13 +73,7 @@ def test_parts_of_the_ranks_are_even_and_in_order(num_samples: int, world_size: 
 
 @pytest.mark.parametrize(
     ("num_samples", "batch_size", "drop_last", "sizes"),
-    [
-        (13, 4, True, [4, 4, 4]),
-        (13, 4, False, [4, 4, 4, 1]),
-        (12, 4, False, [4, 4, 4]),
-        (3, 4, True, [3]),
-        (3, 4, False, [3]),
-    ],
+    [(13, 4, True, [4, 4, 4]), (13, 4, False, [4, 4, 4, 1]), (12, 4, False, [4, 4, 4]), (3, 4, True, [3])],
 )
 def test_number_of_batches_by_hand(
     num_samples: int, batch_size: int, drop_last: bool, sizes: list[int], dataset: SegmentationDataset

@@ -100,13 +100,7 @@ def test_evaluation_of_mixed_sizes_equals_full_resolution() -> None:
     assert found.num_images == 7
 
 
-@given(
-    st.integers(1, 60),
-    st.integers(1, 60),
-    st.integers(1, 70),
-    st.integers(1, 70),
-    st.sampled_from([0.0, 1 / 3, 0.5, 0.9]),
-)
+@given(*map(st.integers, (1, 1, 1, 1), (60, 60, 70, 70)), st.sampled_from([0.0, 1 / 3, 0.5, 0.9]))
 def test_windows_cover_every_pixel_inside_the_image(h: int, w: int, wh: int, ww: int, overlap: float) -> None:
     window = (min(wh, h), min(ww, w))
     covered = np.zeros((h, w), int)
@@ -139,9 +133,7 @@ def test_windows_that_are_not_square_by_hand() -> None:
 
 
 @pytest.mark.parametrize("window_px", [None, (16, 16), (40, 18)])
-def test_mirrored_padded_image_gives_mirrored_prediction(
-    window_px: tuple[int, int] | None,
-) -> None:
+def test_mirrored_padded_image_gives_mirrored_prediction(window_px: tuple[int, int] | None) -> None:
     images = NORMALIZER(batch(19, 29, 0).images)
     inference = Inference(NORMALIZER, window_px=window_px, flip=True)
     found = full_probabilities(inference, ColorNet(), images)[..., :19, :29]
