@@ -105,7 +105,7 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert (network.device.type, network.module.training) == ("cpu", False)
     with pytest.raises(ConfigError, match="cuda:7"):
         load(run, device="cuda:7")
-    path, other = (tiny_root / "images" / "val" / name for name in ("00.png", "02.png"))
+    path, other = (tiny_root / "images" / "val" / name for name in ("00.png", "03.png"))
     images = [cv2.cvtColor(cv2.imread(str(each)), cv2.COLOR_BGR2RGB) for each in (path, other)]
     (labels, others), probabilities = map(network.predict, images), network.probabilities(images[0])
     assert (labels.shape, labels.dtype, probabilities.shape) == ((48, 64), np.uint8, (3, 48, 64))

@@ -147,7 +147,7 @@ def test_missing_packages_are_named_in_one_error(tmp_path, monkeypatch):
 
 def test_exported_run_matches_predict_and_runs_alone(tiny, tiny_root, tmp_path):
     model = {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "aux": False}
-    config = merged({**tiny, "model": model}, train={"epochs": 1, "batch_size": 2})
+    config = merged({**tiny, "model": model}, data={"crop_px": [32, 64]}, train={"epochs": 1, "batch_size": 2})
     assert train(config, tmp_path / "run") == 0
     result = segapp("export", "run", "--format", "onnx", "--out", "net.onnx", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -173,7 +173,7 @@ def test_error_of_a_criterion_names_the_device_of_its_output():
         def statistics(self, outputs, target):
             if current_replica().index == 1:
                 raise LookupError("sums")
-            return super().statistics(outputs, target)
+            return outputs[0].sum(), torch.ones(())
 
     outputs = DataParallelModel(nn.Identity(), ["cpu"] * 3, gpu0_bsz=0)(torch.zeros(7, 2, 2, 2))
     with pytest.raises(LookupError) as caught:

@@ -31,7 +31,7 @@ from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, To
 from segapp.run.folder import RunFolder
 from segapp.view.history import LossHistory
 from tests.support.recorded_runs import RecordedRun
-from tests.support.runs import events, merged, train
+from tests.support.runs import TINY_SIZES_PX, events, merged, train
 
 KEY = re.compile(r'<span class="key (c\d)"><svg.*?</svg>([^<]*)<')
 VOID = {"meta", "img", "br", "link", "hr"}
@@ -134,9 +134,13 @@ def test_report_shows_the_values_of_run_and_model(
     for image in found.worst:
         assert Path(image.files[0]).name == image.name
         assert all(file in page.text for file in image.files)
+    sizes = []
     for address in pictures:
         data = base64.b64decode(str(address).split(",", 1)[1])
-        assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
+        sizes.append(cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape[:2])
+    expected = [TINY_SIZES_PX[int(Path(image.name).stem) % len(TINY_SIZES_PX)] for image in found.worst]
+    assert sizes == [size for size in expected for _ in range(4)]
+    assert len(set(sizes)) > 1
 
 
 def test_a_class_has_one_color_in_screen_report_and_predictions(
