@@ -135,7 +135,7 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert np.array_equal(cv2.imread(str(tmp_path / "out" / "labels" / "00.png"), cv2.IMREAD_UNCHANGED), labels)
     every = predict(run, [str(path.parent)], tmp_path / "all", save=["labels"], batch=3)
     assert every.paths == [tmp_path / "all" / "labels" / f"{number:02}.png" for number in range(4)]
-    assert np.array_equal(cv2.imread(str(every.paths[2]), cv2.IMREAD_UNCHANGED), others)
+    assert np.array_equal(cv2.imread(str(every.paths[3]), cv2.IMREAD_UNCHANGED), others)
     with pytest.raises(ValueError, match=r"float64 of shape \(2, 2\): give uint8 RGB"):
         network.predict(np.zeros((2, 2)))
 
