@@ -210,9 +210,13 @@ def test_unknown_implementation_is_named():
         upsample_cross_entropy(logits, target, implementation="fast")
 
 
-def test_fake_tensors_pass_through():
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_fake_tensors_pass_through(num_threads):
+    """Also with several threads, in which the mode is not active."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
     with FakeTensorMode():
         logits = torch.empty(2, 19, 97, 97, requires_grad=True)
         target = torch.empty(2, 769, 769, dtype=torch.uint8)
@@ -220,3 +224,4 @@ def test_fake_tensors_pass_through():
         loss.backward()
         assert logits.grad.shape == logits.shape
         assert loss.shape == ()
+    torch.set_num_threads(before)

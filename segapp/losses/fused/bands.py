@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from segapp.compat.torch import dispatch_modes
 from segapp.losses.fused.grid import Grid, grid_of
 from segapp.losses.fused.reference import compute_dtype
 
@@ -108,8 +109,9 @@ def sweep_bands(
             sweep = kind(values, grid, part, gradient, budget, is_shifted)
             return work(iter(sweep)), sweep
 
-    if len(parts) == 1 and (not on_cpu or torch.get_num_threads() == 1):
-        done = [run(parts[0])]
+    # A dispatch mode, such as that of fake tensors, is not active in other threads.
+    if dispatch_modes() or (len(parts) == 1 and (not on_cpu or torch.get_num_threads() == 1)):
+        done = [run(part) for part in parts]
     else:
         done = list(_single_threads(torch.get_num_threads(), os.getpid()).map(run, parts))
     for _, sweep in done:
