@@ -158,6 +158,7 @@ def test_failed_case_leaves_the_others_and_their_results(folder: Path, function:
     assert calls(folder, bad) == 1
 
 
+@pytest.mark.slow
 def test_hanging_row_ends_at_its_limit_and_others_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "hang").touch()
     short = row_of("hanging", minutes=LIMIT_MINUTES)
@@ -170,6 +171,7 @@ def test_hanging_row_ends_at_its_limit_and_others_run(folder: Path, monkeypatch:
     assert calls(folder, "hangs") == 2
 
 
+@pytest.mark.slow
 def test_second_start_measures_only_what_is_left(folder: Path) -> None:
     (folder / "hang").touch()
     short = row_of("hanging", minutes=60)
@@ -181,6 +183,7 @@ def test_second_start_measures_only_what_is_left(folder: Path) -> None:
     assert [calls(folder, name) for name in ("one", "two", "before", "hangs", "after")] == [1, 1, 1, 2, 1]
 
 
+@pytest.mark.slow
 def test_rows_that_need_the_card_alone_never_overlap(folder: Path) -> None:
     run_session([row_of("first"), row_of("second")], "cuda:0", folder / "out", minutes=LIMIT_MINUTES)
     assert states(folder) == {"first": "stopped"}
@@ -188,6 +191,7 @@ def test_rows_that_need_the_card_alone_never_overlap(folder: Path) -> None:
     assert not (folder / "there").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["row ends", "limit ends it"])
 def test_row_is_killed_with_all_that_it_started(folder: Path, hangs: bool) -> None:
     """Also those that have left its process group, and those whose parent has ended."""
