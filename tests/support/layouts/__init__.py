@@ -1,7 +1,6 @@
-"""Drawn folders of 75 layouts, each with the truth that the drawing knows.
+"""Drawn folders of 73 layouts, each with the truth that the drawing knows.
 
-`canvas` draws and notes the truth, `judge` compares; the layouts are in `naming` and `contents`. `python -m
-tests.support.layouts [NAME ...]` prints what `segapp init` makes of them.
+`canvas` draws and notes the truth, `judge` compares; the layouts are in `naming` and `contents`.
 """
 
 from __future__ import annotations

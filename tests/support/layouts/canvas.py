@@ -56,12 +56,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Ask:
-    """`init` asks, and with one of the answers that it offers it reads the truth.
-
-    Attributes:
-        option: that answers it.
-        answers: some of those that it offers.
-    """
+    """`init` asks, and with one of the answers that it offers, such as these, it reads the truth."""
 
     option: str
     answers: tuple[str, ...] = ()
@@ -217,16 +212,8 @@ class Canvas:
     ) -> np.ndarray:
         """Writes an image and its mask, notes them, and returns the areas of the mask, in which all codes occur.
 
-        Args:
-            image: path of the image.
-            mask: path of the mask.
-            codes: of the areas.
-            split: of the data.
-            group: of the image; None: one of its own.
-            pixels: of the image, of any type; None: smooth 8-bit RGB.
-            like: key of a scene that the image resembles.
-            as_rgb: a mask of gray values is saved with three equal channels.
-            **options: of the mask's format.
+        Without `pixels`, the image is smooth 8-bit RGB, and resembles the scene of the key `like`. `as_rgb` saves a
+        mask of gray values with three equal channels; the options are those of the mask's format.
         """
         if pixels is None:
             pixels = scene(image, like=like).astype(np.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -44,7 +43,7 @@ CAMVID_IDS: Codes = {0: "sky", 1: "building", 2: "pole", 3: "road", 4: "pavement
 PALETTE = [value for number in range(256) for value in ((number * 37) % 256, (number * 91) % 256, (number * 53) % 256)]
 
 
-def rewritten(codes: Codes, change: Callable[[np.ndarray], np.ndarray], suffix: str = "png", **options: int) -> Draw:
+def rewritten(codes: Codes, change: Callable[[np.ndarray], np.ndarray]) -> Draw:
     """Draws images and masks, of which `change` makes what is stored from the areas of each mask."""
 
     def drawing(canvas: Canvas) -> None:
@@ -54,12 +53,6 @@ def rewritten(codes: Codes, change: Callable[[np.ndarray], np.ndarray], suffix: 
             save(canvas.root / mask, change(areas))
 
     return drawing
-
-
-def as_jpeg(pixels: np.ndarray) -> np.ndarray:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=75)
-    return np.asarray(Image.open(file))
 
 
 def smooth(areas: np.ndarray) -> np.ndarray:
@@ -185,11 +178,6 @@ def labelme(canvas: Canvas) -> None:
         canvas.note(path.name, f"{path.stem}.json", pixels, areas, ["background", "road", "car", None])
 
 
-def label_studio_tags(canvas: Canvas) -> None:
-    """Masks named after their image and the class."""
-    unsplit("images/{}.png", "masks/{}-tag-road-0.png", {0: "background", 255: "road"})(canvas)
-
-
 # Faults
 
 
@@ -253,9 +241,6 @@ LAYOUTS = [
         "TGS salt": salt,
         "empty masks": empty_masks,
         "masks as JPEG": (unsplit("images/{}.png", "masks/{}.jpg", BINARY), Refuse(("JPEG", "magick mogrify"))),
-        "masks that were JPEG": (
-            rewritten(BINARY, lambda areas: as_jpeg(coded(areas, [0, 255]))), Refuse(("smoothed", "magick mogrify"))
-        ),
         "smoothed colors": (rewritten(CAMVID_COLORS, smooth), Refuse(("smoothed", "magick mogrify"))),
         "object in alpha": (rewritten(BINARY, in_alpha), Refuse(("-alpha extract",))),
         "16-bit gray": wide("png", 0, np.uint16, 40),
@@ -272,7 +257,9 @@ LAYOUTS = [
         "npz per image": (unread("npz", b"PK"), Refuse(("12 files of other kinds (.npz)", "np.save"))),
         "DICOM": (unread("dcm", b"DICM"), Refuse(("12 files of other kinds (.dcm)", "save images and masks as PNG"))),
         "labelme": named(labelme),
-        "Label Studio's tags": named(label_studio_tags),
+        "Label Studio's tags": named(
+            unsplit("images/{}.png", "masks/{}-tag-road-0.png", {0: "background", 255: "road"})
+        ),
         "damaged image": planted("cut"),
         "image of another size": planted("size"),
         "image without its mask": planted("no mask"),

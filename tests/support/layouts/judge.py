@@ -40,16 +40,12 @@ class Sample:
 
 @dataclass
 class Verdict:
-    """What `init` made of a layout.
+    """What `init` made of a layout: it was "read", "asked" or "refused".
 
     Attributes:
-        outcome: "read", "asked" or "refused".
         said: its lines, or its error.
-        classes: of the config.
         wrong: what differs from the truth, as sentences.
         unusable: the error with which training refuses the config.
-        config: path of the config.
-        question: that was asked.
     """
 
     outcome: str
@@ -68,14 +64,7 @@ def judged(layout: DrawnLayout, folder: Path) -> tuple[Canvas, Verdict]:
 
 
 def judge(layout: DrawnLayout, truth: Canvas, folder: Path, /, **request: Any) -> Verdict:
-    """Runs `init` on a drawn layout and compares what training would read with the truth.
-
-    Args:
-        layout: that was drawn.
-        truth: of the drawing.
-        folder: of the data; the config is written there.
-        **request: further keys of `InitRequest`, which answer questions.
-    """
+    """Runs `init`, with answers as keys of `InitRequest`, and compares what training would read with the truth."""
     try:
         result = propose_config(InitRequest(folder / DATA, folder / "made.yaml", force=True, **request))
     except OpenQuestionError as question:
@@ -162,10 +151,7 @@ def compare(truth: Canvas, config: RunConfig, read: Iterable[Sample], verdict: V
 def difference(sample: Sample, truth: Canvas, aliases: dict[str, str]) -> str | None:
     """Returns how a mask differs from the drawn one; None if it does not.
 
-    Args:
-        sample: as read.
-        truth: whose names count if the data say them; else each class must have one name, which `aliases` collects.
-        aliases: name of the drawing -> name in the config.
+    The names of the drawing count if the data say them; else each class must have one name, which `aliases` collects.
     """
     picture = sample.picture
     assert picture is not None

@@ -170,14 +170,6 @@ def freiburg(canvas: Canvas) -> None:
     canvas.text("labels.txt", [f"{name} {r} {g} {b}" for (r, g, b), name in codes.items()])
 
 
-def sun_rgbd(canvas: Canvas) -> None:
-    """SUN RGB-D as prepared: image and label of one stem, and depth of another."""
-    for word, names in (("train", EIGHT), ("test", FOUR)):
-        for name in names:
-            canvas.pair(f"image/{word}/img-00{name}.jpg", f"label/{word}/img-00{name}.png", UNNAMED, split=word)
-            canvas.other("depth", f"depth/{word}/{name}.png", (scene(name, SIZE, 1)[..., 0] * 100).astype(np.uint16))
-
-
 # Lists and tables
 
 
@@ -285,7 +277,6 @@ LAYOUTS = [
         "Vistas, two versions": (named(vistas), Ask("--layout", ("v1.2/labels", "v2.0/labels"))),
         "SUIM": (named(suim), Ask("--layout", ("masks",))),
         "Freiburg forest": (named(freiburg), Ask("--layout", ("rgb -> GT_color",))),
-        "SUN RGB-D": sun_rgbd,
         "Paddle lists, other names": listed("JPEG/{}.jpg", "Ann/m{}q.png", "{s}.txt", "JPEG/{}.jpg Ann/m{}q.png"),
         "VOC's lists": voc_train_list,
         "Oxford pets": named(pet_lists),
