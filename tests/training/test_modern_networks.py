@@ -1,4 +1,4 @@
-"""Transformers and ConvNeXt: exact splits, resumed runs, other sizes in evaluation, sizes that are refused."""
+"""Transformers and ConvNeXt: other sizes in evaluation, sizes that are refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
-from tests.support.runs import differing, events, merged, train
-from tests.training.test_resume import final_state, stopped_and_resumed
+from tests.support.runs import events, merged, train
 
 DINO_V3 = "tu-vit_small_patch16_dinov3"
 TINY_VIT: dict[str, Any] = {"depth": 4, "embed_dim": 48, "num_heads": 3}
@@ -53,16 +52,6 @@ NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 def config_of(base: dict[str, Any], network: dict[str, Any], **sections: Any) -> RunConfig:
     own = {"data": {"crop_px": [32, 64]}, "optim": {"lr": 0.01}, "eval": {"every_epochs": 2}, **network, **sections}
     return merged({**base, "model": {}}, **own)
-
-
-@pytest.mark.slow
-def test_stopped_eomt_training_resumes_bitwise(base: dict[str, Any], tmp_path: Path) -> None:
-    config = config_of(base, EOMT, optim={"name": "adamw", "lr": 0.001}, train={"epochs": 2, "ema": 0.9})
-    assert train(config, tmp_path / "whole") == 0
-    stopped_and_resumed(config, tmp_path / "run", "train.step=3")
-    whole, resumed = final_state(tmp_path / "whole"), final_state(tmp_path / "run")
-    assert differing(whole, resumed) == []
-    assert int(resumed["model"]["masking.num_updates"]) == whole["position"]["step"] == 4
 
 
 @pytest.mark.sampled(5)

@@ -21,11 +21,11 @@ from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput
-from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
+from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice
 from segapp.memory.counters import IDLE
 from segapp.models.normalizer import Normalizer
 from segapp.optim import WeightAverage
-from segapp.parallel import BalancedDataParallel, DataParallelModel, SampleMasks, mask_by_sample, set_recompute
+from segapp.parallel import DataParallelModel, SampleMasks, mask_by_sample, set_recompute
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
@@ -63,7 +63,6 @@ def engine_of(
     average: bool = False,
     lr: float = 0.1,
     ranks: Ranks | None = None,
-    num_devices: int = 1,
     mark: Callable[[str], None] = lambda phase: None,
     precision: str = "fp32",
 ) -> StepEngine:
@@ -72,8 +71,6 @@ def engine_of(
     model = numbers.prepare(TinyNet(*extra))
     inner = NormalizedInput(model, Normalizer(MEAN, STD, numbers.input_dtype))  # type: ignore[arg-type]
     network = TrainedNetwork(model, inner, CPU, ranks)  # type: ignore[arg-type]
-    if num_devices > 1:
-        network = ReplicatedNetwork(model, BalancedDataParallel(1, inner, ["cpu"] * num_devices), CPU)  # type: ignore[arg-type]
     groups = [{"params": numbers.master_weights(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
     update = WeightUpdate(
         model,  # type: ignore[arg-type]
@@ -155,43 +152,6 @@ def test_one_step_equals_torchs_own_operators() -> None:
     torch.testing.assert_close(result.loss.float(), loss.detach(), rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(engine.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        lambda: CriterionCE(),
-        lambda: CriterionCE(weight=torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1),
-        lambda: CriterionDice(),
-        lambda: CriterionOHEM(0.7, 100),
-    ],
-    ids=["ce", "weighted-ce", "dice", "ohem"],
-)
-def test_accumulation_equals_the_whole_batch(criterion: Callable[[], AdditiveCriterion]) -> None:
-    together, apart = engine_of(criterion(), lr=1.0), engine_of(criterion(), lr=1.0)
-    a, b = together.step([joined(*_uneven())]), apart.step(_uneven())
-    torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
-    for x, y in zip(parameters(together), parameters(apart), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("criterion", [CriterionCE, CriterionDice])
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_reported_loss_is_that_of_the_whole_batch(
-    criterion: Callable[[], AdditiveCriterion], num_devices: int, accumulate: int
-) -> None:
-    """The mean over all pixels of the step in float64, whatever the step is divided among."""
-    parts = [[batch(2, 0.9, seed=10 + i), batch(3, 0.1, seed=20 + i)] for i in range(accumulate)]
-    whole = joined(*(b for pair in parts for b in pair))
-    torch.manual_seed(0)
-    network = NormalizedInput(TinyNet(), Normalizer(MEAN, STD)).double()
-    network.normalizer = Normalizer(MEAN, STD, torch.float64)
-    with torch.no_grad():
-        expected = float(criterion()(network(whole.images), whole.target))
-    engine = engine_of(criterion(), num_devices=num_devices)
-    reported = float(engine.step([joined(*pair) for pair in parts]).loss)
-    assert reported == pytest.approx(expected, rel=1e-5)
 
 
 def _uneven() -> list[Batch]:

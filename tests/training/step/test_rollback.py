@@ -98,23 +98,17 @@ def test_buffers_keep_identity_values_and_layout() -> None:
     assert_values(model, before)
 
 
-def _load(model: nn.Sequential) -> None:
-    model.load_state_dict(network().state_dict())
-
-
-def _assign(model: nn.Sequential) -> None:
-    model.load_state_dict(network().state_dict(), assign=True)
-
-
-def _replace(model: nn.Sequential) -> None:
-    model[3] = nn.BatchNorm2d(6)
-
-
-def _fill(model: nn.Sequential) -> None:
-    model[2].none = torch.ones(3)
-
-
-@pytest.mark.parametrize("change", [_load, _assign, _replace, _fill, nn.Module.double])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_state_dict(network().state_dict()),
+        lambda model: model.load_state_dict(network().state_dict(), assign=True),
+        lambda model: model.__setitem__(3, nn.BatchNorm2d(6)),
+        lambda model: setattr(model[2], "none", torch.ones(3)),
+        nn.Module.double,
+    ],
+    ids=["loaded", "assigned", "replaced", "filled", "converted"],
+)
 def test_guard_follows_a_changed_model(change: Callable[[Any], Any]) -> None:
     model = network()
     guard = BufferGuard(model)
