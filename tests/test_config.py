@@ -82,7 +82,6 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("data.crop_px=[64, a]", "data.crop_px.1 = 'a': a whole number is expected"),
         ("data.scale=[1, 2, 3]", "data.scale = [1, 2, 3]: tuple should have at most 2 items"),
         ("loss.plus=[{nam: ce}]", "unknown key loss.plus.0.nam: did you mean loss.plus.0.name?"),
-        ("optim.groups=[{patern: a}]", "unknown key optim.groups.0.patern: did you mean optim.groups.0.pattern?"),
         ("distill={teacher: t, temprature: 3}", "unknown key distill.temprature: did you mean distill.temperature?"),
         ("distill={teacher: t, temperature: 0}", "distill.temperature = 0: input should be greater than 0"),
         ("distill={temperature: 1}", "distill.teacher is missing: Teacher with the same classes"),
@@ -92,7 +91,6 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("xyz=3", "unknown key xyz: the sections are name, "),
         ("loss.plus=3", "loss.plus = 3: a list is expected"),
         ("parallel.gpu0_bsz=x", "config: parallel.gpu0_bsz = 'x': accepted: a whole number >= 0 | auto | null"),
-        ("parallel.gpu0_bsz=-1", "config: parallel.gpu0_bsz = -1: accepted: a whole number >= 0 | auto | null"),
         ("data.photometric=-1", "config: data.photometric = -1: accepted: true | false | a number >= 0"),
         ("optim.clip_grad_norm=x", "config: optim.clip_grad_norm = 'x': a number is expected"),
         ("loss.options.implementation=x", "loss.options.implementation = 'x': accepted: auto | reference"),
@@ -100,10 +98,8 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("loss={name: lovasz, options: {gamma: 1}}", "key loss.options.gamma: no option of lovasz: it"),
         ("loss={name: focal, options: {gamma: x}}", "loss.options.gamma = 'x': a number is expected"),
         ("optim={name: adam, options: {betas: [0.9, 1]}}", "optim.options.betas.1 = 1: input should be less than 1"),
-        ("schedule={name: plateau, options: {gamma: 1}}", "schedule.options.gamma = 1: input should be less than 1"),
         ("optim.groups=[{}]", "optim.groups.0.pattern is missing: backbone, or a pattern of parameter or module names"),
         ("loss.class_weights=[-1]", "loss.class_weights = [-1]: "),
-        ("loss=3", "loss = 3: a mapping of keys is expected"),
         (f"schedule={'x' * 58}", f"schedule = '{'x' * 58}': a mapping of keys is expected"),
         (f"schedule={'x' * 59}", f"schedule = '{'x' * 56}...: a mapping of keys is expected"),
     ],
@@ -170,15 +166,12 @@ def test_no_error_shows_a_regular_expression(tmp_path: Path) -> None:
         ("seed: 1\ndata:\n  root: a\n\tformat: voc\n", "c.yaml:4: not valid YAML: "),
         ("- a\n", "must be a mapping"),
         ("name: x\nname: y\n", "c.yaml:2: not valid YAML: key name is defined twice"),
-        ("name: [\n", "not valid YAML"),
         ("name: &a x\ndata: *a\n", "aliases"),
         ("name: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
         ("name: !!binary aGk=\n", "c.yaml:1: not valid YAML: YAML tags"),
         ("name: x\n<<: {seed: 3}\n", "c.yaml:2: not valid YAML: merge keys"),
         ("name: x\n--- \nname: y\n", "another document"),
-        ("name: \0x\n", "line 1 has a NUL byte"),
         ("? [a, b]\n: c\n", "c.yaml:1: not valid YAML"),
-        ("name: ../../etc\ndata: {format: voc, root: d}\n", "name = '../../etc'"),
         ("name: x\ndata: {format: voc, root: d}\noptim: {lr: .inf}\n", "optim.lr = inf"),
         ("name: x\ndata: {format: voc, root: d}\ntrain: {batch_size: true}\n", "not true or false"),
     ],
@@ -190,7 +183,6 @@ def test_bad_config_is_one_clear_error(tmp_path: Path, text: str, expected: str)
 @pytest.mark.parametrize(
     ("key", "accepted", "refused"),
     [
-        ("train.accumulate", [1], [0, 1.5]),
         ("schedule.warmup_steps", [0], [-1]),
         ("train.batch_size", [1, 65536], [0, 65537]),
         ("data.workers", [0, 512], [-1, 513]),
@@ -290,7 +282,6 @@ def test_config_without_its_option_is_named(word: str, tmp_path: Path, monkeypat
         ("train.device", "parallel.devices"),
         ("gpus", "parallel.devices"),
         ("batch", "train.batch_size"),
-        ("train.lr", "optim.lr"),
         ("train.learning_rate", "optim.lr"),
         ("model.num_classes", "data.classes"),
         ("optim.epochs", "train.epochs"),
@@ -419,7 +410,7 @@ def test_any_value_is_accepted_or_a_config_error(value: object) -> None:
 
 def test_removed_keys_and_values_say_what_to_do_instead(tmp_path: Path) -> None:
     text = (
-        yaml.safe_dump({"name": "x", "data": {"format": "camvid", "root": "d"}})
+        yaml.safe_dump(MINIMAL)
         + "train:\n  offload: 3\n  epoch: 4\nloss:\n  name: boundary\n  plus:\n    - name: dice\n      aux_weight: 2\n"
         + "    - name: boundary\n    - options:\n        no_object: 3\n"
         + "schedule:\n  options:\n    pct_start: 1\n"
@@ -436,13 +427,10 @@ def test_removed_keys_and_values_say_what_to_do_instead(tmp_path: Path) -> None:
     ]
 
 
-def test_the_page_of_changes_says_what_was_removed() -> None:
+def test_what_the_page_of_changes_removed_exists_no_longer() -> None:
     assert {"train.offload", "loss.name=boundary", "segapp profile", "distill.critic"} <= removed().keys()
     assert removed()["model.adapters.alpha"].endswith("and alpha equals it: `model.adapters=16`")
     assert not any("|" in instead or "\n" in instead for instead in removed().values())
-
-
-def test_what_was_removed_exists_no_longer() -> None:
     commands = {f"segapp {name}" for name in typer.main.get_command(app).commands}  # type: ignore[attr-defined]
     assert not removed().keys() & (commands | {".".join(key) for key in known_keys()})
     for key, _, word in (name.partition("=") for name in removed()):
@@ -451,8 +439,7 @@ def test_what_was_removed_exists_no_longer() -> None:
 
 def test_config_with_another_loss_drops_the_options_at_defaults(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    base = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
-    whole = validate_config({**base, "optim": {"name": "adam"}}).model_dump(mode="json")
+    whole = validate_config({**MINIMAL, "optim": {"name": "adam"}}).model_dump(mode="json")
     path.write_text(yaml.safe_dump(whole))
     config = load_config(path, ["loss.name=dice", "optim.name=sgd", "optim.options.nesterov=true"])
     assert config.loss.options == {"smooth": 1.0}

@@ -27,12 +27,8 @@ def rate(step: int, **schedule: object) -> float:
     ("step", "schedule", "expected"),
     [
         (1, {"name": "constant"}, 0.1),
-        (51, {"name": "poly", "power": 0.9}, 0.1 * 0.5**0.9),
         (101, {"name": "poly", "min_lr": 0.02}, 0.02),
         (101, {"name": "cosine", "min_lr": 0.01}, 0.01),
-        (20, {"name": "step", "options": {"epochs": [2, 5]}}, 0.1),
-        (21, {"name": "step", "options": {"epochs": [2, 5]}}, 0.01),
-        (91, {"name": "wsd"}, 0.05),
         (100, {"name": "wsd", "min_lr": 0.02}, 0.02 + 0.08 * 0.05),
         (51, {"name": "wsd", "min_lr": 0.02, "options": {"decay_ratio": 1.0}}, 0.06),
         (63, {"name": "wsd", "options": {"decay_ratio": 0.5, "decay_type": "sqrt"}}, 0.1 * (1 - math.sqrt(12 / 50))),
