@@ -66,7 +66,6 @@ def test_topics_are_found_in_other_spellings_and_with_headings() -> None:
     ("words", "code", "topic"),
     [
         (["train", "--config", "demo.yaml", "optim.lr=-1"], 2, "config-errors"),
-        (["train", "--config", "nothing.yaml"], 2, "config-errors"),
         (["check", "--config", "folder.yaml", "data.root=nowhere"], 3, "data-refused"),
     ],
 )

@@ -27,7 +27,6 @@ BEGUN = {"type": "run_start"}
         ([{**SIGNAL, "step": 5}], 1, 1),  # the launcher failed in this round: the end is that of an earlier one
         ([{**COMMAND, "step": 5}], 75, 0),
         ([{**SIGNAL, "step": 5}, {**FAILED, "exit_code": 0}], 0, 0),
-        ([FAILED], 5, 5),
         ([FAILED], 75, 1),
         ([OLD], 75, 1),
         ([], 75, 1),

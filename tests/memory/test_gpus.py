@@ -245,22 +245,6 @@ EIGHT = "".join(
 )
 
 
-def counting_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, wait: str = "") -> Path:
-    """Put a nvidia-smi of eight GPUs on the path; return the file that gets a byte at each start."""
-    (folder / "out").write_text(EIGHT)
-    fake_smi(folder, f"printf x >> {folder / 'starts'}\n{wait}\ncat {folder / 'out'}", monkeypatch)
-    return folder / "starts"
-
-
-def test_nvidia_smi_runs_once_at_a_time(tmp_path, monkeypatch):
-    starts = counting_smi(tmp_path, monkeypatch, "sleep 0.2")
-    poller = GpuPoller()
-    began = time.monotonic()
-    while len(poller.poll()) < 8 or time.monotonic() - began < 0.9:
-        time.sleep(0.02)
-    assert 2 <= len(starts.read_text()) <= 5 * (time.monotonic() - began)
-
-
 @pytest.mark.parametrize(("pause_s", "times_s"), [(0.0, [0, 2, 4, 6, 8, 10]), (5.0, [0, 6]), (30.0, [0])])
 def test_question_rests_after_its_answer(pause_s, times_s, monkeypatch):
     """On a clock of our own: a caller every 2 s, as the sampler is."""
@@ -274,7 +258,8 @@ def test_question_rests_after_its_answer(pause_s, times_s, monkeypatch):
 
 
 def test_own_memory_is_the_drivers(tmp_path, monkeypatch):
-    counting_smi(tmp_path, monkeypatch)
+    (tmp_path / "out").write_text(EIGHT)
+    fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     poller = GpuPoller(own_used_mib=lambda: {"0001": 77.0, "another": 5.0})
     deadline = time.monotonic() + 20
     while len(found := {gpu.uuid: gpu for gpu in poller.poll()}) < 9 and time.monotonic() < deadline:

@@ -155,20 +155,6 @@ def test_screen_offers_no_editor_in_mode_model(tmp_path):
     assert Gpu0Screen(run.view).check("4")[0] is None
 
 
-def test_failed_split_reaches_the_screen_and_ctl(tmp_path):
-    run = TrainedRun(tmp_path / "run", total_mib=10_000.0)
-    run.train_epoch()
-    run.ask("set gpu0_bsz=6")
-    run.begin_epoch()
-    assert run.controller.revert_split("no memory", 2) is not None
-    assert run.view.split_checker.failed == {(6, 2)}
-    for gpu0_bsz, level in ((5, "ok"), (6, "won't fit"), (7, "won't fit")):
-        checked = run.trainer(gpu0_bsz)
-        assert checked.level == level
-        assert run.view.split_checker.check(gpu0_bsz) == checked
-        assert run.ctl(gpu0_bsz) == checked.rejection(force=False)
-
-
 requests = st.tuples(st.none() | st.integers(0, 10) | st.just("auto"), st.none()) | st.tuples(
     st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any)
 )

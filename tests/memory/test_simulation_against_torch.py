@@ -9,15 +9,7 @@ pytestmark = pytest.mark.slow  # test_measured_on_h200.py holds the simulation t
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "LR-ASPP MobileNetV3-L",
-        "FCN ResNet-18",
-        "FCN MobileNetV3-L",
-        "FPN MobileNetV2",
-        "Segformer MiT-B0",
-        "PSPNet ResNet-18",
-    ],
+    "name", ["LR-ASPP MobileNetV3-L", "FCN ResNet-18", "FPN MobileNetV2", "Segformer MiT-B0", "PSPNet ResNet-18"]
 )
 def test_simulated_peak_is_within_1_percent_of_the_profiler(name):
     rows = in_own_process(beside_profiler, name, (4,), (2, 3), (3, 0, 2))

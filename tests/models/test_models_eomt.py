@@ -64,6 +64,7 @@ def test_options_left_out_are_those_of_the_published_network():
 
 def test_gradient_reaches_every_parameter():
     model = build(mask_steps=10)
+    assert "masking.num_updates" in model.state_dict(), "a resumed run lowers the masked share from where it was"
     sum(output.square().sum() for output in model(torch.randn(2, 3, 32, 48))).backward()
     assert all(p.requires_grad and p.grad is not None for p in model.parameters())
     backbone = {id(p) for p in model.backbone_module.parameters()}

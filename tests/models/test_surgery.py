@@ -23,18 +23,15 @@ def test_adapted_weight_equals_smp(num_bands):
     torch.testing.assert_close(adapt_first_conv(weight, num_bands), conv.weight.detach(), rtol=0, atol=0)
 
 
-CASES = [
-    ("torchvision", "lraspp", "mobilenet_v3_small", "backbone.0.0.weight"),
-    ("torchvision", "lraspp", "resnet18", "backbone.conv1.weight"),
-    ("segapp", "eomt", "tu-test_vit", "encoder.patch_embed.proj.weight"),
-    ("smp", "Unet", "mobilenet_v2", "encoder.features.0.0.weight"),
-    ("smp", "PSPNet", "tu-test_resnet", "encoder.model.conv1.0.weight"),
-]
-
-
 @pytest.mark.parametrize(
     ("num_bands", "library", "name", "encoder", "first"),
-    [(number, *case) for number, case in zip((5, 1, 1, 7, 2), CASES, strict=True)],
+    [
+        (5, "torchvision", "lraspp", "mobilenet_v3_small", "backbone.0.0.weight"),
+        (1, "torchvision", "lraspp", "resnet18", "backbone.conv1.weight"),
+        (1, "segapp", "eomt", "tu-test_vit", "encoder.patch_embed.proj.weight"),
+        (7, "smp", "Unet", "mobilenet_v2", "encoder.features.0.0.weight"),
+        (2, "smp", "PSPNet", "tu-test_resnet", "encoder.model.conv1.0.weight"),
+    ],
 )
 def test_weights_for_rgb_fit_networks_of_any_bands(num_bands, library, name, encoder, first, tmp_path):
     rgb = build_model(library, name, 3, encoder=encoder)

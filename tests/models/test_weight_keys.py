@@ -103,12 +103,6 @@ def test_timm_backbone_file_with_deeper_names_loads(tmp_path):
     assert all(model.backbone_module.state_dict()[name].equal(published[there]) for name, there in keys.taken.items())
 
 
-def test_deeper_backbone_holding_all_names_is_refused(tmp_path):
-    state = torchvision.models.resnet34(weights=None).state_dict()
-    with pytest.raises(CheckpointError, match=r"another backbone: it has further blocks: layer1\.2\.conv1"):
-        loaded("smp", "FPN", state, tmp_path, encoder="resnet18", key="weights_backbone")
-
-
 # map_keys
 
 NAMES = st.text("ab.01", min_size=1, max_size=8)

@@ -42,7 +42,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "LR-ASPP MobileNetV3-L": torchvision("lraspp_mobilenet_v3_large"),
     "FCN ResNet-18": torchvision("fcn", encoder="resnet18"),
     "FCN ResNet-50": torchvision("fcn_resnet50"),
-    "FCN MobileNetV3-L": torchvision("fcn", encoder="mobilenet_v3_large"),
     "DeepLabV3 MobileNetV3-L": torchvision("deeplabv3_mobilenet_v3_large"),
     "DeepLabV3 ResNet-50": torchvision("deeplabv3_resnet50"),
     "Unet ResNet-18": smp("Unet", "resnet18"),
