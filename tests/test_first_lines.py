@@ -112,27 +112,22 @@ main(sys.argv[1:])
 @pytest.mark.parametrize(
     ("words", "message", "code"),
     [
-        ("nowhere data", "nowhere: no such run", 2),
-        ("here photo", "photo is neither a file nor a folder: check the path", 3),
+        ("predict nowhere data --out out", "nowhere: no such run", 2),
+        ("predict here photo --out out", "photo is neither a file nor a folder: check the path", 3),
+        (COMMANDS["export"], "", 75),  # up to the import of torch, by which a terminal has a line
     ],
 )
-def test_predict_refuses_paths_before_torch(tmp_path: Path, words: str, message: str, code: int) -> None:
+def test_pipes_get_refusals_of_paths_before_torch_and_no_more(
+    tmp_path: Path, words: str, message: str, code: int
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "1.png").touch()
     (tmp_path / "runs" / "here").mkdir(parents=True)
     (tmp_path / "runs" / "here" / "run.json").write_text("{}")
-    line = [sys.executable, "-c", PIPED, "predict", *words.split(), "--out", "out"]
+    line = [sys.executable, "-c", PIPED, *words.split()]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert message in done.stderr
-    assert (done.returncode, done.stdout) == (code, "")
-
-
-def test_pipes_get_no_line_of_the_start() -> None:
-    """Up to the import of torch, by which a terminal has one."""
-    done = subprocess.run(
-        [sys.executable, "-c", PIPED, *COMMANDS["export"].split()], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
+    assert (done.returncode, done.stdout, bool(done.stderr)) == (code, "", bool(message))
 
 
 SLOW = """

@@ -28,19 +28,17 @@ from segapp.run.commands import COMMAND_NAMES, SETTINGS, parse_command
 MINIMAL = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
 
 
-def keys_with_words() -> Iterator[tuple[str, list[str]]]:
-    """Yield each key of the config that takes words, those of the entries of lists too."""
+def closed_keys() -> Iterator[tuple[str, list[str]]]:
+    """Yield each key of the config with words of its own (not null alone), those of the entries of lists too."""
     inside = {"plus": ("loss", "plus", "0"), "groups": ("optim", "groups", "0")}
     entries = [(*inside[name], field) for name, kind in LISTS_OF_SECTIONS.items() for field in kind.model_fields]
     for path in [*known_keys(RunConfig), *entries]:
         words = [word for word in words_of(path) if len(word) > 1]
-        if words:
+        if set(words) - {"null"}:
             yield ".".join(path), words
 
 
-KEYS = dict(keys_with_words())
-CLOSED = {key: words for key, words in KEYS.items() if set(words) - {"null"}}
-"""The keys with words of their own; a key of text or of numbers that may be null is left out."""
+CLOSED = dict(closed_keys())
 
 
 def misspelled(word: str, position: int, how: str) -> str:

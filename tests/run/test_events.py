@@ -3,7 +3,7 @@ import json
 import math
 import os
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,10 +44,14 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_steps(path: Path, count: int) -> None:
+def write(path: Path, *events: object) -> None:
     with EventWriter(path) as writer:
-        for number in range(1, count + 1):
-            writer.write(step(number))
+        for event in events:
+            writer.write(event)
+
+
+def write_steps(path: Path, count: int) -> None:
+    write(path, *map(step, range(1, count + 1)))
 
 
 EXAMPLES = [
@@ -70,9 +74,7 @@ EXAMPLES = [
 
 
 def test_every_event_type_is_read_back_as_written(tmp_path):
-    with EventWriter(tmp_path / "e.jsonl") as writer:
-        for event in EXAMPLES:
-            writer.write(event)
+    write(tmp_path / "e.jsonl", *EXAMPLES)
     found = EventReader(tmp_path / "e.jsonl").read()
     assert {event.type for event in found} == set(EVENT_TYPES)
     assert [event.model_dump(exclude={"seq", "t"}) for event in found] == [
@@ -114,10 +116,8 @@ def test_torn_last_line_loses_no_other_event(tmp_path, tail):
 
 def test_non_finite_numbers_are_null_with_one_alert_per_field(tmp_path):
     path = tmp_path / "e.jsonl"
-    with EventWriter(path) as writer:
-        writer.write(step(1, loss=math.nan))
-        writer.write(step(2, loss=math.inf, grad_norm=-math.inf))
-        writer.write(Val(epoch=1, step=2, loss=0.1, miou=math.nan, iou=[math.nan, 0.5]))
+    not_finite = Val(epoch=1, step=2, loss=0.1, miou=math.nan, iou=[math.nan, 0.5])
+    write(path, step(1, loss=math.nan), step(2, loss=math.inf, grad_norm=-math.inf), not_finite)
     raws = lines(path)
     assert [raw["loss"] for raw in raws if raw["type"] == "step"] == [None, None]
     alerts = [raw["message"].split()[0] for raw in raws if raw["type"] == "alert"]
@@ -133,14 +133,8 @@ def test_names_that_are_not_utf8_are_escaped(tmp_path):
 
 def test_several_threads_write_whole_lines(tmp_path):
     path = tmp_path / "e.jsonl"
-    with EventWriter(path) as writer:
-        threads = [
-            threading.Thread(target=lambda: [writer.write(Heartbeat(pid=1)) for _ in range(200)]) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with EventWriter(path) as writer, ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: [writer.write(Heartbeat(pid=1)) for _ in range(200)], range(4)))
     assert [raw["seq"] for raw in lines(path)] == list(range(1, 801))
 
 
@@ -191,8 +185,7 @@ def test_step_events_are_dropped_first_from_a_full_queue(tmp_path, armed):
 
 def test_partial_line_of_a_full_disk_is_truncated(tmp_path):
     path, (_, hard) = tmp_path / "e.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    with EventWriter(path) as writer:
-        writer.write(step(1))
+    write_steps(path, 1)
     path.write_bytes(path.read_bytes()[:-1])  # the end of the line is missing
     with EventWriter(path) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, hard))
@@ -217,16 +210,15 @@ def test_unwritable_folder_is_a_storage_error(tmp_path):
 
 def interrupted_run(path: Path) -> list[dict]:
     """Write two epochs of three steps, with evaluation and checkpoint after each; killed at step 8."""
-    with EventWriter(path) as writer:
-        writer.write(EXAMPLES[0])
-        for number in range(1, 9):
-            if number % 3 == 1:
-                writer.write(EpochStart(epoch=1 + number // 3, lr=0.1))
-            writer.write(step(number, epoch=1 + (number - 1) // 3))
-            if number % 3 == 0:
-                writer.write(Val(epoch=number // 3, step=number, loss=0.1, miou=0.5, iou=[0.5]))
-                writer.write(Checkpoint(path="last.pt", epoch=number // 3, step=number, sha256=f"hash{number}"))
-        writer.write(CommandAnswer(id="x", command="pause", by="me", status="applied"))
+    events = [EXAMPLES[0]]
+    for number in range(1, 9):
+        if number % 3 == 1:
+            events.append(EpochStart(epoch=1 + number // 3, lr=0.1))
+        events.append(step(number, epoch=1 + (number - 1) // 3))
+        if number % 3 == 0:
+            events.append(Val(epoch=number // 3, step=number, loss=0.1, miou=0.5, iou=[0.5]))
+            events.append(Checkpoint(path="last.pt", epoch=number // 3, step=number, sha256=f"hash{number}"))
+    write(path, *events, CommandAnswer(id="x", command="pause", by="me", status="applied"))
     return lines(path)
 
 
@@ -289,25 +281,14 @@ def test_events_that_training_repeats_from_step_6(raw, batch, is_after_own, is_e
 
 def test_rewind_drops_steps_logged_before_checkpoint_event(tmp_path):
     path = tmp_path / "e.jsonl"
-    with EventWriter(path) as writer:
-        writer.write(EpochStart(epoch=1, lr=0.1))
-        for number in (1, 2, 3):
-            writer.write(step(number, epoch=1))
-        writer.write(Val(epoch=1, step=3, loss=0.1, miou=0.5, iou=[0.5]))
-        writer.write(EpochStart(epoch=2, lr=0.1))
-        writer.write(step(4, epoch=2))
-        writer.write(Checkpoint(path="last.pt", epoch=1, step=2, sha256="two"))
-        writer.write(Checkpoint(path="last.pt", epoch=1, step=2, sha256="saved again"))
+    first = [EpochStart(epoch=1, lr=0.1), *map(step, (1, 2, 3)), Val(epoch=1, step=3, loss=0.1, miou=0.5, iou=[0.5])]
+    saved = [Checkpoint(path="last.pt", epoch=1, step=2, sha256=sha256) for sha256 in ("two", "saved again")]
+    write(path, *first, EpochStart(epoch=2, lr=0.1), step(4, epoch=2), *saved)
     with EventWriter(path) as writer:
         assert writer.rewind(2, epoch=1, batch=2, sha256="two") == 5
     after = lines(path)
-    assert [(raw["type"], raw.get("step")) for raw in after] == [
-        ("epoch_start", None),
-        ("step", 1),
-        ("step", 2),
-        ("checkpoint", 2),
-    ]
-    assert [raw["seq"] for raw in after] == [1, 2, 3, 4]
+    kept = [("epoch_start", None, 1), ("step", 1, 2), ("step", 2, 3), ("checkpoint", 2, 4)]
+    assert [(raw["type"], raw.get("step"), raw["seq"]) for raw in after] == kept
 
 
 def test_failed_rewind_keeps_the_old_events(tmp_path, armed):
@@ -330,9 +311,7 @@ def test_failed_rewind_keeps_the_old_events(tmp_path, armed):
 @given(data=st.data())
 def test_any_byte_prefix_gives_exactly_its_complete_lines(tmp_path, data):
     if not (tmp_path / "whole.jsonl").exists():
-        with EventWriter(tmp_path / "whole.jsonl") as writer:
-            for event in EXAMPLES * 3:
-                writer.write(event)
+        write(tmp_path / "whole.jsonl", *EXAMPLES * 3)
     whole = (tmp_path / "whole.jsonl").read_bytes()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=1, max_size=5)))
     path = tmp_path / "growing.jsonl"

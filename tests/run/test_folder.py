@@ -12,6 +12,7 @@ import pytest
 from segapp.errors import ConfigError, RunBusyError, StorageError
 from segapp.run import folder as folders
 from segapp.run.events import (
+    Alert,
     Checkpoint,
     CommandAnswer,
     EventWriter,
@@ -47,8 +48,7 @@ def test_given_folder_is_used_unless_files_would_be_lost(tmp_path):
         folder.write_info()
     # A run without a step, after a failed start, does not block the next one.
     RunFolder.create(path=tmp_path / "here")
-    with EventWriter(folder.events) as writer:
-        writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+    write(folder, step(1))
     with pytest.raises(ConfigError, match="add --resume"):
         RunFolder.create(path=tmp_path / "here")
     folder.events.unlink()
@@ -263,13 +263,23 @@ def start(**fields):
     )
 
 
+def step(number, loss=1.0):
+    return Step(epoch=1, step=number, loss=loss, lr=0.1)
+
+
+def write(folder, *events):
+    with EventWriter(folder.events) as writer:
+        for event in events:
+            writer.write(event)
+
+
 def test_ages_are_those_of_the_last_event_and_step(tmp_path, monkeypatch):
     folder = RunFolder.create("a", root=tmp_path)
     with EventWriter(folder.events) as writer:
         for t, event in (
             (100.0, start()),
-            (104.0, Step(epoch=1, step=1, loss=1.0, lr=0.1)),
-            (106.0, Step(epoch=1, step=2, loss=1.0, lr=0.1)),
+            (104.0, step(1)),
+            (106.0, step(2)),
             (108.0, CommandAnswer(id="0123456789ab", by="me", command="pause", status="applied")),
             (109.0, Heartbeat(phase="train", step=2)),
         ):
@@ -287,7 +297,7 @@ def test_run_states_from_start_to_resume(tmp_path):
     assert run_state(folder.path) == "busy"
     with EventWriter(folder.events) as writer:
         writer.write(start())
-        writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+        writer.write(step(1))
         assert run_state(folder.path) == "live"
         assert run_state(folder.path, now_s + 1000) == "stale"
         assert run_state(folder.path, now_s - 1000) == "live", "a clock that runs behind"
@@ -301,7 +311,7 @@ def test_run_states_from_start_to_resume(tmp_path):
         assert [summarize(folder.path).as_json()[key] for key in ("reason", "exit_code")] == [None, None]
         writer.write(start(resumed_from_step=1))
         assert run_state(folder.path) == "busy"
-        writer.write(Step(epoch=1, step=2, loss=1.0, lr=0.1))
+        writer.write(step(2))
         assert run_state(folder.path) == "live"
     folder.release()
 
@@ -314,9 +324,7 @@ def test_trainer_of_an_equal_host_name_is_not_crashed(tmp_path):
         json.dumps({"id": "a", "name": "a", "created_s": 1.0, "process": process.model_dump(mode="json")})
     )
     assert run_state(folder.path) == "crashed"
-    with EventWriter(folder.events) as writer:
-        writer.write(start())
-        writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+    write(folder, start(), step(1))
     assert run_state(folder.path) == "live"
     assert run_state(folder.path, time.time() + 60) == "lost"
     os.utime(folder.events, (1.0, 1.0))
@@ -325,27 +333,24 @@ def test_trainer_of_an_equal_host_name_is_not_crashed(tmp_path):
 
 def test_summary_has_every_field(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
-    with folder, EventWriter(folder.events) as writer:
+    with folder:
         folder.write_info()
-        writer.write(start(gpu0_bsz=1, split=[1, 3]))
+        write(folder, start(gpu0_bsz=1, split=[1, 3]))
         for number in (1, 2, 3):
-            writer.write(Step(epoch=1, step=number, loss=1.0 / number, lr=0.1))
-            writer.write(Memory(devices=[{"uuid": "GPU-1", "used_mib": 100.0 * number}]))
-            writer.write(Heartbeat())
-        writer.write(Val(epoch=1, step=3, loss=0.3, miou=0.6, iou=[0.6, None], pixel_accuracy=0.9))
-        writer.write(Checkpoint(path="checkpoints/last.pt", epoch=1, step=3))
-        writer.write(Val(epoch=2, step=6, loss=0.4, miou=0.5, iou=[0.5, None], pixel_accuracy=0.9))
-        writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="accepted"))
-        writer.alert("oom", "GPU 0 is nearly full")
+            memory = Memory(devices=[{"uuid": "GPU-1", "used_mib": 100.0 * number}])
+            write(folder, step(number, loss=1.0 / number), memory, Heartbeat())
+        write(
+            folder,
+            Val(epoch=1, step=3, loss=0.3, miou=0.6, iou=[0.6, None], pixel_accuracy=0.9),
+            Checkpoint(path="checkpoints/last.pt", epoch=1, step=3),
+            Val(epoch=2, step=6, loss=0.4, miou=0.5, iou=[0.5, None], pixel_accuracy=0.9),
+            CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="accepted"),
+            Alert(kind="oom", message="GPU 0 is nearly full"),
+        )
         found = summarize(folder.path).as_json()
         [listed] = list_runs(tmp_path)
-    assert (found["state"], found["epoch"], found["step"], found["steps_per_epoch"], found["epochs"]) == (
-        "live",
-        1,
-        3,
-        3,
-        2,
-    )
+    names = ("state", "epoch", "step", "steps_per_epoch", "epochs")
+    assert [found[name] for name in names] == ["live", 1, 3, 3, 2]
     assert (found["loss"], found["loss_epoch"]) == (pytest.approx((1 + 1 / 2 + 1 / 3) / 3), 1)
     assert (found["miou"], found["best_miou"], found["best_epoch"]) == (0.5, 0.6, 1)
     assert (found["num_scored"], found["best_num_scored"], found["num_classes"]) == (1, 1, len(start().classes))
@@ -360,9 +365,7 @@ def test_summary_has_every_field(tmp_path):
 @pytest.mark.parametrize("num_bytes", [0, 300 * 2**10, 2 * 2**20], ids=["none", "block", "blocks"])
 def test_last_events_are_found_before_much_damage(tmp_path, num_bytes):
     folder = RunFolder.create("a", root=tmp_path)
-    with EventWriter(folder.events) as writer:
-        writer.write(start())
-        writer.write(RunEnd(status="finished", reason="done", exit_code=0))
+    write(folder, start(), RunEnd(status="finished", reason="done", exit_code=0))
     with folder.events.open("ab") as file:
         file.write(b"x" * num_bytes + b"\n")
     assert run_state(folder.path) == "finished"
@@ -409,28 +412,20 @@ def test_runs_are_found_by_name_path_inner_file_and_age(tmp_path, monkeypatch):
 
 def failed_start(root, *events):
     folder = RunFolder.create("demo", root=root)
-    with folder, EventWriter(folder.events) as writer:
+    with folder:
         folder.write_info()
-        for event in (*events, RunEnd(status="failed", reason="data.root is missing", exit_code=3, step=0)):
-            writer.write(event)
+        write(folder, *events, RunEnd(status="failed", reason="data.root is missing", exit_code=3, step=0))
     return folder
 
 
-def test_start_that_failed_is_replaced_by_the_next_one(tmp_path):
+def test_failed_start_is_replaced_unless_held_or_trained(tmp_path):
     failed_start(tmp_path)
     second = RunFolder.create("demo", root=tmp_path)
-    assert second.path == tmp_path / "demo"
     assert not second.events.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
-
-
-def test_failed_start_stays_while_it_is_held_or_has_trained(tmp_path):
-    with failed_start(tmp_path):
-        assert RunFolder.create("demo", root=tmp_path).name == "demo-2"
-    start = RunStart(
-        classes=["a"], num_params=1, devices=[], num_train=1, num_val=1, batch_size=1, epochs=1, steps_per_epoch=1
-    )
-    trained = failed_start(tmp_path / "other", start)
+    with failed_start(tmp_path / "held"):
+        assert RunFolder.create("demo", root=tmp_path / "held").name == "demo-2"
+    trained = failed_start(tmp_path / "other", start())
     assert RunFolder.create("demo", root=tmp_path / "other").name == "demo-2"
     assert trained.events.exists()
 

@@ -17,16 +17,8 @@ from segapp.errors import StorageError
 from segapp.run.folder import RunFolder
 from segapp.run.lock import FileLock
 from segapp.view.runs import run_state
-from tests.support.fault_runs import Invariants, case, tiny_config
+from tests.support.fault_runs import Invariants, case, state_of, tiny_config
 from tests.support.programs import segapp
-
-
-def state_of(folder: Path) -> list[tuple[Path, int, int, bytes]]:
-    """Returns everything in a folder that a program could change."""
-    facts = [(path, path.lstat()) for path in (folder, *sorted(folder.rglob("*")))]
-    return [
-        (path, seen.st_mode, seen.st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path, seen in facts
-    ]
 
 
 def refusal(folder: Path | str, place: Path) -> str:

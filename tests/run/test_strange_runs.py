@@ -26,7 +26,7 @@ from segapp.run.state import is_trainer_alive
 from segapp.session.request import plan_request
 from segapp.session.session import run_session
 from segapp.view.runs import run_state, summarize
-from tests.support.fault_runs import tiny_config
+from tests.support.fault_runs import state_of, tiny_config
 from tests.support.runs import train
 
 NOBODY = 65534
@@ -74,16 +74,6 @@ def victim(tmp_path, trained):
     (folder / "00000001-0123456789abcdef.pt").write_text("a checkpoint of another run")
     (folder / ".bashrc").write_text("alias ls='ls --color'\n")
     return folder
-
-
-def state_of(folder):
-    """Returns everything about a folder that a program could change."""
-    paths = [folder, *sorted(folder.rglob("*"))]
-    facts = [(path, path.lstat()) for path in paths]
-    return [
-        (path, seen.st_mode, seen.st_nlink, seen.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
-        for path, seen in facts
-    ]
 
 
 def replace(path, make):

@@ -104,6 +104,15 @@ def tiny_config(root: Path, **sections: Any) -> RunConfig:
     return merged(base, **sections)
 
 
+def state_of(folder: Path) -> list[tuple[Path, int, int, int, bytes]]:
+    """Returns everything about a folder that a program could change."""
+    facts = [(path, path.lstat()) for path in (folder, *sorted(folder.rglob("*")))]
+    return [
+        (path, seen.st_mode, seen.st_nlink, seen.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path, seen in facts
+    ]
+
+
 def finished_run(folder: Path, root: Path) -> Path:
     """Train one epoch as the program does, and return the run; its config lies next to it."""
     (folder / "config.yaml").write_text(dump_config(tiny_config(root, train={"epochs": 1})))
