@@ -95,15 +95,6 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
     assert {"differences run", "optim.lr 0.1"} <= lines
 
 
-def test_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run", classes=["a", "b"])
-    run.end("failed")
-    row = summarize(run.folder.path).figures
-    assert (row["epochs"], row["steps"], row["iou"]) == (0, 0, {"a": None, "b": None})
-    unknown = ("best_miou", "best_epoch", "last_loss", "last_val_loss", "images_per_s", "peak_mib")
-    assert {row[name] for name in unknown} == {None}
-
-
 def test_best_value_of_each_class_is_bold_unless_all_are_equal(tmp_path: Path) -> None:
     for name, iou in (
         ("one", [0.75, None, 0.1, 0.2]),

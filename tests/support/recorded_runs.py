@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +19,7 @@ from segapp.run.events import (
     Device,
     DeviceMemory,
     EpochStart,
+    EventReader,
     EventWriter,
     Gpu0Bsz,
     Heartbeat,
@@ -30,6 +30,7 @@ from segapp.run.events import (
     Val,
 )
 from segapp.run.folder import RunFolder
+from segapp.view.view import EventFold, View
 
 CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
 PALETTE = [
@@ -47,12 +48,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@contextlib.contextmanager
-def written_at(clock: Clock) -> Iterator[None]:
-    with mock.patch("segapp.run.events.writer.time.time", clock):
-        yield
 
 
 class RecordedRun:
@@ -83,7 +78,7 @@ class RecordedRun:
         self.step = 0
         self.gpu0_bsz = gpu0_bsz if num_devices > 1 else None
         self.best = -1.0
-        with written_at(self.clock):
+        with mock.patch("time.time", self.clock):
             self.folder.write_info()
             self.writer = EventWriter(self.folder.events)
             self.write_start()
@@ -94,7 +89,7 @@ class RecordedRun:
 
     def write(self, event: object, after_s: float = 0.0) -> None:
         self.clock.now_s += after_s
-        with written_at(self.clock):
+        with mock.patch("time.time", self.clock):
             self.writer.write(event)  # type: ignore[arg-type]
 
     def write_start(self, resumed_from_step: int | None = None) -> None:
@@ -255,21 +250,8 @@ class RecordedRun:
         self.writer = EventWriter(self.folder.events)
 
 
-def live_run(path: Path, **keywords: object) -> RecordedRun:
-    """Return a run in its 13th epoch, with a pending change; this process holds its lock."""
-    run = RecordedRun(path, **keywords)  # type: ignore[arg-type]
-    for _ in range(6):
-        run.epoch()
-    if run.num_devices > 1:
-        run.change_gpu0(5)
-    for _ in range(6):
-        run.epoch()
-    number = run.step // run.steps_per_epoch + 1
-    run.write(EpochStart(epoch=number, lr=0.0038, split=list(run.split), step=run.step))
-    run.train(35)
-    if run.num_devices > 1:
-        run.change_gpu0(6, apply=False, command_id="ba9876543210")
-    run.train(3)
-    run.shift_to_now()
-    run.hold()
-    return run
+def folded(run: RecordedRun) -> View:
+    """Return what a viewer knows after all events."""
+    view = View()
+    EventFold(view).add(EventReader(run.folder.events).read_raw())
+    return view

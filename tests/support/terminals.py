@@ -20,15 +20,7 @@ ROWS, COLUMNS = 36, 120
 
 
 class Terminal:
-    """A `segapp` at a pseudo-terminal.
-
-    Args:
-        *words: its command line.
-        cwd: its working directory, and the folder of its settings.
-        size: columns and rows.
-        program: words of Python in front of the command line.
-        **env: variables to set.
-    """
+    """A `segapp` at a pseudo-terminal of some columns and rows; `cwd` is the folder of its settings too."""
 
     def __init__(
         self,
@@ -54,14 +46,13 @@ class Terminal:
         self._theirs = theirs  # kept open: the last output and the modes stay readable
 
     def modes(self) -> list[Any]:
-        """Returns the modes of the terminal (termios)."""
         return termios.tcgetattr(self._terminal)
 
     def read(self, for_s: float = 0.1) -> None:
-        """Reads the output for some time."""
         deadline_s = time.monotonic() + for_s
+        is_open = self._terminal >= 0
         while (left_s := deadline_s - time.monotonic()) > 0:
-            if select.select([self._terminal], [], [], min(left_s, 0.1))[0]:
+            if select.select([self._terminal] * is_open, [], [], min(left_s, 0.1))[0]:
                 self.output += os.read(self._terminal, 2**16)
 
     def wait_for(self, wanted: str, timeout_s: float = 60) -> None:
@@ -73,7 +64,6 @@ class Terminal:
             self.read()
 
     def type(self, keys: str) -> None:
-        """Types keys."""
         os.write(self._terminal, keys.encode())
 
     def click(self, column: int, row: int) -> None:
@@ -107,25 +97,12 @@ class Terminal:
         """Returns the peak resident memory so far, MiB."""
         return peak_mib(self.pid)
 
-    def shared_mib(self) -> float:
-        """Returns the resident memory, MiB; of pages that processes share, its part (PSS)."""
-        lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
-
-    def cpu_s(self) -> float:
-        """Returns the processor time used so far, seconds, of the main thread (in which a screen works)."""
-        return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
-
     def hang_up(self, timeout_s: float = 60) -> int:
         """Closes the terminal, waits for the end of the program and returns the exit code."""
         os.close(self._terminal)
         os.close(self._theirs)
         self._terminal = self._theirs = -1
-        deadline_s = time.monotonic() + timeout_s
-        while self.returncode is None:
-            assert time.monotonic() < deadline_s, "the program did not end"
-            time.sleep(0.02)
-        return self.returncode
+        return self.wait(timeout_s)
 
     def close(self) -> None:
         """Kills the program and closes the terminal."""

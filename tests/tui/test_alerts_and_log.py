@@ -8,24 +8,17 @@ from pathlib import Path
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
-from segapp.run.events import Alert, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Oom
-from segapp.tui import header
+from segapp.run.events import Alert, EpochStart
 from segapp.tui.app import MonitorApp
 from segapp.view.source import LiveSource, LogTail
 from segapp.view.view import NUM_WHOLE_EVENTS, EventFold, View
-from tests.support.recorded_runs import RecordedRun
+from tests.support.recorded_runs import RecordedRun, folded
 from tests.support.screens import press, run_screen, screen_text, settle
 
 DISK_FULL = (
     "cannot write a checkpoint in /data/runs/camvid/checkpoints: no space left on device: 117 MB are needed and 9 MB "
     "are free: delete files, or choose another folder with --run"
 )
-
-
-def folded(run: RecordedRun) -> View:
-    view = View()
-    EventFold(view).add(EventReader(run.folder.events).read_raw())
-    return view
 
 
 def test_alert_stays_in_the_banner_until_it_is_seen(fresh: RecordedRun) -> None:
@@ -67,27 +60,6 @@ def test_alerts_count_and_come_back_after_they_are_seen(fresh: RecordedRun) -> N
         fresh.alert("hang", "no progress for 1200 s")
         await settle(app, pilot)
         assert "hang (2 times): no progress for 1200 s" in screen_text(app)
-
-    run_screen(fresh, act)
-
-
-def test_details_show_every_field_of_an_event(fresh: RecordedRun) -> None:
-    fresh.write(
-        Oom(device="cuda:0", index=0, phase="backward", step=25, action="the batch is split into 2 pieces",
-            requested_mib=512.0, advice=["train.batch_size=4 saves 3.1 GiB", "train.precision=amp-bf16"],
-            path="reports/oom-1.txt", others=[])
-    )  # fmt: skip
-    fresh.write(Alert(kind="oom", message="cuda:0 ran out of memory"))
-    assert "cuda:0 out of memory in backward after step 25, 512 MiB requested" in folded(fresh).log[-2].text
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "d")
-        text = screen_text(app)
-        for wanted in ("cuda:0", "requested_mib", "train.batch_size=4 saves 3.1 GiB", "reports/oom-1.txt"):
-            assert wanted in text, (wanted, text)
-        assert "train.precision=amp-bf16" in text
-        await pilot.press("escape")
-        assert len(app.screen_stack) == 1
 
     run_screen(fresh, act)
 
@@ -178,19 +150,6 @@ def test_log_is_searched_for_texts_and_kinds(fresh: RecordedRun) -> None:
         assert len(app.screen_stack) == 1
 
     run_screen(fresh, act)
-
-
-def test_new_epoch_and_cancelled_command_are_folded(fresh: RecordedRun) -> None:
-    fresh.train(15)  # ends epoch 2
-    fresh.write(EpochStart(epoch=3, lr=0.007, split=[4, 10, 9, 9], step=40))
-    fresh.write(Gpu0Bsz(status="cancelled", old=4, new=5, id="9f6a12345678"))
-    fresh.write(CommandAnswer(id="9f6a12345678", command="set gpu0_bsz=5", by="a@b", status="cancelled",
-                              reason="by 0123456789ab of root@vm"))  # fmt: skip
-    view = folded(fresh)
-    assert (view.epoch, view.lr, header.epoch_fraction(view)) == (3, 0.007, 0.0)
-    assert [line.text for line in view.log[-2:]] == [
-        "3 begins, lr 7.0e-3, split 4·10·9·9", "gpu0_bsz=5 cancelled by root@vm",
-    ]  # fmt: skip
 
 
 def test_long_log_keeps_the_last_events_whole() -> None:

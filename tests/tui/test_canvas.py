@@ -1,15 +1,11 @@
-"""Cells on which the chart draws: heights, what lies on top, and rows that are kept."""
+"""Cells on which the chart draws: heights, and what lies on top."""
 
 from __future__ import annotations
 
 import numpy as np
-from rich.style import Style
 
 from segapp.tui.chart import Canvas
 from segapp.view.plot import CurveColumns, Scale
-
-STYLES = [Style(), Style(bold=True), Style(italic=True), Style(dim=True)]
-LABELS = ["a ", "b ", "c ", "d "]
 
 
 def test_points_stand_at_their_heights() -> None:
@@ -34,14 +30,3 @@ def test_curves_cover_and_lines_leave_what_is_there() -> None:
     assert (canvas._chars[1, 1], canvas._chars[1, 3]) == ("⣇", ":")
     assert canvas._styles.tolist()[0] == [1, 1, 2, 3]
     assert canvas._styles[1, 1] == 1
-
-
-def test_rows_have_their_labels_and_a_segment_for_each_style() -> None:
-    canvas = Canvas(5, 4)
-    canvas.put(1, 2, "x", 1)
-    strips = canvas.strips(STYLES, LABELS)
-    assert [strip.text for strip in strips] == ["a      ", "b   x  ", "c      ", "d      "]
-    assert {strip.cell_length for strip in strips} == {7}
-    assert [(segment.text, segment.style) for segment in strips[1]] == [
-        ("b ", STYLES[3]), ("  ", STYLES[0]), ("x", STYLES[1]), ("  ", STYLES[0]),
-    ]  # fmt: skip

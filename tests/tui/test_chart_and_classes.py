@@ -16,14 +16,9 @@ from segapp.run.words import number
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart
 from segapp.tui.classes import classes_content
-from segapp.view.plot import (
-    curve_of,
-    metric_names,
-    step_field,
-)
+from segapp.view.plot import curve_of, metric_names, step_field
 from segapp.view.source import SeriesReader
-from segapp.view.view import EventFold, View
-from tests.support.recorded_runs import RecordedRun
+from tests.support.recorded_runs import RecordedRun, folded
 from tests.support.screens import press, run_screen, screen_text, settle
 
 
@@ -33,15 +28,6 @@ def run(tmp_path: Path) -> RecordedRun:
     for _ in range(3):
         run.epoch()
     return run
-
-
-def folded(run: RecordedRun) -> View:
-    view = View()
-    EventFold(view).add(EventReader(run.folder.events).read_raw())
-    return view
-
-
-# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_metric_has_the_values_of_the_events(run: RecordedRun) -> None:
@@ -111,27 +97,6 @@ def test_metric_of_a_class_is_chosen_in_the_menu_or_its_row(run: RecordedRun) ->
     run_screen(run, act)
 
 
-# --- scale -----------------------------------------------------------------------------------------------------------
-
-
-def test_chart_fills_its_pane_and_shows_new_steps(fresh: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        chart = app.query_one(LossChart)
-        for name in ("loss", "miou"):
-            app.action_show_metric(name)
-            legend, *rows = chart._strips
-            assert len(rows) == chart.content_size.height - 1
-            assert legend.cell_length <= chart.content_size.width
-            assert {row.cell_length for row in rows} == {chart.content_size.width}
-        app.action_show_metric("loss")
-        for loss in (0.777, 0.555):
-            fresh.train(1, loss=loss)
-            await settle(app, pilot)
-            assert f"mean e2 {number(folded(fresh).loss.mean)}" in screen_text(app)
-
-    run_screen(fresh, act)
-
-
 def test_wide_screen_has_small_charts_of_the_other_metrics(fresh: RecordedRun) -> None:
     fresh.epoch()
     fresh.epoch()
@@ -188,9 +153,6 @@ def test_chart_draws_steps_evaluations_and_the_best(run: RecordedRun) -> None:
     run_screen(run, act)
 
 
-# --- classes ---------------------------------------------------------------------------------------------------------
-
-
 def test_cursor_of_the_classes_stays_in_view(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", classes=[f"class number {i}" for i in range(99)], steps_per_epoch=5)
     run.epoch()
@@ -214,13 +176,3 @@ def test_focus_selects_the_pane_that_keys_act_on(run: RecordedRun) -> None:
         assert "1 Loss" in screen_text(app).splitlines()[2], "the chart is a tab, not a pane"
 
     run_screen(run, act)
-
-
-def test_bar_shows_the_keys_of_the_pane(fresh: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        for pane, has, lacks in (("1", "Metric", "Chart"), ("3", "Chart", "Metric")):
-            await press(app, pilot, pane)
-            shown = screen_text(app).splitlines()[-1]
-            assert (has in shown, lacks in shown) == (True, False)
-
-    run_screen(fresh, act)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from segapp.run.words import age, duration, gib, learning_rate, memory_text, number, percent
+from segapp.run.words import age, duration, gib, learning_rate, memory_text, number, percent, plural
 from segapp.tui import keys
 from segapp.tui.layout import plan_layout
 from segapp.tui.widgets import ascii_text, progress
@@ -68,6 +68,7 @@ def test_layout_gives_room_to_lines_and_columns_by_size() -> None:
         (clip("abcdef", 4), "abc…"), (clip("ab", 4), "ab"), (fit_cells("道路標識", 5), "道路…"),
         (fit_cells("a", 3), "a  "),
         (ascii_text("4·10 → 6…道"), "4.10 > 6~?"),
+        (plural(0, "class"), "0 classes"), (plural(1, "class"), "1 class"), (plural(2, "run"), "2 runs"),
         ("".join(progress(0.5, 5)), "━━╸──"), (ascii_text("".join(progress(None, 3))), "..."),
         (ascii_text("".join(progress(1.7, 3))), "==="),
     ],

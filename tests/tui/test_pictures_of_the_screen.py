@@ -164,17 +164,10 @@ class Case(NamedTuple):
     theme: str = "segapp-dark"
 
 
-class Shot(NamedTuple):
-    """A screen as text and as picture."""
+def shoot(app: MonitorApp, size: tuple[int, int], keys: tuple[str, ...], clock: Clock) -> tuple[str, str]:
+    """Return the screen of an app after keys, as text and as SVG."""
 
-    text: str
-    svg: str
-
-
-def shoot(app: MonitorApp, size: tuple[int, int], keys: tuple[str, ...], clock: Clock) -> Shot:
-    """Return the screen of an app after keys."""
-
-    async def go() -> Shot:
+    async def go() -> tuple[str, str]:
         async with app.run_test(size=size) as pilot:
             await settle(app, pilot)
             await press(app, pilot, *keys)
@@ -182,7 +175,7 @@ def shoot(app: MonitorApp, size: tuple[int, int], keys: tuple[str, ...], clock: 
             svg = app.export_screenshot(title="segapp: simulated run on four GPUs")
             drawn = [[(text, style or Style()) for text, style, _ in row] for row in screen_rows(app)]
             # Textual names its styles after a checksum of its own version's markup.
-            return Shot(as_text(drawn), re.sub(r"terminal-\d+", "terminal", svg))
+            return as_text(drawn), re.sub(r"terminal-\d+", "terminal", svg)
 
     with mock.patch("segapp.run.state.time.time", clock), mock.patch.object(RunList.__init__, "__defaults__", (clock,)):
         return asyncio.run(go())
@@ -201,19 +194,19 @@ def as_text(rows: list[list[tuple[str, Style]]]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def stored(name: str, found: Shot) -> None:
+def stored(name: str, text: str, svg: str) -> None:
     """Compare a screen with the stored one, or store it."""
     folder = os.environ.get("SEGAPP_UPDATE_SNAPSHOTS")
     file = SNAPSHOTS / f"{name}.txt"
     if folder:
-        file.write_text(found.text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"{name}.svg").write_text(found.svg, encoding="utf-8")
+        (Path(folder) / f"{name}.svg").write_text(svg, encoding="utf-8")
         if name in PICTURES:
-            file.with_suffix(".svg").write_text(found.svg, encoding="utf-8")
-    assert found.text.splitlines() == file.read_text(encoding="utf-8").splitlines()
+            file.with_suffix(".svg").write_text(svg, encoding="utf-8")
+    assert text.splitlines() == file.read_text(encoding="utf-8").splitlines()
     if name in PICTURES:
-        assert found.svg == file.with_suffix(".svg").read_text(encoding="utf-8"), "the words and colours are equal"
+        assert svg == file.with_suffix(".svg").read_text(encoding="utf-8"), "the words and colours are equal"
 
 
 CLASSES = [f"class {i:03}" for i in range(150)]
@@ -249,7 +242,7 @@ def test_screen_equals_its_stored_snapshot(case: Case, tmp_path: Path, monkeypat
         found = shoot(app, case.size, case.keys, run.clock)
     finally:
         run.folder.release()
-    stored(f"{case.name}-{case.size[0]}x{case.size[1]}", found)
+    stored(f"{case.name}-{case.size[0]}x{case.size[1]}", *found)
 
 
 def test_first_second_equals_its_stored_snapshot(tmp_path: Path) -> None:
@@ -260,5 +253,5 @@ def test_first_second_equals_its_stored_snapshot(tmp_path: Path) -> None:
     with mock.patch("segapp.run.folder.time.time", return_value=now_s - 8):
         folder.acquire()
     app = MonitorApp(LiveSource(folder, clock=lambda: now_s), has_trainer_ended=lambda: False)
-    stored("first_second-120x36", shoot(app, (120, 36), (), Clock(now_s)))
+    stored("first_second-120x36", *shoot(app, (120, 36), (), Clock(now_s)))
     folder.release()

@@ -63,18 +63,6 @@ def test_drawn_curve_has_no_holes(y: list[float], num_rows: int) -> None:
         assert after[0] <= rows[-1] + 1
 
 
-def test_single_spike_is_clipped_but_high_start_is_not() -> None:
-    flat = [0.5 + 0.01 * (i % 7) for i in range(400)]
-    spiked = reduced([*flat, 90.0, *flat], 100)
-    scale = choose_scale(spiked, np.array([]), is_log=False)
-    assert scale is not None
-    assert scale.top < 5
-    falling = reduced([3.0 * math.exp(-i / 100) for i in range(400)], 100)
-    scale = choose_scale(falling, np.array([]), is_log=False)
-    assert scale is not None
-    assert scale.top >= 3.0
-
-
 @pytest.mark.parametrize(
     ("scale", "count", "ticks"),
     [

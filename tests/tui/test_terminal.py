@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,8 +17,8 @@ from segapp.__main__ import main
 from segapp.errors import ConfigError
 from segapp.run.commands import drain_commands
 from segapp.tui import terminal as product
-from segapp.tui.app import TYPING_S, run_ui
-from tests.support.recorded_runs import RecordedRun, live_run
+from segapp.tui.app import TYPING_S
+from tests.support.recorded_runs import RecordedRun
 from tests.support.terminals import terminal
 
 LEAVES = "\x1b[?1049l"
@@ -32,15 +31,8 @@ WAITING = (
 )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Any:
-    run = live_run(tmp_path / "run", steps_per_epoch=10)
-    yield run
-    run.folder.release()
-
-
-def test_q_exits_with_attach_hint_and_restores_the_terminal(run: RecordedRun, tmp_path: Path) -> None:
-    with terminal("attach", run.folder.path, cwd=tmp_path, NO_COLOR="1") as shown:
+def test_q_exits_with_attach_hint_and_restores_the_terminal(fresh: RecordedRun, tmp_path: Path) -> None:
+    with terminal("attach", fresh.folder.path, cwd=tmp_path, NO_COLOR="1") as shown:
         shown.wait_for("LIVE")
         shown.wait_for("Leave")
         shown.type("\x1a")
@@ -55,16 +47,16 @@ def test_q_exits_with_attach_hint_and_restores_the_terminal(run: RecordedRun, tm
         text = shown.output.decode()
     assert LEAVES in text
     assert " (sent: checkpoint); to see it again" in text
-    assert [received.text for received in drain_commands(run.folder.path)] == ["checkpoint"]
+    assert [received.text for received in drain_commands(fresh.folder.path)] == ["checkpoint"]
     codes = {code for found in re.findall(r"\x1b\[([\d;]*)m", text) for code in found.split(";")}
     assert {"49"} <= codes <= {"", "0", "1", "2", "7", "39", "49"}  # weight, reverse, and the terminal's own colors
 
 
-def test_ctrl_z_returns_to_the_shell_until_fg(run: RecordedRun, tmp_path: Path) -> None:
+def test_ctrl_z_returns_to_the_shell_until_fg(fresh: RecordedRun, tmp_path: Path) -> None:
     titles = ("LIVE", "Loss", "Classes", "Events", "Leave")  # most of them never change
     bash = ("-c", "import os\nos.execvp('bash', ['bash', '--norc', '-i'])")
     with terminal(cwd=tmp_path, program=bash) as shell:
-        shell.type(f"{sys.executable} -m segapp attach {run.folder.path}\n")
+        shell.type(f"{sys.executable} -m segapp attach {fresh.folder.path}\n")
         for title in titles:
             shell.wait_for(title)
         shell.output = b""
@@ -113,16 +105,16 @@ def test_ascii_follows_the_locale(
     "code", [DEAF.format("SIG_DFL", MAIN), DEAF.format("SIG_IGN", MAIN), DEAF.format("SIG_IGN", WAITING)],
     ids=["hears of it", "does not hear of it", "waits for it"],
 )  # fmt: skip
-def test_closed_terminal_ends_the_screen(run: RecordedRun, tmp_path: Path, code: str) -> None:
-    with terminal("attach", run.folder.path, cwd=tmp_path, program=("-c", code)) as shown:
+def test_closed_terminal_ends_the_screen(fresh: RecordedRun, tmp_path: Path, code: str) -> None:
+    with terminal("attach", fresh.folder.path, cwd=tmp_path, program=("-c", code)) as shown:
         shown.wait_for("LIVE")
         shown.read(0.5)
         assert shown.returncode is None
         shown.hang_up(20)
 
 
-def test_sigterm_ends_the_screen_and_restores_the_terminal(run: RecordedRun, tmp_path: Path) -> None:
-    with terminal("attach", run.folder.path, cwd=tmp_path) as shown:
+def test_sigterm_ends_the_screen_and_restores_the_terminal(fresh: RecordedRun, tmp_path: Path) -> None:
+    with terminal("attach", fresh.folder.path, cwd=tmp_path) as shown:
         shown.wait_for("LIVE")
         shown.send(signal.SIGTERM)
         assert shown.wait() == 0
@@ -131,11 +123,11 @@ def test_sigterm_ends_the_screen_and_restores_the_terminal(run: RecordedRun, tmp
 
 
 def test_attach_without_terminal_is_refused(
-    run: RecordedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fresh: RecordedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(SystemExit) as ended:
-        main(["attach", str(run.folder.path)])
+        main(["attach", str(fresh.folder.path)])
     assert ended.value.code == 2
     assert "is not a terminal: `segapp status RUN`" in capsys.readouterr().err
 
@@ -146,8 +138,3 @@ def test_dumb_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, term: str) ->
     monkeypatch.setattr(os, "isatty", lambda fd: True)
     with pytest.raises(ConfigError, match="does not support the TUI"):
         product.check_terminal()
-
-
-def test_user_errors_of_attach_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such run"):
-        run_ui(tmp_path / "nothing")

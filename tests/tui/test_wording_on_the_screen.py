@@ -9,22 +9,12 @@ from textual.geometry import Offset
 from textual.pilot import Pilot
 
 from segapp.run.commands import drain_commands
-from segapp.run.events import CommandAnswer, EventReader, Heartbeat, Step
+from segapp.run.events import CommandAnswer, Heartbeat, Step
 from segapp.tui import header
 from segapp.tui.app import MonitorApp
 from segapp.view.source import LiveSource, Status
-from segapp.view.view import EventFold, View
-from tests.support.recorded_runs import RecordedRun
+from tests.support.recorded_runs import RecordedRun, folded
 from tests.support.screens import press, run_screen, said, screen_text, settle
-
-
-def folded(run: RecordedRun) -> View:
-    view = View()
-    EventFold(view).add(EventReader(run.folder.events).read_raw())
-    return view
-
-
-# --- evaluations and pauses ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fields", [{"num_evaluated": 3}, {"num_evaluated": 9, "num_images": 4}, {}])
@@ -50,9 +40,6 @@ def test_remaining_time_stands_still_while_paused(fresh: RecordedRun) -> None:
     assert etas_s == (None, pytest.approx(1000 - 100 - 7))  # 100 s passed before the pause began
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
-
-
 def test_run_that_did_not_finish_shows_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = RecordedRun(tmp_path / "runs" / "my run", steps_per_epoch=20)
@@ -64,6 +51,11 @@ def test_run_that_did_not_finish_shows_how_to_resume(tmp_path: Path, monkeypatch
         assert "stopped: asked to stop; to continue: `segapp train --resume 'my run'`" in text
         await press(app, pilot, "ctrl+c")
         assert said(app) == "press q to leave"
+        await pilot.mouse_down("#head", offset=Offset(1, 0))
+        await pilot.hover("#head", offset=Offset(30, 0))
+        await pilot.mouse_up("#head", offset=Offset(30, 0))
+        await press(app, pilot, "ctrl+c")
+        assert "segapp" in app.clipboard, "selected text is copied"
 
     run_screen(run, act)
 
@@ -94,20 +86,8 @@ def test_keys_below_always_show_menu_and_help(fresh: RecordedRun) -> None:
                 await press(app, pilot, pane)
                 keys = screen_text(app).splitlines()[-1]
                 assert all(label in keys for label in ("q Leave", "p Pause", "S Stop", "^p Menu", "? Help")), width
-
-    run_screen(fresh, act)
-
-
-# --- selection and sweeps --------------------------------------------------------------------------------------------
-
-
-def test_selected_text_is_copied(fresh: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await pilot.mouse_down("#head", offset=Offset(1, 0))
-        await pilot.hover("#head", offset=Offset(30, 0))
-        await pilot.mouse_up("#head", offset=Offset(30, 0))
-        await press(app, pilot, "ctrl+c")
-        assert "segapp" in app.clipboard
+                own = {label for label in ("Metric", "Chart") if label in keys}
+                assert width < 120 or own == {"1": {"Metric"}, "3": {"Chart"}}.get(pane, own)
 
     run_screen(fresh, act)
 

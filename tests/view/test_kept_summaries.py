@@ -16,14 +16,7 @@ import pytest
 from segapp.run.events import EventReader, EventWriter, Val
 from segapp.run.folder import RunFolder
 from segapp.view import runs as view_runs
-from segapp.view.runs import (
-    differing_settings,
-    facts_of,
-    list_runs,
-    read_kept,
-    read_settings,
-    summarize,
-)
+from segapp.view.runs import differing_settings, facts_of, list_runs, read_kept, read_settings, summarize
 from segapp.view.source import fold_file
 from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import RecordedRun
@@ -241,9 +234,6 @@ def test_list_of_finished_runs_reads_no_events_again(tmp_path: Path, lines_read:
     lines_read.clear()
     assert [summary.as_json() | {"age_s": None} for summary in list_runs(tmp_path)] == first
     assert lines_read == []
-
-
-# --- long histories --------------------------------------------------------------------------------------------------
 
 
 def test_rare_events_are_found_in_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from textual.geometry import Size
 
 from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Heartbeat, Val
 from segapp.tui.devices import gpu_content
+from segapp.tui.header import epoch_fraction
 from segapp.view.view import EventFold, View
-from tests.support.recorded_runs import RecordedRun
+from tests.support.recorded_runs import RecordedRun, folded
 
 
 def summary(view: View) -> dict[str, Any]:
@@ -43,12 +44,6 @@ def canned(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     return run
 
 
-def folded(run: RecordedRun) -> View:
-    view = View()
-    EventFold(view).add(EventReader(run.folder.events).read_raw())
-    return view
-
-
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20))
 @settings(max_examples=25)
 def test_events_folded_in_any_parts_give_the_same_view(canned: RecordedRun, sizes: list[int]) -> None:
@@ -69,22 +64,6 @@ def test_skimmed_events_give_the_same_view(canned: RecordedRun, sizes: list[int]
     fold.add(reader.read_raw())
     skimmed, full = summary(fold.view), summary(folded(canned))
     assert skimmed == full
-
-
-def test_view_has_the_values_of_the_run(canned: RecordedRun) -> None:
-    view = folded(canned)
-    assert view.history.num_steps == 60
-    assert view.step is not None
-    assert view.step.step == 60
-    assert [val.epoch for val in view.vals] == [1, 2, 3]
-    assert view.history.is_bad.sum() == 20
-    assert view.split == (5, 9, 9, 9)
-    assert view.gpu0.value == 5
-    assert view.gpu0.pending is None
-    assert [mark.kind for mark in view.marks if mark.kind == "gpu0_bsz"] == ["gpu0_bsz"]
-    assert view.end is not None
-    assert view.end.status == "finished"
-    assert set(view.peaks_mib) == {(4, 10, 9, 9), (5, 9, 9, 9)}
 
 
 def test_resume_removes_steps_that_are_repeated(tmp_path: Path) -> None:
@@ -129,7 +108,7 @@ def test_skimmed_steps_are_folded_before_what_follows(tmp_path: Path) -> None:
     run.write(EpochStart(epoch=3, lr=0.006, step=6))
     view = View()
     EventFold(view).add(EventReader(run.folder.events).read_skimmed())
-    assert (view.epoch, view.lr, view.split) == (3, 0.006, (6, 9, 9, 8))
+    assert (view.epoch, view.lr, view.split, epoch_fraction(view)) == (3, 0.006, (6, 9, 9, 8), 0.0)
     assert summary(view) == summary(folded(run))
     assert view.last_s == pytest.approx(run.clock.now_s, abs=1e-5)
 
@@ -188,17 +167,14 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     run.write(Gpu0Bsz(status="applied", old=4, new=6, split=[6, 9, 9, 8], epoch=2, observed_mib=[1.0, 2.0, 3.0, 4.0]))
     run.write(CommandAnswer(id="0123456789ab", command="set gpu0_bsz=6", by="a@b", status="applied"))
     view = folded(run)
-    assert view.gpu0.value == 6
-    assert view.gpu0.previous == [4]
-    assert not view.pending
+    assert (view.gpu0.value, view.gpu0.previous, view.pending) == (6, [4], {})
+    assert [mark.kind for mark in view.marks] == ["gpu0_bsz"]
     assert view.answers["0123456789ab"].status == "applied"
     assert view.peaks_mib[(6, 9, 9, 8)] == [1.0, 2.0, 3.0, 4.0]
     facts = {"reason": "out of memory on cuda:0", "reason_code": "out_of_memory"}
     run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, **facts))
     view = folded(run)
-    assert view.gpu0.value == 4
-    assert view.gpu0.previous == []
-    assert view.gpu0.ceiling == 6
+    assert (view.gpu0.value, view.gpu0.previous, view.gpu0.ceiling) == (4, [], 6)
     assert "out of memory" in view.alerts["reverted"].last.message
     assert view.split_checker.check(6).level == "won't fit"
     assert view.split_checker.check(7).level == "won't fit"

@@ -21,7 +21,6 @@ from segapp.run.events import (
     Val,
     Weights,
 )
-from segapp.run.words import plural
 from segapp.view.wording import event_text, log_line
 
 START = RunStart(classes=["road"], num_params=11_249_000, batch_size=8, epochs=1, steps_per_epoch=20, t=5.0,
@@ -89,20 +88,12 @@ def test_steps_and_answered_cancellations_have_no_line() -> None:
     assert line.text == "e1 mIoU 0.400 (2/2), loss 0.500, worst road 0.300"
 
 
-def test_words_are_counted() -> None:
-    assert [plural(count, "class") for count in (0, 1, 2)] == ["0 classes", "1 class", "2 classes"]
-    assert [plural(count, "run") for count in (1, 2)] == ["1 run", "2 runs"]
-
-
-def test_event_has_a_line_for_each_field_with_a_value() -> None:
+def test_event_has_a_printable_line_for_each_field_with_a_value() -> None:
     change = Gpu0Bsz(status="applied", old=4, new=6, split=[6, 10], observed_mib=[7.5, None], is_auto=True)
     assert event_text(change).splitlines() == [
         "seq: 0", "t: 0.0", "type: gpu0_bsz", "status: applied", "old: 4", "new: 6", "split: [6, 10]",
         "observed_mib: [7.5, None]", "is_auto: True",
     ]  # fmt: skip
-
-
-def test_text_of_an_event_is_printable() -> None:
     start = RunStart(classes=["road", "a\x1bb"], num_params=9, batch_size=8, epochs=8, steps_per_epoch=20,
                      devices=[Device(device="cuda:0", total_mib=10.5), Device(device="cpu")])  # fmt: skip
     assert event_text(start).isprintable() is False
