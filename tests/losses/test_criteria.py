@@ -113,30 +113,28 @@ def test_ignore_index_in_the_first_place_is_refused(kind):
         kind(255)
 
 
-def test_options_out_of_range_are_named():
-    with pytest.raises(ValueError, match=r"threshold=0\.0"):
-        CriterionOHEM(0.0)
-    with pytest.raises(ValueError, match="min_kept=-1"):
-        CriterionOHEM(0.5, -1)
-    with pytest.raises(ValueError, match="smooth=-1"):
-        CriterionDice(smooth=-1)
-    with pytest.raises(ValueError, match="gamma=nan"):
-        CriterionFocal(gamma=math.nan)
-    with pytest.raises(ValueError, match="beta=-1"):
-        CriterionTversky(beta=-1)
-    with pytest.raises(ValueError, match="gamma=0"):
-        CriterionTversky(gamma=0)
-    with pytest.raises(ValueError, match="classes='some'"):
-        CriterionLovasz("some")
-    with pytest.raises(ValueError, match="holds the ids 16"):
-        CriterionBCE(multilabel=True)(torch.zeros(1, 4, 2, 2), torch.full((1, 2, 2), 16))
-    with pytest.raises(ValueError, match="pos_weight=0"):
-        CriterionBCE(pos_weight=0)
-    for smoothing in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=f"label_smoothing={smoothing}: give a number from 0 to 1"):
-            CriterionBCE(label_smoothing=smoothing)
-    with pytest.raises(ValueError, match=r"weight=\[0\.0, 0\.0\]"):
-        CriterionBCE([0.0, 0.0])
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: CriterionOHEM(0.0), r"threshold=0\.0"),
+        (lambda: CriterionOHEM(0.5, -1), "min_kept=-1"),
+        (lambda: CriterionDice(smooth=-1), "smooth=-1"),
+        (lambda: CriterionFocal(gamma=math.nan), "gamma=nan"),
+        (lambda: CriterionTversky(beta=-1), "beta=-1"),
+        (lambda: CriterionTversky(gamma=0), "gamma=0"),
+        (lambda: CriterionLovasz("some"), "classes='some'"),
+        (lambda: CriterionBCE(pos_weight=0), "pos_weight=0"),
+        *(
+            (lambda x=x: CriterionBCE(label_smoothing=x), f"label_smoothing={x}: give a n")
+            for x in (-0.1, 1.5, math.nan)
+        ),
+        (lambda: CriterionBCE([0.0, 0.0]), r"weight=\[0\.0, 0\.0\]"),
+        (lambda: CriterionBCE(multilabel=True)(torch.zeros(1, 4, 2, 2), torch.full((1, 2, 2), 16)), "holds the ids 16"),
+    ],
+)
+def test_options_out_of_range_are_named(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
 
 
 def test_bce_of_class_ids_is_that_of_one_hot_targets():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from segapp.accelerator import ACCELERATORS, Accelerator
+from segapp.accelerator import ACCELERATORS
 from segapp.losses import (
     CriterionBCE,
     CriterionCE,
@@ -17,25 +17,11 @@ from segapp.losses import (
 )
 from segapp.losses.additive import AdditiveCriterion
 from tests.support.gpu.as_on_cuda import take_cuda_road
+from tests.support.loss_cases import loss_and_gradient
+from tests.test_accelerator import NoFloat64
 
 N, C = 2, 7
 WEIGHT = torch.linspace(0.3, 1.7, C)
-
-
-class NoFloat64(Accelerator):
-    """The CPU, but without float64."""
-
-    def has_float64(self, device: torch.device) -> bool:
-        return False
-
-
-def value_and_gradient(
-    criterion: AdditiveCriterion, logits: torch.Tensor, target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = logits.clone().requires_grad_()
-    loss = criterion(logits, target)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    return loss.detach().double(), gradient.double()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +46,8 @@ def test_loss_without_float64_is_that_with_float64_sums(
     logits = 3 * torch.randn(N, C, 32, 32, generator=generator)
     target = torch.randint(0, C, (N, 256, 256), generator=generator)
     target[:, :40] = 255
-    loss, gradient = value_and_gradient(criterion, logits, target)
+    loss, gradient = loss_and_gradient(criterion, logits, target)
     monkeypatch.setitem(ACCELERATORS, "cpu", NoFloat64("cpu"))
-    found, slope = value_and_gradient(criterion, logits, target)
+    found, slope = loss_and_gradient(criterion, logits, target)
     assert float(found) == pytest.approx(float(loss), rel=bound)
     assert float((slope - gradient).abs().max() / gradient.abs().max()) < 1e-5

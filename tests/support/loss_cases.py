@@ -1,5 +1,7 @@
 """Random logits and targets of the loss tests."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -72,3 +74,12 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     """Return the largest difference relative to the largest true entry (to 1 if that is 0)."""
     scale = truth.abs().max().double()
     return float((value.double() - truth.double()).abs().max() / (scale if scale > 0 else 1.0))
+
+
+def loss_and_gradient(
+    criterion: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = logits.clone().requires_grad_()
+    loss = criterion(logits, target)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), gradient

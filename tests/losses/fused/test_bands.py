@@ -98,14 +98,3 @@ def test_argmax_and_confusion_with_any_threads_match_torch():
     truth = torch.bincount(4 * target[valid] + predicted[valid], minlength=16).view(4, 4)
     assert torch.equal(upsample_argmax(logits, (33, 41)).long(), predicted)
     assert torch.equal(upsample_confusion(logits, target).confusion.long(), truth)
-
-
-@pytest.mark.usefixtures("_on_small_bands")
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_under_no_grad_requires_no_gradient(name):
-    criterion = criteria()[name]
-    logits, target = draw(2)
-    with torch.no_grad():
-        loss = criterion(logits, target)
-    assert not loss.requires_grad
-    assert torch.isfinite(loss)

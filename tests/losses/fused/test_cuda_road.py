@@ -18,7 +18,7 @@ from segapp.losses.fused.kernels import block_shape, buffers_of
 from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of
 from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.gpu.launches import LaunchCounter
-from tests.support.loss_cases import class_weight, criteria, draw, relative_error
+from tests.support.loss_cases import class_weight, criteria, draw, loss_and_gradient, relative_error
 
 NAMES = list(criteria())
 
@@ -46,24 +46,17 @@ class DeterministicOnCuda(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradient_of(criterion, logits, target):
-    x = logits.clone().requires_grad_()
-    loss = criterion(x, target)
-    loss.backward()
-    return loss.detach(), x.grad
-
-
 @pytest.mark.parametrize("full_bytes", [0, 1 << 60])
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_on_the_cuda_road_are_deterministic(name, full_bytes, monkeypatch):
     """They equal those of the CPU, and take no operator whose result depends on the order of atomics."""
     monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", full_bytes)
     logits, target = draw(3, low=(9, 13), high=(33, 41))
-    truth = gradient_of(criteria()[name], logits, target)
+    truth = loss_and_gradient(criteria()[name], logits, target)
     take_cuda_road(monkeypatch)
     monkeypatch.setattr(kernels, "_IS_INSTALLED", False)
     with DeterministicOnCuda():
-        mine = gradient_of(criteria()[name], logits, target)
+        mine = loss_and_gradient(criteria()[name], logits, target)
     for a, b in zip(mine, truth, strict=True):
         assert relative_error(a, b) < 1e-11
 
@@ -89,9 +82,9 @@ def test_lovasz_launches_grow_with_sorts_not_with_classes(monkeypatch):
         logits, target = draw(4, 19, (8, 8), (64, 64), dtype=torch.float32)
         budget = classes_at_once * overlap.BYTES_OF_A_SORTED_PIXEL * target.numel()
         monkeypatch.setattr(overlap, "CPU_SORT_BYTES", budget)
-        gradient_of(CriterionLovasz(), logits, target)  # makes the tables of the interpolation
+        loss_and_gradient(CriterionLovasz(), logits, target)  # makes the tables of the interpolation
         with LaunchCounter() as counter:
-            gradient_of(CriterionLovasz(), logits, target)
+            loss_and_gradient(CriterionLovasz(), logits, target)
         totals[classes_at_once] = counter.total
         assert counter.by_operator["sort"] == 19 // classes_at_once
     assert totals[19] < 200  # one class of one image at a time took 4,549
@@ -133,7 +126,7 @@ def test_default_device_does_not_change_the_losses():
     good, made = torch.tensor([5, -5]), criteria().values()
     with torch.device("meta"):
         for criterion in made:
-            loss, gradient = gradient_of(criterion, logits, target)
+            loss, gradient = loss_and_gradient(criterion, logits, target)
             assert loss.is_cpu
             assert gradient.is_cpu
         assert report_range(good, 4, 255).is_cpu

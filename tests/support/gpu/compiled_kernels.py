@@ -1,4 +1,4 @@
-"""The loss's Triton kernels, compiled for several cards without one: registers, spilled bytes and shared memory.
+"""The loss's Triton kernels, compiled for several cards without one: registers and spilled bytes.
 
 `pretend_card` gives Triton a CUDA driver without a GPU: `JITFunction.run` is Triton's own, so each argument is
 specialised (an integer equal to 1, one divisible by 16, an aligned pointer) exactly as at a real launch, from CPU
@@ -21,15 +21,12 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import driver as triton_driver
 
 from segapp.losses.fused import checks, triton_kernels
-from segapp.losses.fused.kernels import block_shape
 from segapp.losses.fused.reference import CrossEntropySettings
-from segapp.losses.fused.triton_cross_entropy import FP_FUSION, cross_entropy_by_triton
+from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 
 MAX_SHARED_BYTES = {
     **{75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376},
@@ -40,7 +37,7 @@ MAX_SHARED_BYTES = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes on a card: registers and bytes of the stack of a thread, shared bytes of a program.
+    """What a compiled kernel takes on a card: registers and bytes of the stack of a thread.
 
     Triton's kernels have no arrays of their own, so the stack holds spilled registers.
     """
@@ -48,7 +45,6 @@ class Usage:
     kernel: str
     registers: int
     stack_bytes: int
-    shared_bytes: int
     num_warps: int
     options: Any
 
@@ -68,15 +64,12 @@ class FakeCudaDriver:
         self._loaded: dict[int, tuple[int, int]] = {}
 
     def get_current_device(self) -> int:
-        """Return 0, the only card."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Return 0, the default stream."""
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """Return the target to compile for."""
         return GPUTarget("cuda", self.capability, 32)
 
     def _load(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[None, int, int, int, int]:
@@ -87,9 +80,8 @@ class FakeCudaDriver:
         return None, function, registers, stack, 1024
 
     def record(self, metadata: Any, function: int) -> None:
-        """Note a launch."""
         registers, stack = self._loaded[function]
-        self.usages.append(Usage(metadata.name, registers, stack, metadata.shared, metadata.num_warps, metadata))
+        self.usages.append(Usage(metadata.name, registers, stack, metadata.num_warps, metadata))
 
 
 class _Launcher:
@@ -153,8 +145,6 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One launch of the loss."""
-
     num_classes: int
     capability: int
     size: str = "divisible by 16"
@@ -196,27 +186,3 @@ def usages_of(case: Case) -> list[Usage]:
         cross_entropy_by_triton(logits, target, weight, options, with_gradient=True)
     checks._reports.clear()  # what the kernels did not write is no target
     return list(card.usages)
-
-
-def amd_assembly(num_classes: int, architecture: str, wave_size: int) -> str:
-    """Return the assembly of the loss kernel for an AMD GPU, at a scale of 8 in bfloat16; it is compiled, not run."""
-    block = block_shape((16, num_classes, 64, 64), 512, torch.float32)
-    constants = {
-        **{"C": num_classes, "TILES": block.TILES, "LANES": block.LANES, "SPLIT": block.SPLIT},
-        **{"SOURCES": block.SOURCES, "CELLS": block.CELLS, "KEEP": 1.0, "SHARE": 0.0, "ACC": tl.float32},
-        **dict.fromkeys(("LONG_IDS", "HAS_WEIGHT", "SMOOTH"), False),
-        "WITH_GRADIENT": True,
-    }
-    pointers = {
-        **{"logits_ptr": "*bf16", "target_ptr": "*u8"},
-        **dict.fromkeys(("bad_ptr", "row_starts_ptr", "column_starts_ptr"), "*i32"),
-        **dict.fromkeys(("weight_ptr", "partial_ptr", "loss_ptr", "count_ptr"), "*fp32"),
-        **dict.fromkeys(("row_fraction_ptr", "column_fraction_ptr"), "*fp32"),
-    }
-    kernel = triton_kernels.loss_kernel
-    names = kernel.arg_names
-    signature = {name: pointers.get(name) or ("constexpr" if name in constants else "i32") for name in names}
-    source = ASTSource(kernel, signature, constexprs={(names.index(name),): constants[name] for name in constants})
-    target = GPUTarget("hip", architecture, wave_size)
-    compiled = triton.compile(source, target=target, options={"num_warps": block.num_warps, **FP_FUSION})
-    return str(compiled.asm["amdgcn"])
