@@ -49,6 +49,9 @@ def test_parts_move_to_their_stage_and_outputs_to_theirs():
     net = nn.Sequential(nn.Conv2d(3, 4, 1))
     place_stages(net, {"0": "cpu"}, output_device="meta")
     assert net(torch.randn(1, 3, 2, 2)).device.type == "meta"
+    net = SmallNet(has_aux=False)
+    place_stages(net, {"stem": "cpu", "stem.0": "meta"})
+    assert [net.stem[0].weight.device.type, net.head.weight.device.type] == ["meta", "cpu"], "the inner stage counts"
 
 
 def test_unknown_device_or_name_of_a_stage_is_refused():
@@ -156,10 +159,3 @@ def test_copies_to_the_host_wait_for_their_values():
     for device in ("cpu", "cuda:0"):
         to_device([Noted()], torch.device(device))
     assert copies == [("cpu", False), ("cuda", True)]
-
-
-@pytest.mark.usefixtures("with_meta")
-def test_inner_stage_overrides_an_outer_one():
-    net = SmallNet(has_aux=False)
-    place_stages(net, {"stem": "cpu", "stem.0": "meta"})
-    assert [net.stem[0].weight.device.type, net.head.weight.device.type] == ["meta", "cpu"]

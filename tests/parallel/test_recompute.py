@@ -229,17 +229,11 @@ def test_activations_are_freed_and_computed_again():
     calls = []
     for block in net[1:4]:
         block.second.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    saved = []
-
-    def save(tensor):
-        saved.append(tensor.numel())
-        return tensor
-
-    sizes = {}
+    saved, sizes = [], {}
     for name, sets in (("kept", []), ("again", [EVERYWHERE])):
         set_recompute(net, sets)
         saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
             loss = net(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum()
         sizes[name] = sum(saved)
         calls.clear()

@@ -132,17 +132,6 @@ def test_step_is_left_after_its_late_replica():
     assert module.num_calls.item() == 1, "nothing changes it from here on"
 
 
-def test_100_failures_leak_no_thread():
-    module = Layers()
-    DataParallelModel(module, ["cpu"] * 3)(torch.randn(6, 3, 2, 2))
-    before = threading.active_count()  # with the threads that models of other tests keep
-    for i in range(100):
-        module.plan = (i % 3, i % 5, ["raise", "memory", "return", "skip"][i % 4])
-        with pytest.raises((ValueError, torch.OutOfMemoryError, ReplicaDesyncError)):
-            DataParallelModel(module, ["cpu"] * 3)(torch.randn(6, 3, 2, 2))
-    assert threads_settle(before)
-
-
 @pytest.fixture
 def heard_interrupts():
     """Restore SIGINT, which a shell ignores in background jobs; tests may run as one."""

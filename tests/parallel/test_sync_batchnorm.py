@@ -7,11 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import nn
-from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -29,7 +26,6 @@ from segapp.parallel import (
 from segapp.parallel.replica_threads import ReplicaThreads
 from segapp.parallel.scatter_gather import scatter
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
-from tests.support.gpu.launches import LaunchCounter
 from tests.support.parallel_cases import grads_of, relative_error, state_error
 
 CPU = torch.device("cpu")
@@ -182,14 +178,6 @@ def test_sync_batchnorm_saves_no_more_than_batchnorm(dtype):
     assert saved_bytes(layer, x.detach(), 3) <= limit + vectors, "also where the input needs no gradient"
 
 
-def test_single_values_are_refused_only_for_the_whole_batch():
-    layer = SyncBatchNorm(3)
-    assert len(DataParallelModel(layer, ["cpu"] * 2)(torch.randn(2, 3, 1, 1))) == 2
-    for model in (layer, DataParallelModel(layer, ["cpu"] * 2)):
-        with pytest.raises((ValueError, RuntimeError), match="Expected more than 1 value per channel"):
-            model(torch.randn(1, 3, 1, 1))
-
-
 def test_checkpointing_without_set_recompute_is_refused():
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -259,11 +247,7 @@ class GainedTanh(Tanh, Gained):
     pass
 
 
-class Plain(nn.BatchNorm2d):
-    pass
-
-
-class Named(Plain):
+class Named(nn.BatchNorm2d):
     def forward(self, x):
         return super(Named, self).forward(x) + 1  # noqa: UP008
 
@@ -271,7 +255,6 @@ class Named(Plain):
 SHARES = {"device_ids": ["cpu"] * 3, "shares": (0, 3, 2)}
 GAIN = torch.linspace(0.5, 2, 5, dtype=torch.float64)
 OWN_LAYERS = {
-    "plain": (lambda: Plain(4), ()),
     "named": (lambda: Named(4), ()),
     "gained": (lambda: Gained(4, 3), (GAIN,)),
     "mixed": (lambda: GainedTanh(4, 2), (GAIN,)),
@@ -405,13 +388,7 @@ def test_replicas_that_differ_in_gradients_are_refused():
         ReplicaThreads([CPU] * 2).run([lambda part=part: layer(part) for part in parts])
 
 
-@pytest.fixture
-def _kernels():
-    with kernels_on_the_cpu():
-        yield
-
-
-@pytest.mark.usefixtures("_kernels")
+@kernels_on_the_cpu()
 def test_second_derivatives_leave_the_kernels():
     x, weights = torch.randn(6, 4, 3, 3, dtype=torch.float64), torch.randn(6, 4, 3, 3, dtype=torch.float64)
     truth = nn.BatchNorm2d(4).double()
@@ -424,7 +401,7 @@ def test_second_derivatives_leave_the_kernels():
     assert relative_error([layer.second, *grads_of(layer)], [truth.second, *grads_of(truth)]) <= 1e-10
 
 
-@pytest.mark.usefixtures("_kernels")
+@kernels_on_the_cpu()
 @pytest.mark.parametrize("counts", [(4, 0, 3), (0, 0, 5), (0, 6, 0)])
 def test_parts_without_samples_have_no_weight(counts):
     x = torch.randn(sum(counts), 3, 2, 2, dtype=torch.float64)
@@ -439,36 +416,6 @@ def test_parts_without_samples_have_no_weight(counts):
     (torch.cat(outputs) * weights).sum().backward()
     (expected * weights).sum().backward()
     assert relative_error(grads_of(layer), grads_of(truth)) <= 1e-11
-
-
-def launches_of(step):
-    step()
-    with LaunchCounter() as counter:
-        step()
-    return counter.total
-
-
-@pytest.mark.usefixtures("_kernels")
-def test_rank_needs_no_more_launches_than_torchs_layer(capsys, monkeypatch):
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    monkeypatch.setattr(dist, name, lambda into, row, *_, **__: into.view(2, -1).copy_(row))  # one launch, as it is
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        x = torch.randn(4, 8, 5, 5, requires_grad=True)
-        ours = convert_sync_batchnorm(nn.BatchNorm2d(8))
-        theirs = nn.BatchNorm2d(8)
-
-        def torchs_step():
-            theirs.num_batches_tracked.add_(1)
-            tensors = (x, theirs.weight, theirs.bias, theirs.running_mean, theirs.running_var)
-            TorchSyncBatchNorm.apply(*tensors, theirs.eps, theirs.momentum, dist.group.WORLD, 2).sum().backward()
-
-        own, torchs = launches_of(lambda: ours(x).sum().backward()), launches_of(torchs_step)
-    finally:
-        dist.destroy_process_group()
-    with capsys.disabled():
-        print(f"\nlaunches of a layer and rank, both passes: {own}, torch's own {torchs}")
-    assert own <= 1.3 * torchs
 
 
 def test_wrong_number_of_channels_is_named_with_its_layer():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -101,49 +99,6 @@ def make_batch(
     part = torch.linspace(0, ignored, num_samples) if ignored <= 1 else torch.ones(num_samples)
     target[torch.rand(target.shape, generator=generator) < part.view(-1, 1, 1)] = IGNORE
     return images.to(dtype), target
-
-
-@dataclass(frozen=True)
-class Case:
-    """One random configuration of a training step."""
-
-    seed: int
-    num_devices: int
-    batches: tuple[int, ...]
-    gpu0_bsz: int | None
-    ignored: float
-    is_weighted: bool
-    label_smoothing: float
-    has_aux: bool
-    mode: str
-
-    @classmethod
-    def draw(cls, seed: int) -> Case:
-        rng = random.Random(seed)
-        num_devices, num_samples = rng.randint(1, 5), rng.randint(1, 9)
-        least = 0 if num_devices > 1 else 1
-        return cls(
-            seed=seed,
-            num_devices=num_devices,
-            batches=tuple(rng.choice([num_samples, rng.randint(1, 9)]) for _ in range(rng.randint(1, 3))),
-            gpu0_bsz=rng.choice([None, *range(least, num_samples + 1)]),
-            ignored=rng.choice([0.0, 0.3, 1.0, 1.0, 2.0]),
-            is_weighted=rng.random() < 0.5,
-            label_smoothing=rng.choice([0.0, 0.1]),
-            has_aux=rng.random() < 0.5,
-            mode=rng.choice(["threads", "threads", "lockstep"]),
-        )
-
-    def build(self, dtype: torch.dtype) -> tuple[SmallNet, PlainCE, list[tuple[Tensor, Tensor]]]:
-        torch.manual_seed(self.seed)
-        weight = torch.rand(NUM_CLASSES, dtype=torch.float64) + 0.2 if self.is_weighted else None
-        net = SmallNet(has_aux=self.has_aux).to(dtype)
-        criterion = PlainCE(weight, self.label_smoothing)
-        batches = [
-            make_batch(size, dtype=dtype, seed=self.seed + i, ignored=self.ignored)
-            for i, size in enumerate(self.batches)
-        ]
-        return net, criterion, batches
 
 
 def grads_of(module: nn.Module) -> list[Tensor | None]:

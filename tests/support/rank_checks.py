@@ -6,7 +6,6 @@ import copy
 import json
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -102,15 +101,6 @@ def recomputed_step(split: list[int]) -> list[bool]:
     return [all(map(torch.equal, *states)), exchanges[0] == exchanges[1] > 0]
 
 
-def in_layers_group(check: Callable[[], list[list[float]]]) -> list[list[float]]:
-    """Run a check with the layers' exchanges in a process group of their own."""
-    use_layers_group(dist.new_group())
-    try:
-        return check()
-    finally:
-        use_layers_group(None)
-
-
 def accumulated_step(split: list[int], criterion: AdditiveCriterion, way: str) -> list[float]:
     """Check `surrogate` over three micro-batches of each rank; one of the ranks may have none of the samples.
 
@@ -144,8 +134,9 @@ def penalty_step(kind: str, split: list[int]) -> list[float]:
     truth = Critic().double()
     critic = convert_sync_batchnorm(copy.deepcopy(truth))
     dist_calls = {"alpha": alpha, "noise": noise}
-    expected = alone(lambda: gradient_penalty(truth, real, fake, kind, **dist_calls))  # type: ignore[arg-type]
-    expected.backward()
+    with mock.patch("segapp.parallel.penalties.has_other_ranks", return_value=False):
+        expected = gradient_penalty(truth, real, fake, kind, **dist_calls)  # type: ignore[arg-type]
+        expected.backward()
     own = {key: part_of(value, split) for key, value in {"real": real, "fake": fake, **dist_calls}.items()}
     with pytest.raises(TypeError, match=r"DistributedDataParallel, .*: pass its module, and call all_reduce_gradients"):
         gradient_penalty(wrap_ddp(copy.deepcopy(critic)), kind=kind, **own)  # type: ignore[arg-type]
@@ -155,18 +146,6 @@ def penalty_step(kind: str, split: list[int]) -> list[float]:
     return worst(
         relative_error([penalty.detach()], [expected.detach()]), relative_error(grads_of(critic), grads_of(truth))
     )
-
-
-def alone(function: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Run as if this were the only rank."""
-    import segapp.parallel.penalties as penalties
-
-    before = penalties.has_other_ranks
-    penalties.has_other_ranks = lambda: False
-    try:
-        return function()
-    finally:
-        penalties.has_other_ranks = before
 
 
 def reduced_gradients() -> list[float]:
@@ -254,7 +233,6 @@ def main(path: str) -> None:
         "exact, training": [exact_step(split, True) for split in splits],
         "exact, evaluation": [exact_step(split, False) for split in splits[:-1]],
         "exact, ignored": [exact_step(splits[0], True, num_ignored) for num_ignored in (4, 7)],
-        "exact, own group": in_layers_group(lambda: [exact_step(splits[0], True)]),
         "recomputed": [recomputed_step(split) for split in splits],
         "surrogate": {
             f"{type(criterion).__name__} {way} {split}": accumulated_step(split, criterion, way)
@@ -272,6 +250,8 @@ def main(path: str) -> None:
         "checkpoints": shared_checkpoints(Ranks(info, classes=exchanged_classes()), Path(path).parent / "checkpoints"),
         "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.rank == 0],
     }
+    use_layers_group(dist.new_group())
+    results["exact, own group"] = [exact_step(splits[0], True)]
     if info.rank == 0:
         Path(path).write_text(json.dumps(results))
     shutdown()

@@ -51,11 +51,10 @@ def _layout(tensor: Tensor) -> Any:
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts launches by operator, and all operators as `dispatches`, of replicas and of backward too."""
+    """Counts launches by operator, of replicas and of backward too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dispatches = 0
         self.by_operator: Counter[str] = Counter()
 
     @property
@@ -65,7 +64,6 @@ class LaunchCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        self.dispatches += 1
         if name.startswith(("_foreach_", "_fused_")):
             lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
             self.by_operator[name] += launches_of_lists(lists) if lists else 0
