@@ -109,7 +109,7 @@ def sweep_bands(
             sweep = kind(values, grid, part, gradient, budget, is_shifted)
             return work(iter(sweep)), sweep
 
-    # A dispatch mode, such as that of fake tensors, is not active in other threads.
+    # A dispatch mode, such as FakeTensorMode, is not active in other threads.
     if dispatch_modes() or (len(parts) == 1 and (not on_cpu or torch.get_num_threads() == 1)):
         done = [run(part) for part in parts]
     else:
