@@ -57,8 +57,9 @@ COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "caf\u00e9") for form in ("N
              {"A_1": "annotations/training/A_1.png"}) for split in ("train", "training")
         ),
         (
-            "folder", "train", ["images/train/a/1.tif", "masks/train/a/1.png", "images/val/2.jpg", "masks/val/2.png"],
-            {}, {"a/1": "masks/train/a/1.png"},
+            "folder", "train",
+            ["images/train/a/1.tif", *(f"masks/train/a/1.{ending}" for ending in ("bmp", "jpg", "png", "tif")),
+             "images/val/2.jpg", "masks/val/2.png"], {}, {"a/1": "masks/train/a/1.png"},
         ),
         (
             "folder", "val",

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,11 @@ def test_a_changed_image_is_decoded_again_alone(caches: Caches, monkeypatch: pyt
     fill(dataset)
     assert names == []
     assert_equal_to_none(dataset, caches)
+    second = caches.pairs[5].mask or Path()
+    caches.pairs = (replace(caches.pairs[4], others=(second,)),)
+    before = caches.record(0)
+    os.utime(second, ns=(1, 1))
+    assert caches.record(0) != before, "the mask of a second class is a part of the state"
 
 
 def test_a_change_during_the_run_is_not_stored(caches: Caches) -> None:

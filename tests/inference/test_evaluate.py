@@ -206,7 +206,7 @@ def test_error_of_any_device_ends_the_evaluation() -> None:
             return super().forward(images)
 
     num_threads = threading.active_count()
-    for widths in ([28, 24, 24, 24], [24, 28, 24, 24], [24, 24, 24, 24, 28]):
+    for widths in ([28, 24, 24, 24], [24, 28, 24, 24, 24], [24, 24, 24, 24, 28]):
         for mode in (True, False):
             model = FailingNet().train(mode)
             with pytest.raises(torch.OutOfMemoryError):
@@ -219,15 +219,14 @@ def test_error_of_any_device_ends_the_evaluation() -> None:
 
 
 def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
-    batches = [batch(200, 300, 0), batch(40, 50, 1)]
+    batches = [batch(200, 300, 0), batch(40, 50, 1), batch(60, 400, 2)]
     model = ColorNet(capacity_px=80 * 90)
     found = evaluate(model, batches, WHOLE, counter=Evaluator)
-    windowed = replace(WHOLE, inference=Inference(NORMALIZER, window_px=(64, 75)))
     parts = [
-        evaluate(ColorNet(), [each], own, counter=Evaluator).matrix
-        for each, own in zip(batches, (windowed, WHOLE), strict=True)
+        evaluate(ColorNet(), [each], replace(WHOLE, inference=Inference(NORMALIZER, window_px=window))).matrix
+        for each, window in zip(batches, ((64, 75), None, (64, 100)), strict=True)
     ]
-    assert torch.equal(found.matrix, parts[0] + parts[1])
+    assert torch.equal(found.matrix, sum(parts[1:], parts[0]))
     assert "windows of" in found.notes[-1]
     assert model.largest_px <= model.capacity_px
     with pytest.raises(OutOfMemoryError, match="does not fit"):
@@ -305,6 +304,8 @@ def test_host_limit_is_the_budget_over_the_recorded_bytes(monkeypatch: pytest.Mo
 
     bytes_per_px = measure_bytes_per_px(Wide(), Inference(NORMALIZER), CPU)
     assert 1.5 * 1200 < bytes_per_px < 1.5 * 1300
+    scaled = measure_bytes_per_px(Wide(), Inference(NORMALIZER, scales=(0.5, 1.75)), CPU)
+    assert scaled == pytest.approx(1.75**2 * bytes_per_px)
     monkeypatch.setattr("segapp.inference.workspace.available_bytes", lambda: 3 << 30)
     limit = HostLimit(2)
     at = int((3 << 30) / 4 / bytes_per_px)
@@ -328,7 +329,9 @@ def test_batches_of_several_images_score_as_single_images(batch_size: int, tmp_p
     assert len(next(iter(EvalLoader(dataset, batch_size=batch_size))).indices) == batch_size
     single = evaluate(ColorNet(), EvalLoader(dataset), WHOLE)
     for counter in ({}, {"counter": Evaluator}):
-        several = evaluate(ColorNet(), EvalLoader(dataset, batch_size=batch_size), WHOLE, **counter)
+        model, limited = ColorNet(), replace(WHOLE, host=HostLimit(max_px=2 * 24 * 32))
+        several = evaluate(model, EvalLoader(dataset, batch_size=batch_size), limited, **counter)
+        assert model.largest_px == (1 if batch_size == 3 else 2) * 24 * 32, "two images fit (of 7 = 5 + 2)"
         assert several.scores == single.scores
         assert several.loss == pytest.approx(single.loss, rel=1e-9)
         assert torch.equal(several.matrix, single.matrix)

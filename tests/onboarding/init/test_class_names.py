@@ -32,7 +32,7 @@ COLORS = np.array([[0, 0, 0], [200, 0, 10], [10, 60, 250]], np.uint8)
         ("dataset.json", json.dumps({"labels": {"ground": 0, "road": 1, "car": 2}, "file_ending": ".png"})),
         ("dataset.json", json.dumps({"labels": {"0": "ground", "1": "road", "2": "car"}})),
         ("id2label.json", json.dumps({"0": "ground", "1": "road", "2": "car"})),
-        ("categories.json", json.dumps([{"id": i, "name": n} for i, n in enumerate(("ground", "road", "car"))])),
+        ("categories.json", json.dumps([{"id": i, "name": n} for i, n in ((2, "car"), (0, "ground"), (1, "road"))])),
     ],
 )
 def test_names_beside_masks_of_ids_are_read(file: str, text: str, tmp_path: Path) -> None:
