@@ -373,9 +373,13 @@ def test_endless_line_is_read_in_bounded_memory(tmp_path, monkeypatch):
     with open(path, "wb") as file:
         # What follows the last block of the line reads as an event and is none.
         file.write(b"x" * (40 * 2**20) + 2 * b'{"v":1,"seq":1,"t":1.0,"type":"heartbeat"}\n')
-    reader = EventReader(path)
+    reader, interrupted = EventReader(path), EventReader(path)
     assert len(reader.read()) == 1
     assert reader.num_bad == 1
+    assert interrupted.read(2**21) == []
+    write_steps(tmp_path / "new.jsonl", 2)
+    os.replace(tmp_path / "new.jsonl", path)
+    assert [event.step for event in interrupted.read()] == [1, 2], "the new file begins with a whole line"
 
 
 def test_answers_hold_only_final_statuses(tmp_path):

@@ -79,7 +79,8 @@ def test_file_system_is_that_of_the_innermost_mount(tmp_path):
         "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
         f"30 22 0:41 / {tmp_path}/home\\040dir rw shared:2 - nfs4 server:/home rw\n"
         f"31 30 8:2 / {tmp_path}/home\\040dir/local rw - xfs /dev/sdb1 rw\n"
+        f"32 31 0:42 / {tmp_path}/home\\040dir/local rw - tmpfs tmpfs rw\n"
     )
     assert file_system_of(tmp_path / "home dir" / "x", mounts) == "nfs4"
-    assert file_system_of(tmp_path / "home dir" / "local", mounts) == "xfs"
+    assert file_system_of(tmp_path / "home dir" / "local", mounts) == "tmpfs", "the later mount hides the earlier one"
     assert file_system_of(tmp_path / "home dirs", mounts) == "ext4"

@@ -320,13 +320,20 @@ def test_trainer_of_an_equal_host_name_is_not_crashed(tmp_path):
     """Another boot id is a reboot of this machine, unless events were written since this machine started."""
     folder = RunFolder.create("a", root=tmp_path)
     process = this_process().model_copy(update={"boot_id": "another", "machine": "another.1"})
-    folder.run_json.write_text(
-        json.dumps({"id": "a", "name": "a", "created_s": 1.0, "process": process.model_dump(mode="json")})
-    )
+
+    def write_maker(maker):
+        info = {"id": "a", "name": "a", "created_s": 1.0, "process": maker.model_dump(mode="json")}
+        folder.run_json.write_text(json.dumps(info))
+
+    write_maker(process)
     assert run_state(folder.path) == "crashed"
     write(folder, start(), step(1))
     assert run_state(folder.path) == "live"
     assert run_state(folder.path, time.time() + 60) == "lost"
+    write_maker(this_process().model_copy(update={"pid": 2**22 + 1}))
+    assert run_state(folder.path) == "crashed"
+    folder.lock.write_text(process.model_dump_json())
+    assert run_state(folder.path) == "live", "another process continues what one of this machine began"
     os.utime(folder.events, (1.0, 1.0))
     assert run_state(folder.path) == "crashed"
 
@@ -479,6 +486,6 @@ def test_machines_with_one_host_name_are_told_apart():
     )
     assert here[0] == there[0]
     assert here[1] == machine_id() != there[1]
-    names = machine_names([(here[1], here[0])] * 2 + [(there[1], there[0]), ("a third", "other")])
-    assert list(names.values()) == [here[0], f"{here[0]} (2)", "other"]
+    names = machine_names([(here[1], here[0])] * 2 + [(there[1], there[0])])
+    assert list(names.values()) == [here[0], f"{here[0]} (2)"]
     assert machine_names([(here[1], here[0])] * 2) == {here[1]: None}

@@ -120,6 +120,20 @@ def test_old_epochs_are_given_up_where_the_disk_is_full(tmp_path: Path, monkeypa
     assert free == []
 
 
+def test_newest_intact_checkpoint_is_last_and_orphans_stay(tmp_path: Path) -> None:
+    """The manifest is damaged, then the newest of three checkpoints."""
+    folder = CheckpointFolder(tmp_path)
+    commit(folder, 1)
+    [orphan] = folder.objects.iterdir()
+    folder.manifest_path.write_text("{")
+    for epoch in (2, 4, 3, 5):
+        commit(folder, epoch)
+    assert folder.quarantine(folder.read_manifest().entries[:1]) == []
+    assert (tmp_path / "last.pt").read_bytes() == b"3"
+    commit(folder, 6)
+    assert orphan.read_bytes() == b"1"
+
+
 def test_file_that_cannot_be_read_outranks_a_damaged_one(tmp_path: Path) -> None:
     """Its content is unknown: the checkpoint may be intact."""
     folder = CheckpointFolder(tmp_path)
