@@ -203,6 +203,14 @@ def test_total_memory_is_the_total_of_the_slice_that_torch_uses():
     assert sampler_module.merged({"device": "cuda:0", "uuid": "aaaa", "total_mib": None}, whole).total_mib == 81920.0
 
 
+def test_ranks_on_the_cpu_are_counted_by_their_process():
+    counters = [Counters() for _ in range(3)]
+    tracker = DeviceMemoryTracker([DeviceInfo("cpu", pid=pid) for pid in (7, 8, 7)], counters)
+    for of_device, mib in zip(counters, (10.0, 20.0, 30.0), strict=True):
+        of_device.use(mib)
+    assert [found["allocated_mib"] for found in tracker.sample()] == [10.0, 20.0, 10.0]
+
+
 def test_driver_is_asked_about_own_gpus_alone(monkeypatch):
     """Asking about the GPU of another rank would make a context there."""
     asked: list[str] = []

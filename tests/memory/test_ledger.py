@@ -47,11 +47,12 @@ def test_later_and_smaller_storages_do_not_move_the_peak():
 
 
 def test_tensors_from_outside_count_once_they_are_tagged():
-    ledger, outside = StorageLedger(alloc_unit_bytes=512), torch.zeros(3)
+    """They count with their whole storage: a row of 2400 bytes takes 2560, and one number for all elements 512."""
+    ledger, outside = StorageLedger(alloc_unit_bytes=512), torch.zeros(3, 200)[1]
     assert ledger.kind_of(outside) is None
-    ledger.tag([outside], "input")
+    ledger.tag([outside, torch.zeros(1).expand(1000)], "input")
     assert ledger.kind_of(outside) == "input"
-    assert [allocation.num_bytes for allocation in ledger.allocations] == [512]
+    assert [allocation.num_bytes for allocation in ledger.allocations] == [2560, 512]
 
 
 def test_skipped_operators_change_nothing():

@@ -60,6 +60,6 @@ def test_report_says_what_is_unknown(others_mib, others):
 
 def test_report_names_the_device_by_its_number_in_the_training():
     """A process of the second machine, whose only device is the third one."""
-    memory = DeviceMemoryTracker([DeviceInfo("cpu", total_mib=mib) for mib in (100.0, 200.0, 300.0)])
+    memory = DeviceMemoryTracker([DeviceInfo(f"cpu:{i}", total_mib=100.0 * (i + 1)) for i in range(3)])
     report = examine(MemoryError("no memory"), memory, first=2)
-    assert (report.device, report.index, report.total_mib, report.phase) == ("cpu", 2, 300.0, "start")
+    assert (report.device, report.index, report.total_mib, report.phase) == ("cpu:2", 2, 300.0, "start")

@@ -60,6 +60,8 @@ def test_device_without_samples_so_far_will_hold_a_replica():
     model = PeakModel({(0, 4, 2): (50.0, 700.0, 500.0), (0, 3, 3): (40.0, 600.0, 600.0)})
     assert model.peak_mib((2, 2, 2)) == pytest.approx((500.0, 500.0, 500.0))
     assert model.peak_mib((0, 5, 1)) == pytest.approx((50.0, 800.0, 400.0))
+    model = PeakModel({(4, 0, 2): (900.0, 50.0, 500.0), (3, 0, 3): (800.0, 40.0, 600.0)})
+    assert model.peak_mib((2, 2, 2)) == pytest.approx((700.0, 500.0, 500.0)), "device 0 holds more than a replica"
 
 
 def test_higher_peak_is_kept_and_unknown_ones_are_filled():

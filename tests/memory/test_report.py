@@ -46,6 +46,12 @@ def test_gpu_is_over_only_if_it_lacks_memory(total_mib, end):
     assert line.endswith(f" 110 of {total_mib:.0f} MiB, backward, {end}")
 
 
+def test_each_gpu_is_shown_at_the_phase_of_its_own_peak():
+    plan = plan_of_two()
+    ends = [line.partition(" of 10000 MiB, ")[2] for line in gpu_lines(plan, plan.rows[0])[1::2]]
+    assert ends == ["step, +9079 free", "backward, +6353 free"]
+
+
 def test_plan_names_its_batch_its_gpus_and_its_overhead():
     lines = plan_lines(plan_of_two(notes=("a note",)))
     assert lines[:2] == ["x: batch 2 on 2 GPUs (10000, 10000 MiB), mode dp", "a note"]
@@ -131,7 +137,7 @@ def test_saved_plan_that_cannot_be_read_is_none(tmp_path):
 
 
 FITS = (
-    Fit(8, 1, None, (8,), "off", ((),), (900.0,), False, 2.0),
+    Fit(8, 1, None, (8,), "off", ((),), (900.0,), False, 1.6),
     Fit(8, 1, None, (8,), "chosen", (("a", "b"),), (480.0,), True, 2.5, names=("a", "b")),
     Fit(8, 1, None, (8,), "all", (("a", "b", "c"),), (400.0,), True, 2.6),
     Fit(4, 2, None, (4,), "off", ((),), (490.0,), True, 2.03),
@@ -144,7 +150,7 @@ def test_table_of_fits_by_hand():
     lines = fit_table(plan)
     assert lines[1] == "ways to make a step of 8 images; time: estimated, relative to the first:"
     assert lines[3].split() == ["8", "1", "off", "-", "8", "900", "1.00", "no"]
-    assert lines[4].split() == ["8", "1", "chosen:", "2", "blocks", "-", "8", "480", "1.25", "yes"]
+    assert lines[4].split() == ["8", "1", "chosen:", "2", "blocks", "-", "8", "480", "1.56", "yes"]
     # 1.5 % slower than batches of 2 counts as equally fast.
     assert lines[-2] == "fastest that fits: train.batch_size=4 train.accumulate=2 train.recompute=off"
     assert lines[-1].endswith(": train.batch_size=8 train.accumulate=1 train.recompute=[a,b]")

@@ -82,8 +82,8 @@ def test_auto_is_refused_where_device_memory_is_unknown():
     [(900, "ok", True), (901, "tight", True), (950, "tight", True), (951, "won't fit", False)],
 )
 def test_thresholds_are_90_and_95_percent_of_the_fullest_device(peak, level, allowed):
-    peaks = PeakModel({(2, 3, 3): (100, peak, None)})
-    checked = SplitChecker(8, 3, usable_mib=[1000, 1000, 1000], peaks=peaks).check(2)
+    peaks = PeakModel({(2, 3, 3): (3000, peak, None)})
+    checked = SplitChecker(8, 3, usable_mib=[4000, 1000, 1000], peaks=peaks).check(2)
     assert (checked.level, checked.is_allowed) == (level, allowed)
     assert "device 1" in checked.reason
     assert f"{peak} of 1000 MiB" in checked.reason
