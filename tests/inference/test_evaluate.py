@@ -25,7 +25,8 @@ from segapp.datasets.loader import EvalLoader
 from segapp.datasets.pool import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.inference.evaluator import Evaluator
+from segapp.inference.evaluator import EnsembleEvaluator, Evaluator
+from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.sliding import Inference, window_corners
 from segapp.inference.workspace import HostLimit, measure_bytes_per_px
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
@@ -335,6 +336,10 @@ def test_batches_of_several_images_score_as_single_images(batch_size: int, tmp_p
         assert several.scores == single.scores
         assert several.loss == pytest.approx(single.loss, rel=1e-9)
         assert torch.equal(several.matrix, single.matrix)
+    member = TrainedPredictor(ColorNet(), WHOLE.inference, dataset.scheme, CPU)  # type: ignore[arg-type]
+    mean = partial(EnsembleEvaluator, EnsemblePredictor([("one", member)]))
+    loader = EvalLoader(dataset, batch_size=batch_size)
+    assert torch.equal(evaluate(ColorNet(), loader, WHOLE, counter=mean).matrix, single.matrix)
 
 
 RANGES = ((-5.0, 4000.0), (100.0, 101.5), (0.0, 65535.0), (0.0, 1.0))

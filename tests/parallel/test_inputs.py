@@ -115,6 +115,14 @@ def test_outputs_that_cannot_be_joined_are_refused(output, words):
         BalancedDataParallel(None, net, CPUS, **UNEVEN)(torch.ones(5, 4, 1))
 
 
+def test_mappings_of_replicas_are_joined_by_key():
+    net, x = nn.Identity(), torch.arange(5.0)
+    net.register_forward_hook(lambda part, args, x: {"a": x, "b": -x} if len(x) == 3 else {"b": -x, "a": x})
+    joined = BalancedDataParallel(None, net, CPUS, **UNEVEN)(x)
+    assert torch.equal(joined["a"], x)
+    assert torch.equal(joined["b"], -x)
+
+
 @pytest.mark.parametrize("batch", ["word", torch.tensor(3.0), torch.ones(0, 2)], ids=["no tensor", "0-d", "empty"])
 def test_calls_without_samples_run_once(batch):
     assert list(DataParallelModel(nn.Identity(), CPUS, **UNEVEN)(batch)) == [batch]

@@ -128,6 +128,18 @@ def test_a_list_does_not_change_the_splits_of_folders() -> None:
     assert with_listed_splits(tables, Layout("masks", pairs, 0.99)).pairs == pairs
 
 
+def test_number_in_a_list_that_fits_two_images_is_unused() -> None:
+    pairs = tuple(Pair(f"images/{stem}.jpg", f"masks/{stem}.png") for stem in ("01", *map(str, range(1, 13))))
+    tables = [
+        Table("train.txt", (), tuple((f"{i:03}",) for i in range(1, 11))),
+        Table("val.txt", (), (("11",), ("012",))),
+    ]
+    divided = with_listed_splits(tables, Layout("masks", pairs, 0.99))
+    splits = {pair.image: pair.split for pair in divided.pairs}
+    assert splits == {f"images/{i}.jpg": "train" if i < 11 else "val" for i in range(2, 13)}
+    assert "1 of its 10 lines name no image with a mask, such as 001: the others are used" in divided.notes[0]
+
+
 def test_another_file_whose_name_begins_as_a_mask_is_no_mask(tmp_path: Path) -> None:
     root = tmp_path / "d"
     draw(root, NAMES, "images/{}.jpg", "masks/{}_zz.png", COLORS)
