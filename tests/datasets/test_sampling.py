@@ -194,6 +194,12 @@ def test_shares_and_partners_by_their_probabilities() -> None:
     assert [drawn.count(way) for way in ("cutmix", "classmix")] == pytest.approx([900, 300], abs=70)
 
 
+def test_image_that_is_drawn_again_is_mixed_anew(dataset: SegmentationDataset) -> None:
+    """All crops of image 0 are alike."""
+    dataset.mix = PairMix(cutmix=1.0)
+    assert len({dataset[SampleKey(0, 0, draw)].image.numpy().tobytes() for draw in range(4)}) == 4
+
+
 def test_mix_of_a_config() -> None:
     def data(**mix: float) -> DataConfig:
         return validate_config({"name": "a", "data": {"format": "camvid", "root": "data", **mix}}).data

@@ -18,7 +18,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import GPU_PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
-from segapp.datasets.resources import usable_cores
+from segapp.datasets.resources import available_bytes, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,16 @@ def test_workers_by_hand(
         assert needed <= expected <= max(1, 1.25 * needed + 1)
 
 
-def test_cores_are_those_of_affinity_and_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_cores_and_memory_are_those_of_affinity_and_group(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setattr(resources, "_GROUP", tmp_path)
     assert usable_cores() == len(os.sched_getaffinity(0))
     (tmp_path / "cpu.max").write_text("50000 100000\n")  # type: ignore[operator]
     assert usable_cores() == 0.5
     (tmp_path / "cpu.max").write_text("max 100000\n")  # type: ignore[operator]
     assert usable_cores() == len(os.sched_getaffinity(0))
+    for name, text in (("max", "7000"), ("current", "6000"), ("stat", "anon 2000\nfile 4000\nshmem 1500\n")):
+        (tmp_path / f"memory.{name}").write_text(text)  # type: ignore[operator]
+    assert available_bytes() == 7000 - 6000 + 4000 - 1500, "shared memory is not free"
 
 
 @pytest.fixture

@@ -122,6 +122,13 @@ def test_measured_pixels_lie_on_a_grid_over_the_whole_image(
     np.testing.assert_array_equal(_spread_pixels(pair.image, PixelFormat((1, 2, 3, 4, 5), "uint16")), expected)
 
 
+def test_ranges_are_of_images_from_the_whole_list(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.tif" for number in range(130)]
+    for number, path in enumerate(paths):
+        tifffile.imwrite(path, np.full((3, 5), number, np.uint16))
+    assert measure_ranges(paths, PixelFormat((1,), "uint16")) == ((0.0, 126.0),), "every other one, of at most 64"
+
+
 def test_windows_of_coloured_masks_hold_the_ids_of_the_whole(tmp_path: Path) -> None:
     palette = [(0, 0, 0), (0, 0, 255), (0, 255, 0), (255, 0, 0)]
     scheme = class_scheme("folder", classes=["a", "b", "c", "d"], palette=palette, rgb=True)
