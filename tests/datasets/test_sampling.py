@@ -195,8 +195,7 @@ def test_shares_and_partners_by_their_probabilities() -> None:
 
 
 def test_image_that_is_drawn_again_is_mixed_anew(dataset: SegmentationDataset) -> None:
-    """All crops of image 0 are alike."""
-    dataset.mix = PairMix(cutmix=1.0)
+    dataset.mix = PairMix(cutmix=1.0)  # into image 0, of which all crops are alike
     assert len({dataset[SampleKey(0, 0, draw)].image.numpy().tobytes() for draw in range(4)}) == 4
 
 

@@ -487,5 +487,5 @@ def test_machines_with_one_host_name_are_told_apart():
     assert here[0] == there[0]
     assert here[1] == machine_id() != there[1]
     names = machine_names([(here[1], here[0])] * 2 + [(there[1], there[0])])
-    assert list(names.values()) == [here[0], f"{here[0]} (2)"]
+    assert names == {here[1]: here[0], there[1]: f"{here[0]} (2)"}
     assert machine_names([(here[1], here[0])] * 2) == {here[1]: None}
