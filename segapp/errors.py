@@ -129,7 +129,7 @@ class CheckpointError(SegappError):
     """A checkpoint or a weights file that cannot be used."""
 
     exit_code = 4
-    topic = "checkpoint-refused"
+    topic = "resume-refused#a-checkpoint-is-refused"
 
 
 class CommandError(SegappError):
@@ -146,7 +146,7 @@ class NonFiniteError(RunError):
     """The loss or a gradient was not finite for too many steps in a row, or the training has diverged."""
 
     exit_code = 5
-    topic = "not-finite"
+    topic = "low-miou#the-loss-is-nan"
 
 
 class OutOfMemoryError(RunError):
@@ -160,7 +160,7 @@ class WorkerError(RunError):
     """A data worker died or did not answer in time."""
 
     exit_code = 7
-    topic = "data-workers"
+    topic = "hangs#a-data-worker-died"
 
 
 class DistributedError(RunError):
@@ -174,7 +174,7 @@ class RunBusyError(RunError):
     """Another process holds the run folder."""
 
     exit_code = 9
-    topic = "run-busy"
+    topic = "resume-refused#another-trainer-holds-the-run"
 
 
 class StorageError(RunError):

@@ -112,7 +112,7 @@ def reading_of_classes(
     said = f"{share:.1%} of the labeled pixels belong to several classes"
     if share > _MOST_SHARED:
         raise ConfigError(
-            f"{base.title}: {said}: list a mask for each class with data.multilabel: files (segapp docs multilabel)"
+            f"{base.title}: {said}: list a mask for each class with data.multilabel: files (segapp docs masks)"
         )
 
     def paint(image: str, canvas: DrawnMask) -> Mask:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mypy.api
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -154,7 +155,7 @@ def test_half_network_on_two_devices_follows_float64() -> None:
 
 
 def test_examples_are_short_and_pass_a_strict_type_checker(tmp_path: Path) -> None:
-    assert len(SCRIPTS) == 5
+    assert len(SCRIPTS) == 6
     assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) > 61] == []
     wrong = tmp_path / "wrong.py"  # an ignored error that is none is an error
     wrong.write_text("from segapp.losses import CriterionDice\nCriterionDice(255)  # type: ignore[call-arg]\n")
@@ -167,3 +168,29 @@ def test_examples_are_short_and_pass_a_strict_type_checker(tmp_path: Path) -> No
     settings = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}"]
     shown, errors, status = mypy.api.run([*settings, *map(str, files)])
     assert (status, errors) == (0, ""), shown
+
+
+def test_lite0_weights_get_the_names_of_timm() -> None:
+    """Blocks are counted through there, and in each of the seven stages of 1, 2, 2, 3, 3, 4 and 1 blocks in timm."""
+    script = example("lite0_weights")
+    network = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    numbers = {
+        place: number
+        for number, place in enumerate((s, i) for s, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for i in range(n))
+    }
+    source = {}
+    for name, value in network.state_dict().items():
+        match name.split("."):
+            case ["blocks", stage, index, layer, leaf]:
+                names = script["SEPARABLE"] if stage == "0" else script["INVERTED"]
+                theirs = {ours: theirs for theirs, ours in names.items()}[layer]
+                source[f"_blocks.{numbers[int(stage), int(index)]}.{theirs}.{leaf}"] = value
+            case [layer, leaf]:
+                theirs = {ours: theirs for theirs, ours in script["OUTSIDE"].items()}[layer]
+                source[f"{theirs}.{leaf}"] = value
+    found = script["converted"](source)
+    assert found["blocks.5.3.conv_pwl.weight"] is source["_blocks.14._project_conv.weight"]
+    assert found["blocks.0.0.conv_pw.weight"] is source["_blocks.0._project_conv.weight"]
+    assert found["blocks.2.0.conv_pw.weight"] is source["_blocks.3._expand_conv.weight"]
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        script["converted"]({**source, "_fc.bias": torch.zeros(3)})

@@ -225,6 +225,12 @@ def _fields(node: ast.ClassDef) -> str:
     return table(("field", "type", "meaning"), rows)
 
 
+def _link(topic: str) -> str:
+    """Return the link of a page of the reference to a topic, or to a section of one."""
+    page, anchor = find_page(topic)
+    return f"[{topic}](../{page.path.relative_to(FOLDER)}{'#' * bool(anchor)}{anchor})"
+
+
 def exit_codes_page() -> str:
     """Return the exit codes with their meanings and pages."""
     rows = {0: "Done.", 75: "Stopped by a signal or a command, and saved: `--resume` continues.",
@@ -234,7 +240,7 @@ def exit_codes_page() -> str:
     rows[1] = "The run failed, and no other code says why. The commands below use it for other failures."
     rows[2] = "A config, an option, a command or a name that cannot be used."
     topics = {kind.exit_code: kind.topic for kind in _error_classes(errors.SegappError) if kind.topic}
-    links = {code: f"[{topic}](../{find_page(topic)[0].path.relative_to(FOLDER)})" for code, topic in topics.items()}
+    links = {code: _link(topic) for code, topic in topics.items()}
     return table(("code", "meaning", "page"), [(str(code), rows[code], links.get(code, "")) for code in sorted(rows)])
 
 

@@ -78,19 +78,19 @@ def test_failure_wraps_and_its_details_name_the_page(tmp_path: Path) -> None:
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert "classes: no pixel of truck" in screen_text(app)
-        run.write(RunEnd(status="failed", reason=f"{CAUSE} {CURE}", exit_code=5, topic="not-finite"))
+        run.write(RunEnd(status="failed", reason=f"{CAUSE} {CURE}", exit_code=5, topic="low-miou#the-loss-is-nan"))
         await settle(app, pilot)
         rows = [row.strip() for row in screen_text(app).splitlines()]
         begin = next(i for i, row in enumerate(rows) if row.startswith("failed: "))
         shown = " ".join(rows[begin : begin + 8])
         assert f"failed: {CAUSE} {CURE}; to continue: `segapp train --resume" in shown
-        assert "more: segapp docs not-finite" in shown
+        assert "more: segapp docs low-miou#the-loss-is-nan" in shown
         assert "no pixel of truck  a dismiss" not in shown
         await press(app, pilot, "d")
         text = " ".join(screen_text(app).replace("│", " ").split())
         assert "status: failed" in text
         assert f"{CAUSE} {CURE}" in text
-        assert "more: segapp docs not-finite" in text
+        assert "more: segapp docs low-miou#the-loss-is-nan" in text
 
     run_screen(LiveSource(run.folder), act, (80, 24))
     run.folder.release()
