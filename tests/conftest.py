@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -48,6 +49,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     _watch.take()  # what was looked at here is no use by a test
 
 
+LONG = ("slow", "gpu", "benchmark", "faults_long")
+"""Markers of tests that the default suite leaves out."""
 DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds of each file that takes more than two; `pytest --store-durations` writes them."""
 
@@ -56,6 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--store-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leaves out what takes long, unless `-m` names a marker of it: `-m "not faults"` has no slow tests either."""
+    if not set(re.findall(r"\w+", config.option.markexpr)) & set(LONG):
+        words = [f"({config.option.markexpr})"] if config.option.markexpr else []
+        config.option.markexpr = " and ".join([*words, *(f"not {marker}" for marker in LONG)])
 
 
 def pytest_xdist_auto_num_workers() -> int:
