@@ -8,7 +8,11 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from tests.conftest import pytest_configure
 from tests.support import ROOT
 
 MAX_NAME_CHARS = 60
@@ -121,3 +125,19 @@ def test_ports_that_ranks_meet_at_are_free_ones() -> None:
     unused = {"test_machines.py", "test_launchers.py", "test_ranks.py", "test_parallel_training.py"}
     fixed = {path.name for path, text in texts().items() if re.search(r"MASTER_PORT\W+\d", text)}
     assert fixed <= unused
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ("", "not slow and not gpu and not benchmark and not faults_long"),
+        ("not faults", "(not faults) and not slow and not gpu and not benchmark and not faults_long"),
+        ("faults_long", "faults_long"),
+        ("slow or not slow", "slow or not slow"),
+    ],
+)
+def test_long_tests_run_only_if_their_marker_is_named(chosen: str, expected: str) -> None:
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=chosen))
+    for _ in range(2):  # a worker of pytest-xdist takes the expression of the controller
+        pytest_configure(config)
+        assert config.option.markexpr == expected

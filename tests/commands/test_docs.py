@@ -8,7 +8,7 @@ import pytest
 
 from segapp.__main__ import main
 from segapp.commands.docs import show_docs
-from segapp.docs.pages import find_page, pages, search_pages, section
+from segapp.docs.pages import MERGED, find_page, pages, search_pages, section
 from segapp.errors import ConfigError
 
 
@@ -103,3 +103,10 @@ def test_search_takes_plurals_and_says_what_lacks(capsys: pytest.CaptureFixture[
     assert second.startswith("export")
     with pytest.raises(ConfigError, match="no page has any of the words 'zebra giraffe'"):
         show_docs(None, "zebra giraffe")
+
+
+def test_merged_pages_are_found_by_their_old_names() -> None:
+    topics = {page.topic for page in pages()}
+    assert not MERGED.keys() & topics
+    assert {old: find_page(old)[0].topic for old in MERGED} == MERGED
+    assert MERGED["run-busy"] == "resume-refused"
