@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import tifffile
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
-from segapp.datasets.files import ImagePair, jpeg_damage, read_header
+from segapp.datasets.files import IMAGE_FORMATS, MAX_SCANS, ImagePair, jpeg_damage, open_bytes, read_header
 from segapp.datasets.images.pixel_format import RGB8
+from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.inspection import examine
 from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.masks import read_mask
+from segapp.datasets.walk import IMAGE_SUFFIXES
 from segapp.errors import DataError
+from segapp.inference.predict.reading import InputFile, read_picture
+from segapp.onboarding.content import count_pixels
+from tests.support import ROOT
 from tests.support.drawn_folders import draw_mask
 
 
@@ -117,3 +127,108 @@ def test_tiff_of_eight_bands_prints_nothing() -> None:
             print("not read")"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("not read\n", "")
+
+
+def bytes_in(format: str) -> bytes:
+    """Returns a drawn image in a format that Pillow writes."""
+    buffer = io.BytesIO()
+    mode = {"BLP": "P", "MSP": "1", "XBM": "1"}.get(format, "RGB")
+    Image.fromarray(np.eye(64, dtype=np.uint8) * 200).convert(mode).save(buffer, format)
+    return buffer.getvalue()
+
+
+FITS = "SIMPLE  = T", "BITPIX  = 8", "NAXIS   = 2", "NAXIS1  = 4", "NAXIS2  = 4", "END"
+BY_HAND = {
+    "FITS": "".join(card.ljust(80) for card in FITS).encode().ljust(2880) + bytes(2880),
+    "PSD": b"8BPS\0\1" + bytes(7) + b"\3" + b"\0\0\0\4" * 2 + b"\0\x08\0\3" + bytes(64),
+    "SUN": b"\x59\xa6\x6a\x95" + b"".join(word.to_bytes(4, "big") for word in (4, 4, 8, 16, 1, 0, 0)) + bytes(16),
+    "WMF": b"\xd7\xcd\xc6\x9a" + bytes(6) + b"\x40\0\x40\0\x60\0" + bytes(6) + b"\1\0\t\0" + bytes(18),
+}
+WRITTEN = ("AVIF", "BLP", "DDS", "DIB", "EPS", "ICNS", "ICO", "JPEG2000", "MSP", "PCX", "QOI", "SGI", "TGA", "XBM")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".TIF", ".jpeg"])
+def test_no_decoder_runs_but_for_the_formats_of_the_page(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, mark, path = tmp_path / "gs", tmp_path / "started", tmp_path / f"a{suffix}"
+    program.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    scheme = class_scheme("list", classes=("a", "b", "c"))
+    roads: list[Callable[[], Any]] = [
+        lambda: read_header(path), lambda: read_image(path), lambda: read_mask(path, scheme),
+        lambda: read_picture(InputFile(path, "a")), lambda: open_bytes(path.read_bytes(), path),
+    ]  # fmt: skip
+    for format in (*BY_HAND, *WRITTEN):
+        path.write_bytes(BY_HAND.get(format) or bytes_in(format))
+        with Image.open(path) as image:
+            assert image.format == format, "Pillow has a decoder"
+        for road in roads:
+            with pytest.raises(DataError, match=rf"a{suffix}: no readable image: .* of a format that is not read"):
+                road()
+        assert "of a format that is not read" in count_pixels(path, as_rgb=False)
+    assert not mark.exists()
+    path.write_bytes(bytes_in("EPS"))
+    with pytest.raises(OSError, match="cannot"), Image.open(path) as image:
+        image.load()
+    assert mark.exists(), "without a list of formats, the program is started"
+
+
+def test_page_names_the_formats_that_are_read() -> None:
+    page = (ROOT / "segapp/docs/start/own-data.md").read_text()
+    (named,) = re.findall(r"in one of these formats, whatever its name: (.*),\n? *and HEIF with pillow-heif\.", page)
+    known = Image.registered_extensions()
+    assert {known[f".{word.lower()}"] for word in re.findall(r"[A-Z]\w+", named)} == {*IMAGE_FORMATS} - {"HEIF"}
+    assert {known[suffix] for suffix in IMAGE_SUFFIXES} == {*IMAGE_FORMATS}
+
+
+def with_scans(num: int, before: bytes = b"", **save: object) -> bytes:
+    """Returns a progressive JPEG of 10 scans, with `before` and copies of the second one behind the first."""
+    parts = photo(0, progressive=True, **save).split(b"\xff\xc4")  # the first scan has two tables, the second has one
+    first, repeated = b"\xff\xc4".join(parts[:3]), b"\xff\xc4" + parts[3]
+    return b"\xff\xc4".join([first + before + repeated * num, *parts[3:]])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_scans(MAX_SCANS - 9),
+        with_scans(150, before=b"\xff\xfe\0\6\xff\xd9\0\0"),  # a comment that holds an end marker
+        with_scans(150, before=b"\xff\xec\0\0"),  # a segment shorter than its length
+        with_scans(150).replace(b"\xff\xda", b"\xff\xff\xff\xda"),
+        # libjpeg looks for the marker of a restart byte by byte, also behind 0x02, whatever length follows
+        with_scans(150, restart_marker_rows=1).replace(b"\xff\xd0", b"\xff\x02\xff\xff\xff\xd0", 1),
+    ],
+    ids=["bare", "comment", "short", "filled", "restart"],
+)
+def test_jpeg_of_too_many_scans_reaches_no_decoder(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, decoded = (np.asarray(Image.open(io.BytesIO(each))) for each in (photo(0, progressive=True), data))
+    np.testing.assert_array_equal(decoded, expected, "libjpeg reads up to the last scan")
+    path = tmp_path / "a.tif"
+    path.write_bytes(data)
+    monkeypatch.setattr(cv2, "imdecode", None)
+    monkeypatch.setattr(Image.Image, "load", None)
+    scheme = class_scheme("list", classes=("a", "b", "c"))
+    for road in (read_image, lambda path: read_mask(path, scheme), lambda path: read_picture(InputFile(path, "a"))):
+        with pytest.raises(
+            DataError, match=rf"a\.tif: a JPEG with more than {MAX_SCANS} scans, .* save the image again"
+        ):
+            road(path)
+    assert f"more than {MAX_SCANS} scans" in count_pixels(path, as_rgb=False)
+
+
+def test_previews_and_appended_data_count_as_no_scans(tmp_path: Path) -> None:
+    several = io.BytesIO()
+    frames = [Image.open(io.BytesIO(photo(seed))) for seed in range(12)]
+    frames[0].save(several, "MPO", save_all=True, append_images=frames[1:], progressive=True)
+    assert several.getvalue().count(b"\xff\xda") > MAX_SCANS
+    preview = b"\xff\xda" * 300
+    sound = [photo(0, exif=b"Exif\0\0" + preview), photo(0) + preview, several.getvalue(), with_scans(MAX_SCANS - 10)]
+    for data in sound:
+        (tmp_path / "a.jpg").write_bytes(data)
+        expected = np.asarray(Image.open(tmp_path / "a.jpg")).astype(int)
+        assert np.abs(read_image(tmp_path / "a.jpg") - expected).max() <= 3

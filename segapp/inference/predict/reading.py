@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from PIL import Image
-
-from segapp.datasets.files import read_header, shown, tiff_tags
+from segapp.datasets.files import open_image, read_header, shown, tiff_tags
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import Georeference, read_georeference
 from segapp.datasets.images.reading import read_image
@@ -174,7 +172,7 @@ def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
 def _icc_profile(file: InputFile) -> bytes | None:
     """Return the ICC profile of an RGB image; None if it is missing, damaged, or describes CMYK or gray."""
     try:
-        with Image.open(file.path) as image:
+        with open(file.path, "rb") as opened, open_image(opened, file.path, MAX_PREDICTED_PX) as image:
             return image.info.get("icc_profile") if image.mode == "RGB" else None
     except Exception:
         return None
