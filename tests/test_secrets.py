@@ -64,6 +64,34 @@ def config(tiny_root: Path, tmp_path: Path) -> Path:
     return path
 
 
+NOT_PLAIN = [
+    *("bob:hunter2@box:5000", "http://bob:hunter2＠box", "http:\\\\bob:hunter2@box", "\\\\hunter2@box", "hunter2@box"),
+    *("http:bob:hunter2@box", "htp://hunter2@box", "https://bob%3Ahunter2%40box", "http://hunter2;box"),
+    *("bob：hunter2﹫box", "//bob/hunter2@box", "sqlite://hunter2@box/a", "file://hunter2@box", "ftp://hunter2"),
+    *("postgresql://bob%3Ahunter2@box/a", "https://box\\hunter2", "http://box:hunter2", "mysql://a@box/a@hunter2"),
+]
+
+
+@pytest.mark.parametrize("address", NOT_PLAIN)
+def test_address_of_mlflow_has_a_known_scheme_and_a_host_without_a_user(address: str, config: Path) -> None:
+    assert without_secrets(address) == address
+    with pytest.raises(
+        ConfigError, match=r"line: log\.mlflow is no plain address .*: write http://HOST:PORT"
+    ) as caught:
+        load_config(config, [f"log.mlflow={json.dumps(address)}"])
+    assert "hunter2" not in json.dumps(caught.value.as_json())
+
+
+def test_plain_addresses_of_mlflow_are_kept(config: Path) -> None:
+    addresses = [
+        *(each for each in WITHOUT if "://" in each and each[:2] != "s3"),
+        *("HTTPS://box/a", "mlruns", "/data/jürgen", "sqlite:////data/a@b/c.db", "databricks", "mssql+pyodbc:///?a=b"),
+        *("mysql://bob%40box@box/a", "arn:aws:sagemaker:us-east-1:1:mlflow-tracking-server/a", "azureml://box/a"),
+    ]
+    for address in addresses:
+        assert load_config(config, [f"log.mlflow={json.dumps(address)}"]).log.mlflow == address
+
+
 KEYS = ["log.mlflow", "log.wandb", "data.root", "model.options.where", "model.weights", "data.options.a", "name"]
 
 

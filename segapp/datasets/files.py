@@ -259,15 +259,6 @@ def jpeg_damage(data: bytes) -> str | None:
     return None
 
 
-def is_complete_jpeg(data: bytes) -> bool:
-    """Return True if a JPEG's image data ends with its end marker; a truncated file decodes without an error.
-
-    An embedded preview has its own end marker, so the search starts at the image data.
-    """
-    start = next(_scans(data), None)
-    return start is not None and data.rfind(b"\xff\xd9", start) >= 0
-
-
 def _scans(data: bytes) -> Iterator[int]:
     """Yield the offset of each start-of-scan marker of an image (ITU T.81, B.1.1), found as libjpeg finds it.
 
@@ -371,10 +362,11 @@ def exif_orientation(image: Image.Image) -> int:
 
 
 def is_complete(data: bytes, image_format: str) -> bool:
-    """Return True if a PNG or JPEG has its end marker; other formats count as complete."""
+    """Return True if a PNG or JPEG, which decodes without it, has its end marker; other formats count as complete."""
     if image_format == "PNG":
         return data.rfind(_PNG_END) >= 0  # from the end, where it usually is
-    return is_complete_jpeg(data) if image_format in {"JPEG", "MPO"} else True
+    # A preview in a JPEG has an end marker of its own, so the search starts at the image data.
+    return image_format not in {"JPEG", "MPO"} or data.rfind(b"\xff\xd9", next(_scans(data), len(data))) >= 0
 
 
 def _has_end_marker(file: BinaryIO, image_format: str) -> bool:

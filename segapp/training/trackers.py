@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 from segapp.config import RunConfig
 from segapp.config.values import flat_settings
@@ -21,6 +22,7 @@ from segapp.run.folder import RunFolder
 from segapp.run.words import first_line, printable
 from segapp.scores import SCORES, count_scored
 
+_FILES_OF_WANDB = ("wandb/settings", ".wandb/settings", "config-defaults.yaml")
 _OFF = {"tensorboard": "false", "wandb": "null", "mlflow": "null"}
 
 
@@ -117,15 +119,20 @@ class WandbTracker:
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it sends tracebacks to its makers
-        files = [file for file in (Path("wandb/settings"), Path(".wandb/settings")) if file.is_file()]
-        if "WANDB_BASE_URL" not in os.environ and any("base_url" in file.read_text() for file in files):
-            raise ValueError(f"{files[0]} names a server, which would get your key: set WANDB_BASE_URL to its address")
+        os.environ.setdefault("WANDB_DISABLE_GIT", "true")  # git runs programs that the repository of a folder names
+        if found := [name for name in _FILES_OF_WANDB if os.path.lexists(name)]:
+            note = f"log.wandb does not read {', '.join(found)} in the current folder: set WANDB_BASE_URL and the like"
+            print(f"note: {note}", file=sys.stderr)
         import wandb
 
-        self._run: Any = wandb.init(
-            project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(settings),
-            settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
+        with (  # raises if wandb has no such attribute, so another version reads none of these files either
+            mock.patch.object(wandb.Settings, "settings_workspace", os.devnull),
+            mock.patch("wandb.sdk.wandb_config.Config._load_defaults"),
+        ):
+            self._run: Any = wandb.init(
+                project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(settings),
+                settings=wandb.Settings(console="off", silent=True),
+            )  # fmt: skip
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log the numbers of a step."""

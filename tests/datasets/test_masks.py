@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from segapp.datasets import files
-from segapp.datasets.files import ImagePair, check_pairs, is_complete_jpeg, read_header
+from segapp.datasets.files import ImagePair, check_pairs, is_complete, read_header
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -99,11 +99,11 @@ def test_exif_rotation_matches_pillow(orientation: int, suffix: str, tmp_path: P
 def test_truncated_jpeg_with_embedded_preview_is_refused(tmp_path: Path) -> None:
     preview = jpeg_bytes(draw_image(0, 20, 20))
     data = jpeg_bytes(draw_image(7, 90, 90), exif=b"Exif\0\0" + preview)
-    assert is_complete_jpeg(data)
-    assert is_complete_jpeg(data + b"appended by a camera")
+    assert is_complete(data, "JPEG")
+    assert is_complete(data + b"appended by a camera", "MPO")
     cut = data[: len(data) // 2]
     assert b"\xff\xd9" in cut
-    assert not is_complete_jpeg(cut)
+    assert not is_complete(cut, "JPEG")
     (tmp_path / "a.jpg").write_bytes(cut)
     with pytest.raises(DataError, match="truncated JPEG"):
         read_image(tmp_path / "a.jpg")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -76,8 +74,8 @@ def test_wandb_run_ends_as_the_training_did(
     status: str, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Mock(summary={})
-    fake = types.SimpleNamespace(init=Mock(return_value=run), Settings=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    fake = Mock(init=Mock(return_value=run))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     tracker = WandbTracker(tmp_path, "project", {"optim.lr": 0.1}, "id", "name")
     asked = fake.init.call_args.kwargs
     given = [asked[key] for key in ("project", "name", "id", "resume", "config", "dir")]
@@ -102,16 +100,41 @@ def test_tensorboard_has_scalars_and_settings(tiny: dict[str, Any], tmp_path: Pa
     assert "_hparams_/session_start_info" in found.summary_metadata
 
 
-def test_settings_of_wandb_in_a_folder_name_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", None)  # it is not even imported
-    for folder in ("wandb", ".wandb"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "settings").write_text("[default]\nbase_url = http://a.stranger\n")
-        with pytest.raises(ValueError, match=rf"^{folder}/settings names a server.*set WANDB_BASE_URL"):
-            WandbTracker(tmp_path, "tests", {}, "id", "name")
-        shutil.rmtree(tmp_path / folder)
+FILES = {
+    "settings": "[DEFAULT]\nINSECURE_disable_SSL: yes\n[default]\nBase_URL = http://a.stranger\nHTTPS_proxy=http://b\n",
+    "../config-defaults.yaml": "planted: {value: 1}",
+    "../bin/git": "#!/bin/sh\ntouch asked\n",
+    "../own/settings": "[default]\nhttp_proxy = http://own:1\n",
+}
+
+
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+def test_wandb_reads_nothing_of_the_folder(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name in (folder, "bin", "own"):
+        (tmp_path / name).mkdir()
+    for name, text in FILES.items():
+        (tmp_path / folder / name).write_text(text)
+    (tmp_path / "bin" / "git").chmod(0o755)
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    own = {"WANDB_MODE": "disabled", "WANDB_ENTITY": "me", "WANDB_CONFIG_DIR": str(tmp_path / "own")}
+    for name, value in {**own, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)  # it is also the run folder
+    found = []
+    for make in (lambda: wandb.init(), lambda: WandbTracker(tmp_path, "tests", {}, "id", "name")._run):
+        wandb.teardown()
+        config, of = dict(make().config), wandb.setup().settings
+        shown = (config, of.base_url, of.https_proxy, of.insecure_disable_ssl, of.http_proxy, of.entity)
+        found.append((*shown, Path("asked").exists()))
+        Path("asked").unlink(missing_ok=True)
+    wandb.teardown()
+    assert found[0] == ({"planted": 1}, "http://a.stranger", "http://b", True, "http://own:1", "me", True)
+    assert found[1] == ({}, wandb.Settings().base_url, None, False, "http://own:1", "me", False)
+    assert f"log.wandb does not read {folder}/settings, config-defaults.yaml in the" in capsys.readouterr().err
 
 
 @pytest.mark.slow
