@@ -32,10 +32,19 @@ WITH_SECRETS = {
     "see http://bob:hunter2@box for it": "see http://box for it",
 }
 
-WITHOUT = [
+FOR_MLFLOW = [
     *("http://box:5000", "http://box:5000/a@b", "http://box:5000/#/experiments/a@b", "http://[::1]:5000/a@b"),
     *("postgresql://bob@box/mlflow", "sqlite:///mlflow.db", "file:///home/bob/mlruns", "databricks://scope:prefix"),
-    *("git@box:a/b", "./parts.py:loss", "postgresql://box/a?sslkey=client.key", "a//b c:d@e", "s3://a/b@v2"),
+    *("HTTPS://box/a", "mlruns", "/data/jürgen", "sqlite:////data/a@b/c.db", "databricks", "mssql+pyodbc:///?a=b"),
+    *("mysql://bob%40box@box/a", "arn:aws:sagemaker:us-east-1:1:mlflow-tracking-server/a", "azureml://box/a"),
+    *("postgresql://box/a?sslkey=client.key", "a//b c"),
+]
+WITHOUT = [*FOR_MLFLOW, "git@box:a/b", "./parts.py:loss", "a//b c:d@e", "s3://a/b@v2"]
+NOT_PLAIN = [
+    *("bob:hunter2@box:5000", "http://bob:hunter2＠box", "http:\\\\bob:hunter2@box", "\\\\hunter2@box", "hunter2@box"),
+    *("http:bob:hunter2@box", "htp://hunter2@box", "https://bob%3Ahunter2%40box", "http://hunter2;box"),
+    *("bob：hunter2﹫box", "//bob/hunter2@box", "sqlite://hunter2@box/a", "file://hunter2@box", "ftp://hunter2"),
+    *("postgresql://bob%3Ahunter2@box/a", "https://box\\hunter2", "http://box:hunter2", "mysql://a@box/a@hunter2"),
 ]
 
 
@@ -64,14 +73,6 @@ def config(tiny_root: Path, tmp_path: Path) -> Path:
     return path
 
 
-NOT_PLAIN = [
-    *("bob:hunter2@box:5000", "http://bob:hunter2＠box", "http:\\\\bob:hunter2@box", "\\\\hunter2@box", "hunter2@box"),
-    *("http:bob:hunter2@box", "htp://hunter2@box", "https://bob%3Ahunter2%40box", "http://hunter2;box"),
-    *("bob：hunter2﹫box", "//bob/hunter2@box", "sqlite://hunter2@box/a", "file://hunter2@box", "ftp://hunter2"),
-    *("postgresql://bob%3Ahunter2@box/a", "https://box\\hunter2", "http://box:hunter2", "mysql://a@box/a@hunter2"),
-]
-
-
 @pytest.mark.parametrize("address", NOT_PLAIN)
 def test_address_of_mlflow_has_a_known_scheme_and_a_host_without_a_user(address: str, config: Path) -> None:
     assert without_secrets(address) == address
@@ -83,12 +84,7 @@ def test_address_of_mlflow_has_a_known_scheme_and_a_host_without_a_user(address:
 
 
 def test_plain_addresses_of_mlflow_are_kept(config: Path) -> None:
-    addresses = [
-        *(each for each in WITHOUT if "://" in each and each[:2] != "s3"),
-        *("HTTPS://box/a", "mlruns", "/data/jürgen", "sqlite:////data/a@b/c.db", "databricks", "mssql+pyodbc:///?a=b"),
-        *("mysql://bob%40box@box/a", "arn:aws:sagemaker:us-east-1:1:mlflow-tracking-server/a", "azureml://box/a"),
-    ]
-    for address in addresses:
+    for address in FOR_MLFLOW:
         assert load_config(config, [f"log.mlflow={json.dumps(address)}"]).log.mlflow == address
 
 

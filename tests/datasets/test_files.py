@@ -16,7 +16,7 @@ import pytest
 import tifffile
 from PIL import EpsImagePlugin, Image
 
-from segapp.datasets.files import IMAGE_FORMATS, MAX_SCANS, ImagePair, jpeg_damage, open_bytes, read_header
+from segapp.datasets.files import IMAGE_FORMATS, MAX_SCANS, ImagePair, jpeg_damage, read_header
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import has_rasterio
@@ -26,7 +26,7 @@ from segapp.datasets.masks import read_mask
 from segapp.datasets.walk import IMAGE_SUFFIXES
 from segapp.errors import DataError
 from segapp.inference.predict.reading import InputFile, read_picture
-from segapp.onboarding.content import count_pixels
+from segapp.onboarding.content import stored_pixels
 from tests.support import ROOT
 from tests.support.drawn_folders import draw_mask
 
@@ -102,18 +102,7 @@ def test_sparse_tiff_is_refused_by_the_size_of_its_file(tmp_path: Path) -> None:
     assert read_header(path).width_px == 300_000
     with pytest.raises(DataError, match="200 bands would take"):
         read_header(sparse(tmp_path / "b.tif", 16_384, bands=200))
-
-
-@geo
-@pytest.mark.filterwarnings("ignore")
-def test_large_tiff_of_few_colors_is_read(tmp_path: Path) -> None:
-    import rasterio
-
-    profile = {"driver": "GTiff", "width": 40_000, "height": 9000, "count": 1, "dtype": "uint8", "compress": "deflate"}
-    with rasterio.open(tmp_path / "a.tif", "w", **profile, tiled=True) as file:
-        file.write(np.zeros((1, 9000, 40_000), np.uint8))
-    assert (tmp_path / "a.tif").stat().st_size < 1_000_000
-    assert read_header(tmp_path / "a.tif").width_px == 40_000
+    assert read_header(sparse(tmp_path / "c.tif", 30_000)).width_px == 30_000, "deflate packs a map of few colors so"
 
 
 def test_tiff_of_eight_bands_prints_nothing() -> None:
@@ -137,14 +126,16 @@ def bytes_in(format: str) -> bytes:
     return buffer.getvalue()
 
 
-FITS = "SIMPLE  = T", "BITPIX  = 8", "NAXIS   = 2", "NAXIS1  = 4", "NAXIS2  = 4", "END"
 BY_HAND = {
-    "FITS": "".join(card.ljust(80) for card in FITS).encode().ljust(2880) + bytes(2880),
     "PSD": b"8BPS\0\1" + bytes(7) + b"\3" + b"\0\0\0\4" * 2 + b"\0\x08\0\3" + bytes(64),
-    "SUN": b"\x59\xa6\x6a\x95" + b"".join(word.to_bytes(4, "big") for word in (4, 4, 8, 16, 1, 0, 0)) + bytes(16),
     "WMF": b"\xd7\xcd\xc6\x9a" + bytes(6) + b"\x40\0\x40\0\x60\0" + bytes(6) + b"\1\0\t\0" + bytes(18),
 }
 WRITTEN = ("AVIF", "BLP", "DDS", "DIB", "EPS", "ICNS", "ICO", "JPEG2000", "MSP", "PCX", "QOI", "SGI", "TGA", "XBM")
+ROADS: list[Callable[[Path], Any]] = [
+    read_image, lambda path: read_mask(path, class_scheme("list", classes=("a", "b", "c"))),
+    lambda path: read_picture(InputFile(path, "a")), lambda path: stored_pixels(path, as_rgb=False),
+]  # fmt: skip
+"""Functions that decode an image for training, for the masks, to predict, and for `init`."""
 
 
 @pytest.mark.parametrize("suffix", [".png", ".TIF", ".jpeg"])
@@ -156,19 +147,13 @@ def test_no_decoder_runs_but_for_the_formats_of_the_page(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    scheme = class_scheme("list", classes=("a", "b", "c"))
-    roads: list[Callable[[], Any]] = [
-        lambda: read_header(path), lambda: read_image(path), lambda: read_mask(path, scheme),
-        lambda: read_picture(InputFile(path, "a")), lambda: open_bytes(path.read_bytes(), path),
-    ]  # fmt: skip
     for format in (*BY_HAND, *WRITTEN):
         path.write_bytes(BY_HAND.get(format) or bytes_in(format))
         with Image.open(path) as image:
             assert image.format == format, "Pillow has a decoder"
-        for road in roads:
+        for road in (read_header, *ROADS):
             with pytest.raises(DataError, match=rf"a{suffix}: no readable image: .* of a format that is not read"):
-                road()
-        assert "of a format that is not read" in count_pixels(path, as_rgb=False)
+                road(path)
     assert not mark.exists()
     path.write_bytes(bytes_in("EPS"))
     with pytest.raises(OSError, match="cannot"), Image.open(path) as image:
@@ -201,7 +186,7 @@ def with_scans(num: int, before: bytes = b"", **save: object) -> bytes:
         # libjpeg looks for the marker of a restart byte by byte, also behind 0x02, whatever length follows
         with_scans(150, restart_marker_rows=1).replace(b"\xff\xd0", b"\xff\x02\xff\xff\xff\xd0", 1),
     ],
-    ids=["bare", "comment", "short", "filled", "restart"],
+    ids=range(5),
 )
 def test_jpeg_of_too_many_scans_reaches_no_decoder(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,13 +197,9 @@ def test_jpeg_of_too_many_scans_reaches_no_decoder(
     path.write_bytes(data)
     monkeypatch.setattr(cv2, "imdecode", None)
     monkeypatch.setattr(Image.Image, "load", None)
-    scheme = class_scheme("list", classes=("a", "b", "c"))
-    for road in (read_image, lambda path: read_mask(path, scheme), lambda path: read_picture(InputFile(path, "a"))):
-        with pytest.raises(
-            DataError, match=rf"a\.tif: a JPEG with more than {MAX_SCANS} scans, .* save the image again"
-        ):
+    for road in ROADS:
+        with pytest.raises(DataError, match=rf"a\.tif: a JPEG with more than {MAX_SCANS} scans, .*: save the image"):
             road(path)
-    assert f"more than {MAX_SCANS} scans" in count_pixels(path, as_rgb=False)
 
 
 def test_previews_and_appended_data_count_as_no_scans(tmp_path: Path) -> None:
