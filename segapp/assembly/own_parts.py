@@ -13,7 +13,8 @@ from torch import Tensor
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, component_names
 from segapp.config.trust import named_code
 from segapp.custom.loading import ARGUMENTS, Loss, Schedule, build_part, load_part, option_problems, takes
-from segapp.custom.names import find_source, is_component, sha256_of_source
+from segapp.custom.names import is_component
+from segapp.custom.trust import accepted_sources
 from segapp.errors import ConfigError, SegappError
 from segapp.losses import AdditiveCriterion, PlainCriterion
 
@@ -45,16 +46,16 @@ def fp32_part(config: RunConfig) -> str | None:
 
 
 def part_hashes(config: RunConfig) -> dict[str, str]:
-    """Return name -> SHA-256 of the source file of each custom component that has one."""
-    hashes = {name: sha256_of_source(find_source(name)) for name in component_names(config).values()}
-    return {name: value for name, value in hashes.items() if value is not None}
+    """Return name -> SHA-256 of the sources of each custom component that is not of an installed package."""
+    sources = {name: accepted_sources(name) for name in component_names(config).values()}
+    return {name: each.sha256 for name, each in sources.items() if each is not None}
 
 
 def changed_parts(saved: Any, config: RunConfig) -> list[str]:
-    """Return a sentence for each custom component whose source file has changed since the checkpoint was saved."""
+    """Return a sentence for each custom component whose source has changed since the checkpoint was saved."""
     known = saved if isinstance(saved, Mapping) else {}
     return [
-        f"{name}: its file has changed since the checkpoint was saved; RUN/parts keeps the former one"
+        f"{name}: its source has changed since the checkpoint was saved; RUN/parts keeps the former one"
         for name, value in part_hashes(config).items()
         if known.get(name, value) != value
     ]

@@ -11,10 +11,9 @@ Shapes: N images, B bands, C classes, H x W pixels of an image, h x w of the log
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import os
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from segapp.custom.names import find_source, is_component, is_file_name, is_installed, split_name
-from segapp.custom.trust import check_import
+from segapp.custom.sources import offer
+from segapp.custom.trust import accepted_sources
 from segapp.errors import ConfigError, SegappError, did_you_mean
 
 if TYPE_CHECKING:
@@ -86,22 +86,25 @@ def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[...
 
     With `is_built_in`, the name comes from a table of segapp and not from a config.
 
-    The current folder, or the folder of a named file, is added at the end of the Python path, so that other processes
-    of the run (data workers, ranks) find the module too.
+    A custom component is compiled from the bytes that were compared with the record. Nothing is added to the Python
+    path.
 
     Raises:
         ConfigError: there is no such module, it lacks the name, or its import fails.
     """
     try:
-        if not is_built_in:
-            check_import(name)
+        sources = None if is_built_in else accepted_sources(name)
         if not is_component(name):
             raise ConfigError(
                 f"{key} = {name!r} is not a custom component: write package.module:factory or ./file.py:factory"
             )
         where, attribute = split_name(name)
         what = f"{key} = {name}"
-        found: Any = _import_file(part_file(name, what), what) if is_file_name(where) else _import(where, what)
+        if is_file_name(where):
+            part_file(name, what)
+        if sources is not None:
+            offer(sources, what)
+        found: Any = _import(where if sources is None else sources.module, what)
         for word in attribute.split("."):
             if not hasattr(found, word):
                 hint = did_you_mean(word, [each for each in dir(found) if not each.startswith("__")], most=3)
@@ -126,27 +129,15 @@ def part_file(name: str, what: str) -> Path:
     return source
 
 
-def _import_file(source: Path, what: str) -> ModuleType:
-    if not source.stem.isidentifier():
-        raise ConfigError(f"{what}: {source.stem} is not a valid module name: rename the file, e.g. to my_parts.py")
-    return _import(source.stem, what, source)
-
-
-def _import(module: str, what: str, source: Path | None = None) -> ModuleType:
-    folder = os.getcwd() if source is None else str(source.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    importlib.invalidate_caches()  # the file may be newer than the cached listing of its folder
-    found = None if source is None else importlib.util.find_spec(module)
-    if found is not None and Path(found.origin or "").resolve() != source:  # nobody accepted that file
-        raise ConfigError(
-            f"{what}: Python finds another module {module} ({found.origin}) before {source}: rename the file"
-        )
+def _import(module: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{what}: importing it needs the module {error.name}: install it") from error
+            raise ConfigError(
+                f"{what}: importing it needs the module {error.name}: install it, or name it in an import statement if "
+                "it is beside the file"
+            ) from error
         raise ConfigError(
             f"{what}: no module {error.name} on the Python path or in the current folder ({os.getcwd()}): start segapp "
             "in its folder, add its folder to PYTHONPATH, or name the file: ./file.py:factory"
@@ -255,9 +246,7 @@ def shown_error(error: BaseException) -> str:
 
 def _is_own(file: Path) -> bool:
     """Return True if a source file belongs neither to Python, nor to an installed package, nor to segapp."""
-    package = Path(__file__).parents[1]
-    is_segapps = file.is_relative_to(package) and not file.is_relative_to(package / "docs")
-    return not is_segapps and file.is_file() and not is_installed(file.resolve())
+    return file.is_file() and not is_installed(file)
 
 
 def _path_shown(file: str) -> str:
@@ -271,7 +260,7 @@ def raised_at(error: BaseException, parts: Mapping[str, str]) -> tuple[str, str]
     For example, `loss.name = own:focal` and `own.py:12`. The causes of the error are searched too. `parts` has the
     component of each key of the config.
     """
-    sources = {key: find_source(name) for key, name in parts.items()}
+    sources = {key: source.resolve() for key, name in parts.items() if (source := find_source(name)) is not None}
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:

@@ -6,13 +6,10 @@ to the current folder; `./file.py:factory` in a config file is first searched ne
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -74,40 +71,12 @@ def find_source(name: str) -> Path | None:
         if spec is None:
             return None
         found, folders = spec.origin, list(spec.submodule_search_locations or [])
-    return Path(found).resolve() if found is not None and os.path.isfile(found) else None
+    return Path(found).absolute() if found is not None and os.path.isfile(found) else None
 
 
 def is_installed(source: Path) -> bool:
-    """Return True for a file of Python or of an installed package, whose content is determined by its version."""
-    paths = sysconfig.get_paths()
+    """Return True for a file of Python, of an installed package or of segapp, whose version determines its content."""
+    segapp, source, paths = Path(__file__).resolve().parents[1], source.resolve(), sysconfig.get_paths()
+    if source.is_relative_to(segapp) and not source.is_relative_to(segapp / "docs"):  # docs has examples
+        return True
     return any(source.is_relative_to(os.path.realpath(paths[key])) for key in ("stdlib", "purelib", "platlib"))
-
-
-def sha256_of_source(source: Path | None) -> str | None:
-    """Return the SHA-256 of a source file in hexadecimal digits; None if there is no readable file."""
-    try:
-        return None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()
-    except OSError:
-        return None
-
-
-def keep_parts(names: Iterable[str], folder: Path) -> None:
-    """Copy the source files of components, `package/module.py` or `file.py`; an existing copy is never overwritten.
-
-    A file that has changed since is stored next to the old copy, with the beginning of its SHA-256 in its name. Files
-    of installed packages and files of more than 1 MiB are left out. Disk errors are ignored, because the run does not
-    need the copies.
-    """
-    for name in names:
-        source = find_source(name)
-        if source is None or is_installed(source) or source.stat().st_size > 2**20:
-            continue
-        where, _ = split_name(name)
-        copy = folder / (source.name if is_file_name(where) else f"{where.replace('.', '/')}.py")
-        digest = sha256_of_source(source)
-        if copy.is_file() and sha256_of_source(copy) != digest:
-            copy = copy.with_name(f"{copy.stem}.{str(digest)[:8]}.py")
-        if not copy.exists():
-            with contextlib.suppress(OSError):
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.write_bytes(source.read_bytes())

@@ -2,12 +2,14 @@
 
 The place of a file shows nothing, because a stranger's folder has its own config and its own `.py` next to it. So code
 is known if the command line names it, or if a question or `--trust-parts` has accepted it before. Name, source file,
-options and content of the file must be the accepted ones; the record has their SHA-256. Files of Python and of
-installed packages count without content, because their version determines it: `subprocess:getoutput` is known only with
-the command that was accepted. There is one exception, for work on one's own code: in the config in which code was
-accepted, its options and its file may change if the file lies in the folder of the config or in the current folder, and
-both belong to the user and nobody else may write them. It does not apply to the configs of run folders and checkpoints.
-Modules that the file imports are not compared.
+options and content of the file and of its neighbors must be the accepted ones; the record has their SHA-256. Files of
+Python and of installed packages count without content, because their version determines it: `subprocess:getoutput` is
+known only with the command that was accepted. There is one exception, for work on one's own code: in the config in
+which code was accepted, its options and its files may change if they lie in the folder of the config or in the current
+folder, and they and the config belong to the user and nobody else may write them. It does not apply to the configs of
+run folders and checkpoints.
+
+The files are read once. What was compared is kept, and `segapp.custom.loading` compiles it.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from segapp.custom.names import find_source, is_file_name, is_installed, sha256_of_source, split_name
+from segapp.custom.names import find_source, is_file_name, split_name
+from segapp.custom.sources import Sources, read_sources
 from segapp.errors import ConfigError
 
 TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
 """Environment variable: 1 if any code may run, or the marks of the code that this process and its children may run."""
+
+_accepted: dict[str, Sources | None] = {}
+"""First mark of accepted code -> its sources as they were compared; None for installed code."""
+
+_PINNED = frozenset(os.environ.get(TRUST_VARIABLE, "").split())
+"""Marks of the code that a parent process has accepted, which this process runs with the same content only."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +56,43 @@ class NamedCode:
         return find_source(self.name)
 
     @cached_property
-    def marks(self) -> tuple[str, str, str]:
-        """Hashes of name and source file, of these and the options, and of these and the file's content."""
-        plain = json.loads(json.dumps(self.options, default=str))  # all keys as text, so that they can be sorted
-        is_fixed = self.source is None or is_installed(self.source)
+    def sources(self) -> Sources | None:
+        """The sources as they are at the first use; None if their version determines them, or there is no file."""
+        return read_sources(self.name)
+
+    @property
+    def shown_source(self) -> str:
+        """The source file and the neighbors that belong to it, for the user who is asked."""
+        if self.sources is None:
+            return str(self.source or "in no file")
+        others = (os.path.relpath(path, self.sources.root) for path in self.sources.paths if path != self.source)
+        return " with ".join(filter(None, [str(self.source), ", ".join(others)]))
+
+    @property
+    def first_mark(self) -> str:
+        """Hash of name and source file."""
         where, attribute = split_name(self.name)  # a file has several names, such as ./parts.py and parts.py
-        name = attribute if is_file_name(where) else self.name
-        parts = [name, str(self.source), plain, None if is_fixed else sha256_of_source(self.source)]
-        return _hash_of(parts[:2]), _hash_of(parts[:3]), _hash_of(parts)
+        return _hash_of([attribute if is_file_name(where) else self.name, str(self.source)])
+
+    @cached_property
+    def marks(self) -> tuple[str, str, str]:
+        """The first mark, its hash with the content of the sources, and the hash of both with the options."""
+        plain = json.loads(json.dumps(self.options, default=str))  # all keys as text, so that they can be sorted
+        content = _hash_of([self.first_mark, None if self.sources is None else self.sources.sha256])
+        return self.first_mark, content, _hash_of([content, plain])
+
+    @property
+    def has_changed(self) -> bool:
+        """True if a parent of this process has accepted it with another content."""
+        return self.first_mark in _PINNED and self.marks[1] not in _PINNED
 
     def is_users_own(self, config: Path) -> bool:
         """Return True if it lies in the project's folder, and only the user may write it and the config."""
-        folders = (Path.cwd().resolve(), config.parent)
-        if self.source is None or is_installed(self.source) or not any(map(self.source.is_relative_to, folders)):
+        if self.sources is None:
             return False
-        return all(map(_is_only_ones_own, (self.source, config)))
+        folders, paths = (Path.cwd().resolve(), config.parent), [path.resolve() for path in self.sources.paths]
+        are_inside = all(any(map(path.is_relative_to, folders)) for path in paths)
+        return are_inside and all(map(_is_only_ones_own, (*paths, config)))
 
 
 class UnknownCodeError(ConfigError):
@@ -93,8 +124,8 @@ def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Collection[
     accepted, record, here = {*_marks()}, _record(), _hash_of(origin)
 
     def is_known(code: NamedCode) -> bool:
-        first, with_options, exact = code.marks
-        if code.name in typed or accepted & {"1", with_options}:
+        first, _, exact = code.marks
+        if exact in accepted or (not code.has_changed and (code.name in typed or "1" in accepted)):
             return True
         known = [line[1:] for line in record if line[0] == first]
         was_here = not is_stored and any(where == here for _, where in known)
@@ -118,8 +149,9 @@ def accept_code(named: Iterable[NamedCode], origin: Path | str = "python") -> No
     """Record code that the user has named; without a disk, only this process and its children know it."""
     record, lines = _record(), dict[str, None]()
     for code in named:
-        first, with_options, exact = code.marks
-        marks = dict.fromkeys([first, with_options, *_marks()])
+        first, _, exact = code.marks
+        _accepted[first] = code.sources
+        marks = dict.fromkeys([*code.marks, *_marks()])
         os.environ[TRUST_VARIABLE] = " ".join([*marks][:3000])  # at most 128 KiB; the record has the others
         if [first, exact, _hash_of(origin)] not in record:
             lines[f"{first} {exact} {_hash_of(origin)} {code.name}\n"] = None
@@ -130,10 +162,21 @@ def accept_code(named: Iterable[NamedCode], origin: Path | str = "python") -> No
             file.writelines(lines)
 
 
-def check_import(name: str) -> None:
-    """Check that this process or its parent has found code to be known, before it is imported; else a ConfigError."""
-    if not {"1", NamedCode(name, {}).marks[0]} & {*_marks()}:
-        raise ConfigError(f"{name} is code that was not accepted: add --trust-parts if you know it").see("own-parts")
+def accepted_sources(name: str) -> Sources | None:
+    """Return the sources of a component as they were compared; None for installed code.
+
+    Raises:
+        ConfigError: this process has not found the component to be known.
+    """
+    code, marks = NamedCode(name, {}), _marks()
+    first = code.first_mark
+    if first not in marks or first not in _accepted:  # in a child, the parent has compared it
+        if code.marks[1] not in marks and ("1" not in marks or code.has_changed):
+            raise ConfigError(
+                f"{name} is code that was not accepted, or not with this content: add --trust-parts if you know it"
+            ).see("own-parts")
+        _accepted[first] = code.sources
+    return _accepted[first]
 
 
 def _is_only_ones_own(path: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from segapp.assembly.pairs import own_data
 from segapp.config import DataConfig, LossTerm, OptimConfig, ScheduleConfig
 from segapp.custom.loading import ARGUMENTS, build_part, load_part
 from segapp.custom.names import find_source, is_component
+from segapp.custom.sources import read_sources
 from segapp.datasets.augment import TrainTransform
 from segapp.errors import ConfigError
 from segapp.models import build_model
@@ -49,11 +49,37 @@ def test_module_of_the_current_folder_is_imported(folder: Path) -> None:
     assert load_part("parts_in_folder:make", "model.name")(width=3) == 3
 
 
-def test_file_may_import_its_neighbours(folder: Path) -> None:
-    (folder / "nets").mkdir()
-    (folder / "nets" / "helper_of_file.py").write_text("WIDTH = 4")
-    (folder / "nets" / "own_file.py").write_text("import helper_of_file\nclass Net: width = helper_of_file.WIDTH")
+FILES = {
+    "nets/own_file.py": "import helper_of_file, blocks_of_file.conv.small as small\nclass Net: width = small.WIDTH\n"
+    "def late():\n    from late_of_file import DEPTH\n    return DEPTH",
+    "nets/helper_of_file.py": "WIDTH = 4",
+    "nets/blocks_of_file/__init__.py": "from .conv import *",
+    "nets/blocks_of_file/conv/small.py": "from helper_of_file import WIDTH\nimport json, torch",
+    "nets/late_of_file.py": "DEPTH = 3",
+    "nets/json.py": "raise SystemExit",
+    "nets/unused_of_file.py": "raise SystemExit",
+}
+UNUSED = {"nets/json.py", "nets/unused_of_file.py"}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    """Writes files by their names."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_file_may_import_its_neighbors_at_any_time(folder: Path) -> None:
+    """Also from packages, with and without `__init__.py`, and in a function; installed modules come first."""
+    write(folder, FILES)
+    before = list(sys.path)
     assert load_part("nets/own_file.py:Net", "model.name").width == 4
+    assert load_part("nets/own_file.py:late", "model.name")() == 3
+    assert sys.path == before
+    assert "unused_of_file" not in sys.modules
+    kept = read_sources("nets/own_file.py:Net")
+    assert kept is not None
+    assert {str(path.relative_to(folder)) for path in kept.paths} == FILES.keys() - UNUSED
 
 
 def test_source_is_found_without_an_import(folder: Path) -> None:
@@ -78,6 +104,8 @@ def test_source_is_found_without_an_import(folder: Path) -> None:
         ("WIDTH = 3", "own_f:WIDTH", "is a int: name a class or a function"),
         ("x = 1", "own-g.py:x", "rename the file"),
         ("x = 1", "random.py:x", "Python finds another module random .* before .*random.py: rename the file"),
+        ("open('own_j.py', 'w').close(); __import__('own_j')", "own_h:f", "own_j: .* name it in an import statement"),
+        ("#" * 2**24 + "\nx = 1", "own_i.py:x", "own_i.py: .* more than 16 MiB: install them as a package"),
     ],
 )
 def test_import_problems_name_the_next_move(folder: Path, text: str, name: str, message: str) -> None:
@@ -108,32 +136,6 @@ def test_failing_factory_is_a_config_error(folder: Path) -> None:
     (folder / "own_failing.py").write_text("def make():\n    raise ValueError('no width')")
     with pytest.raises(ConfigError, match=r"creating it fails with ValueError: no width \(own_failing.py, line 2\)"):
         build_part("own_failing:make", "model.name", {})
-
-
-def test_object_of_a_file_can_be_pickled_to_a_spawned_worker(folder: Path) -> None:
-    (folder / "sub").mkdir()
-    (folder / "sub" / "own_pickled.py").write_text("class Data:\n    def __init__(self, size): self.size = size")
-    code = """
-import multiprocessing
-from segapp.custom.loading import build_part
-
-def size_of(data): return data.size
-
-if __name__ == "__main__":
-    data = build_part("sub/own_pickled.py:Data", "data.format", {"size": 5})
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(pool.apply(size_of, (data,)))
-"""
-    (folder / "start.py").write_text(code)
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "start.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PYTHONPATH": str(root), "SEGAPP_TRUST_PARTS": "1"},
-    )
-    assert done.stdout == "5\n", done.stderr
 
 
 # --- the contracts name the arguments that segapp gives

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import json
 import os
 import pwd
+import py_compile
 import re
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from segapp.__main__ import main
 from segapp.config import check_code, load_config, load_runnable, validate_config
 from segapp.config.trust import named_code
 from segapp.custom.loading import load_part
-from segapp.custom.trust import NamedCode, UnknownCodeError, accept_code, trusting
+from segapp.custom.trust import NamedCode, UnknownCodeError, accept_code, check_known, trusting
 from segapp.errors import ConfigError
 from tests.support import ROOT
 from tests.support.programs import segapp as run_segapp
@@ -31,7 +33,7 @@ from tests.support.terminals import terminal
 
 FILE = """
 from pathlib import Path
-from tests.support.own_parts import FolderData, Net as Plain
+from neighbor_of_it import Plain
 
 Path({marker!r}).touch()
 
@@ -52,6 +54,7 @@ def project(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "net_of_it.py").write_text(FILE.format(marker=str(tmp_path / "marker")))
+    (folder / "neighbor_of_it.py").write_text("from tests.support.own_parts import Net as Plain")
     write(folder / "run.yaml", tiny, library="python", name="./net_of_it.py:Net", options={"width": 4})
     monkeypatch.chdir(folder)
     return folder
@@ -132,7 +135,8 @@ def test_terminal_asks_once_and_the_record_answers_afterwards(project: Path, tmp
         with terminal(*words, cwd=project) as screen:
             screen.wait_for("Run it? [y/N]")
             assert b"model.name = net_of_it.py:Net(width=4)" in screen.output
-            assert str(project / "net_of_it.py").encode() in screen.output.replace(b"\r\n", b"")
+            files = f"{project / 'net_of_it.py'} with neighbor_of_it.py\r\n"
+            assert files.replace("\r\n", "").encode() in screen.output.replace(b"\r\n", b"")
             screen.type(answer)
             assert screen.wait(60) == code
     assert marker.exists()
@@ -403,6 +407,118 @@ def test_local_file_that_hides_a_shipped_config_is_reported(project: Path) -> No
     assert "note: reading demo.yaml in this folder, not the shipped config" in done.stderr
     done = run_segapp("train", "--config", "camvid.yaml", "--print-config", cwd=project)
     assert "note: reading" not in done.stderr
+
+
+# --- what runs is what was compared
+
+OWN = {
+    "own_part.py": "import own_neighbor\nmake = own_neighbor.make\ndef late():\n    from own_late import make as m\n"
+    "    return m()",
+    "own_neighbor.py": "make = lambda: 'accepted'",
+    "own_late.py": "make = lambda: 'accepted'",
+}
+PLANTED = "make = late = lambda: 'planted'"
+CALLS = "print(*(load_part(f'own_part.py:{name}', 'loss.name')() for name in ('make', 'late')))"
+LOAD = f"from segapp.custom.loading import load_part; {CALLS}"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NamedCode]:
+    """A current folder with a file that imports two neighbors, one of them late, and its two components."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in OWN.items():
+        (tmp_path / name).write_text(text)
+    return [NamedCode(f"own_part.py:{name}", {}) for name in ("make", "late")]
+
+
+def output_of(code: str, *words: str, is_safe: bool = True) -> str:
+    """Runs code in a child; without `is_safe`, the current folder is on its path. Returns what it prints."""
+    command = [sys.executable, *(["-P"] if is_safe else []), "-c", code, *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True, timeout=120)
+    return done.stdout.strip() or done.stderr
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_compiled_module_beside_accepted_code_does_not_run(name: str, own: list[NamedCode]) -> None:
+    Path(name).write_text(PLANTED)
+    py_compile.compile(name, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    Path(name).write_text(OWN[name])
+    python = output_of("import own_part; print(own_part.make(), own_part.late())", is_safe=False)
+    assert "planted" in python, "Python itself runs the compiled one"
+    accept_code(own)
+    assert output_of(LOAD) == "accepted accepted"
+
+
+CHANGED = f"""
+import os, subprocess, sys
+from pathlib import Path
+from segapp.custom.loading import load_part
+from segapp.custom.trust import NamedCode, accept_code
+accept_code([NamedCode('own_part.py:make', {{}}), NamedCode('own_part.py:late', {{}})])
+Path(sys.argv[1]).parent.mkdir(exist_ok=True)
+Path(sys.argv[1]).write_text({PLANTED!r})
+{CALLS}
+os.environ['SEGAPP_TRUST_PARTS'] += ' 1'
+print(subprocess.run([sys.executable, '-P', '-c', {LOAD!r}], capture_output=True, text=True).stderr)
+"""
+
+
+@pytest.mark.parametrize("name", [*OWN, "own_neighbor/__init__.py", "own_late/__init__.py"])
+@pytest.mark.usefixtures("own")
+def test_content_that_changes_after_the_comparison_does_not_run(name: str) -> None:
+    """Neither in this process nor in a child, although that accepts any code of which its parent has no content."""
+    here, child = output_of(CHANGED, name).split("\n", 1)
+    assert here == "accepted accepted"
+    assert "own_part.py:make is code that was not accepted, or not with this content" in child
+    assert "planted" in output_of("import own_part; print(own_part.make(), own_part.late())", is_safe=False)
+
+
+def test_neighbors_are_compared_and_other_files_are_not(own: list[NamedCode], monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_known() -> bool:
+        another_process(monkeypatch)
+        with contextlib.suppress(UnknownCodeError):
+            check_known({"loss.name": NamedCode(own[1].name, {})}, Path("c.yaml").resolve(), [], is_stored=True)
+            return True
+        return False
+
+    accept_code(own, Path("c.yaml"))
+    Path("other.py").write_text(PLANTED)
+    assert is_known()
+    Path("own_late.py").write_text(PLANTED)
+    assert not is_known()
+    Path("own_late.py").write_text(OWN["own_late.py"])
+    assert is_known()
+    Path("own_neighbor").mkdir()
+    assert is_known(), "a folder without modules comes after a file"
+    Path("own_neighbor", "__init__.py").write_text(PLANTED)
+    assert not is_known()
+
+
+EDITED = """
+from pathlib import Path
+from segapp.custom.loading import load_part
+from segapp.custom.trust import NamedCode, accept_code, trusting
+for text in ("first", "second"):
+    Path("own_neighbor.py").write_text(f"make = lambda: {text!r}")
+    accept_code([NamedCode("own_part.py:make", {})])
+    print(load_part("own_part.py:make", "loss.name")())
+Path("other").mkdir()
+Path("other/another.py").write_text("def make(): import own_late")
+Path("other/own_late.py").touch()
+with trusting(True):
+    try:
+        load_part("other/another.py:make", "loss.name")
+    except Exception as error:
+        print(error)
+"""
+
+
+@pytest.mark.usefixtures("own")
+def test_edited_code_is_imported_again_and_a_second_file_of_its_name_refused() -> None:
+    first, second, error = output_of(EDITED).splitlines()
+    assert (first, second) == ("first", "second")
+    assert "Python finds another module own_late" in error, "which no function has imported yet"
 
 
 def test_file_is_not_confused_with_another_of_its_name(

@@ -11,6 +11,7 @@ import torch
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import load_config
+from segapp.custom.trust import trusting
 from segapp.errors import ConfigError, RunError
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
@@ -167,22 +168,26 @@ def test_source_is_kept_and_a_change_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "none"))
-    file = tmp_path / "net_of_source_test.py"
-    file.write_text("from tests.support.own_parts import Net\n")
+    file, neighbor = tmp_path / "net_of_source_test.py", tmp_path / "neighbor_of_source_test.py"
+    file.write_text("from neighbor_of_source_test import Net\n")
+    neighbor.write_text(before := "from tests.support.own_parts import Net\n")
     model = {"library": "python", "name": f"{file.name}:Net", "options": {"width": 4}}
     assert train(short(tiny, model=model), tmp_path / "run") == 0
-    copy = tmp_path / "run" / "parts" / file.name
-    assert copy.read_bytes() == file.read_bytes()
+    copies = tmp_path / "run" / "parts"
+    assert {copy.name: copy.read_bytes() for copy in copies.iterdir()} == {
+        each.name: each.read_bytes() for each in (file, neighbor)
+    }
     assert read_trained(str(tmp_path / "run")).messages == ()
-    before = file.read_text()
-    file.write_text(before + "# changed\n")
-    (message,) = read_trained(str(tmp_path / "run")).messages
-    assert "its file has changed since the checkpoint was saved" in message
-    request = plan_request(None, ["train.epochs=2"], None, str(tmp_path / "run"))
+    neighbor.write_text(before + "# changed\n")
+    with trusting(True):
+        (message,) = read_trained(str(tmp_path / "run")).messages
+        assert "net_of_source_test.py:Net: its source has changed since the checkpoint was saved" in message
+        request = plan_request(None, ["train.epochs=2"], None, str(tmp_path / "run"))
     assert run_session(request) == 0
     kinds = [alert["kind"] for alert in events(tmp_path / "run", "alert")]
     assert kinds == ["parts", "schedule"], "one epoch more is another course of the learning rate"
-    assert sorted(path.read_text() for path in copy.parent.iterdir()) == sorted([before, before + "# changed\n"])
+    texts = sorted(path.read_text() for path in copies.iterdir())
+    assert texts == sorted([file.read_text(), before, before + "# changed\n"])
 
 
 BROKEN = """import torch
