@@ -123,8 +123,8 @@ WORDS: list[list[str]] = [
     ["train", "--detach", "--config", "config.yaml", "log={mlflow: 'http://bob:hunter2@box'}"],
     ["train", "--plain", "--config", "http://bob:hunter2@box/config.yaml"],
     ["train", "--plain", "--config", "config.yaml", "http://bob:hunter2@box"],
-    ["sweep", "s", "--config", "config.yaml", "log.mlflow=http://bob:hunter2@box,null"],
-    ["plan", "--config", "config.yaml", "--json", "log.mlflow=http://bob:hunter2@box"],
+    ["sweep", "s", "--config", "config.yaml", "log.mlflow=bob:hunter2@box:5000,null"],
+    ["plan", "--config", "config.yaml", "--json", "log.mlflow=[hunter2@box]"],
 ]
 
 

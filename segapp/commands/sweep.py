@@ -297,7 +297,8 @@ def _loaded(bases: Mapping[str, str], grid: Sequence[tuple[str, Mapping[str, str
         except ConfigError as error:
             first, *rest = str(error).splitlines()
             for line in rest or [first]:
-                problems.setdefault(line.strip(), " ".join([label, *words]))
+                shown = (word for word in words if not word.startswith(("log.", "log=")))  # may hold a password
+                problems.setdefault(line.strip(), " ".join([label, *shown]))
     if problems:
         lines = "\n".join(f"  {line} (run {where})" for line, where in problems.items())
         num_bad = len(grid) - len(found)

@@ -34,10 +34,9 @@ MAX_PROBLEMS = 50
 """Maximum number of listed problems; further ones are only counted."""
 
 _TRACKING_URI = re.compile(  # of MLflow; without a password, and for http without a user
-    r"https?://(?:[\w.-]+|\[[\da-f:.]+\])(?::\d+)?(?:[/?#]\S*)?|databricks[\w:/.-]*|(?:arn|azureml):[\w:/.-]+"
+    r"(?i)https?://(?:[\w.-]+|\[[\da-f:.]+\])(?::\d+)?(?:[/?#]\S*)?|databricks[\w:/.-]*|(?:arn|azureml):[\w:/.-]+"
     r"|(?:postgresql|mysql|mssql)(?:\+\w+)?://(?:(?:[\w.-]|%40)+@)?[^@\\\s]*"
     r"|(?:sqlite(?:\+\w+)?|file):(?=/)(?!//[^/]).*|[^:@\\]+",  # files and folders
-    re.IGNORECASE,
 )
 
 
@@ -202,7 +201,7 @@ def _check_secrets(raw: Any, locations: KeyLocations, loc: tuple[str, ...] = ())
     key, problem = ".".join(loc), ""
     if any(isinstance(text, str) and without_secrets(text) != text for text in (raw, *loc[-1:])):
         problem = "holds a password or token, which the files of the run would contain: write the address without it"
-    elif key == "log.mlflow" and isinstance(raw, str) and not _TRACKING_URI.fullmatch(normalize("NFKC", raw)):
+    elif loc[:2] == ("log", "mlflow") and isinstance(raw, str) and not _TRACKING_URI.fullmatch(normalize("NFKC", raw)):
         problem = "is no plain address (not shown, as it may hold a password): write http://HOST:PORT, sqlite:///FILE"
     if problem:
         raise ConfigError(
