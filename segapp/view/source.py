@@ -274,7 +274,8 @@ class LogTail:
         except OSError:
             return []
         self._offset = start + len(block) - (0 if is_first else len(self._rest))
-        *lines, self._rest = block.split(b"\n")
+        *lines, rest = block.split(b"\n")
+        self._rest = rest[-self._max_bytes :]  # a line may have no end
         if is_first and start > 0:
             del lines[:1]
         return [printable(line.decode(errors="replace")) for line in lines]

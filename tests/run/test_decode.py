@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.run.events import Alert, EventReader, EventWriter, Heartbeat, Step, StepRun
+from segapp.run.events import Alert, EventReader, EventWriter, Heartbeat, Step, StepColumn, StepRun
+from segapp.run.events.types import MAX_LINE_BYTES
+from segapp.run.events.writer import RewindPoint, find_repeated
 
 
 def flattened(items: list[Any]) -> list[tuple[Any, ...]]:
@@ -90,3 +94,56 @@ def test_last_step_of_a_run_is_parsed_in_full(tmp_path: Path) -> None:
     assert [last and last["step"] for last in lasts] == [3, 5]
     assert [last and last["images_per_s"] for last in lasts] == [3.5, 3.5]
     assert {run.split_text for run in runs} == {b'"split":[1,2'}
+
+
+STEP = b'{"v":1,"seq":7,"t":1.5,"type":"step","epoch":1,"step":%d,"loss":0.5,'
+
+
+@pytest.mark.parametrize("lines", ['"terms":{"a}":2,"lr":7},"lr":0.5', '"lr":1,"lr":null', '"a}":{"lr":3},"terms":[4]'])
+def test_column_has_the_value_that_json_has(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "e.jsonl").write_bytes(STEP % 9 + lines.encode() + b"}\n" + STEP % 10 + b'"lr":6\n')
+    fields = json.loads(f"{{{lines}}}")
+    terms = fields.get("terms") if isinstance(fields.get("terms"), dict) else {}
+    for name, place in (("lr", fields), ("terms.lr", terms), ("terms.a}", terms)):
+        alone, column, key = StepColumn(name), StepColumn(name), name.removeprefix("terms.")
+        EventReader(tmp_path / "e.jsonl").read_column(alone)
+        EventReader(tmp_path / "e.jsonl").read_skimmed(None, [column])
+        expected = [(1.5, 9, math.nan if place[key] is None else place[key])] if key in place else []
+        assert repr(column.rows) == repr(alone.rows) == repr([(t, n, float(value)) for t, n, value in expected])
+
+
+def cpu_s_to_read(path: Path) -> float:
+    """Return the time that all readers of lines take together; each must come to the last line, an ordinary one."""
+    began_s, columns = time.process_time(), [StepColumn("lr"), StepColumn("terms.x"), StepColumn("lr")]
+    EventReader(path).read_skimmed(None, columns[:2])
+    EventReader(path).read_column(columns[2])
+    assert [column.rows[-1] for column in columns] == [(1.5, 10, 0.25), (1.5, 10, 0.125), (1.5, 10, 0.25)]
+    assert [event["type"] for event in EventReader(path).read_kinds("step")][-1:] == ["step"]
+    with path.open("rb") as file:
+        assert find_repeated(file, RewindPoint(9, 1, 0))[0] == path.read_bytes().rindex(STEP % 10)
+    return time.process_time() - began_s
+
+
+@pytest.mark.parametrize(
+    ("start", "part", "end"),
+    [
+        (b"{", b'"t":1.5,"type":"step","epoch":1,"step":9,', b'"lr":1}'),
+        (STEP % 9, b'"terms":{', b"}"),
+        (STEP % 9, b'"type":"step","terms":{"y":1},', b'"x":1}'),
+        (STEP % 9, b'"lr":', b"1}"),
+        (STEP % 9 + b'"q":', b'{"terms":[', b"}"),
+        (STEP % 9 + b'"lr":1e', b"9", b"}"),
+        (b'{"v":1,"seq":7,"t":', b"1", b',"type":"step","epoch":1}'),
+        (STEP % 9 + b'"split":[1', b"\0", b"]}"),
+        (b"", b'"t":1.', b""),
+    ],
+)
+def test_time_to_read_a_line_grows_with_its_bytes(tmp_path: Path, start: bytes, part: bytes, end: bytes) -> None:
+    def cost_s(num_bytes: int, repeats: int = 3) -> float:
+        line = start + part * ((num_bytes - len(start + end) - 1) // len(part)) + end + b"\n"
+        (tmp_path / "e.jsonl").write_bytes(line + STEP % 10 + b'"lr":0.25,"terms":{"x":0.125}}\n')
+        return min(cpu_s_to_read(tmp_path / "e.jsonl") for _ in range(repeats))
+
+    small_s = cost_s(2**16)
+    assert cost_s(10 * 2**16) < 20 * small_s
+    assert cost_s(MAX_LINE_BYTES, 1) < 2 * 256 * small_s

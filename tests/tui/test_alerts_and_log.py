@@ -191,3 +191,8 @@ def test_tail_reads_whole_lines_of_the_end_only(tmp_path: Path) -> None:
     assert "�" in second or "\\x" in second
     path.write_bytes(b"new\n")
     assert tail.read() == ["new"]
+    for text in ("a", "b", "c", "d\n"):  # of a long line, the end is kept
+        with path.open("a") as file:
+            file.write(text.rjust(90, "-"))
+        lines = tail.read()
+    assert [line.strip("-") for line in lines] == ["b" + "-" * 89 + "c" + "-" * 88 + "d"]

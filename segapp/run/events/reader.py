@@ -8,11 +8,10 @@ except that only `parse_event` checks an event's own fields.
 import contextlib
 import errno
 import gc
-import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -22,6 +21,7 @@ from pydantic_core import from_json
 
 from segapp.run.events.types import EVENT_TYPES, FINAL_STATUSES, MAX_EVENTS_BYTES, MAX_LINE_BYTES, VERSION, Event
 from segapp.run.files import open_of_run
+from segapp.scores import as_float
 
 _adapter: TypeAdapter[Event] = TypeAdapter(
     Annotated[Event, Field(discriminator="type")], config=ConfigDict(defer_build=True)
@@ -72,9 +72,11 @@ def _skip_hole(file: BinaryIO, offset: int) -> int:
         return file.seek(0, os.SEEK_END) if error.errno == errno.ENXIO else file.seek(offset)
 
 
-_NUMBER = rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
-_STEP_LINE = re.compile(  # the first fields are in the order in which `EventWriter` writes them
-    rb'\{"v":1,"seq":\d+,"t":(%b),"type":"step","epoch":(\d{1,15}),"step":(\d{1,15}),"loss":(null|%b),.*\}\n'
+# Patterns are for the beginning of a line, in the order in which `EventWriter` writes its fields, and have a bounded
+# length: a line may come from a stranger. JSON is parsed in a time that is linear in its bytes; a search is not.
+_NUMBER = rb"-?\d{1,24}(?:\.\d{1,24})?(?:[eE][+-]?\d{1,3})?"
+_STEP_LINE = re.compile(
+    rb'\{"v":1,"seq":\d{1,20},"t":(%b),"type":"step","epoch":(\d{1,15}),"step":(\d{1,15}),"loss":(null|%b),'
     % (_NUMBER, _NUMBER)
 )
 
@@ -82,7 +84,7 @@ _STEP_LINE = re.compile(  # the first fields are in the order in which `EventWri
 _PART_BYTES = 2**21
 
 FREQUENT_LINE = re.compile(
-    rb'\{"v":1,"seq":\d+,"t":%b,"type":"(?:memory"|heartbeat"|step","epoch":\d{1,15},"step":(\d{1,15}),)' % _NUMBER
+    rb'\{"v":1,"seq":\d{1,20},"t":%b,"type":"(?:memory"|heartbeat"|step","epoch":\d{1,15},"step":(\d{1,15}),)' % _NUMBER
 )
 """The beginning of the line of a sample, or of a step, with its number."""
 
@@ -114,23 +116,16 @@ class StepColumn:
     """A number of the `step` events, a field or `terms.NAME`: (time, step, value) of each; nan for null."""
 
     def __init__(self, name: str) -> None:
-        is_term = name.startswith("terms.")
-        key = re.escape(json.dumps(name.removeprefix("terms.")).encode())
-        value = rb"%b%b:(null|%b)" % (rb'"terms":\{[^}]*?' if is_term else b"", key, _NUMBER)
+        self._name, self._is_term = name.removeprefix("terms."), name.startswith("terms.")
         self.rows: list[tuple[float, int, float]] = []
-        self._value = re.compile(value)
-        self._line = re.compile(rb'.*"t":(%b),"type":"step","epoch":\d+,"step":(\d{1,15}),.*?%b' % (_NUMBER, value))
 
-    def take(self, line: bytes, found: re.Match[bytes] | None = None) -> None:
-        """Add the value of a line, if there is one; `found` is its match of `_STEP_LINE`."""
-        if found is None:
-            if match := self._line.match(line):
-                self._add(*match.groups())
-        elif match := self._value.search(line, found.end(3)):
-            self._add(found[1], found[3], match[1])
-
-    def _add(self, t: bytes, step: bytes, value: bytes) -> None:
-        self.rows.append((float(t), int(step), math.nan if value == b"null" else float(value)))
+    def take(self, raw: dict[str, Any] | None) -> None:
+        """Add the value of a line's dict, if it is a step that has one."""
+        if raw is None or raw["type"] != "step":
+            return
+        step, fields = raw.get("step"), raw.get("terms") if self._is_term else raw
+        if isinstance(fields, dict) and self._name in fields and type(step) is int and 0 <= step < 2**53:
+            self.rows.append((as_float(raw["t"]), step, as_float(fields[self._name])))
 
 
 class EventReader:
@@ -172,7 +167,7 @@ class EventReader:
         return [raw for line in self._lines(max_bytes) if (raw := self._parse(line)) is not None]
 
     def read_skimmed(
-        self, max_bytes: int | None = None, columns: Iterable[StepColumn] = ()
+        self, max_bytes: int | None = None, columns: Sequence[StepColumn] = ()
     ) -> list[dict[str, Any] | StepRun]:
         """Like `read_raw`, but with consecutive `step` events reduced to their curve: for long histories.
 
@@ -181,16 +176,16 @@ class EventReader:
         items: list[dict[str, Any] | StepRun] = []
         run: StepRun | None = None
         for line in self._lines(max_bytes):
-            found = _STEP_LINE.fullmatch(line)
-            if found is None or line.count(b'"type":') > 1 or line.count(b'{"v":') > 1:  # damage joined two lines
-                if (raw := self._parse(line)) is not None:
+            found = _STEP_LINE.match(line) if line.endswith(b"}\n") else None
+            is_joined = line.count(b'"type":') > 1 or line.count(b'{"v":') > 1  # by damage
+            raw = self._parse(line) if found is None or is_joined or columns else None
+            for column in columns:
+                column.take(raw)
+            if found is None or is_joined:
+                if raw is not None:
                     items.append(raw)
                     run = None
-                for column in columns if raw is None or raw["type"] == "step" else ():
-                    column.take(line)
                 continue
-            for column in columns:
-                column.take(line, found)
             epoch = int(found[2])
             if run is None or run.epoch != epoch:
                 run = StepRun(epoch)
@@ -202,11 +197,12 @@ class EventReader:
         return items
 
     def read_column(self, column: StepColumn, max_bytes: int | None = None) -> None:
-        """Add the values of the new `step` events to a column, without parsing the lines."""
+        """Add the values of the new `step` events to a column; other lines are not parsed."""
         for line in self._lines(max_bytes):
-            column.take(line)
+            if b'"step"' in line:
+                column.take(self._parse(line))
 
-    def skim(self, columns: Iterable[StepColumn] = ()) -> Iterator[list[dict[str, Any] | StepRun]]:
+    def skim(self, columns: Sequence[StepColumn] = ()) -> Iterator[list[dict[str, Any] | StepRun]]:
         """Yield the present events like `read_skimmed`, in parts, so that memory does not grow with the file."""
         is_collecting, left = gc.isenabled(), self.num_bytes_left
         gc.disable()  # millions of dicts without a cycle; the search for cycles would take a quarter of the time
