@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from segapp.__main__ import main
 from segapp.cli import with_resume_value
 from segapp.config import load_config
 from segapp.run.words import ESCAPED
+from tests.support import ROOT
 from tests.support.drawn_folders import IDS, draw
 from tests.support.runs import events, segapp
 
@@ -194,10 +196,11 @@ def test_stream_of_another_encoding_gets_escapes(environ: dict[str, str], shown:
     draw(folder, ["ä ☃ 1", "ä ☃ 22", "ä ☃ 333"], "images/{}.png", "masks/{}.png", IDS)
     (folder / "classes.txt").write_text("Himmel\nStraße ☃\nGrün\n", encoding="utf-8")
     commands = (["init", folder.name, "--out", "é.yaml"], ["check", "--config", "é.yaml"], ["status", folder.name])
+    paths = os.pathsep.join([str(ROOT), *site.getsitepackages()])
     done = [
         subprocess.run(
-            [sys.executable, "-m", "segapp", *words],
-            cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, timeout=100,
+            [sys.executable, "-S", "-m", "segapp", *words],  # files with paths are not read in another encoding
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths, **environ}, capture_output=True, timeout=100,
         )
         for words in commands
     ]  # fmt: skip

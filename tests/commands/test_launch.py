@@ -7,6 +7,7 @@ import contextlib
 import os
 import pickle
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -254,7 +255,8 @@ def launch(tiny: dict[str, Any], tmp_path: Path) -> Callable[..., Program]:
     """Start one of the two agents of a job on this host, whose ranks are forked, with words for `train`."""
     (tmp_path / "ranks.yaml").write_text(dump_config(ranks_of(tiny, 4, ["cpu", "cpu"])))
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {ROOT}/tests/support/forked_python.py "$@"\n')
+    command = shlex.join([sys.executable, "-S", "-E", f"{ROOT}/tests/support/forked_python.py"])
+    python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     python.chmod(0o755)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

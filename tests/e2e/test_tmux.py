@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tests.support.runs import events, merged
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
-SEGAPP = f"{sys.executable} -m segapp"
+SEGAPP = f"{shlex.quote(sys.executable)} -m segapp"
 
 
 class Terminal:
@@ -44,10 +45,8 @@ class Terminal:
         self.tmux("kill-server")
         self._num_servers += 1  # another socket: a terminating server accepts a new session and then drops it
         words = [f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **env}.items()]
-        line = (
-            " ".join(["env", "-u", "RANK", "-u", "NO_COLOR", "-u", "COLUMNS", "-u", "LINES", *words, command])
-            + "; echo CODE=$?; sleep 600"
-        )
+        unset = [word for name in ("RANK", "NO_COLOR", "COLUMNS", "LINES") for word in ("-u", name)]
+        line = f"{shlex.join(['env', *unset, *words])} {command}; echo CODE=$?; sleep 600"
         self.tmux("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.folder), line, must_work=True)
 
     def keys(self, *keys: str) -> None:

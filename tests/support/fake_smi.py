@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ SLICED = (
 )
 """A GPU in MIG mode without slices, two with slices, and one that has no MIG mode."""
 
-_PROGRAM = """#!{python} -SE
+_PROGRAM = """#!/bin/sh
+'''exec' {python} -SE "$0" "$@"
+' '''
 import sys
 CARDS, DRIVER = {cards!r}, {driver!r}
 words = sys.argv[1:]
@@ -129,7 +132,8 @@ def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, name: s
 def smi_of(folder: Path, cards: tuple[Card, ...], monkeypatch: pytest.MonkeyPatch, driver: str = "535.129.03") -> None:
     """Puts a nvidia-smi of these cards on the path: `-L`, `-q -x` and `--query-gpu=... --format=csv...`."""
     rows = [asdict(card) for card in cards]
-    _put(folder / "nvidia-smi", _PROGRAM.format(python=sys.executable, cards=rows, driver=driver), monkeypatch)
+    program = _PROGRAM.format(python=shlex.quote(sys.executable), cards=rows, driver=driver)
+    _put(folder / "nvidia-smi", program, monkeypatch)
 
 
 def _put(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

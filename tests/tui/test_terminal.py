@@ -55,8 +55,8 @@ def test_q_exits_with_attach_hint_and_restores_the_terminal(fresh: RecordedRun, 
 def test_ctrl_z_returns_to_the_shell_until_fg(fresh: RecordedRun, tmp_path: Path) -> None:
     titles = ("LIVE", "Loss", "Classes", "Events", "Leave")  # most of them never change
     bash = ("-c", "import os\nos.execvp('bash', ['bash', '--norc', '-i'])")
-    with terminal(cwd=tmp_path, program=bash) as shell:
-        shell.type(f"{sys.executable} -m segapp attach {fresh.folder.path}\n")
+    with terminal(cwd=tmp_path, program=bash, PYTHON=sys.executable, RUN=str(fresh.folder.path)) as shell:
+        shell.type('"$PYTHON" -m segapp attach "$RUN"\n')
         for title in titles:
             shell.wait_for(title)
         shell.output = b""
