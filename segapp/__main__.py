@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         signal.signal(signal.SIGINT, _interrupt)
     if threading.current_thread() is threading.main_thread():
         watch_signals()
+    os.umask(os.umask(0o022) | 0o022)  # whatever writes a file, in this process or a child: others cannot change it
     from segapp.cli import app, with_resume_value  # takes a while: an interrupt must be handled by then
 
     arguments = [_with_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]

@@ -152,7 +152,7 @@ def _secret_in(path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_name(temporary_name())
     try:
-        with open(open_new(made), "w") as file:
+        with open(open_new(made, 0o600), "w") as file:
             file.write(secrets.token_hex(16))
         with contextlib.suppress(FileExistsError):  # another machine was first
             os.link(made, path)

@@ -30,7 +30,7 @@ from segapp.errors import ConfigError, RunError, StorageError, cannot_be_written
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.models import SegmentationModel
-from segapp.run.files import remove_quietly, temporary_name
+from segapp.run.files import open_new, remove_quietly, temporary_name
 from segapp.run.words import first_line
 
 Format = Literal["onnx", "pt2"]
@@ -93,7 +93,10 @@ def _written(path: Path, suffix: str) -> Iterator[Path]:
     temporary = path.parent / f"{temporary_name()}.{suffix}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(open_new(temporary))
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # safetensors replaces the file by a new one with mode 0600
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # SafetensorError: a full disk
         raise StorageError(cannot_be_written(path, error), path=path) from None

@@ -3,8 +3,8 @@
 A sender writes `commands/<time>-<id>.json` under a temporary name and renames it. The trainer reads the inbox at its
 next boundary, carries the command out, writes exactly one final answer as an event, and then removes the file. After a
 crash in between, the file still exists, and `read_answers` finds the answered commands in the events, so a command is
-neither lost nor carried out twice. The inbox has mode 0700, its files 0600; a file of another user, a link, a pipe or a
-large file is refused unread.
+neither lost nor carried out twice. Only the owner can write to the inbox, and whoever may read the run may read it; a
+file of another user, a link, a pipe or a large file is refused unread.
 """
 
 import getpass
@@ -224,7 +224,7 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
     }
     path = inbox / f"{int(now_s * 1e9):020d}-{command_id}.json"
     try:
-        write_atomic(path, json.dumps(body, allow_nan=False), mode=0o600, point="command")
+        write_atomic(path, json.dumps(body, allow_nan=False), point="command")
     except OSError as error:
         raise CommandError(
             f"cannot send to {folder}: {error.strerror or error}: send as the user who runs the training", path=folder

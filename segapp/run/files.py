@@ -185,7 +185,7 @@ def _problem_of(facts: os.stat_result, owner: int) -> str | None:
     return None
 
 
-def open_new(path: Path, mode: int = 0o600) -> int:
+def open_new(path: Path, mode: int = 0o644) -> int:
     """Open a new file for writing and return its descriptor; an existing file or symbolic link is refused."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
@@ -222,12 +222,7 @@ def make_durable_directory(path: Path) -> None:
 
 
 def write_atomic(
-    path: Path,
-    data: bytes | str | Iterable[bytes],
-    *,
-    mode: int = 0o644,
-    point: str = "file",
-    is_derived: bool = False,
+    path: Path, data: bytes | str | Iterable[bytes], *, point: str = "file", is_derived: bool = False
 ) -> None:
     """Replace a file atomically: readers see the old or the new content, even after a power cut.
 
@@ -240,7 +235,7 @@ def write_atomic(
     data = data.encode() if isinstance(data, str) else data
     temporary = path.parent / temporary_name()
     try:
-        fd = open_new(temporary, mode)
+        fd = open_new(temporary)
         try:
             failpoint(point + ".before_write")
             for part in [data] if isinstance(data, bytes) else data:
@@ -260,9 +255,9 @@ def write_atomic(
         fsync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any, *, mode: int = 0o644, point: str = "file") -> None:
+def write_json(path: Path, value: Any, *, point: str = "file") -> None:
     """Replace a small JSON file, without NaN and infinities, with `write_atomic`."""
-    write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n", mode=mode, point=point)
+    write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n", point=point)
 
 
 class HashingFile:

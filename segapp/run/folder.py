@@ -281,8 +281,7 @@ class RunFolder:
 
     def _make_subfolders(self) -> None:
         for folder in (self.commands, self.checkpoints, self.samples, self.tensorboard):
-            folder.mkdir(exist_ok=True, mode=0o700 if folder == self.commands else 0o755)
-        self.commands.chmod(0o700)
+            folder.mkdir(0o755, exist_ok=True)
 
     def is_failed_start(self) -> bool:
         """Return True if the run failed before its training began, or if this process made it and nothing began."""

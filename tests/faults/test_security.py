@@ -139,30 +139,6 @@ SECRET = "hunter2-5f3a9c"
 
 
 @pytest.mark.faults
-@case("S03", how="no socket: umask 000; inbox as a link, with mode 0777", passes="0700 and 0600; the rest is refused")
-def test_inbox_is_private_under_any_umask(new_run: NewRun) -> None:
-    old = os.umask(0)
-    try:
-        run = new_run(train={"epochs": 1})
-        assert run.train().returncode == 0
-        send_command(run.folder, parse_command("checkpoint"))
-    finally:
-        os.umask(old)
-    inbox = run.folder / "commands"
-    assert stat.S_IMODE(inbox.stat().st_mode) == 0o700
-    assert [stat.S_IMODE(path.stat().st_mode) for path in inbox.iterdir()] == [0o600]
-    inbox.chmod(0o777)
-    assert run.train("train.epochs=2").returncode == 0
-    assert stat.S_IMODE(inbox.stat().st_mode) == 0o700
-    elsewhere = run.work / "elsewhere"
-    elsewhere.mkdir()
-    shutil.rmtree(inbox)
-    inbox.symlink_to(elsewhere)
-    Invariants.assert_clear(run.train("train.epochs=3"), 10, "run/commands is a symbolic link")
-    assert list(elsewhere.iterdir()) == []
-
-
-@pytest.mark.faults
 @case("S05", how="the sockets of a live run, of its children too", passes="no listening socket, TCP, UDP or abstract")
 def test_live_run_listens_on_no_port(training: tuple[FaultRun, Program]) -> None:
     found = [each for pid in training[0].left_behind() for each in psutil.Process(pid).net_connections("all")]

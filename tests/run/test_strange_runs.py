@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,10 +16,12 @@ import pytest
 
 from segapp.commands.runs import control_run, print_checkpoints, print_runs, print_status
 from segapp.commands.sweep import save_sweep
+from segapp.config import dump_config
 from segapp.errors import RunBusyError, StorageError
 from segapp.report.compare import compare_runs
 from segapp.report.page import write_report
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
+from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import EventReader, EventWriter
 from segapp.run.files import append_to_run, check_tree, open_of_run, read_of_run
 from segapp.run.folder import RunFolder, find_run
@@ -26,8 +29,9 @@ from segapp.run.state import is_trainer_alive
 from segapp.session.request import plan_request
 from segapp.session.session import run_session
 from segapp.view.runs import run_state, summarize
-from tests.support.fault_runs import state_of, tiny_config
-from tests.support.runs import train
+from tests.support.fault_runs import case, state_of, tiny_config
+from tests.support.programs import readable_copy
+from tests.support.runs import draw_tiny_data, events, segapp, train
 
 NOBODY = 65534
 OWN = sorted(
@@ -41,6 +45,7 @@ NESTED = (
     "stacks.log", "tensorboard/events.out.tfevents.1", "wandb",
 )  # fmt: skip
 FOLDERS = ("checkpoints", "commands", "logs", "objects", "parts", "reports", "samples", "tensorboard", "wandb")
+ONE_EPOCH = {"train": {"epochs": 1}, "log": {"tensorboard": True}, "checkpoint": {"every_steps": None}}
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 
 
@@ -48,8 +53,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make fil
 def trained(tmp_path_factory, tiny_root):
     """A finished run with everything that a training on one device writes."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    sections = {"train": {"epochs": 1}, "log": {"tensorboard": True}, "checkpoint": {"every_steps": None}}
-    config = tiny_config(tiny_root, **sections)
+    config = tiny_config(tiny_root, **ONE_EPOCH)
     before = os.umask(0)
     try:
         assert train(config, folder) == 0
@@ -229,61 +233,118 @@ def test_sweep_with_links_is_refused(tmp_path, victim, entry):
 # -- other users ------------------------------------------------------------------------------------------------------
 
 
-def as_nobody(act):
-    """Runs `act` in a child process of another user; returns True if it did not fail."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            act()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1] == 0
+@contextlib.contextmanager
+def as_nobody():
+    """Gives this process the rights of another user."""
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 @pytest.fixture
-def shared(trained, tmp_path_factory):
+def place():
+    """A folder that every user can enter, with a data set and a config; the folders of a test are private."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        config = tiny_config(draw_tiny_data(Path(folder) / "data"), **ONE_EPOCH)
+        (Path(folder) / "config.yaml").write_text(dump_config(config))
+        subprocess.run(["chmod", "-R", "u=rwX,go=rX", folder], check=True)
+        yield Path(folder)
+
+
+@pytest.fixture
+def shared(trained, place):
     """A copy of the run in a place that every user can reach."""
-    place = Path("/tmp") / f"segapp-shared-{os.getpid()}-{time.time_ns()}"
-    place.mkdir()
-    place.chmod(0o755)
-    yield Path(shutil.copytree(trained, place / "run"))
-    shutil.rmtree(place)
+    return Path(shutil.copytree(trained, place / "run"))
 
 
-def test_files_and_folders_are_never_writable_by_others(trained):
-    """The run was trained under umask 000."""
-    modes = {path: path.lstat().st_mode for path in (trained, *trained.rglob("*"))}
-    assert len(modes) > 15
-    assert [path for path, mode in modes.items() if mode & 0o022] == []
+def wrong_modes(folder, umask):
+    """The modes below a folder that are not those of a new file or folder, without writing by others; by name."""
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in folder.rglob("*")}
+    right = {path: (0o755 if path.is_dir() else 0o644) & ~umask for path in modes} | {folder / "run" / "lock": 0o600}
+    return {str(path.relative_to(folder)): oct(mode) for path, mode in modes.items() if mode != right[path]}
 
 
+TRAIN = ("train", "--plain", "--config", "../config.yaml", "--run", "run")
+READERS = (
+    ("ls", "RUNS"),
+    ("status", "RUN", "--json"),
+    ("ckpt", "verify", "RUN"),
+    ("report", "RUN", "--out", "report.html"),
+    ("compare", "RUN", "RUN", "--html", "compare.html"),
+    ("eval", "RUN", "--json", "numbers/eval.json"),
+    ("predict", "RUN", "../data/images/val", "--out", "maps", "--save", "labels", "--save", "probabilities"),
+    ("predict", "RUN", "../data/images/val", "--out", "shapes", "--polygons", "gpkg"),
+    ("suspects", "RUN", "--out", "suspects"),
+    ("export", "RUN", "--format", "safetensors", "--out", "files/model.safetensors"),
+)
+"""Commands that read a run, and write everything that they can."""
+PROGRAMS = (
+    ("export", "RUN", "--format", "pt2", "--out", "files/model.pt2"),
+    ("export", "RUN", "--format", "onnx", "--out", "files/model.onnx"),
+)
+
+
+def run_all(commands, runs, out, **options):
+    """Runs commands in the folder `out`, which must succeed."""
+    for words in commands:
+        named = [str({"RUN": runs / "run", "RUNS": runs}.get(word, word)) for word in words]
+        done = segapp(*named, cwd=out, **options)
+        assert done.returncode == 0, (words, done.stderr)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0o000])
+def test_files_have_the_umasks_modes_and_others_never_write(place, umask):
+    own = place / "own"
+    own.mkdir()
+    run_all([TRAIN, *READERS], own, own, umask=umask)
+    before = os.umask(umask)
+    try:
+        send_command(own / "run", CheckpointCommand())
+    finally:
+        os.umask(before)
+    assert len(list(own.rglob("*"))) > 40
+    assert wrong_modes(own, umask) == {}
+
+
+def test_run_of_a_function_is_never_writable_by_others(trained):
+    """The run was trained in this process, under umask 000."""
+    assert wrong_modes(trained.parent, 0) == {}
+
+
+@case("S03", how="no socket: umask 000 and 002; a run and its inbox with mode 0777", passes="0755, and files 0644")
 def test_folder_that_others_could_write_is_taken_from_them(run):
     """Old runs made under umask 000 or 002; nobody can replace what was checked."""
-    for path in (run, run / "checkpoints", run / "events.jsonl"):
+    paths = (run, run / "checkpoints", run / "commands", run / "events.jsonl")
+    for path in paths:
         path.chmod(0o777)
     with RunFolder(run):
-        assert [stat.S_IMODE(path.stat().st_mode) for path in (run, run / "events.jsonl")] == [0o755, 0o755]
-        assert stat.S_IMODE((run / "checkpoints").stat().st_mode) == 0o755
+        assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o755] * 4
 
 
 @root_only
-def test_another_user_reads_a_run_and_changes_nothing(shared):
-    before = state_of(shared)
-
-    def read():
-        with contextlib.redirect_stdout(io.StringIO()):
-            print_status(str(shared), as_json=True)
-        assert summarize(shared).state == "finished"
-        write_report(str(shared), Path(f"/tmp/report-{os.getpid()}.html"), has_pictures=False)
-        os.unlink(f"/tmp/report-{os.getpid()}.html")
-
-    assert as_nobody(read)
-    assert state_of(shared) == before
+def test_another_user_uses_a_run_and_changes_nothing(place):
+    own, other = place / "own", place / "other"
+    for folder, uid in ((own, 0), (other, NOBODY)):
+        folder.mkdir()
+        os.chown(folder, uid, uid)
+    run_all([TRAIN], own, own, umask=0o022)
+    send_command(own / "run", CheckpointCommand())
+    before = state_of(own)
+    as_other = {"uid": NOBODY, "umask": 0o022, "root": readable_copy(place / "code"), "HOME": str(place / "home")}
+    run_all([*READERS, *PROGRAMS], own, other, **as_other)
+    copy = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "cp", "-r", own / "run", other]
+    copied = subprocess.run(copy, capture_output=True, text=True, check=False)
+    assert copied.stderr.count("\n") == copied.stderr.count("run/lock' for reading: Permission denied") == 1
+    run_all([("train", "--plain", "--resume", "RUN", "train.epochs=2")], other, other, **as_other)
+    assert [event["step"] for event in events(other / "run", "step")] == [*range(1, 11)]
+    assert {path.stat().st_uid for path in other.rglob("*")} == {NOBODY}
+    assert wrong_modes(other, 0o022) == {}
+    assert state_of(own) == before
+    os.chmod(own / "run" / "events.jsonl", 0o600)
+    refused = segapp("status", own / "run", cwd=other, **as_other)
+    assert (refused.returncode, refused.stderr[:7]) == (10, "error: "), "it was the modes that let the other user read"
 
 
 @root_only
@@ -312,14 +373,12 @@ def test_another_user_cannot_lock_a_run(shared):
     """A read lock, for which reading is enough, kept the owner from resuming."""
     (shared / "lock").chmod(0o644)  # of an older version
     with RunFolder(shared):
-        assert not as_nobody(lambda: os.open(shared / "lock", os.O_RDONLY))
-        assert not as_nobody(lambda: os.open(shared / "lock", os.O_RDWR))
-        assert is_trainer_alive(RunFolder(shared)) is True
-
-        def look():
+        with as_nobody():
+            for flags in (os.O_RDONLY, os.O_RDWR):
+                with pytest.raises(PermissionError):
+                    os.open(shared / "lock", flags)
             assert is_trainer_alive(RunFolder(shared)) is None
-
-        assert as_nobody(look)
+        assert is_trainer_alive(RunFolder(shared)) is True
     with RunFolder(shared):
         pass
 

@@ -6,7 +6,7 @@ and ends when nobody is connected any more. It is nobody's child, so what ends t
 Commands come as JSON lines on a connection, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
 so that a tracer can be attached; with `"machine"`, the pid of the first process of a machine of `machines`, it runs
-there.
+there; with `"uid"` it is another user, and with `"umask"` it has that mask.
 With SEGAPP_TEST_FORK in its environment, a command forks its trainers too; with SEGAPP_TEST_GPUS, the monitor of a
 training asks nvidia-smi, as on a machine with a GPU.
 
@@ -22,6 +22,9 @@ import errno
 import faulthandler
 import functools
 import gc
+import importlib.metadata
+import importlib.util
+import inspect
 import json
 import os
 import select
@@ -29,6 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import types
@@ -54,6 +58,10 @@ def run(command: dict[str, Any]) -> int:
         os.close(source)
     faulthandler.enable(2)  # SIGABRT prints the stacks
     network.note_requests()
+    if command.get("umask") is not None:
+        os.umask(command["umask"])
+    if command.get("uid") is not None:
+        become(command["uid"])
     if command.get("is_stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     from segapp import failpoints
@@ -92,6 +100,39 @@ def enter_machine(pid: int) -> None:
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def become(uid: int) -> None:
+    """Continues as another user, who may be unable to read Python and its packages: root reads them."""
+    lock, depth = threading.RLock(), 0
+
+    def as_root(function: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*words: Any) -> Any:
+            nonlocal depth
+            with lock:
+                depth += 1
+                os.seteuid(0)
+            try:
+                return function(*words)
+            finally:
+                with lock:
+                    depth -= 1
+                    if not depth:
+                        os.seteuid(uid)
+
+        return act
+
+    for place, name in (
+        (importlib._bootstrap, "_find_and_load"),  # type: ignore[attr-defined]
+        (importlib.util, "_find_spec"),
+        (importlib.metadata.Distribution, "from_name"),
+        (importlib.metadata.PathDistribution, "read_text"),
+        (inspect, "findsource"),
+    ):
+        setattr(place, name, as_root(getattr(place, name)))
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, 0)
 
 
 def make_clock_jump() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -78,12 +79,21 @@ class Program:
 
 
 def start(
-    *arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = False, machine: int | None = None, **env: str
+    *arguments: str | Path,
+    cwd: Path,
+    logs: Path,
+    is_stopped: bool = False,
+    machine: int | None = None,
+    uid: int | None = None,
+    umask: int | None = None,
+    root: Path = ROOT,
+    **env: str,
 ) -> Program:
     """Starts the real program in the folder `cwd`; its output goes to files in `logs`, `env` has variables to set.
 
     With `is_stopped` it waits for SIGCONT before the command begins. `machine` is the first process of the machine
     (`machines`) on which it runs; the pid of the program is then that of a process outside, which ends as it does.
+    `uid` is another user, whose program it is; it reads the files of the package, so `root` has a `readable_copy`.
     """
     words = [str(argument) for argument in arguments]
     streams = [_new_file(logs, kind) for kind in (".out", ".err")]
@@ -95,20 +105,24 @@ def start(
         "err": str(streams[1]),
         "is_stopped": is_stopped,
         "machine": machine,
+        "uid": uid,
+        "umask": umask,
     }
-    program = _fork_server().start(command, words, *streams)
+    program = _fork_server(root).start(command, words, *streams)
     if program is None:
         warnings.warn("the fork server had ended; another one is started", stacklevel=2)
         _fork_server.cache_clear()
-        program = _fork_server().start(command, words, *streams)
+        program = _fork_server(root).start(command, words, *streams)
     assert program is not None, "the fork server ended again"
     return program
 
 
-def segapp(*arguments: str | Path, cwd: Path, timeout_s: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs the real program to its end."""
+def segapp(
+    *arguments: str | Path, cwd: Path, timeout_s: float = 240, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs the real program to its end; `options` are those of `start`."""
     with tempfile.TemporaryDirectory() as logs:
-        return start(*arguments, cwd=cwd, logs=Path(logs), **env).finish(timeout_s)
+        return start(*arguments, cwd=cwd, logs=Path(logs), **options).finish(timeout_s)
 
 
 def _text(path: Path) -> str:
@@ -119,8 +133,8 @@ def _text(path: Path) -> str:
 class _ForkServer:
     """The connection to the process that forks, and the thread that reads its answers."""
 
-    def __init__(self) -> None:
-        self._socket = _connection()
+    def __init__(self, root: Path) -> None:
+        self._socket = _connection(root)
         self._running: dict[int, Program] = {}
         self._asked: list[tuple[Any, ...]] = []
         self._news = threading.Condition()
@@ -163,9 +177,17 @@ def fork_server_name() -> str:
     return f"segapp-fork-server-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
 
 
-def _connection() -> socket.socket:
+def readable_copy(folder: Path) -> Path:
+    """Copies the code into a folder that every user can enter, and returns the root: the clone may be private."""
+    for name in ("segapp", "configs", "tests/support"):
+        shutil.copytree(ROOT / name, folder / name)
+    subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+    return folder
+
+
+def _connection(root: Path) -> socket.socket:
     """Returns a connection to the server of this run of the tests, which is started if it does not run."""
-    name = fork_server_name()
+    name = fork_server_name() if root == ROOT else f"{fork_server_name()}-{root}"
     deadline_s = time.monotonic() + 60
     while True:
         connection = socket.socket(socket.AF_UNIX)
@@ -177,13 +199,13 @@ def _connection() -> socket.socket:
             assert time.monotonic() < deadline_s, "the fork server does not start"
         # It goes into the background once it listens, or finds that another one does.
         command = [sys.executable, "-m", "tests.support.fork_server", name]
-        quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "cwd": ROOT, "check": True}
+        quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "cwd": root, "check": True}
         subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
 
 
 @functools.cache
-def _fork_server() -> _ForkServer:
-    return _ForkServer()
+def _fork_server(root: Path) -> _ForkServer:
+    return _ForkServer(root)
 
 
 def _new_file(folder: Path, suffix: str) -> Path:

@@ -30,7 +30,7 @@ from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_w
 from segapp.inference.predict.polygons import CocoFile, PolygonPlan, write_vectors
 from segapp.inference.predict.predictor import Strip
 from segapp.inference.predict.reading import SAVED, Picture, Saved
-from segapp.run.files import remove_quietly, temporary_name
+from segapp.run.files import open_new, remove_quietly, temporary_name
 
 OVERLAY_ALPHA = 0.5
 PROBABILITY_SCALE = 65_535
@@ -132,7 +132,7 @@ class _Writer:
         self._temporary = path.parent / (temporary_name() + path.suffix)  # GDAL warns about other suffixes
         with self._reported():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.file: IO[bytes] = open(self._temporary, "wb")  # noqa: SIM115
+            self.file: IO[bytes] = open(open_new(self._temporary), "wb")  # noqa: SIM115
             try:
                 self.begin()
             except OSError:
