@@ -8,12 +8,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.cli import app
 from segapp.config import (
     RunConfig,
     config_schema,
@@ -26,7 +24,7 @@ from segapp.config import (
     yaml_reader,
 )
 from segapp.config.load import config_hash, config_of, parse_overrides
-from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, removed, words_of
+from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, words_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
 from tests.support import ROOT
@@ -85,7 +83,7 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("distill={teacher: t, temprature: 3}", "unknown key distill.temprature: did you mean distill.temperature?"),
         ("distill={teacher: t, temperature: 0}", "distill.temperature = 0: input should be greater than 0"),
         ("distill={temperature: 1}", "distill.teacher is missing: Teacher with the same classes"),
-        ("distill={teacher: t, critic: {width: 3}}", "distill.critic was removed: write `distill.critic_penalty`"),
+        ("distill={teacher: t, critic: {width: 3}}", "unknown key distill.critic: did you mean distill.critic_penalty?"),
         ("distill=3", "distill = 3: "),
         ("name=3", "config: name = 3: text is expected: write it in quotes"),
         ("xyz=3", "unknown key xyz: the sections are name, "),
@@ -406,35 +404,6 @@ def test_any_value_is_accepted_or_a_config_error(value: object) -> None:
         except ConfigError:
             continue
         assert validate_config(config.model_dump()) == config
-
-
-def test_removed_keys_and_values_say_what_to_do_instead(tmp_path: Path) -> None:
-    text = (
-        yaml.safe_dump(MINIMAL)
-        + "train:\n  offload: 3\n  epoch: 4\nloss:\n  name: boundary\n  plus:\n    - name: dice\n      aux_weight: 2\n"
-        + "    - name: boundary\n    - options:\n        no_object: 3\n"
-        + "schedule:\n  options:\n    pct_start: 1\n"
-    )
-    found = [line.partition("c.yaml:")[2] for line in refusal(tmp_path, text).splitlines()[1:]]
-    assert sorted(found) == [
-        f"12: loss.plus.0.aux_weight was removed: {removed()['loss.plus.aux_weight']}",
-        f"13: loss.plus.1.name = 'boundary' was removed: {removed()['loss.name=boundary']}",
-        f"15: loss.plus.2.options.no_object was removed: {removed()['loss.options.no_object']}",
-        f"18: schedule.options.pct_start was removed: {removed()['schedule.options.pct_start']}",
-        f"6: train.offload was removed: {removed()['train.offload']}",
-        "7: unknown key train.epoch: did you mean train.epochs?",
-        f"9: loss.name = 'boundary' was removed: {removed()['loss.name=boundary']}",
-    ]
-
-
-def test_what_the_page_of_changes_removed_exists_no_longer() -> None:
-    assert {"train.offload", "loss.name=boundary", "segapp profile", "distill.critic"} <= removed().keys()
-    assert removed()["model.adapters.alpha"].endswith("and alpha equals it: `model.adapters=16`")
-    assert not any("|" in instead or "\n" in instead for instead in removed().values())
-    commands = {f"segapp {name}" for name in typer.main.get_command(app).commands}  # type: ignore[attr-defined]
-    assert not removed().keys() & (commands | {".".join(key) for key in known_keys()})
-    for key, _, word in (name.partition("=") for name in removed()):
-        assert word not in words_of(tuple(key.split(".")))
 
 
 def test_config_with_another_loss_drops_the_options_at_defaults(tmp_path: Path) -> None:

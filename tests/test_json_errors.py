@@ -16,7 +16,6 @@ from torch import nn
 from segapp.__main__ import main
 from segapp.cli import app, schema
 from segapp.config import load_config
-from segapp.config.words import removed
 from segapp.errors import ConfigError, DataError, SegappError, StorageError
 from segapp.inference.predict.predictor import check_same_classes
 from segapp.models import build_model
@@ -86,7 +85,6 @@ def test_a_failure_is_json_and_a_sentence(command: str, failure: Failure) -> Non
         (["status"], "Missing argument 'RUN'"),
         (["compare", "a", "b", "--images", "many"], "Invalid value for '--images'"),
         (["no-command"], "No such command 'no-command'"),
-        (["profile", "run"], f"segapp profile was removed: {removed()['segapp profile']}"),
     ],
 )
 def test_a_wrong_word_is_json_too(words: list[str], problem: str, failure: Failure) -> None:

@@ -22,7 +22,6 @@ from segapp.config.words import (
     meant_key,
     meant_word,
     options_of,
-    why_removed,
     words_of,
 )
 from segapp.custom.names import COMPONENT_PATTERN, is_component
@@ -102,12 +101,7 @@ def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[Con
     problems: list[ConfigError] = []
     for loc, errors in by_key.items():
         options = options_of(loc)
-        removed = why_removed(".".join(loc), errors[0]["input"])
-        if removed is not None:
-            problems.append(
-                ConfigError(f"{locations.place(loc)}: {removed}", key=".".join(loc), value=errors[0]["input"])
-            )
-        elif len(errors) > 1 and options and all(item["input"] is errors[0]["input"] for item in errors):
+        if len(errors) > 1 and options and all(item["input"] is errors[0]["input"] for item in errors):
             value = errors[0]["input"]
             text = f"{'.'.join(loc)} = {_shown(value)}: {_hint(loc, value)}accepted: {options}"
             problems.append(ConfigError(f"{locations.place(loc)}: {text}", key=".".join(loc), value=value))

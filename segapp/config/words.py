@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -13,7 +12,6 @@ from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
 from segapp.custom.names import COMPONENT_PATTERN
-from segapp.docs.pages import FOLDER
 from segapp.errors import closest_words, did_you_mean
 
 LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
@@ -90,32 +88,6 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ())
         section = section_of(model, name)
         if section is not None:
             yield from known_keys(section, (*prefix, name))
-
-
-@cache
-def removed() -> Mapping[str, str]:
-    """Return a dict: removed option -> advice, the end of a sentence, from the table of `changes.md`.
-
-    A key is written as `train.offload`, one word of a key as `loss.name=boundary`, and a command as `segapp profile`.
-    """
-    table = (FOLDER / "changes.md").read_text(encoding="utf-8").partition("| gone | instead |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", table, re.MULTILINE)
-    return {name: instead for names, instead in rows for name in re.findall(r"`([^`]+)`", names)}
-
-
-def why_removed(key: str, value: object = None) -> str | None:
-    """Return why a key, or a value of a key, is refused that segapp accepted once; None if it never was.
-
-    The key is a path such as `train.offload`; indices of list entries in it are ignored.
-    """
-    path = ".".join(part for part in key.split(".") if not part.isdecimal())
-    term = path.replace("loss.plus.", "loss.", 1)  # a further term of the loss has names and options of the first
-    if (instead := removed().get(path, removed().get(term))) is not None:
-        return f"{key} was removed: {instead}"
-    if isinstance(value, Mapping):
-        return next(filter(None, (why_removed(f"{key}.{inner}") for inner in value)), None)
-    instead = removed().get(f"{term}={value}")
-    return None if instead is None else f"{key} = {value!r} was removed: {instead}"
 
 
 def meant_key(path: Sequence[str]) -> str:
