@@ -207,16 +207,16 @@ def offer(sources: Sources, what: str) -> None:
     Raises:
         ConfigError: another module has one of their names.
     """
-    specs = {name: sys.modules[name].__spec__ for name in sources.files if name in sys.modules}
-    places = {name: spec.origin for name, spec in specs.items() if spec and spec.origin}  # of a namespace, none
-    earlier = {name: file for name, file in _modules.files.items() if name in sources.files}
-    places |= {name: str(file.path) for name, file in earlier.items()}
     top = sources.module.partition(".")[0]
-    if top not in places and _is_elsewhere(top, sources.root):
-        found = importlib.util.find_spec(top)
-        places[top] = None if found is None else found.origin
+    specs = {name: sys.modules[name].__spec__ for name in sources.files if name in sys.modules}
+    if top not in specs and _is_elsewhere(top, sources.root):
+        specs[top] = importlib.util.find_spec(top)
+    # A package without `__init__.py` has no origin: it is no code, and may lie in several folders.
+    places = {name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin}
+    earlier = {name: file for name, file in _modules.files.items() if name in sources.files}
+    places |= {name: file.path for name, file in earlier.items()}
     for name, place in places.items():
-        if Path(place or "").resolve() != (path := sources.files[name].path).resolve():  # nobody accepted that file
+        if place.resolve() != (path := sources.files[name].path).resolve():  # nobody accepted that file
             raise ConfigError(f"{what}: Python finds another module {name} ({place}) before {path}: rename the file")
     if any(file != sources.files[name] for name, file in earlier.items()):
         for name, spec in specs.items():
