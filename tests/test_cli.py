@@ -196,11 +196,13 @@ def test_stream_of_another_encoding_gets_escapes(environ: dict[str, str], shown:
     draw(folder, ["ä ☃ 1", "ä ☃ 22", "ä ☃ 333"], "images/{}.png", "masks/{}.png", IDS)
     (folder / "classes.txt").write_text("Himmel\nStraße ☃\nGrün\n", encoding="utf-8")
     commands = (["init", folder.name, "--out", "é.yaml"], ["check", "--config", "é.yaml"], ["status", folder.name])
+    # Without `site`, which reads the place of the clone in another encoding.
+    code = "import sys; sys.path += sys.argv.pop(1).split(':'); from segapp.__main__ import main; main()"
     paths = os.pathsep.join([str(ROOT), *site.getsitepackages()])
     done = [
         subprocess.run(
-            [sys.executable, "-S", "-m", "segapp", *words],  # files with paths are not read in another encoding
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths, **environ}, capture_output=True, timeout=100,
+            [sys.executable, "-S", "-c", code, paths, *words],
+            cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, timeout=100,
         )
         for words in commands
     ]  # fmt: skip
