@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,10 @@ from segapp.run.words import encodable, printable
 MAX_COMMAND_BYTES = 64 * 2**10
 """Larger files in the inbox are refused unread."""
 
-_MAX_DRAINED = 256
+MAX_WAITING = 1000
+"""Number of files that may wait in the inbox; more `set` and `checkpoint` commands are refused."""
+
+_MAX_READ_S = 3.0
 _FILE_NAME = re.compile(r"\d{20}-(?P<id>[0-9a-f]{12})\.json")
 
 
@@ -167,7 +170,6 @@ class ReceivedCommand:
     command: Command | None
     problem: str | None
     """Why the file is refused; None for a command."""
-    path: Path
 
     @property
     def text(self) -> str:
@@ -214,6 +216,10 @@ def format_command(command: Command) -> str:
 def send_command(folder: Path | str, command: Command, by: str | None = None) -> str:
     """Put a command into a run's inbox, and return its id, which its answers contain; CommandError if that fails."""
     inbox = Path(folder) / "commands"
+    num_waiting = len(_names_in(inbox))
+    if num_waiting >= MAX_WAITING and command.kind in ("set", "checkpoint"):
+        why = f"{num_waiting} files wait in {inbox}, and at most {MAX_WAITING} may"
+        raise CommandError(f"{command.kind} was not sent: {why}: wait for their answers, or remove them", path=folder)
     command_id, now_s = secrets.token_hex(6), time.time()
     body = {
         "v": 1,
@@ -233,31 +239,37 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
 
 
 def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[ReceivedCommand]:
-    """Return the commands in the inbox, in the order in which they were sent, at most 256; no file is removed.
+    """Return the commands in the inbox, in the order in which they were sent; no file is removed.
 
     It never raises: the problem of a file is in its `ReceivedCommand`. The ids in `handled` are left out: ids that were
     returned before and, after a restart, ids that are answered (`segapp.run.events.read_answers`).
+
+    If more than `MAX_WAITING` files wait, the newer ones are refused, except `stop`, `pause`, `resume` and `cancel`;
+    and of these, `stop`, `pause` and `resume` are returned by a call of their own, before all others.
     """
     inbox = Path(folder) / "commands"
-    try:
-        names = sorted(name for name in os.listdir(inbox) if not name.startswith(TEMPORARY_PREFIX))
-    except OSError:
-        return []
-    new = [name for name in names if _id_of(name) not in handled]
-    return [_receive(inbox / name) for name in new[:_MAX_DRAINED]]
+    by_id = {command_id: name for name in reversed(_names_in(inbox)) if (command_id := _id_of(name)) not in handled}
+    names, deadline_s = sorted(by_id.values()), time.monotonic() + _MAX_READ_S  # a copy of a command is left out
+    commands = [_receive(inbox / name) for name in names if time.monotonic() < deadline_s]
+    if len(names) <= MAX_WAITING:
+        return commands
+    if urgent := [each for each in commands if each.text in ("stop", "pause", "resume")]:
+        return urgent
+    why = f"{len(names)} files wait in the inbox, and at most {MAX_WAITING} may: send it again when they are answered"
+    return commands[:MAX_WAITING] + [
+        each if each.text.startswith(("stop", "cancel")) else replace(each, command=None, problem=why)
+        for each in commands[MAX_WAITING:]
+    ]
 
 
-def remove_command(received: ReceivedCommand) -> None:
-    """Remove a command's file after its final answer was written; a missing file is no error."""
-    remove_quietly(received.path)
-
-
-def remove_answered(folder: Path | str, answered: Container[str]) -> int:
-    """Remove the files of commands that were answered before a crash, and return their number."""
-    done = [received for received in drain_commands(folder) if received.id in answered]
-    for received in done:
-        remove_command(received)
-    return len(done)
+def remove_answered(folder: Path | str, answered: Container[str], limit_s: float = math.inf) -> bool:
+    """Remove the files of commands whose final answers were written; return False if there was no time for all."""
+    inbox, deadline_s = Path(folder) / "commands", time.monotonic() + limit_s
+    for name in (name for name in _names_in(inbox) if _id_of(name) in answered):
+        if time.monotonic() > deadline_s:
+            return False
+        remove_quietly(inbox / name)
+    return True
 
 
 def sender() -> str:
@@ -344,7 +356,15 @@ def _first_problem(error: ValidationError) -> str:
 
 def _id_of(name: str) -> str:
     match = _FILE_NAME.fullmatch(name)
-    return match["id"] if match else _shown(name)
+    return match["id"] if match else printable(name)
+
+
+def _names_in(inbox: Path) -> list[str]:
+    """Return the names of the files in an inbox in order, without those that are being written."""
+    try:
+        return sorted(name for name in os.listdir(inbox) if not name.startswith(TEMPORARY_PREFIX))
+    except OSError:
+        return []
 
 
 def _receive(path: Path) -> ReceivedCommand:
@@ -352,8 +372,8 @@ def _receive(path: Path) -> ReceivedCommand:
     try:
         by, command = _parse_envelope(read_of_run(path, MAX_COMMAND_BYTES), command_id)
     except (CommandError, OSError) as error:
-        return ReceivedCommand(command_id, "?", None, reason_of(error), path)
-    return ReceivedCommand(command_id, by, command, None, path)
+        return ReceivedCommand(command_id, "?", None, reason_of(error))
+    return ReceivedCommand(command_id, by, command, None)
 
 
 def _parse_envelope(content: bytes, command_id: str) -> tuple[str, Command]:

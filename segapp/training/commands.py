@@ -221,7 +221,7 @@ class CommandController:
                 is_any = True
         stops = [each for each in self._open["stop"] if command.id in (None, each.id)]
         if self.requests.stop == "epoch" and stops:
-            self._open["stop"] = [each for each in self._open["stop"] if each not in stops]
+            self._open["stop"] = [each for each in self._open["stop"] if command.id not in (None, each.id)]
             self.requests.stop = "epoch" if self._open["stop"] else None
             for each in stops:
                 self.inbox.answer(each, "cancelled", reason, position.step)
@@ -352,7 +352,7 @@ class CommandController:
         self.answer_all("stop", "applied", reason, position.step)
         self.answer_all("checkpoint", "applied", f"saved at step {position.step}, at the end", position.step)
         self.answer_all("pause", "cancelled", reason, position.step)
-        for received in self.inbox.take(is_due=True):
+        for received in (*self.inbox.take(is_due=True), *self.inbox.take(is_due=True)):  # the urgent ones, and others
             command = received.command
             if command is not None and command.kind in ("stop", "checkpoint"):
                 self.inbox.answer(received, "applied", reason, position.step)
@@ -362,6 +362,7 @@ class CommandController:
             self.confirm_untested()
             for pending in list(self._pending):
                 self._cancel(pending, reason, position.step)
+        self.inbox.remove_answered(1.0)
 
     def restore_settings(
         self,

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from segapp.failpoints import failpoint
-from segapp.run.commands import (
-    ReceivedCommand,
-    drain_commands,
-    remove_answered,
-    remove_command,
-)
+from segapp.run.commands import ReceivedCommand, drain_commands, remove_answered
 from segapp.run.events import CommandAnswer, EventLog, EventReader, read_answers
 from segapp.run.folder import RunFolder
 
 POLL_S = 0.25
+
+_SYNCS_PER_POLL = 16
 
 FinalStatus = Literal["applied", "rejected", "cancelled"]
 
@@ -25,9 +22,9 @@ FinalStatus = Literal["applied", "rejected", "cancelled"]
 class Inbox:
     """The commands of one run, for the process that holds its lock.
 
-    The file of a command is removed when its final answer is in the events. At the start, files of answered commands
-    from before a crash are removed; commands without an answer are processed again. A rank that handles no commands has
-    no folder.
+    The file of a command is removed when its final answer is durable in the events; many answers are made durable
+    together. At the start, files of answered commands from before a crash are removed; commands without an answer are
+    processed again. A rank that handles no commands has no folder.
     """
 
     def __init__(self, folder: RunFolder | None, event_log: EventLog) -> None:
@@ -35,10 +32,13 @@ class Inbox:
         self._event_log = event_log
         self._handled: set[str] = set()
         self._polled_s = -POLL_S
-        self._answered: list[ReceivedCommand] = []
+        self._answered: set[str] = set()
+        self._syncs_left = _SYNCS_PER_POLL
+        self._has_files = True  # of answered commands
         if self._path is not None and folder is not None:
-            self._handled = set(read_answers(EventReader(folder.events).read_kinds("command")))
-            remove_answered(self._path, self._handled)
+            self._answered = set(read_answers(EventReader(folder.events).read_kinds("command")))
+            self._handled = set(self._answered)
+            self.remove_answered(1.0)
 
     def take(self, *, is_due: bool = False) -> list[ReceivedCommand]:
         """Return the new commands in the order of sending, each once.
@@ -49,9 +49,12 @@ class Inbox:
         if self._path is None or not (is_due or now_s - self._polled_s >= POLL_S):
             return []
         self._polled_s = now_s
-        self._remove_answered()
+        self.remove_answered()
         commands = drain_commands(self._path, self._handled)
+        if self._is_disk_full():  # only so many answers can wait for it
+            commands = [received for received in commands if received.command and received.command.kind != "set"]
         self._handled.update(received.id for received in commands)
+        self._syncs_left = _SYNCS_PER_POLL if len(commands) <= _SYNCS_PER_POLL else 0
         return commands
 
     def answer(
@@ -76,16 +79,20 @@ class Inbox:
         )
         if status != "accepted":
             failpoint("command.answered")
-            self._answered.append(received)
-            self._remove_answered()
+            self._answered.add(received.id)
+            self._has_files = True
+            self._syncs_left -= 1
+            if self._syncs_left >= 0:
+                self.remove_answered()
 
-    def _remove_answered(self) -> None:
-        """Remove the files of answered commands, unless answers wait for the disk: a crash would need them."""
-        writer = self._event_log.writer
-        if writer is None or writer.num_pending == 0:
-            for received in self._answered:
-                remove_command(received)
-            self._answered.clear()
+    def remove_answered(self, limit_s: float = 0.05) -> None:
+        """Remove files of answered commands for a time, unless answers wait for the disk: a crash would need them."""
+        if self._path is not None and self._has_files and not self._is_disk_full():
+            self._event_log.sync()
+            self._has_files = not remove_answered(self._path, self._answered, limit_s)
+
+    def _is_disk_full(self) -> bool:
+        return self._event_log.writer is not None and self._event_log.writer.num_pending > 0
 
 
 def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:

@@ -24,7 +24,6 @@ from segapp.run.commands import (
     format_command,
     parse_command,
     remove_answered,
-    remove_command,
     send_command,
     sender,
 )
@@ -180,7 +179,7 @@ def test_bad_command_file_gets_a_rejected_answer(run, content, reason):
     assert received.id == "0123456789ab"
     assert received.command is None
     assert reason in received.problem
-    remove_command(received)
+    remove_answered(run, {received.id})
     assert drain_commands(run) == []
 
 
@@ -231,7 +230,8 @@ def test_long_sender_is_cut_and_answered_commands_are_removed(run):
     sent = send_command(run, PauseCommand(), by="y" * 300)
     first, second = drain_commands(run)
     assert (first.by, second.by, second.id) == ("x" * 200, "y" * 200, sent)
-    assert remove_answered(run, {"0123456789ab", "ffffffffffff"}) == 1
+    assert not remove_answered(run, {"0123456789ab", sent}, limit_s=-1)
+    assert remove_answered(run, {"0123456789ab", "ffffffffffff"})
     assert [item.id for item in drain_commands(run)] == [sent]
 
 
@@ -252,13 +252,27 @@ def test_sender_without_a_name_is_a_number(monkeypatch):
     assert sender() == f"{os.getuid()}@{socket.gethostname()}"
 
 
-def test_flood_is_read_in_parts_and_missing_inbox_is_empty(run):
-    for number in range(300):
-        (run / "commands" / f"{number:020d}-{number:012x}.json").write_text(good_body(f"{number:012x}"))
-    first = drain_commands(run)
-    assert len(first) == 256
-    handled = {item.id for item in first}
-    assert len(drain_commands(run, handled)) == 44
+def test_of_a_crowd_the_newest_are_refused_and_the_urgent_come_first(run, monkeypatch):
+    kinds = {7: "pause", 1050: "cancel", 1060: "stop epoch", 1070: "resume", 1101: "stop"}
+    for number in range(1, 1103):
+        command = parse_command(kinds.get(number, "checkpoint")).model_dump()
+        body = good_body(f"{number:012x}", command=command)
+        (run / "commands" / f"{number:020d}-{number:012x}.json").write_text(body)
+    (run / "commands" / f"{2000:020d}-{5:012x}.json").write_text(good_body(f"{5:012x}"))  # has the id of another
+    (run / "commands" / "x").mkdir()
+    urgent = drain_commands(run)
+    assert [each.text for each in urgent] == ["pause", "resume", "stop"]
+    others = drain_commands(run, {each.id for each in urgent})
+    carried_out = [int(each.id, 16) for each in others if each.command is not None]
+    assert carried_out == [*range(1, 7), *range(8, 1002), 1050, 1060]
+    assert len(others) - len(carried_out) == 98
+    why = "1100 files wait in the inbox, and at most 1000 may: send it again when they are answered"
+    assert {each.problem for each in others if each.command is None} == {why}
+    with pytest.raises(CommandError, match=r"set was not sent: 1104 files wait in .*, and at most 1000 may: wait for"):
+        send_command(run, SetCommand(lr_factor=1))
+    assert send_command(run, StopCommand(when="epoch")) == drain_commands(run, {each.id for each in urgent})[-2].id
+    monkeypatch.setattr("segapp.run.commands._MAX_READ_S", 0.0)
+    assert len(drain_commands(run, {each.id for each in urgent})) < 9
     assert drain_commands(Path("/nowhere")) == []
     with pytest.raises(CommandError, match="cannot send"):
         send_command("/nowhere", PauseCommand())

@@ -23,7 +23,7 @@ from segapp.run.events.reader import FREQUENT_LINE, last_line_end, parse_line
 from segapp.run.events.types import EVENT_TYPES, MAX_EVENTS_BYTES, MAX_LINE_BYTES, VERSION, Alert, AsNull, Event
 from segapp.run.files import append_to_run, open_of_run, storage_errors_of, write_all, write_atomic
 
-_DURABLE = frozenset({"run_start", "checkpoint", "command", "run_end"})
+_DURABLE = frozenset({"run_start", "checkpoint", "run_end"})
 _EXPENDABLE = frozenset({"step", "memory", "heartbeat"})
 
 

@@ -253,14 +253,17 @@ def test_open_commands_are_answered_at_the_end(harness: ControllerHarness) -> No
     kinds = ("stop", "checkpoint", "pause")
     read = [harness.send(kind) for kind in kinds]
     unread = [send_command(harness.folder.path, parse_command(kind)) for kind in kinds]
+    for i in range(1001):
+        (harness.folder.path / "commands" / f"junk {i}").touch()
     harness.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
     assert [harness.answers(each) for each in read] == [["applied"], ["applied"], ["cancelled"]]
     assert [harness.answers(each) for each in unread] == [["applied"], ["applied"], ["rejected"]]
+    assert len(assert_answered_once(harness.folder.path)) == 4
 
 
 def test_answered_command_left_by_a_crash_is_not_repeated(harness: ControllerHarness) -> None:
     command_id = harness.send("checkpoint")
-    path = harness.controller._open["checkpoint"][0].path
+    (path,) = (harness.folder.path / "commands").iterdir()
     content = path.read_bytes()
     harness.controller.answer_all("checkpoint", "applied", "checkpoints/last.pt at step 15", 15)
     assert not path.exists()

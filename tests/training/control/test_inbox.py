@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,16 +83,38 @@ def files_of(inbox: Inbox) -> list[Path]:
     return list((inbox._path / "commands").iterdir())
 
 
+@pytest.mark.parametrize("is_crash", [False, True])
+def test_many_answers_are_synced_together(inbox: Inbox, monkeypatch: pytest.MonkeyPatch, is_crash: bool) -> None:
+    assert inbox._path is not None
+    for i in range(1, 700):
+        (inbox._path / "commands" / f"{'y' * 60}{i}").touch()
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    for received in inbox.take(is_due=True):
+        inbox.answer(received, "rejected", "no", 1)
+    assert len(files_of(inbox)) == 700, "a file stays until its answer is durable"
+    assert not synced
+    if is_crash:
+        assert inbox._event_log.writer is not None
+        inbox = Inbox(RunFolder(inbox._path), inbox._event_log)
+    assert inbox.take(is_due=True) == []
+    assert len(synced) == 1
+    assert not files_of(inbox)
+    assert len({event["id"] for event in events(inbox._path, "command")}) == 700
+
+
 def test_the_file_stays_until_the_answer_is_on_disk(inbox: Inbox) -> None:
     (received,) = inbox.take()
     failpoints.arm("events.before_write=raise:ENOSPC")
     inbox.answer(received, "applied", None, 1)
-    assert not inbox.take(is_due=True)
-    assert files_of(inbox)
+    assert inbox._path is not None
+    for word in ("set lr_factor=0.5", "stop"):
+        send_command(inbox._path, parse_command(word))
+    assert [each.text for each in inbox.take(is_due=True)] == ["stop"], "others wait for the disk, too"
+    assert len(files_of(inbox)) == 3
     failpoints.arm("")
     assert inbox._event_log.writer is not None
     assert inbox._event_log.writer.flush()
-    assert not inbox.take(is_due=True)
-    assert not files_of(inbox)
-    assert inbox._path is not None
+    assert [each.text for each in inbox.take(is_due=True)] == ["set lr_factor=0.5"]
+    assert len(files_of(inbox)) == 2
     assert [event["status"] for event in events(inbox._path, "command")] == ["applied"]
