@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     doing = "" if not words or words[0] in _WITH_OWN_LINES else f"segapp {words[0]}: still running"
     with (
         trusting("--trust-parts" in arguments),
-        _one_line_errors(is_debug, words[:1], as_json=is_json),
+        _one_line_errors(is_debug, as_json=is_json),
         lines_while(lambda: doing),
     ):
         while True:
@@ -73,7 +73,7 @@ def _is_accepted(error: UnknownCodeError) -> bool:
     """Ask in a terminal whether code may run, and record the answer yes."""
     from segapp.commands.spawn import is_interactive
 
-    lines = [printable(f"  {key} = {code}, {code.source or 'in no file'}") for key, code in error.named.items()]
+    lines = [printable(f"  {key} = {code}, {code.shown_source}") for key, code in error.named.items()]
     if not is_interactive() or sum(map(len, lines)) > 2000:  # what is not read must not be accepted
         return False
     text = "\n".join([f"{printable(str(error.origin))} names code:", *lines, "Run it? [y/N] "])
@@ -129,7 +129,7 @@ def _open_closed_streams() -> None:
 
 
 @contextlib.contextmanager
-def _one_line_errors(is_debug: bool, command: list[str], *, as_json: bool) -> Iterator[None]:
+def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     """Print an error that a user can act on as one line, or also as JSON, and exit with the exit code of its class."""
     import typer
 
@@ -138,9 +138,6 @@ def _one_line_errors(is_debug: bool, command: list[str], *, as_json: bool) -> It
     try:
         yield
     except usage_error as error:
-        from segapp.config.words import why_removed
-
-        error.message = why_removed(" ".join(["segapp", *command])) or error.message
         if as_json:
             _print_json(ConfigError(error.format_message()))
         error.message = "\n".join(map(printable, error.message.split("\n")))

@@ -32,7 +32,7 @@ from segapp.checkpoint.training_state import (
 )
 from segapp.config import RunConfig, component_names, dump_config
 from segapp.config.trust import unnamed_trackers
-from segapp.custom.names import keep_parts
+from segapp.custom.trust import accepted_sources
 from segapp.errors import (
     CheckpointError,
     ConfigError,
@@ -466,7 +466,9 @@ def _prepare_events(
     if is_divided and (note := plain_loss_note(config, trainer.engine.criterion)):
         event_log.emit(Alert(kind="parts", message=note))
     if context.ranks.is_main:
-        keep_parts(component_names(config).values(), context.folder.parts)
+        for name in component_names(config).values():
+            if (sources := accepted_sources(name)) is not None:
+                sources.keep(context.folder.parts)
         at_step = None if checkpoint is None else checkpoint.step
         for key, override in (unnamed := unnamed_trackers(config.log)).items():
             message = (
