@@ -40,9 +40,9 @@ _OTHER_RULES = ("commands", "wandb")
 """Folders whose content is not checked: the inbox checks each file, and Weights & Biases makes links in its own."""
 
 TEMPORARY_PREFIX = ".tmp-"
-_TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-[0-9a-f]+(?:@(?P<machine>[\w.-]*))?")
+_TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-(?P<token>[0-9a-f]+)(?:@(?P<machine>[\w.-]*))?")
 _STALE_TEMPORARY_S = 3600.0
-_IMPORTED_S = time.time()
+_PROCESS = secrets.token_hex(4)
 
 
 def temporary_name(tag: int = 0) -> str:
@@ -50,7 +50,7 @@ def temporary_name(tag: int = 0) -> str:
 
     `tag`, such as the step, helps a reader of the folder.
     """
-    return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{secrets.token_hex(4)}@{machine_id()}"
+    return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{_PROCESS}{secrets.token_hex(4)}@{machine_id()}"
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
@@ -316,7 +316,7 @@ def remove_quietly(path: Path) -> None:
 
 
 def remove_dead_temporaries(directory: Path) -> int:
-    """Remove temporary files of dead writers, and return how many; files of a live process are kept for an hour."""
+    """Remove temporary files of dead writers, and return how many; those of other live ones are kept for an hour."""
     dead = [path for path in directory.glob(f"{TEMPORARY_PREFIX}*") if _is_dead_temporary(path)]
     for path in dead:
         remove_quietly(path)
@@ -331,9 +331,9 @@ def _is_dead_temporary(path: Path) -> bool:
     match = _TEMPORARY.fullmatch(path.name)
     if match and (match["machine"] in (None, machine_id())):
         pid = int(match["pid"])
-        # In a container, process ids repeat: an earlier process may have had this one's.
-        is_dead = written_s < _IMPORTED_S - 1.0 if pid == os.getpid() else not is_pid_alive(pid)
-        if is_dead:
+        if pid == os.getpid():  # in a container, process ids repeat: an earlier process may have had this one's
+            return not match["token"].startswith(_PROCESS)
+        if not is_pid_alive(pid):
             return True
     return time.time() - written_s > _STALE_TEMPORARY_S
 

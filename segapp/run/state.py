@@ -1,5 +1,6 @@
 """State of a run, derived from the end of its events and from the liveness of its process."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,13 +84,27 @@ def _was_written_since_boot(folder: RunFolder) -> bool:
         return False
 
 
-def starting_since(holder: ProcessId | None, is_alive: bool | None, trained_s: float) -> float | None:
+def event_age_s(events: Path, last_s: float | None, is_alive: bool | None, now_s: float) -> float | None:
+    """Return the time since the last event, which has the time `last_s`; None if there is none.
+
+    A trainer that is alive writes on this machine, so the time of its file counts: the clocks may have been set since.
+    """
+    with contextlib.suppress(OSError):
+        last_s = events.stat().st_mtime if is_alive and last_s is not None else last_s
+    return None if last_s is None else max(0.0, now_s - last_s)
+
+
+def starting_since(
+    holder: ProcessId | None, is_alive: bool | None, trained_s: float, acquired_s: float | None
+) -> float | None:
     """Return when the process that holds a run took it, if it runs and has not begun to train; None otherwise.
 
-    `trained_s`: time of the last start, step or end of a training.
+    `acquired_s` is the time of its lock that the last `run_start` names: an order of times would depend on the clock.
+    Earlier versions do not name it; then `trained_s`, the time of the last start, step or end of a training, decides.
     """
-    taken_s = None if holder is None else holder.acquired_s
-    return taken_s if taken_s is not None and taken_s > trained_s and is_alive else None
+    taken_s = None if holder is None or not is_alive else holder.acquired_s
+    has_begun = taken_s is not None and (taken_s <= trained_s if acquired_s is None else taken_s == acquired_s)
+    return None if has_begun else taken_s
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:

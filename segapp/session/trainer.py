@@ -181,6 +181,7 @@ def _facts(
         steps_per_epoch=steps_per_epoch,
         steps=config.train.steps,
         precision=engine.precision.name,
+        acquired_s=None if (holder := context.folder.read_holder()) is None else holder.acquired_s,
     )
     return TrainingFacts(start, config.model_dump(mode="json"), part_hashes(config))
 

@@ -25,7 +25,15 @@ from segapp.errors import ConfigError, StorageError
 from segapp.run.events import RunEnd
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder, last_start_s, run_folders, run_paths
-from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, read_tail, starting_since
+from segapp.run.state import (
+    State,
+    StateFacts,
+    derive_state,
+    event_age_s,
+    is_trainer_alive,
+    read_tail,
+    starting_since,
+)
 from segapp.scores import SCORES, count_scored
 from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
@@ -38,7 +46,7 @@ _WITHOUT_EFFECT = ("seed", "log.", "checkpoint.", "data.workers", "data.cache", 
 _NUM_POINTS = 64
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
-_VERSION = 4
+_VERSION = 5
 """Increase it if `facts_of` or the fold changes, so that summaries of an earlier version are not used."""
 
 _SETTLED_S = 2.0
@@ -151,6 +159,7 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
         **_fields(end, "reason", "exit_code"),
         "end_status": end.status if end else None,
         "trained_s": view.trained_s,
+        **_fields(view.start, "acquired_s"),
         "last_s": view.last_s,
         "last_step_s": view.moved_s,
         "step_interval_s": view.step_interval_s,
@@ -234,12 +243,13 @@ def summary_of(folder: RunFolder, found: dict[str, dict[str, Any]], now_s: float
     times = found["times"]
     last_s, step_s = times["last_s"], times["last_step_s"]
     is_alive = is_trainer_alive(folder)
+    age_s = event_age_s(folder.events, last_s, is_alive, now_s)
     facts = StateFacts(
         end_status=times["end_status"],
-        is_starting=starting_since(folder.read_holder(), is_alive, times["trained_s"]) is not None,
+        is_starting=starting_since(folder.read_holder(), is_alive, times["trained_s"], times["acquired_s"]) is not None,
         is_trainer_alive=is_alive,
-        event_age_s=None if last_s is None else max(0.0, now_s - last_s),
-        step_age_s=None if step_s is None else max(0.0, now_s - step_s),
+        event_age_s=age_s,
+        step_age_s=None if step_s is None or age_s is None else age_s + max(0.0, last_s - step_s),
         step_interval_s=times["step_interval_s"],
     )
     return RunSummary(folder, **found, facts=facts)

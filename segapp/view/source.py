@@ -12,7 +12,7 @@ from segapp.run.events import EventReader, StepColumn, StepRun
 from segapp.run.files import open_of_run
 from segapp.run.folder import RunFolder
 from segapp.run.lock import ProcessId
-from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, starting_since
+from segapp.run.state import State, StateFacts, derive_state, event_age_s, is_trainer_alive, starting_since
 from segapp.run.words import printable
 from segapp.view.history import LossHistory
 from segapp.view.view import EventFold, View
@@ -165,13 +165,19 @@ class LiveSource:
 
         After an event has arrived, ages are counted from its arrival, so they do not depend on the trainer's clock.
         """
-        view, trainer = self.view, self._trainer_facts()
+        view, trainer, now_s = self.view, self._trainer_facts(), self._monotonic()
+        age_s = event_age_s(self.folder.events, view.last_s, trainer.is_alive, self._clock())
+        age_s = age_s if self._arrived is None else max(0.0, now_s - self._arrived)
+        step_age_s = None
+        if view.moved_s is not None and view.last_s is not None and age_s is not None:
+            step_age_s = age_s + max(0.0, view.last_s - view.moved_s)
+            step_age_s = step_age_s if self._step_arrived is None else max(0.0, now_s - self._step_arrived)
         return StateFacts(
             end_status=view.end.status if view.end is not None else None,
             is_starting=self._taken_s() is not None,
             is_trainer_alive=trainer.is_alive,
-            event_age_s=self._age_s(view.last_s, self._arrived),
-            step_age_s=None if view.moved_s is None else self._age_s(view.moved_s, self._step_arrived),
+            event_age_s=age_s,
+            step_age_s=step_age_s,
             step_interval_s=view.step_interval_s,
         )
 
@@ -198,19 +204,15 @@ class LiveSource:
 
     def _taken_s(self) -> float | None:
         """Return when a process took the folder that has not begun to train; None if there is none."""
-        trainer = self._trainer_facts()
-        return starting_since(trainer.process, trainer.is_alive, self.view.trained_s)
+        trainer, start = self._trainer_facts(), self.view.start
+        acquired_s = None if start is None else start.acquired_s
+        return starting_since(trainer.process, trainer.is_alive, self.view.trained_s, acquired_s)
 
     def _skew_s(self, now_s: float) -> float:
         if self.view.last_s is None or self._arrived is None:
             return 0.0
         skew_s = self.view.last_s - (now_s - (self._monotonic() - self._arrived))
         return skew_s if abs(skew_s) > 5 else 0.0
-
-    def _age_s(self, event_s: float | None, arrived: float | None) -> float | None:
-        if arrived is not None:
-            return max(0.0, self._monotonic() - arrived)
-        return None if event_s is None else max(0.0, self._clock() - event_s)
 
     def _trainer_facts(self) -> _TrainerFacts:
         """Return the folder's facts about the trainer; read every two seconds."""

@@ -235,8 +235,6 @@ class EventFold:
         beats: list[dict[str, Any]] = []  # after the run; a later step makes them void
         for item in items:
             if isinstance(item, events.StepRun):
-                if run is not None and item.t[-1] < max(run.t[-1], view.last_step_s or run.t[-1]):  # clock set back
-                    self._note_last_of(run, beats)
                 beats.clear()
                 self._add_run(item)
                 run = item
@@ -289,7 +287,7 @@ class EventFold:
     def _note_last_of(self, run: events.StepRun, beats: Sequence[dict[str, Any]] = ()) -> None:
         """Fold the last step of consecutive ones, which represents all of them, and the heartbeats after it."""
         view, last = self.view, run.last
-        if last is not None and (view.last_step_s is None or as_float(last["t"]) >= view.last_step_s):
+        if last is not None:
             last_s = view.last_s
             self._note_step(last)
             view.last_s = last_s

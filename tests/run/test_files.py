@@ -35,16 +35,16 @@ def test_only_temporaries_of_dead_processes_are_removed(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = temporary_name().partition("@")[2]
-    fresh_own, of_the_dead = temporary_name(3), f".tmp-3-{dead.pid}-abcd@{host}"
-    of_a_live = f".tmp-3-{os.getppid()}-abcd@{host}"
+    own, of_an_earlier_life, of_the_dead, of_a_live = temporary_name(3), *(
+        f".tmp-3-{pid}-abcd@{host}" for pid in (os.getpid(), dead.pid, os.getppid())
+    )
     elsewhere, old_elsewhere, odd = ".tmp-3-1-abcd@elsewhere", ".tmp-4-1-abcd@elsewhere", ".tmp-odd"
-    for name in (fresh_own, of_the_dead, of_a_live, elsewhere, old_elsewhere, odd, "kept"):
+    for name in (own, of_an_earlier_life, of_the_dead, of_a_live, elsewhere, old_elsewhere, odd, "kept"):
         (tmp_path / name).write_text("")
     os.utime(tmp_path / old_elsewhere, (time.time() - 7200,) * 2)
-    assert remove_dead_temporaries(tmp_path) == 2
-    assert sorted(os.listdir(tmp_path)) == sorted([fresh_own, of_a_live, elsewhere, odd, "kept"])
-    os.utime(tmp_path / fresh_own, (time.time() - 1800,) * 2)
-    assert remove_dead_temporaries(tmp_path) == 1, "its writer had this id in an earlier life"
+    os.utime(tmp_path / own, (0, 0))  # as after a clock was set forward by decades
+    assert remove_dead_temporaries(tmp_path) == 3
+    assert sorted(os.listdir(tmp_path)) == sorted([own, of_a_live, elsewhere, odd, "kept"])
     assert remove_dead_temporaries(tmp_path / "missing") == 0
 
 

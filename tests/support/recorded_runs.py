@@ -69,13 +69,14 @@ class RecordedRun:
         gpu0_bsz: int | None = 4,
         starts_s: float = 1_760_000_000.0,
         step_s: float = 0.777,
+        acquired_s: float | None = None,
     ) -> None:
         self.folder = RunFolder.create(path=path)
         self.clock = Clock(starts_s)
         self.classes, self.num_devices, self.device = list(classes), num_devices, device
         self.batch_size, self.steps_per_epoch, self.epochs, self.step_s = batch_size, steps_per_epoch, epochs, step_s
         self.rng = np.random.default_rng(3)
-        self.step = 0
+        self.step, self.acquired_s = 0, acquired_s
         self.gpu0_bsz = gpu0_bsz if num_devices > 1 else None
         self.best = -1.0
         with mock.patch("time.time", self.clock):
@@ -104,6 +105,7 @@ class RecordedRun:
                 devices=[Device(device=name, total_mib=22_528) for name in names],
                 host="trainer-box",
                 pid=23168,
+                acquired_s=self.acquired_s,
                 gpu0_bsz=self.gpu0_bsz,
                 split=list(self.split),
                 resumed_from_step=resumed_from_step,
@@ -232,11 +234,11 @@ class RecordedRun:
         self.write(RunEnd(status=status, reason=reason, exit_code=0, step=self.step), 0.1)  # type: ignore[arg-type]
         self.writer.close()
 
-    def hold(self) -> None:
-        """Lock the folder, as the process that has written the events did before the first of them."""
+    def hold(self, acquired_s: float | None = None) -> None:
+        """Lock the folder, as the process that has written the events did before the first of them, or at a time."""
         with self.folder.events.open() as file:
             first_s = float(json.loads(file.readline())["t"])
-        with mock.patch("segapp.run.folder.time.time", return_value=first_s - 1):
+        with mock.patch("segapp.run.folder.time.time", return_value=first_s - 1 if acquired_s is None else acquired_s):
             self.folder.acquire()
 
     def shift_to_now(self, age_s: float = 0.4) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from segapp.run.folder import RunFolder
-from segapp.view.runs import run_state
+from segapp.view.runs import run_state, summarize
 from segapp.view.source import LiveSource, newest_pictures
 from tests.support.recorded_runs import RecordedRun
 
@@ -81,21 +82,31 @@ def test_slice_that_reads_the_last_block_has_caught_up(tmp_path: Path) -> None:
     assert source.status().skew_s == pytest.approx(7200, abs=30)
 
 
-@pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
-def test_clock_difference_does_not_change_the_state(tmp_path: Path, skew_s: float) -> None:
-    run = small_run(tmp_path / "run")
-    run.shift_to_now(age_s=-skew_s)
-    run.clock.now_s = time.time() + skew_s
-    run.hold()
+@pytest.mark.parametrize("skew_s", [-86_400.0, -7200.0, 7200.0, 3.2e8])
+@pytest.mark.parametrize(
+    ("named_s", "lock_s", "state"), [(None, None, "live"), (4e9, 4e9, "live"), (1e9, 1.1e9, "busy")]
+)
+def test_set_clock_does_not_change_the_state(
+    tmp_path: Path, skew_s: float, named_s: float | None, lock_s: float | None, state: str
+) -> None:
+    """The clock is set after the lock was taken, between two steps, or before another process took the lock."""
+    run = small_run(tmp_path / "run", acquired_s=named_s)
+    run.shift_to_now()
+    run.hold(lock_s)
     source = read_all(LiveSource(run.folder))
+    run.clock.now_s = time.time() + skew_s
     run.train(3)
+    times_s = [json.loads(line)["t"] for line in run.folder.events.read_text().splitlines()]
+    assert any(b - a == pytest.approx(skew_s, abs=10) for a, b in itertools.pairwise(times_s)), "the clock was set"
     read_all(source)
     status = source.status()
-    assert status.state == "live"
     assert status.age_s is not None
     assert status.age_s < 5
     assert status.skew_s == pytest.approx(skew_s, abs=10)
     assert status.now_s == pytest.approx(time.time() + skew_s, abs=10)
+    first, found = read_all(LiveSource(run.folder)), summarize(run.folder.path)
+    assert [status.state, first.status().state, found.state, run_state(run.folder.path)] == [state] * 4
+    assert (first.view.at_step, found.shown["step"], found.facts.event_age_s) == (28, 28, pytest.approx(0, abs=5))
     run.folder.release()
 
 

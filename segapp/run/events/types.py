@@ -71,8 +71,8 @@ class RunStart(_Event):
     run_id: str | None = None
     host: Text | None = None
     pid: int | None = None
-    pid_start_s: float | None = None
-    """Start of the process, Unix seconds."""
+    acquired_s: float | None = None
+    """When the process locked the run, as its file `lock` says, Unix seconds."""
     resumed_from_step: int | None = None
     """Step of the checkpoint that training resumes from; None for a new run. Earlier lines of later steps are void."""
     resumed_from_epoch: int | None = None
