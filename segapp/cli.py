@@ -652,13 +652,14 @@ def schema(out: Annotated[Path | None, option("--out", "File to write. Default: 
     import json
 
     from segapp.config import config_schema
+    from segapp.run.files import write_atomic
 
     text = json.dumps(config_schema(), indent=2) + "\n"
     if out is None:
         print(text, end="")
         return
     with storage_errors(out):
-        out.write_text(text)
+        write_atomic(out, text)
 
 
 @app.command()

@@ -24,11 +24,12 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import most_workers, plan_workers, sample_seconds
 from segapp.datasets.orientation import Turns
 from segapp.datasets.pool import LoadOptions
-from segapp.datasets.resources import cache_folder, cores_of_rank, shared_bytes_of_rank
+from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
 from segapp.datasets.sampling import Order, aimed_order
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
+from segapp.places import own_folder, place_of
 from segapp.run.files import machine_id
 
 Item = TypeVar("Item")
@@ -150,15 +151,15 @@ def _cache_files(
         OSError: they cannot be made.
     """
     if data.cache == "disk":
-        folder = cache_folder() / "pixels"
+        folder = place_of("XDG_CACHE_HOME", "pixels")
         root = Path(os.path.realpath(data.root))
-        if Path(os.path.realpath(folder)).is_relative_to(root):
+        if folder.is_relative_to(root):
             raise ConfigError(
                 f"data.cache = disk: {folder} lies in data.root = {data.root}: set XDG_CACHE_HOME to another folder",
                 key="data.cache",
                 value="disk",
             )
-        return disk_files(folder, data.root, split, scheme, pixels)
+        return disk_files(own_folder("XDG_CACHE_HOME", "pixels"), data.root, split, scheme, pixels)
     first_here = machines.index(machines[ranks.rank])
     own: CacheFiles | str | None = None
     if ranks.rank == first_here:

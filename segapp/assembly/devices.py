@@ -25,6 +25,7 @@ from segapp.memory.gpus import order_by_free_memory, visible_gpus
 from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 from segapp.parallel.distributed import is_launched
 from segapp.parallel.scatter_gather import resolve_devices
+from segapp.places import keep_compiled_code
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ def numerics(*, deterministic: bool, tf32: bool) -> Iterator[None]:
             key="train.deterministic",
             value=True,
         )
+    keep_compiled_code()  # the first step of an optimizer imports torch._dynamo, which makes its folder
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(os.environ, deterministic=deterministic))
         stack.enter_context(_algorithms_restored())

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,11 +159,12 @@ def _secret_in(path: Path) -> str:
             os.link(made, path)
     finally:
         remove_quietly(made)
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as file:
         facts = os.fstat(file.fileno())
-        if facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
+        if not stat.S_ISREG(facts.st_mode) or facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
             raise ConfigError(
-                f"{path} belongs to another user or can be read by others: use a file of your own, and run `chmod 600`",
+                f"{path} is no plain file, belongs to another user or can be read by others: use a file of your own, "
+                "and run `chmod 600`",
                 path=path,
             )
         return file.read(2**12).strip()

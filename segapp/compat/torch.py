@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -238,6 +239,18 @@ def without_autocast() -> Iterator[None]:
     key = getattr(torch._C.DispatchKey, "AutocastPrivateUse1")  # noqa: B009  # not in its stubs
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         yield
+
+
+def keep_inductor_in(folder: str) -> None:
+    """Make a folder the default of Inductor's caches: some, such as precompiled headers, do not follow its variable."""
+    from torch._inductor.runtime import cache_dir_utils, runtime_utils
+
+    default, headers = {"default_cache_dir": lambda: folder}, os.path.join(folder, "precompiled_headers")
+    for module in (cache_dir_utils, runtime_utils):
+        vars(module).update(default)
+    from torch._inductor import codecache  # it reads the default when it is imported, perhaps before this call
+
+    vars(codecache).update(default, _HEADER_DIR=headers, _HEADER_LOCK_DIR=os.path.join(headers, "locks"))
 
 
 def set_within(event: Any, timeout_s: float) -> bool:

@@ -18,6 +18,7 @@ from segapp.config.sections import LogConfig, RunConfig
 from segapp.custom.names import is_component, resolved_near
 from segapp.custom.trust import NamedCode
 from segapp.errors import without_secrets
+from segapp.places import own_folder
 
 
 def named_code(config: RunConfig) -> dict[str, NamedCode]:
@@ -75,9 +76,8 @@ def unnamed_trackers(log: LogConfig) -> dict[str, str]:
         key for key, name in TRACKERS.items() if without_secrets(os.environ.get(name, "")) == getattr(log, key)
     ]
     named = {*os.environ.get(_NAMED, "").split("\n"), *_overrides(log, in_environment).values()}
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
-        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "segapp" / "trackers"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        path = own_folder("XDG_STATE_HOME") / "trackers"
         with open(path, "a+", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.seek(0)
             recorded = file.read(2**20).split("\n")

@@ -15,11 +15,9 @@ The files are read once. What was compared is kept, and `segapp.custom.loading` 
 from __future__ import annotations
 
 import contextlib
-import grp
 import hashlib
 import json
 import os
-import pwd
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +27,7 @@ from typing import Any
 from segapp.custom.names import find_source, is_file_name, split_name
 from segapp.custom.sources import Sources, read_sources
 from segapp.errors import ConfigError
+from segapp.places import has_own_group, own_folder
 
 TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
 """Environment variable: 1 if any code may run, or the marks of the code that this process and its children may run."""
@@ -155,9 +154,8 @@ def accept_code(named: Iterable[NamedCode], origin: Path | str = "python") -> No
         os.environ[TRUST_VARIABLE] = " ".join([*marks][:3000])  # at most 128 KiB; the record has the others
         if [first, exact, _hash_of(origin)] not in record:
             lines[f"{first} {exact} {_hash_of(origin)} {code.name}\n"] = None
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+    with contextlib.suppress(OSError):
         path = _record_file()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.writelines(lines)
 
@@ -180,15 +178,9 @@ def accepted_sources(name: str) -> Sources | None:
 
 
 def _is_only_ones_own(path: Path) -> bool:
-    """Return True for a file of the user that nobody else may write; many systems give each user a group of their own.
-
-    There the umask is 002, and the group has the name of the user and no other member.
-    """
-    status, is_private = path.stat(), False
-    with contextlib.suppress(KeyError):
-        user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(status.st_gid)
-        is_private = group.gr_name == user and {*group.gr_mem} <= {user}
-    return status.st_uid == os.getuid() and not status.st_mode & (0o002 if is_private else 0o022)
+    """Return True for a file of the user that nobody else may write."""
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (0o002 if has_own_group(status.st_gid) else 0o022)
 
 
 def _hash_of(value: Any) -> str:
@@ -200,12 +192,12 @@ def _marks() -> list[str]:
 
 
 def _record_file() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "segapp" / "parts"
+    return own_folder("XDG_STATE_HOME") / "parts"
 
 
 def _record() -> list[list[str]]:
     """Return two marks of accepted code, and the hash of the config that named it, for each line of the record."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError):
         lines = [line.split() for line in _record_file().read_text(errors="replace").splitlines()]
         return [line[:3] for line in lines if len(line) == 4]  # not a torn line, nor one of an older version
     return []

@@ -43,11 +43,6 @@ def _counters(path: Path) -> dict[str, int]:
     return {word[0]: int(word[1]) for word in words if len(word) > 1}
 
 
-def cache_folder() -> Path:
-    """Return the folder of the caches on disk: $XDG_CACHE_HOME/segapp."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
-
-
 def usable_cores() -> float:
     """Return the processors that this process may use: its affinity, or the quota of its container if that is less."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -6,6 +6,7 @@ module.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -27,8 +28,9 @@ from segapp.datasets.images.windows import mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, all_unknown
 from segapp.datasets.own_data import OwnPair
-from segapp.datasets.resources import MASK_READERS, READERS, cache_folder, side_by_side
+from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError, accepted_words, some_names
+from segapp.places import own_folder
 from segapp.run.files import write_atomic
 
 IGNORED_SHARE = 0.01
@@ -376,22 +378,18 @@ def cached_frequencies(masks: Sequence[Path], key: str, count: Callable[[], Clas
     They are counted again if the name, size or modification time of a mask changes, or the key, which holds everything
     else that the count depends on (label map, number of classes).
     """
-    folder = cache_folder()
     digest = hashlib.sha256(key.encode())
     for mask, stat in zip(masks, side_by_side(os.stat, masks, READERS), strict=True):
         digest.update(f"{os.fspath(mask.resolve())!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    path = folder / f"frequencies-{digest.hexdigest()[:24]}.json"
+    name = f"frequencies-{digest.hexdigest()[:24]}.json"
     try:
-        kept: Any = json.loads(path.read_text())
+        kept: Any = json.loads((own_folder("XDG_CACHE_HOME") / name).read_text())
         return ClassFrequencies(**{key: _as_tuples(value) for key, value in kept.items()})
     except (OSError, ValueError, AttributeError, TypeError):
         pass  # no cache file, an invalid one, or an older one: count
     frequencies = count()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(asdict(frequencies)), is_derived=True)
-    except OSError:
-        pass  # without a cache the next run counts again
+    with contextlib.suppress(OSError):  # without a cache the next run counts again
+        write_atomic(own_folder("XDG_CACHE_HOME") / name, json.dumps(asdict(frequencies)), is_derived=True)
     return frequencies
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.compat.torch import keep_inductor_in
 from segapp.errors import RunError
 from segapp.losses.confusion import (
     LogitsTile,
@@ -30,6 +31,7 @@ from segapp.losses.confusion import (
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.models.normalizer import Normalizer
 from segapp.parallel import sample_masks
+from segapp.places import keep_compiled_code
 from segapp.run.words import first_line
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class NormalizedInput(nn.Module):
 
     def compile_training(self) -> None:
         """Run the model's forward pass in training through torch.compile; the model itself is not modified."""
+        keep_inductor_in(keep_compiled_code())
         self._compiled = torch.compile(lambda images: self.model(images))
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:

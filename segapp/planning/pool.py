@@ -16,6 +16,7 @@ from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.errors import RunError
 from segapp.memory.peaks import NetworkFacts, SimulationJob, SimulationResult
+from segapp.places import keep_compiled_code
 from segapp.training.console import progress_bar
 
 NUM_PROCESSES = 2
@@ -30,6 +31,7 @@ class SimulationPool:
     """
 
     def __init__(self, config: RunConfig, num_processes: int = NUM_PROCESSES) -> None:
+        keep_compiled_code()  # of a parent that imports torch only later
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
         command, pipe = [sys.executable, "-P", "-m", "segapp.planning.simulate"], subprocess.PIPE
         self._processes = [

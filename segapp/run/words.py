@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from segapp.places import keep_compiled_code
+
 # C0 and C1 controls and DEL control the terminal; bidirectional controls and line separators reorder or hide text; lone
 # surrogates (file names that are not UTF-8) cannot be printed at all.
 _UNSAFE = re.compile(
@@ -171,7 +173,7 @@ def announce_on_terminal(what: str) -> None:
 
 
 class _TorchNotice:
-    """A module finder that finds nothing, and prints a line when torch is about to be imported.
+    """A module finder that finds nothing; before the import of torch, it prints a line and places torch's caches.
 
     It is never removed, because removing a finder during a search would skip the next one.
     """
@@ -181,6 +183,7 @@ class _TorchNotice:
     def find_spec(self, name: str, *_: object) -> None:
         if name == "torch" and not self.has_printed:
             self.has_printed = True
+            keep_compiled_code()  # torchvision imports torch._dynamo, which makes the folder
             announce_on_terminal("importing torch")
 
 

@@ -220,7 +220,7 @@ def test_machines_share_the_secret_of_the_first(tmp_path: Path, monkeypatch: pyt
     own.chmod(0o600)
     assert shared_secret(request_for(tmp_path / "runs" / "a", secret_file=own)) == b"chosen by a scheduler"
     own.chmod(0o640)
-    refusal = "own belongs to another user or can be read by others: .* run `chmod 600`"
+    refusal = "belongs to another user or can be read by others: .* run `chmod 600`"
     with pytest.raises(ConfigError, match=refusal):
         shared_secret(request_for(tmp_path / "runs" / "a", secret_file=own))
     if os.getuid() == 0:
@@ -228,6 +228,10 @@ def test_machines_share_the_secret_of_the_first(tmp_path: Path, monkeypatch: pyt
         os.chown(own, 65534, 65534)  # a stranger has made it, and knows it
         with pytest.raises(ConfigError, match=refusal):
             shared_secret(request_for(tmp_path / "runs" / "a", secret_file=own))
+    path.unlink()
+    os.mkfifo(path, 0o600)  # nobody will ever write into it
+    with pytest.raises(ConfigError, match=refusal):
+        shared_secret(request)
     path.unlink()
     path.symlink_to(own)
     with pytest.raises(StorageError, match=r"\.a\.secret"):

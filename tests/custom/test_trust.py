@@ -350,6 +350,10 @@ def test_record_belongs_to_the_user_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     path.write_text("os:system\t\nx\n[1\n" + path.read_text())  # of an older version, torn
     load_runnable("run.yaml")
+    path.parent.chmod(0o777)  # anyone could have written it
+    another_process(monkeypatch)
+    with pytest.raises(UnknownCodeError):
+        load_runnable("run.yaml")
 
 
 def test_children_know_the_answer_without_a_record(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

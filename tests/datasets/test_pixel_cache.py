@@ -411,9 +411,11 @@ def test_disk_cache_in_the_data_set_is_refused(caches: Caches, monkeypatch: pyte
 
 
 def test_unusable_cache_folder_is_noted(caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+    (tmp_path / "segapp" / "pixels").mkdir(parents=True)
+    (tmp_path / "segapp" / "pixels").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     dataset = of_config(caches, "disk", Ranks())
     assert dataset.cache is None
+    assert "other users can write to" in dataset.notes[0]
     assert "every image is decoded each time" in dataset.notes[0]
     assert dataset.read(0)[0].ndim == 3

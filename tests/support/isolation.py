@@ -55,8 +55,11 @@ class Watch:
             self._uses.append(f"{event} {path}")
 
 
-PROGRAMS_VARIABLES = ("PYTHONSAFEPATH", "SEGAPP_TRUST_PARTS", "SEGAPP_TRACKERS")
-"""What the program sets for its children."""
+PROGRAMS_VARIABLES = (
+    *("PYTHONSAFEPATH", "SEGAPP_TRUST_PARTS", "SEGAPP_TRACKERS"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+)
+"""What the program sets for itself and its children."""
 
 
 class Places:

@@ -1,11 +1,14 @@
 """`train.compile`: equal losses, unchanged checkpoints, exact resume, and an error that names the key."""
 
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import codecache
 
 from segapp.errors import RunError
 from segapp.inference.sliding import NormalizedInput
@@ -39,12 +42,23 @@ def test_model_that_cannot_be_compiled_names_the_key(monkeypatch: pytest.MonkeyP
 
 
 def test_only_training_with_samples_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compiled code, with the parts that ignore TORCHINDUCTOR_CACHE_DIR, is where only this user can write."""
     calls = []
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):  # as if another training of this process had compiled before
+        monkeypatch.setattr(codecache, name, f"{tempfile.gettempdir()}/torchinductor_me/headers")
     monkeypatch.setattr(torch, "compile", lambda call: lambda images: calls.append(len(images)) or call(images))
     network = compiled()
     for size, is_training in ((2, True), (0, True), (3, False)):
         network.train(is_training)(images(size))
     assert calls == [2]
+    own = str(Path.home() / ".cache" / "segapp" / "compiled" / "inductor")
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch._inductor")]
+    texts = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
+    assert {f"{own}/precompiled_headers", f"{own}/precompiled_headers/locks"} <= texts
+    assert not [text for text in texts if text.startswith(f"{tempfile.gettempdir()}/torchinductor_")]
+    defaults = [module.default_cache_dir() for module in modules if hasattr(module, "default_cache_dir")]
+    assert (len(defaults) >= 3, {*defaults}) == (True, {own})
     with pytest.raises(RuntimeError, match="expected input"):  # errors of the network are not hidden
         compiled(num_bands=4)(images(1))
 

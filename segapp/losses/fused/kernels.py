@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 
 from segapp.accelerator import accelerator_of
+from segapp.places import keep_compiled_code
 
 MAX_CLASSES = 320
 """The classes of a pixel are divided over at most the 32 threads of a warp, 10 per thread."""
@@ -196,6 +197,7 @@ def load_kernels(device: torch.device) -> ModuleType:
         KernelError: Triton cannot be imported.
     """
     try:
+        keep_compiled_code()
         return importlib.import_module("segapp.losses.fused.triton_cross_entropy")
     except Exception as error:  # Triton's import runs code of its back ends
         raise KernelError(device, error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -129,6 +130,11 @@ def test_record_is_private_and_has_each_tracker_once(here: Path) -> None:
     record = Path.home() / ".local/state/segapp/trackers"
     assert record.read_text() == 'log.wandb="own project"\n'
     assert (record.stat().st_mode & 0o777, record.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    unnamed = load_config("run/config.yaml").log
+    record.write_text("".join(f"log.{key}={json.dumps(getattr(unnamed, key))}\n" for key in ("mlflow", "wandb")))
+    assert planned() == set()
+    record.parent.chmod(0o777)  # anyone could have written it
+    assert planned() == {"mlflow"}, "the other one was named in this process"
 
 
 def test_a_value_of_several_lines_names_one_tracker(here: Path) -> None:
