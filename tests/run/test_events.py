@@ -382,6 +382,17 @@ def test_endless_line_is_read_in_bounded_memory(tmp_path, monkeypatch):
     assert [event.step for event in interrupted.read()] == [1, 2], "the new file begins with a whole line"
 
 
+@pytest.mark.parametrize("junk", [b"\n", b"x\n", b"{}" * 2**19 + b"\n"], ids=["empty", "short", "long"])
+def test_last_event_before_damaged_lines_is_found_in_few_reads(tmp_path, monkeypatch, junk):
+    path, read, sizes = tmp_path / "events.jsonl", os.pread, []
+    last = b'{"v":1,"seq":41,"t":1.0,"type":"heartbeat"}\n'
+    path.write_bytes(last.replace(b"41", b"40") + last + junk * (3 * 2**20 // len(junk)))
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: sizes.append(size) or read(fd, size, at))
+    with EventWriter(path) as writer:
+        assert writer.last_seq == 41
+    assert sum(sizes) <= 1.1 * path.stat().st_size
+
+
 def test_answers_hold_only_final_statuses(tmp_path):
     path = tmp_path / "e.jsonl"
     writer = EventWriter(path)

@@ -167,7 +167,7 @@ class EventWriter:
                 for at in range(0, start, 2**20):
                     yield file.read(min(2**20, start - at))
                 seq = _last_seq(file.fileno(), start)
-                for line in file:
+                for line in _pieces(file):
                     raw = parse_line(line)
                     if raw is None or is_repeated(raw, point, is_after_own=has_own_line):
                         rewound.write(line)
@@ -266,13 +266,20 @@ def _repair_tail(fd: int) -> tuple[int, int]:
 
 def _last_seq(fd: int, end: int) -> int:
     """Return the `seq` of the last readable event in the first `end` bytes; 0 if there is none."""
+    rest = b""  # the end of a line that begins before the part
     while end > 0:
-        start = last_line_end(fd, end - 1)
-        raw = parse_line(os.pread(fd, min(end - start, MAX_LINE_BYTES), start))
-        if raw is not None:
-            return int(raw["seq"])
-        end = start
+        start = max(0, end - 2**20)
+        rest, *lines = (os.pread(fd, end - start, start) + rest).split(b"\n")
+        for line in (*lines[::-1], *([] if start else [rest])):
+            if (raw := parse_line(line)) is not None:
+                return int(raw["seq"])
+        rest, end = rest[:MAX_LINE_BYTES], start
     return 0
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; one that is longer than an event may be is yielded in pieces."""
+    return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
 
 
 @dataclass(frozen=True)
@@ -297,7 +304,7 @@ def find_repeated(file: BinaryIO, point: RewindPoint) -> tuple[int | None, bool]
     The second value is True if the checkpoint's own line is before it.
     """
     offset, has_own_line = 0, False
-    for line in file:
+    for line in _pieces(file):
         found = FREQUENT_LINE.match(line)
         if found is None or int(found[1] or 0) > point.step:
             raw = parse_line(line)
