@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from segapp.memory.gpus import run_program, visible_gpus
+from segapp.places import keep_compiled_code
 from segapp.run.words import announce_on_terminal, plural, printable, size
 
 GIB = 2**30
@@ -209,6 +210,7 @@ def _failed(name: str, found: str) -> Diagnosis:
 
 def check_imports(timeout_s: float = 90.0) -> list[Diagnosis]:
     """Return the findings of a child with this process's module path; the first without an answer crashed or hung."""
+    keep_compiled_code()
     status, output = run_program([sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path)], timeout_s)
     lines = output.splitlines()
     answers = [json.loads(line.removeprefix(_MARK)) for line in lines if line.startswith(_MARK)]

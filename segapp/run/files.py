@@ -316,7 +316,7 @@ def remove_quietly(path: Path) -> None:
 
 
 def remove_dead_temporaries(directory: Path) -> int:
-    """Remove temporary files of dead writers, and return how many; those of other live ones are kept for an hour."""
+    """Remove temporary files of dead writers, and return how many; live ones keep theirs for an hour or longer."""
     dead = [path for path in directory.glob(f"{TEMPORARY_PREFIX}*") if _is_dead_temporary(path)]
     for path in dead:
         remove_quietly(path)
