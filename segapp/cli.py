@@ -669,15 +669,12 @@ def plan(
     gpus: Annotated[
         str | None, option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here for this machine.", "LIST")
     ] = None,
-    fit: Annotated[
-        bool, typer.Option("--fit", help="Find the fastest batch size and train.recompute that fit.")
-    ] = False,
     json_out: JsonFlag = False,
 ) -> None:
     """Predict the peak memory of each GPU for every batch split. No GPU is needed."""
     from segapp.commands.plan import print_plan
 
-    print_plan(config, overrides or [], gpus, fit=fit, as_json=json_out)
+    print_plan(config, overrides or [], gpus, as_json=json_out)
 
 
 @app.command()
@@ -688,7 +685,7 @@ def models(
     size: Annotated[str, option("--size", "Height and width of the images in pixels.", "HxW")] = "512x512",
     json_out: JsonFlag = False,
 ) -> None:
-    """List the models that a config can name, with parameters, GFLOPs, stride and local weights."""
+    """List the models that a config can name, with parameters, size and stride."""
     from segapp.commands.models import print_models
 
     print_models(pattern, size, as_json=json_out)

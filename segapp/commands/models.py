@@ -1,6 +1,6 @@
-"""`segapp models`: list the models that a config can name, with size, cost and local weights.
+"""`segapp models`: list the models that a config can name, with parameters, size and stride.
 
-Networks are measured on the meta device; nothing is downloaded. Functions import torch and the model libraries, which
+Networks are built on the meta device; nothing is downloaded. Functions import torch and the model libraries, which
 takes seconds, only when they need them.
 """
 
@@ -60,14 +60,13 @@ def families(names: list[ModelName]) -> list[str]:
 
 def table(facts: list[dict[str, Any]]) -> list[str]:
     """Return measurements as lines of aligned columns."""
-    rows = [("NETWORK", "PARAMETERS", "GFLOPS", "SIZE", "STRIDE")]
+    rows = [("NETWORK", "PARAMETERS", "SIZE", "STRIDE")]
     for each in facts:
         if each["problem"] is not None:
-            rows.append((each["label"], *"---", each["problem"].partition(";")[0]))
+            rows.append((each["label"], *"--", each["problem"].partition(";")[0]))
             continue
         size = "x".join(map(str, each["size_px"]))
-        cost = f"{each['num_params'] / 1e6:.1f} M", f"{each['gflops']:.1f}"
-        rows.append((each["label"], *cost, size, str(each["stride"])))
+        rows.append((each["label"], f"{each['num_params'] / 1e6:.1f} M", size, str(each["stride"])))
     return aligned(rows)
 
 
@@ -107,22 +106,14 @@ def all_names() -> list[ModelName]:
 def measure_model(name: ModelName, size_px: tuple[int, int]) -> dict[str, Any]:
     """Return the measurements of a network for an image of about this size.
 
-    Its keys are `label`, `num_params`, `gflops` (1e9 floating-point operations of a forward pass; a multiply-add counts
-    as two), `size_px` (the nearest size that the network takes), `stride` (pixels per logit along each axis), and
-    `problem` (why it cannot be built; None if it can).
+    Its keys are `label`, `num_params`, `size_px` (the nearest size that the network takes), `stride` (pixels per logit
+    along each axis), and `problem` (why it cannot be built; None if it can).
     """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    facts = {"label": name.label, "num_params": 0, "gflops": 0.0, "size_px": None, "stride": 0}
+    facts = {"label": name.label, "num_params": 0, "size_px": None, "stride": 0}
     try:
         model = _built(name)
-        size_px = model.suitable_size(*size_px)
         num_params = sum(parameter.numel() for parameter in model.parameters())
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model.to("meta").eval()(torch.empty(1, 3, *size_px, device="meta"))
-        facts |= {"num_params": num_params, "gflops": counter.get_total_flops() / 1e9, "size_px": size_px}
-        facts |= {"stride": model.logits_stride}
+        facts |= {"num_params": num_params, "size_px": model.suitable_size(*size_px), "stride": model.logits_stride}
     except (SegappError, RuntimeError, ValueError) as error:
         return facts | {"problem": first_line(error)}
     return facts | {"problem": None}

@@ -20,18 +20,8 @@ _EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for the GPU
 MAX_GPUS = 64
 
 
-def print_plan(
-    config_name: str | None,
-    overrides: Sequence[str],
-    gpus: str | None,
-    *,
-    fit: bool = False,
-    as_json: bool = False,
-) -> None:
-    """Plan the memory of a config, and print it.
-
-    With `fit`, or if the config does not fit, the ways to make its step and the fastest of them are printed too.
-    """
+def print_plan(config_name: str | None, overrides: Sequence[str], gpus: str | None, *, as_json: bool = False) -> None:
+    """Plan the memory of a config, and print it."""
     config = load_runnable(named_config(config_name, overrides, "name a config"), overrides)
     specs = _gpu_specs(gpus)
     if gpus == "here" and config.train.precision == "auto":
@@ -40,7 +30,7 @@ def print_plan(
 
         config = with_precision(config, CUDA.devices())
     announce_on_terminal("planning the memory")
-    plan = plan_memory(config, specs, fit=fit or None)
+    plan = plan_memory(config, specs)
     print(json.dumps(plan_as_json(plan), indent=2) if as_json else "\n".join(plan_lines(plan)))
 
 

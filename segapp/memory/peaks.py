@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from segapp.chunks import Mode
@@ -54,41 +53,23 @@ class PhasePeak:
     by_kind: dict[str, float] = field(default_factory=dict)
 
 
-class StepTime(NamedTuple):
-    """Estimated seconds of a device."""
-
-    pass_s: float
-    """Forward pass, loss and backward pass of one micro-batch."""
-    update_s: float
-
-    def step_s(self, accumulate: int) -> float:
-        """Return the seconds of a step with this number of micro-batches."""
-        return accumulate * self.pass_s + self.update_s
-
-
 @dataclass(frozen=True)
 class SimulationResult:
     """Result of a simulation: the peak of each phase, for each device."""
 
     devices: tuple[dict[str, PhasePeak], ...]
-    times: tuple[StepTime, ...] = ()
-    """Estimated times of each device."""
 
     def peak_mib(self) -> tuple[float, ...]:
         """Return each device's highest peak over all phases, MiB."""
         return tuple(max((peak.mib for peak in phases.values()), default=0.0) for phases in self.devices)
-
-    def step_s(self, accumulate: int) -> float:
-        """Return the estimated seconds of a step with this number of micro-batches on the slowest device."""
-        return max(time.step_s(accumulate) for time in self.times)
 
 
 @dataclass(frozen=True)
 class NetworkFacts:
     """The network of a config and its images, as far as a plan and its notes need them."""
 
-    blocks: tuple[str, ...]
-    """Names of the blocks that can be recomputed, in the order of definition."""
+    blocks: dict[str, int]
+    """Number of parameters of each block that can be recomputed, by name, in the order of definition."""
     num_params: int
     smallest_chunk: int
     needs_samples: str | None
@@ -145,7 +126,7 @@ FEW, MANY = (2, 4), (10, 12)
 
 @dataclass(frozen=True)
 class Line:
-    """MiB or seconds as an affine function of the samples on a device."""
+    """MiB as an affine function of the samples on a device."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
@@ -182,11 +163,9 @@ class PhaseLines:
 
 @dataclass(frozen=True)
 class DeviceLines:
-    """Memory and times of a device; of the lines for few and for many samples, the higher one applies."""
+    """Memory of a device; of the lines for few and for many samples, the higher one applies."""
 
     phases: Mapping[str, tuple[PhaseLines, ...]] = field(default_factory=dict)
-    pass_s: tuple[Line, ...] = ()
-    update_s: tuple[Line, ...] = ()
 
     def phase_mib(self, samples: int) -> dict[str, float]:
         """Return phase -> MiB; a plan needs this for thousands of splits, so the kinds are left out."""
@@ -198,11 +177,6 @@ class DeviceLines:
             phase: max((each.at(samples) for each in lines), key=lambda peak: peak.mib)
             for phase, lines in self.phases.items()
         }
-
-    def time(self, samples: int) -> StepTime:
-        """Return the estimated seconds; 0 without times."""
-        times = (self.pass_s, self.update_s)
-        return StepTime(*(max((line.at(samples) for line in lines), default=0.0) for lines in times))
 
 
 @dataclass(frozen=True)
@@ -238,10 +212,6 @@ class PlannedPeaks:
         """Return the highest peak of each device over all phases, MiB."""
         return tuple(max(phases.values(), default=0.0) for phases in self.phase_mib(split))
 
-    def step_s(self, split: Sequence[int], accumulate: int) -> float:
-        """Return the estimated seconds of a step with this number of micro-batches on the slowest device."""
-        return max(lines.time(samples).step_s(accumulate) for lines, samples in self._devices(split))
-
     def _devices(self, split: Sequence[int]) -> Iterator[tuple[DeviceLines, int]]:
         """Return the lines of each device, and its samples."""
         devices = (self.first, *self.others)
@@ -270,7 +240,7 @@ def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
 
 def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> PlannedPeaks:
     """Return the affine model that agrees with the results of `splits_to_simulate`, in that order."""
-    steps = [list(zip_longest(result.devices, result.times)) for result in results]
+    steps = [result.devices for result in results]
     if len(steps) == len((*FEW, *MANY)):
         first, *others = (_lines_of(*four) for four in zip(*steps, strict=True))
         return PlannedPeaks(mode, first, tuple(others))
@@ -280,18 +250,14 @@ def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> PlannedPeaks:
     return PlannedPeaks(mode, first, (other,), idle=_lines_of(*[without[0]] * 4))
 
 
-def _lines_of(*steps: tuple[Mapping[str, PhasePeak], StepTime | None]) -> DeviceLines:
+def _lines_of(*steps: Mapping[str, PhasePeak]) -> DeviceLines:
     """Return the lines of a device through four simulations, with the samples of `FEW` and of `MANY`."""
     phases: dict[str, tuple[PhaseLines, ...]] = {}
     for phase in PHASES:
-        peaks = [by_phase.get(phase, PhasePeak(0.0)) for by_phase, _ in steps]
-        if any(phase in by_phase for by_phase, _ in steps):
+        peaks = [by_phase.get(phase, PhasePeak(0.0)) for by_phase in steps]
+        if any(phase in by_phase for by_phase in steps):
             phases[phase] = PhaseLines.through(FEW, peaks[:2]), PhaseLines.through(MANY, peaks[2:])
-    times = [time or StepTime(0.0, 0.0) for _, time in steps]
-    pass_s, update_s = (
-        (Line.through(FEW, seconds[:2]), Line.through(MANY, seconds[2:])) for seconds in zip(*times, strict=True)
-    )
-    return DeviceLines(phases, pass_s, update_s)
+    return DeviceLines(phases)
 
 
 class Peak(NamedTuple):

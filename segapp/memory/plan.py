@@ -31,9 +31,6 @@ BLAS_MIB = 32.0
 
 LARGEST_BATCH = 4096
 
-EQUALLY_FAST = 1.02
-"""Estimated step times within this ratio are considered equal."""
-
 _SAVED_FORMAT = 1
 
 
@@ -92,27 +89,26 @@ class PlanRow:
         """Return needed over available memory of the fullest GPU."""
         return max(mib / gpu.total_mib for mib, gpu in zip(self.peak_mib, gpus, strict=True))
 
+    def rank(self, gpus: Sequence[GpuSpec]) -> tuple[float, int]:
+        """Return the key by which splits are sorted: first the one whose fullest GPU has the most free memory."""
+        return round(self.fullest(gpus), 4), -(self.gpu0_bsz or 0)
+
 
 @dataclass(frozen=True)
 class Fit:
-    """A batch, a split and recomputed blocks that make a step of a given number of images."""
+    """A split with recomputed blocks, and the memory that its simulated step needs."""
 
-    batch_size: int
-    accumulate: int
-    gpu0_bsz: int | None
     split: tuple[int, ...]
-    recompute: str
-    """off, chosen or all."""
     blocks_per_device: BlocksPerDevice
     peak_mib: tuple[float, ...]
     """Memory that each GPU needs, overhead included."""
     fits: bool
-    step_s: float
-    """Seconds per step, estimated for an RTX 3090."""
-    tensors_mib: tuple[float, ...] = ()
-    """Simulated peak of the tensors; empty if it is a line through other splits."""
-    names: tuple[str, ...] = ()
-    """Shortest names for `train.recompute`, if all devices recompute the same blocks."""
+
+    @property
+    def note(self) -> str:
+        """The number of recomputed blocks of each device, in a sentence."""
+        counts = "/".join(str(len(names)) for names in self.blocks_per_device)
+        return f"train.recompute = auto: the memory plan chose {counts} blocks to recompute"
 
 
 @dataclass(frozen=True)
@@ -132,31 +128,15 @@ class MemoryPlan:
     max_row: PlanRow | None = None
     notes: tuple[str, ...] = ()
     network: NetworkFacts | None = None
-    fits: tuple[Fit, ...] = ()
-    """Ways to make a step of the same images, the largest batch first; empty if none was searched."""
     chosen: Fit | None = None
     """With `train.recompute: auto`: the blocks that `model` recomputes, and the split that they were chosen for."""
-
-    @property
-    def fastest(self) -> Fit | None:
-        """The fastest of `fits` that fits; of several equally fast ones, the largest batch, for BatchNorm."""
-        fitting = [fit for fit in self.fits if fit.fits]
-        fastest_s = min((fit.step_s for fit in fitting), default=0.0)
-        return next((fit for fit in fitting if fit.step_s <= EQUALLY_FAST * fastest_s), None)
-
-    def as_config_keys(self, fit: Fit) -> str:
-        """Return the overrides that make the config's step like this, for the command line."""
-        names = f"[{','.join(fit.names)}]" if fit.names else "auto"
-        keys = [f"train.batch_size={fit.batch_size}", f"train.accumulate={fit.accumulate}"]
-        keys += [] if fit.gpu0_bsz is None else [f"parallel.gpu0_bsz={fit.gpu0_bsz}"]
-        return " ".join((*keys, f"train.recompute={names if fit.recompute == 'chosen' else fit.recompute}"))
 
     @property
     def best(self) -> PlanRow:
         """The split whose fullest GPU has the most free memory, or for which the recomputed blocks were chosen."""
         if self.chosen is not None and self.current is None:
             return next(row for row in self.rows if row.split == self.chosen.split)
-        return min(self.rows, key=lambda row: (round(row.fullest(self.gpus), 4), -(row.gpu0_bsz or 0)))
+        return min(self.rows, key=lambda row: row.rank(self.gpus))
 
 
 @dataclass(frozen=True)
@@ -299,9 +279,7 @@ class SavedMemoryPlan:
         row = plan.current or plan.best
         many = plan.batch_size + 8  # a batch at which the activations determine the peak
         shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()
-        if (chosen := plan.chosen) is not None:
-            counts = "/".join(str(len(names)) for names in chosen.blocks_per_device)
-            notes = (*notes, f"train.recompute = auto: the memory plan chose {counts} blocks to recompute")
+        chosen = plan.chosen
         low, high = (plan.model.peak_mib((count, *shape))[0] for count in (many, many + 8))
         return cls(
             plan.batch_size,
@@ -311,7 +289,7 @@ class SavedMemoryPlan:
             tuple(row.split for row in plan.rows),
             tuple(row.tensors_mib for row in plan.rows),
             max(0.0, (high - low) / 8),
-            tuple(notes),
+            tuple(notes) if chosen is None else (*notes, chosen.note),
             None if chosen is None else chosen.blocks_per_device,
         )
 

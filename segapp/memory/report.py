@@ -1,4 +1,4 @@
-"""Text and JSON of a memory plan: splits, the memory of each GPU by kind, and ways to make a step. No torch here."""
+"""Text and JSON of a memory plan: splits, and the memory of each GPU by kind. No torch here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from segapp.memory.peaks import KINDS
-from segapp.memory.plan import Fit, MemoryPlan, PlanRow
+from segapp.memory.plan import MemoryPlan, PlanRow
 from segapp.run.words import aligned
 
 MAX_ROWS = 40
@@ -29,15 +29,12 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         *_best_lines(plan),
         "",
         *gpu_lines(plan, plan.best),
-        "",
-        *fit_table(plan),
     ]
     return [line.rstrip() for line in lines]
 
 
 def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
-    fastest = plan.fastest
     return {
         "name": plan.name,
         "mode": plan.mode,
@@ -50,18 +47,10 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "best": asdict(plan.best),
         "max_batch": plan.max_batch,
         "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
-        "fits": [_fit_as_json(fit) for fit in plan.fits],
-        "fastest": fastest and {**_fit_as_json(fastest), "words": plan.as_config_keys(fastest)},
         "recompute": None if plan.chosen is None else plan.chosen.blocks_per_device,
         "notes": list(plan.notes),
         **{name: getattr(plan.network, name, None) for name in _FACTS},
     }
-
-
-def _fit_as_json(fit: Fit) -> dict[str, Any]:
-    values = asdict(fit)
-    values["sets"] = values.pop("blocks_per_device")
-    return values
 
 
 def split_table(plan: MemoryPlan) -> list[str]:
@@ -110,43 +99,6 @@ def gpu_lines(plan: MemoryPlan, row: PlanRow) -> list[str]:
     return lines
 
 
-def fit_table(plan: MemoryPlan) -> list[str]:
-    """Return the ways to make a step of the same images as a table, and the config of the fastest that fits."""
-    if not plan.fits:
-        return []
-    names = (gpu.name or f"GPU {i}" for i, gpu in enumerate(plan.gpus))
-    rows: list[Sequence[str]] = [
-        ("batch", "accumulate", "recompute", "gpu0_bsz", "split", *(f"{name} MiB" for name in names), "time", "fits")
-    ]
-    first = plan.fits[0]
-    rows += [
-        (
-            str(fit.batch_size),
-            str(fit.accumulate),
-            f"chosen: {max(map(len, fit.blocks_per_device))} blocks" if fit.recompute == "chosen" else fit.recompute,
-            "-" if fit.gpu0_bsz is None else str(fit.gpu0_bsz),
-            _joined(fit.split),
-            *(f"{mib:.0f}" for mib in fit.peak_mib),
-            f"{fit.step_s / first.step_s:.2f}",
-            "yes" if fit.fits else "no",
-        )
-        for fit in plan.fits
-    ]
-    lines = [
-        "",
-        f"ways to make a step of {first.batch_size * first.accumulate} images; time: estimated, relative to the first:",
-        *aligned(rows),
-    ]
-    if plan.fastest is None:
-        return [*lines, "none of them fits: lower data.crop_px, or use a smaller model"]
-    lines.append(f"fastest that fits: {plan.as_config_keys(plan.fastest)}")
-    same = [fit for fit in plan.fits if fit.fits and fit.batch_size == plan.batch_size]
-    if same and plan.fastest not in same:
-        keys = plan.as_config_keys(min(same, key=lambda fit: fit.step_s))
-        lines.append(f"with batches of {plan.batch_size}, so that BatchNorm sees as many images: {keys}")
-    return lines
-
-
 def _best_lines(plan: MemoryPlan) -> list[str]:
     best = plan.best
     value = "" if best.gpu0_bsz is None else f"gpu0_bsz {best.gpu0_bsz}, "
@@ -159,8 +111,10 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     else:
         value = "" if plan.max_row.gpu0_bsz is None else f" at gpu0_bsz {plan.max_row.gpu0_bsz}"
         lines.append(f"largest batch that fits: {plan.max_batch}{value}, split {_joined(plan.max_row.split)}")
-    if not plan.fits:
-        lines.append("  with other batches and with blocks computed again: add --fit")
+    if not (plan.current or best).fits:
+        ways = ["halve train.batch_size and double train.accumulate"] if plan.max_row else []
+        ways.append("add train.recompute=auto" if plan.chosen is None else "lower data.crop_px")
+        lines.append(f"  the config does not fit: {', or '.join(ways)}")
     overhead = plan.overhead
     contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(overhead.context_mib))
     lines.append(

@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from segapp.chunks import Mode
@@ -37,11 +37,11 @@ from segapp.planning.pool import SimulationPool
 from segapp.run.words import printable
 
 MOST_TRIES = 3
-"""Maximum number of splits that are tried with simulated steps, the fastest by estimate first."""
+"""Maximum number of splits that are tried with simulated steps, the one with the most free memory first."""
 
 
 class RecomputeSearch:
-    """Finds batches, splits and recomputed blocks with which a step of some images fits the GPUs, the fastest first.
+    """Finds the split and the recomputed blocks with which a step fits the GPUs.
 
     Every block keeps its activations until the end of the forward pass. The blocks at a high resolution keep the most
     for their time; they are the first ones of an encoder and the last ones of a decoder. So the first or the last
@@ -50,30 +50,25 @@ class RecomputeSearch:
     Args:
         job: the simulation without a split and without recomputed blocks, which are replaced in each simulated step.
         planner: planner without recomputation, whose GPUs must hold the step.
-        blocks: names of all blocks of the network that can be recomputed, in the order of definition.
+        blocks: number of parameters of each block that can be recomputed, by name, in the order of definition.
     """
 
-    def __init__(self, pool: SimulationPool, job: SimulationJob, planner: Planner, blocks: Sequence[str]) -> None:
-        self._pool, self._job, self._blocks = pool, job, tuple(blocks)
+    def __init__(self, pool: SimulationPool, job: SimulationJob, planner: Planner, blocks: Mapping[str, int]) -> None:
+        self._pool, self._job, self._blocks = pool, job, blocks
         self._gpus = planner.gpus
         self._num_choices = len(planner.gpus) if planner.has_split else 1
         """Number of devices whose blocks are chosen separately."""
         self.no_blocks: BlocksPerDevice = ((),) * self._num_choices
-        self.all_blocks: BlocksPerDevice = (self._blocks,) * self._num_choices
-        self._planners: dict[tuple[int, BlocksPerDevice], Planner] = {(min(2, job.accumulate), self.no_blocks): planner}
+        self.all_blocks: BlocksPerDevice = (tuple(blocks),) * self._num_choices
+        self._planners: dict[BlocksPerDevice, Planner] = {self.no_blocks: planner}
 
-    def planner(self, accumulate: int, blocks: BlocksPerDevice | None = None) -> Planner:
-        """Return the planner of steps with this number of micro-batches and these blocks recomputed; None: no block.
+    def planner(self, blocks: BlocksPerDevice) -> Planner:
+        """Return the planner of steps with these blocks recomputed."""
+        if blocks not in self._planners:
+            self._planners[blocks] = replace(self._planners[self.no_blocks], model=self._model(blocks))
+        return self._planners[blocks]
 
-        From the second micro-batch on, a step needs no more memory, so two stand for any larger number.
-        """
-        key = min(2, accumulate), blocks or self.no_blocks
-        if key not in self._planners:
-            known = next(iter(self._planners.values()))
-            self._planners[key] = replace(known, model=self._model(key[1], accumulate))
-        return self._planners[key]
-
-    def _model(self, blocks: BlocksPerDevice, accumulate: int) -> PlannedPeaks:
+    def _model(self, blocks: BlocksPerDevice) -> PlannedPeaks:
         """Return the peaks of every split with these blocks recomputed.
 
         In dp, device 0 is simulated with one of the others, once for each different choice of blocks on these.
@@ -82,9 +77,8 @@ class RecomputeSearch:
         is_dp = mode == "dp" and bool(others)
         choices = list(dict.fromkeys(others if is_dp else blocks))
         splits = splits_to_simulate(mode, len(self._gpus))
-        job = replace(self._job, accumulate=accumulate)
         jobs = [
-            replace(job, split=split, recompute=(first, choice) if is_dp else (choice,))
+            replace(self._job, split=split, recompute=(first, choice) if is_dp else (choice,))
             for choice in choices
             for split in splits
         ]
@@ -96,40 +90,35 @@ class RecomputeSearch:
             return models[first]
         return replace(models[first], others=tuple(models[choice].first for choice in others))
 
-    def fastest(self, rows: Sequence[PlanRow], accumulate: int) -> Fit | None:
-        """Return the fastest split that fits, with recomputed blocks if necessary; None if there is none."""
-        estimates = [
-            (step_s, row.fullest(self._gpus), row)
-            for row in rows
-            if (step_s := self._estimate_s(row, accumulate)) is not None
-        ]
-        first = sorted(estimates, key=lambda estimate: estimate[:2])[:MOST_TRIES]
-        return next(filter(None, (self._fewest(row, accumulate) for _, _, row in first)), None)
+    def emptiest(self, rows: Sequence[PlanRow]) -> Fit | None:
+        """Return the split whose fullest GPU has the most free memory, with recomputed blocks if necessary.
 
-    def _estimate_s(self, row: PlanRow, accumulate: int) -> float | None:
-        """Return the seconds of a step, if memory and time are proportional to the recomputed blocks; None: no fit."""
-        plain, recomputed = self.planner(accumulate), self.planner(accumulate, self.all_blocks)
-        plain_s, recomputed_s = (planner.model.step_s(row.split, accumulate) for planner in (plain, recomputed))
-        if row.fits:
-            return plain_s
-        tensors_mib = recomputed.model.peak_mib(row.split)
-        if not recomputed.all_fit(tensors_mib):
-            return None
-        needed = zip(self._gpus, row.peak_mib, recomputed.overhead.required_mib(tensors_mib), strict=True)
-        shares = [(most - gpu.total_mib) / (most - least) for gpu, most, least in needed if most > gpu.total_mib]
-        return plain_s + max(shares, default=0.0) * (recomputed_s - plain_s)
-
-    def _fewest(self, row: PlanRow, accumulate: int) -> Fit | None:
-        """Return a split with as few of the first or of the last blocks recomputed as fit, whichever is faster.
-
-        None if not even all blocks are enough.
+        None if no split fits.
         """
-        if row.fits and (plain := self.simulated(row, self.no_blocks, accumulate)).fits:
-            return plain
-        both = (self._bisected(row, accumulate, order) for order in (self._blocks, self._blocks[::-1]))
-        return min((fit for fit in both if fit.fits), key=lambda fit: fit.step_s, default=None)
+        first = sorted(filter(self._can_fit, rows), key=lambda row: row.rank(self._gpus))[:MOST_TRIES]
+        return next(filter(None, map(self._fewest, first)), None)
 
-    def _bisected(self, row: PlanRow, accumulate: int, order: Sequence[str]) -> Fit:
+    def _can_fit(self, row: PlanRow) -> bool:
+        """Return True if a split is expected to fit, at least with all blocks recomputed."""
+        if row.fits:
+            return True
+        planner = self.planner(self.all_blocks)
+        return planner.all_fit(planner.model.peak_mib(row.split))
+
+    def _fewest(self, row: PlanRow) -> Fit | None:
+        """Return a split with the fewest first or last blocks recomputed that fit; None if not even all are enough.
+
+        Of the two choices, the one with fewer parameters is taken: at a high resolution, blocks have few of them.
+        """
+        if row.fits and (plain := self.simulated(row, self.no_blocks)).fits:
+            return plain
+        both = (self._bisected(row, order) for order in (tuple(self._blocks), tuple(self._blocks)[::-1]))
+        return min((fit for fit in both if fit.fits), key=self._num_params, default=None)
+
+    def _num_params(self, fit: Fit) -> int:
+        return sum(self._blocks[name] for names in fit.blocks_per_device for name in names)
+
+    def _bisected(self, row: PlanRow, order: Sequence[str]) -> Fit:
         """Return a split with the fewest blocks recomputed that fit, in an order of the blocks; all if none do.
 
         The devices of dp and the ranks of ddp are bisected at the same time, each by its own peak.
@@ -139,7 +128,7 @@ class RecomputeSearch:
         def with_first(*counts: int) -> Fit:
             chosen = [set(order[:count]) for count in counts]
             blocks = tuple(tuple(name for name in self._blocks if name in names) for names in chosen)
-            return self.simulated(row, blocks, accumulate)
+            return self.simulated(row, blocks)
 
         least, most = [0] * self._num_choices, [len(order)] * self._num_choices
         while least != most:
@@ -153,74 +142,20 @@ class RecomputeSearch:
                     least[i] = counts[i] + 1
         return with_first(*most)
 
-    def table(self, images: int) -> Iterator[Fit]:
-        """Yield for each batch that divides the images of a step: no, chosen, and all blocks recomputed.
-
-        Blocks are chosen if a faster split does not fit without recomputation.
-        """
-        for batch in (n for n in range(images, 0, -1) if images % n == 0):
-            accumulate = images // batch
-            rows = self.planner(accumulate).rows(batch)[0]
-            plain = [self._plain(row, accumulate) for row in rows]
-            if not plain:
-                continue
-            best = min(plain, key=lambda fit: (not fit.fits, fit.step_s if fit.fits else max(fit.peak_mib)))
-            yield best
-            if not self._blocks or (best.fits and best.step_s <= min(fit.step_s for fit in plain)):
-                continue
-            chosen = self.fastest(rows, accumulate)
-            if chosen is not None and chosen.recompute == "chosen":
-                yield chosen
-            split = best.split if chosen is None else chosen.split
-            yield self.simulated(next(row for row in rows if row.split == split), self.all_blocks, accumulate)
-
-    def _plain(self, row: PlanRow, accumulate: int) -> Fit:
-        step_s = self.planner(accumulate).model.step_s(row.split, accumulate)
-        split, peak_mib = row.split, row.peak_mib
-        return Fit(sum(split), accumulate, row.gpu0_bsz, split, "off", self.no_blocks, peak_mib, row.fits, step_s)
-
-    def simulated(self, row: PlanRow, blocks: BlocksPerDevice, accumulate: int) -> Fit:
+    def simulated(self, row: PlanRow, blocks: BlocksPerDevice) -> Fit:
         """Return a split with these blocks recomputed, with the peaks of a simulated step."""
-        job, planner = replace(self._job, accumulate=accumulate), self.planner(accumulate)
+        job, planner = self._job, self._planners[self.no_blocks]
         if job.mode == "ddp":
             ranks = list(zip(row.split, blocks, strict=True))
             different = list(dict.fromkeys(ranks))  # ranks with equal samples and blocks need the same memory
             jobs = [replace(job, split=(samples,), recompute=(names,)) for samples, names in different]
             result_of = dict(zip(different, self._pool.simulate(jobs), strict=True))
-            results = [result_of[rank] for rank in ranks]
-            peaks = tuple(result.peak_mib()[0] for result in results)
+            peaks = tuple(result_of[rank].peak_mib()[0] for rank in ranks)
         else:
-            results = self._pool.simulate([replace(job, split=row.split, recompute=blocks)])
-            peaks = results[0].peak_mib()
-        plain = self._plain(row, accumulate)
-        return replace(
-            plain,
-            recompute="off" if not any(blocks) else "all" if blocks == self.all_blocks else "chosen",
-            blocks_per_device=blocks,
-            peak_mib=tuple(round(mib, 1) for mib in planner.overhead.required_mib(peaks)),
-            fits=planner.all_fit(peaks),
-            step_s=max(result.step_s(accumulate) for result in results) if any(blocks) else plain.step_s,
-            tensors_mib=peaks,
-            names=_short_names(blocks[0], self._blocks) if len(set(blocks)) == 1 else (),
-        )
-
-
-def _short_names(chosen: Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the largest modules that contain only chosen blocks.
-
-    >>> _short_names(["a.0.x", "a.0.y", "a.1.x"], ["a.0.x", "a.0.y", "a.1.x", "a.1.y"])
-    ('a.0', 'a.1.x')
-    """
-    others = [f"{name}." for name in blocks if name not in chosen]
-    short = (
-        next(
-            outer
-            for outer in itertools.accumulate(name.split("."), "{}.{}".format)
-            if not any(o.startswith(f"{outer}.") for o in others)
-        )
-        for name in chosen
-    )
-    return tuple(dict.fromkeys(short))
+            (result,) = self._pool.simulate([replace(job, split=row.split, recompute=blocks)])
+            peaks = result.peak_mib()
+        required_mib = tuple(round(mib, 1) for mib in planner.overhead.required_mib(peaks))
+        return Fit(row.split, blocks, required_mib, planner.all_fit(peaks))
 
 
 def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
@@ -264,14 +199,12 @@ def plan_memory(
     mode: Mode | None = None,
     overhead: OverheadEstimate | None = None,
     most: int = LARGEST_BATCH,
-    fit: bool | None = False,
 ) -> MemoryPlan:
     """Return the plan of a config on given GPUs.
 
     With `train.batch_size: auto`, the plan is for the largest batch of at most `most` images that fits. With
     `train.recompute: auto`, the recomputed blocks are chosen for the config's split, or together with an automatic
-    split and batch. `fit` asks for the batches, splits and recomputed blocks that make a step of the same images, with
-    their times; with None, they are only searched if the config does not fit.
+    split and batch.
 
     Raises:
         ConfigError: the config does not fit the GPUs, or cannot be built, or no batch fits.
@@ -294,10 +227,7 @@ def plan_memory(
             config, planner, chosen = _with_chosen(config, planner, search, facts.min_train_batch, most)
         elif is_auto:
             config = with_batch(config, _largest_batch(config, planner, facts.min_train_batch, most))
-        plan = _assembled(config, planner, facts, chosen)
-        if fit or (fit is None and not (plan.current or plan.best).fits):
-            plan = replace(plan, fits=tuple(search.table(config.train.batch_size * config.train.accumulate)))
-    return plan
+        return _assembled(config, planner, facts, chosen)
 
 
 def _with_chosen(
@@ -308,23 +238,23 @@ def _with_chosen(
     An automatic batch is the largest that fits, if possible without recomputation. If a given batch does not fit in any
     way, all blocks are recomputed; None if its split is impossible.
     """
-    accumulate, is_auto = config.train.accumulate, not config.train.batch_size
+    is_auto = not config.train.batch_size
     if is_auto:
         try:
             count = _largest_batch(config, planner, least, most)
         except ConfigError:
-            count = _largest_batch(config, search.planner(accumulate, search.all_blocks), least, most)
+            count = _largest_batch(config, search.planner(search.all_blocks), least, most)
         config = with_batch(config, count)
     rows = _possible_rows(config, planner)
-    chosen = search.fastest(rows, accumulate)
+    chosen = search.emptiest(rows)
     if chosen is None and is_auto:
         raise _nothing_fits(planner, f"{config.train.batch_size} images")
     if not rows:
         return config, planner, None
     if chosen is None:
         row = min(rows, key=lambda row: row.fullest(planner.gpus))
-        chosen = search.simulated(row, search.all_blocks, accumulate)
-    return config, search.planner(accumulate, chosen.blocks_per_device), chosen
+        chosen = search.simulated(row, search.all_blocks)
+    return config, search.planner(chosen.blocks_per_device), chosen
 
 
 def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:
@@ -388,7 +318,7 @@ def _assembled(config: RunConfig, planner: Planner, facts: NetworkFacts, chosen:
         current=current,
         max_batch=max_batch,
         max_row=max_row,
-        notes=_notes(config, planner, facts),
+        notes=_notes(config, planner, facts, chosen),
         network=facts,
         chosen=chosen,
     )
@@ -415,7 +345,7 @@ def _precision(config: RunConfig, facts: NetworkFacts) -> str:
     return f"{facts.precision} (auto: {why})"
 
 
-def _notes(config: RunConfig, planner: Planner, facts: NetworkFacts) -> tuple[str, ...]:
+def _notes(config: RunConfig, planner: Planner, facts: NetworkFacts, chosen: Fit | None) -> tuple[str, ...]:
     height, width = facts.eval_px
     crop = config.data.crop_px
     notes = [
@@ -429,4 +359,6 @@ def _notes(config: RunConfig, planner: Planner, facts: NetworkFacts) -> tuple[st
         notes.append("ddp: the reducer's buckets are modeled, the rest is the real step of one rank")
     if facts.loss_note:
         notes.append(facts.loss_note)
+    if chosen is not None:
+        notes.append(chosen.note)
     return tuple(notes)

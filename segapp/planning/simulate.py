@@ -13,7 +13,7 @@ import functools
 import pickle
 import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -28,14 +28,14 @@ from segapp.assembly.own_parts import fp32_part, plain_loss_note
 from segapp.assembly.pairs import build_scheme
 from segapp.assembly.trained import read_trained
 from segapp.chunks import Mode
-from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, tree_iter, without_dispatch_modes
+from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_component
 from segapp.datasets.pool import Batch
 from segapp.errors import RunError, SegappError
 from segapp.inference.sliding import NormalizedInput
 from segapp.memory.ledger import CUDA_ALLOC_UNIT_BYTES, StorageLedger
-from segapp.memory.peaks import EVAL, PHASES, NetworkFacts, PhasePeak, SimulationJob, SimulationResult, StepTime
+from segapp.memory.peaks import EVAL, PHASES, NetworkFacts, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.models.blocks import find_blocks
 from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk
@@ -48,59 +48,6 @@ from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayou
 from segapp.training.step.engine import StepEngine
 
 MIB = 2**20
-
-EFFICIENCY = 0.5
-"""Ratio of a network's speed, in operations per second, to the speed of one large convolution."""
-
-FLOPS_PER_S, HALF_FLOPS_PER_S, BYTES_PER_S = 2e13, 4e13, 8e11
-LAUNCH_S = 4e-6
-"""Speeds of an RTX 3090 (2020), and the seconds that it takes per kernel launch."""
-
-
-class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the estimated seconds of the operators in each phase of a ledger; views of other tensors are free.
-
-    An operator takes the time of its arithmetic or of its memory traffic, whichever is longer, and of the launch.
-    """
-
-    def __init__(self, ledger: StorageLedger) -> None:
-        from torch.utils.flop_counter import flop_registry  # imports Triton
-
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        """Device -> phase -> seconds."""
-        self._ledger = ledger
-        self._formulas: Mapping[Any, Any] = flop_registry
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False; otherwise torch imports its compiler at the first operator, which takes five seconds."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operator and add its time."""
-        out = func(*args, **(kwargs or {}))
-        written = [value for value in tree_iter(out) if isinstance(value, Tensor)]
-        read = [value for value in tree_iter(args) if isinstance(value, Tensor)]
-        if written and not _is_view(func, written[0], read):
-            formula = self._formulas.get(func.overloadpacket)
-            flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0.0
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*written, *read))
-            speed = EFFICIENCY * (HALF_FLOPS_PER_S if written[0].element_size() < 4 else FLOPS_PER_S)
-            seconds = max(flops / speed, num_bytes / BYTES_PER_S) + LAUNCH_S
-            self.seconds[str(written[0].device)][self._ledger.phase] += seconds
-        return out
-
-    def of_device(self, device: str, num_passes: int) -> StepTime:
-        """Return the times of a device in a step with this number of micro-batches."""
-        seconds = self.seconds[device]
-        return StepTime((seconds["forward"] + seconds["loss"] + seconds["backward"]) / num_passes, seconds["step"])
-
-
-def _is_view(func: Any, result: Tensor, read: Sequence[Tensor]) -> bool:
-    return storage_key(result) in map(storage_key, read) and not operator_name(func).endswith("_")
 
 
 class SimulatedDevices(RealDevices):
@@ -158,7 +105,11 @@ class Simulator:
         images = torch.zeros(2, self.assembler.pixels.num_bands, height, width, device="meta")
         is_synced = config.parallel.sync_bn
         return NetworkFacts(
-            blocks=tuple(name for name, block in find_blocks(model).items() if is_recomputable(block)),
+            blocks={
+                name: sum(p.numel() for p in block.parameters())
+                for name, block in find_blocks(model).items()
+                if is_recomputable(block)
+            },
             num_params=sum(p.numel() for p in model.parameters()),
             smallest_chunk=1 if is_synced else smallest_chunk(model, images),
             needs_samples=self._needs_samples(images) if mode == "ddp" else None,
@@ -193,10 +144,9 @@ class Simulator:
         """
         devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
         ledger = simulated_ledger(alloc_unit_bytes)
-        times = StepTimes(ledger)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with self.prepared(job, devices, ledger, times) as (engine, backend):
+            with self.prepared(job, devices, ledger) as (engine, backend):
                 workspaces = self._blas_workspaces(job, devices)
                 ledger.tag(workspaces, "workspaces")
                 batches = [
@@ -208,11 +158,9 @@ class Simulator:
                     backend.end_backward()
                     ledger.mark("idle")
                 first_mark = ledger.num_marks
-                times.seconds.clear()
                 run_step(engine, batches, ledger)
                 backend.end_backward()
                 ledger.mark("idle")
-                of_devices = tuple(times.of_device(device, len(batches)) for device in devices)
                 if job.eval_px is not None:
                     ledger.mark(EVAL)
                     evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
@@ -222,7 +170,7 @@ class Simulator:
             {phase: _phase_peak(by_kind) for phase, by_kind in peaks.get(device, {}).items() if phase in PHASES}
             for device in devices
         )
-        return SimulationResult(devices_peaks, of_devices)
+        return SimulationResult(devices_peaks)
 
     def _blas_workspaces(self, job: SimulationJob, devices: Sequence[str]) -> list[Tensor]:
         """Return cuBLAS's workspaces: one for the thread of the forward pass, one for autograd's.
@@ -235,7 +183,7 @@ class Simulator:
 
     @contextlib.contextmanager
     def prepared(
-        self, job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, *modes: StepTimes
+        self, job: SimulationJob, devices: Sequence[str], ledger: StorageLedger
     ) -> Iterator[tuple[StepEngine, SimulatedDevices]]:
         """Enter a simulation with the engine of a job, assembled as in training."""
         assembler = self.assembler
@@ -252,7 +200,7 @@ class Simulator:
         criterion = assembler.build_criterion(self._equal_weights)
         as_views = assembler.config.parallel.gradient_as_bucket_view
         backend = SimulatedDevices(ledger, stages, gradient_as_bucket_view=as_views)
-        with simulation(ledger, *modes):
+        with simulation(ledger):
             placed = None if critic is None else backend.copy_to(critic, layout.devices[0])
             parts = StepParts(_placed(source, stages, ledger), criterion, placed)
             yield assembler.assemble(parts, layout, backend, mark=ledger.mark), backend

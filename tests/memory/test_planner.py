@@ -10,7 +10,6 @@ from segapp.memory.peaks import (
     PhasePeak,
     PlannedPeaks,
     SimulationResult,
-    StepTime,
     fit_model,
     splits_to_simulate,
 )
@@ -167,20 +166,17 @@ def test_fit_recovers_a_known_law_in_every_mode(mode, num_devices, split, expect
 
 
 def test_few_and_many_samples_have_lines_of_their_own():
-    """Up to 8 samples, a part that hardly grows determines memory and time."""
+    """Up to 8 samples, a part that hardly grows determines the memory."""
 
     def simulated(split):
         (count,) = split
         peak = max(1000 + 10 * count, 280 + 100 * count)
         kinds = {"weights": 7.0 * (count > 8)}
-        seconds = StepTime(max(5 + 0.1 * count, 1 + 0.6 * count), max(1.0, 0.125 * count))
-        return SimulationResult(({"backward": PhasePeak(peak, kinds)},), (seconds,))
+        return SimulationResult(({"backward": PhasePeak(peak, kinds)},))
 
     fitted = fit_model("single", [simulated(split) for split in splits_to_simulate("single", 1)])
     for count in (3, 11, 20):
         assert fitted.peak_mib((count,)) == pytest.approx(simulated((count,)).peak_mib(), rel=1e-9)
-        assert fitted.step_s((count,), 3) == pytest.approx(simulated((count,)).step_s(3), rel=1e-9)
-        assert count != 3 or fitted.step_s((count,), 4) == pytest.approx(4 * 5.3 + 1.0)
         assert fitted.peaks((count,))[0]["backward"].by_kind == simulated((count,)).devices[0]["backward"].by_kind
 
 

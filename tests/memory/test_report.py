@@ -15,7 +15,7 @@ from segapp.memory.plan import (
     SavedMemoryPlan,
     read_saved_plan,
 )
-from segapp.memory.report import fit_table, gpu_lines, plan_as_json, plan_lines, split_table
+from segapp.memory.report import gpu_lines, plan_lines, split_table
 from tests.support.device_lines import device_lines
 
 
@@ -136,38 +136,18 @@ def test_saved_plan_that_cannot_be_read_is_none(tmp_path):
         assert read_saved_plan(path) is None
 
 
-FITS = (
-    Fit(8, 1, None, (8,), "off", ((),), (900.0,), False, 1.6),
-    Fit(8, 1, None, (8,), "chosen", (("a", "b"),), (480.0,), True, 2.5, names=("a", "b")),
-    Fit(8, 1, None, (8,), "all", (("a", "b", "c"),), (400.0,), True, 2.6),
-    Fit(4, 2, None, (4,), "off", ((),), (490.0,), True, 2.03),
-    Fit(2, 4, None, (2,), "off", ((),), (290.0,), True, 2.0),
-)
-
-
-def test_table_of_fits_by_hand():
-    plan = MemoryPlan(**{**vars(plan_of_one(500.0)), "fits": FITS, "batch_size": 8})
-    lines = fit_table(plan)
-    assert lines[1] == "ways to make a step of 8 images; time: estimated, relative to the first:"
-    assert lines[3].split() == ["8", "1", "off", "-", "8", "900", "1.00", "no"]
-    assert lines[4].split() == ["8", "1", "chosen:", "2", "blocks", "-", "8", "480", "1.56", "yes"]
-    # 1.5 % slower than batches of 2 counts as equally fast.
-    assert lines[-2] == "fastest that fits: train.batch_size=4 train.accumulate=2 train.recompute=off"
-    assert lines[-1].endswith(": train.batch_size=8 train.accumulate=1 train.recompute=[a,b]")
-    as_json = plan_as_json(plan)
-    assert as_json["fastest"]["words"] in lines[-2]
-    assert as_json["fits"][1]["sets"] == (("a", "b"),)
-    none = fit_table(MemoryPlan(**{**vars(plan), "fits": FITS[:1]}))
-    assert none[-1].startswith("none of them fits")
-    assert fit_table(plan_of_one(500.0)) == []
-
-
-def test_config_keys_are_those_of_the_fit():
-    plan = plan_of_one(500.0)
-    uneven = Fit(8, 2, 3, (3, 5), "chosen", ((), ("a",)), (1.0, 2.0), True, 1.0)
-    assert plan.as_config_keys(uneven) == (
-        "train.batch_size=8 train.accumulate=2 parallel.gpu0_bsz=3 train.recompute=auto"
-    )
+def test_config_that_does_not_fit_has_its_next_moves_and_chosen_blocks_their_number():
+    none, chosen = plan_of_one(109.0), Fit((1,), (("a", "b"), ()), (110.0,), False)
+    for fields, move in (
+        ({}, "add train.recompute=auto"),
+        ({"max_row": none.rows[0]}, "halve train.batch_size and double train.accumulate, or add train.recompute=auto"),
+        ({"chosen": chosen}, "lower data.crop_px"),
+    ):
+        assert f"  the config does not fit: {move}" in plan_lines(MemoryPlan(**{**vars(none), **fields}))
+    assert "does not fit" not in "\n".join(plan_lines(plan_of_one(110.0)))
+    saved = SavedMemoryPlan.of_plan(MemoryPlan(**{**vars(none), "chosen": chosen}), 1, ["a note"])
+    assert saved.notes == ("a note", "train.recompute = auto: the memory plan chose 2/0 blocks to recompute")
+    assert saved.recompute == chosen.blocks_per_device
 
 
 def test_devices_with_other_blocks_have_lines_of_their_own():

@@ -189,7 +189,7 @@ def beside_profiler(name: str, *splits: tuple[int, ...], share: float | None = N
 
 def first_blocks(simulator: Simulator, split: Sequence[int], share: float) -> Blocks:
     """The fewest first blocks with which a step fits into a share of its peak."""
-    blocks, most = simulator.facts("single").blocks, share * simulated(simulator, split).peak_mib()[0]
+    blocks, most = tuple(simulator.facts("single").blocks), share * simulated(simulator, split).peak_mib()[0]
     sets = (blocks[:count] for count in range(1, len(blocks) + 1))
     return next(each for each in sets if simulated(simulator, split, each).peak_mib()[0] <= most)
 
