@@ -178,10 +178,6 @@ class _AcceptedLoader(SourceFileLoader):
         """Return the code of the module."""
         return self.source_to_code(self._content, self.path)
 
-    def get_data(self, path: str) -> bytes:
-        """Return the content of the source, or of another file, which is data."""
-        return self._content if path == self.path else super().get_data(path)
-
 
 class _AcceptedModules(MetaPathFinder):
     """Finds the modules of accepted sources, whose neighbors may be imported at any time, such as in a function."""

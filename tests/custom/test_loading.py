@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,9 +58,10 @@ FILES = {
     "nets/blocks_of_file/conv/small.py": "from helper_of_file import WIDTH\nimport json, torch",
     "nets/late_of_file.py": "DEPTH = 3",
     "nets/json.py": "raise SystemExit",
+    "nets/torch.py": "raise SystemExit",
     "nets/unused_of_file.py": "raise SystemExit",
 }
-UNUSED = {"nets/json.py", "nets/unused_of_file.py"}
+UNUSED = {"nets/json.py", "nets/torch.py", "nets/unused_of_file.py"}
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -76,7 +78,9 @@ def test_file_may_import_its_neighbors_at_any_time(folder: Path) -> None:
     assert load_part("nets/own_file.py:Net", "model.name").width == 4
     assert load_part("nets/own_file.py:late", "model.name")() == 3
     assert sys.path == before
-    assert "unused_of_file" not in sys.modules
+    (folder / "nets" / "blocks_of_file" / "planted.py").touch()
+    for name in ("unused_of_file", "blocks_of_file.planted", "blocks_of_file.conv.planted"):
+        assert importlib.util.find_spec(name) is None
     kept = read_sources("nets/own_file.py:Net")
     assert kept is not None
     assert {str(path.relative_to(folder)) for path in kept.paths} == FILES.keys() - UNUSED

@@ -242,7 +242,13 @@ def test_ones_own_file_and_options_may_change_in_ones_own_config(
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("net_of_it.py", "mode"), ("run.yaml", "mode"), ("run.yaml", "owner"), ("net_of_it.py", "group")],
+    [
+        ("net_of_it.py", "mode"),
+        ("neighbor_of_it.py", "mode"),
+        ("run.yaml", "mode"),
+        ("run.yaml", "owner"),
+        ("net_of_it.py", "group"),
+    ],
 )
 def test_file_that_others_may_write_must_not_change(
     project: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str
