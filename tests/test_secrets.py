@@ -74,7 +74,7 @@ def config(tiny_root: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("address", NOT_PLAIN)
-def test_address_of_mlflow_has_a_known_scheme_and_a_host_without_a_user(address: str, config: Path) -> None:
+def test_address_of_mlflow_has_a_known_scheme_and_no_user(address: str, config: Path) -> None:
     assert without_secrets(address) == address
     with pytest.raises(
         ConfigError, match=r"line: log\.mlflow is no plain address .*: write http://HOST:PORT"

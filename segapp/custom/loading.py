@@ -136,7 +136,7 @@ def _import(module: str, what: str) -> ModuleType:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"{what}: importing it needs the module {error.name}: install it, or name it in an import statement if "
-                "it is beside the file"
+                "it is next to the file"
             ) from error
         raise ConfigError(
             f"{what}: no module {error.name} on the Python path or in the current folder ({os.getcwd()}): start segapp "

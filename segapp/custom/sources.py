@@ -1,6 +1,6 @@
 """Source files of custom components, read once: the bytes that are compared with the record are the bytes that run.
 
-A component's neighbors, which are the modules beside it that its import statements name, belong to its sources. A
+A component's neighbors, which are the modules next to it that its import statements name, belong to its sources. A
 module that Python finds elsewhere, such as an installed package, is no neighbor. Nothing is imported here.
 """
 
@@ -142,7 +142,7 @@ def _read(root: Path, module: str, max_bytes: int) -> SourceFile | None:
         raise ConfigError(f"{path}: {error.strerror}: make it readable, or leave out its import", path=path) from error
     if len(content) > max_bytes:
         raise ConfigError(
-            f"{path}: the component and the modules beside it that it imports have more than {_MAX_BYTES >> 20} MiB: "
+            f"{path}: the component and the modules next to it that it imports have more than {_MAX_BYTES >> 20} MiB: "
             "install them as a package",
             path=path,
         ).see("own-parts")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +73,14 @@ def test_precision_that_the_config_names_is_kept() -> None:
 def test_custom_model_and_loss_can_ask_for_float32(
     asking: set[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = {"model": "asking_net:Net", "loss": "asking_loss:build", "optim": "asking_optim:build"}
+    factories = {"model": "Net", "loss": "build", "optim": "build"}
+    names = {section: f"{section}_{tmp_path.name}:{factory}" for section, factory in factories.items()}
     monkeypatch.syspath_prepend(str(tmp_path))
     for section, name in names.items():
         module, factory = name.split(":")
         source = f"class {factory}: ...\n" if factory == "Net" else f"def {factory}(): ...\n"
         source += f'{factory}.precision = "fp32"\n' if section in asking else ""
         (tmp_path / f"{module}.py").write_text(source)
-        monkeypatch.delitem(sys.modules, module, raising=False)
     sections = {"model": {"library": "python"}, "loss": {}, "optim": {}}
     config = config_of(**{key: {**section, "name": names[key]} for key, section in sections.items()})
     accept_code(named_code(config).values())

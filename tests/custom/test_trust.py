@@ -450,7 +450,7 @@ def output_of(code: str, *words: str, is_safe: bool = True) -> str:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_compiled_module_beside_accepted_code_does_not_run(name: str, own: list[NamedCode]) -> None:
+def test_compiled_module_next_to_accepted_code_does_not_run(name: str, own: list[NamedCode]) -> None:
     Path(name).write_text(PLANTED)
     py_compile.compile(name, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     Path(name).write_text(OWN[name])
@@ -525,7 +525,7 @@ with trusting(True):
 
 
 @pytest.mark.usefixtures("own")
-def test_edited_code_is_imported_again_and_a_second_file_of_its_name_refused() -> None:
+def test_edited_code_is_imported_again_but_no_namesake() -> None:
     first, second, error = output_of(EDITED).splitlines()
     assert (first, second) == ("first", "second")
     assert "Python finds another module own_late" in error, "which no function has imported yet"

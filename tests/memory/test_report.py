@@ -136,7 +136,7 @@ def test_saved_plan_that_cannot_be_read_is_none(tmp_path):
         assert read_saved_plan(path) is None
 
 
-def test_config_that_does_not_fit_has_its_next_moves_and_chosen_blocks_their_number():
+def test_config_that_does_not_fit_has_its_next_moves():
     none, chosen = plan_of_one(109.0), Fit((1,), (("a", "b"), ()), (110.0,), False)
     for fields, move in (
         ({}, "add train.recompute=auto"),

@@ -252,7 +252,7 @@ def test_sender_without_a_name_is_a_number(monkeypatch):
     assert sender() == f"{os.getuid()}@{socket.gethostname()}"
 
 
-def test_of_a_crowd_the_newest_are_refused_and_the_urgent_come_first(run, monkeypatch):
+def test_crowd_is_refused_newest_first_but_for_urgent_ones(run, monkeypatch):
     kinds = {7: "pause", 1050: "cancel", 1060: "stop epoch", 1070: "resume", 1101: "stop"}
     for number in range(1, 1103):
         command = parse_command(kinds.get(number, "checkpoint")).model_dump()

@@ -35,8 +35,9 @@ def test_only_temporaries_of_dead_processes_are_removed(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = temporary_name().partition("@")[2]
-    own, of_an_earlier_life, of_the_dead, of_a_live = temporary_name(3), *(
-        f".tmp-3-{pid}-abcd@{host}" for pid in (os.getpid(), dead.pid, os.getppid())
+    own, of_an_earlier_life, of_the_dead, of_a_live = (
+        temporary_name(3),
+        *(f".tmp-3-{pid}-abcd@{host}" for pid in (os.getpid(), dead.pid, os.getppid())),
     )
     elsewhere, old_elsewhere, odd = ".tmp-3-1-abcd@elsewhere", ".tmp-4-1-abcd@elsewhere", ".tmp-odd"
     for name in (own, of_an_earlier_life, of_the_dead, of_a_live, elsewhere, old_elsewhere, odd, "kept"):
