@@ -118,6 +118,13 @@ def test_cache_is_made_where_only_the_user_can_replace_it(
     assert capsys.readouterr().err == ""
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for TMPDIR: data workers make sockets in it, whose paths may have 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
 @contextlib.contextmanager
 def names_made_in(*folders: Path) -> Iterator[set[str]]:
     """Gives the names that any process made in the folders within the block, with those that are gone again."""
@@ -133,13 +140,14 @@ def names_made_in(*folders: Path) -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("compiled", marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_temporary_names_are_those_of_the_table(kind: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_temporary_names_are_those_of_the_table(
+    kind: str, tiny: dict[str, Any], tmp_path: Path, short_folder: Path
+) -> None:
     """The name that torch takes by default is another user's file or folder, and stays as it is."""
     page = (ROOT / "segapp" / "docs" / "explanation" / "trust.md").read_text()
     table = page.partition("## Temporary names")[2].partition("\n## ")[0]
     listed = [name.replace("RUN", "r") for name in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)]
-    folder, runs = tmp_path / "tmp", tmp_path / "runs"
-    folder.mkdir()
+    folder, runs = short_folder, tmp_path / "runs"
     runs.mkdir()
     theirs = folder / f"torchinductor_{getpass.getuser()}"
     theirs.mkdir(0o777) if kind == "compiled" else theirs.write_text("")
