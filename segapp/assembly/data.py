@@ -14,7 +14,7 @@ from segapp.accelerator import accelerator_of
 from segapp.assembly.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_component
-from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
+from segapp.datasets.augment import BandValues, TrainTransform
 from segapp.datasets.augment.pipeline import check_transform
 from segapp.datasets.cache import CacheFiles, PixelCache, disk_files, memory_files
 from segapp.datasets.dataset import PairMix, SegmentationDataset, image_sizes
@@ -115,10 +115,13 @@ def _transform(
     pixels: PixelFormat,
     *,
     is_training: bool,
-) -> TrainTransform | EvalTransform | None:
-    """Return the transform of images of these sizes; ConfigError if a custom `data.augment` fails."""
+) -> TrainTransform | None:
+    """Return the transform of images of these sizes; ConfigError if a custom `data.augment` fails.
+
+    An evaluation has none: what happens to every image is in `segapp.models.preprocessing`.
+    """
     if not is_training:
-        return None if data.resize_px is None else EvalTransform(data.resize_px)
+        return None
     bands = None if pixels.is_rgb8 else BandValues(pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
     transform = TrainTransform(
         data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands

@@ -21,7 +21,7 @@ from segapp.errors import CheckpointError, ConfigError, some_names
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.models.weights import load_weights, peek_tensors
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run
@@ -126,9 +126,9 @@ def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None
         checkpoint.state["ema"]["module"].update(base)
 
 
-def build_normalizer(data: DataConfig, dtype: torch.dtype) -> Normalizer:
-    """Return the normalization of the images of a data section, whose result has this dtype."""
-    return Normalizer(*band_statistics(data), dtype, build_pixels(data).value_range)
+def build_preprocessing(data: DataConfig, dtype: torch.dtype) -> Preprocessing:
+    """Return the preprocessing of the images of a data section, whose result has this dtype."""
+    return Preprocessing(*band_statistics(data), dtype, build_pixels(data).value_range, data.resize_px)
 
 
 def build_inference(
@@ -139,7 +139,7 @@ def build_inference(
     if model.fixed_size_px is not None:
         window = model.fixed_size_px
     return Inference(
-        build_normalizer(data, precision.input_dtype).to(precision.device),
+        build_preprocessing(data, precision.input_dtype).to(precision.device),
         align_corners=align_corners,
         window_px=window,
         overlap=section.slide_overlap,

@@ -295,10 +295,7 @@ def _judge(
     workspace = plan_workspace(predictor)
     ignored = trained.scheme.ignore_index
     for index in places:
-        image, whole = dataset.read(index)
-        target, shape = whole, whole.shape
-        if dataset.transform is not None:  # data.resize_px
-            image, target = dataset.transform(image, target, 0, None)
+        image, target = dataset.read(index)
         parts = []
         for strip in predict_strips(predictor, image, workspace, with_probabilities=True):
             assert strip.probabilities is not None
@@ -307,10 +304,6 @@ def _judge(
         labels, quality, confidence = (np.concatenate(part) for part in zip(*parts, strict=True))
         has_class = target != ignored
         counts.add(target[has_class], labels[has_class], quality[has_class])
-        if target.shape != shape:  # regions are given in pixels of the files
-            target = whole
-            labels = cv2.resize(labels, shape[::-1], interpolation=cv2.INTER_NEAREST)
-            quality, confidence = (cv2.resize(plane, shape[::-1]) for plane in (quality, confidence))
         least_px = max(1, round(MIN_AREA_SHARE * target.size)) if min_area_px is None else min_area_px
         regions = list(find_regions(target, labels, quality, confidence, ignored, min_area_px=least_px))
         yield JudgedImage(dataset, index, run, regions, cv2.imencode(".png", labels)[1].tobytes())

@@ -72,8 +72,9 @@ class DataConfig(Section):
     """Height and width of a training crop, after resize_px and scale. Most models need multiples of 32. Change it if
     objects are larger than a crop, or to trade context for memory."""
     resize_px: HeightWidth | None = None
-    """Height and width to which each image and mask is resized first, in training and evaluation; null: the size on
-    disk. Change it if images are much larger than a crop and the details do not matter."""
+    """Height and width at which the network sees each image; null: the size on disk. Predictions have the image's own
+    size again, and evaluations compare them at that size. Change it if images are much larger than a crop and the
+    details do not matter."""
     scale: tuple[PositiveFloat, PositiveFloat] = (0.5, 2.0)
     """Smallest and largest random zoom factor of an image before the crop. Change it if all objects are at the
     same distance; [1.0, 1.0] turns it off."""

@@ -47,6 +47,9 @@ class ExportInfo(BaseModel):
     """Dtype of the input."""
     value_range: tuple[tuple[float, float], ...] | None = None
     """Lowest and highest value of each band in the normalization; None: 0 and 255."""
+    resize_px: tuple[int, int] | None = None
+    """Height and width to which the file resizes every image before the network; None: not resized. The output has the
+    size of the image."""
     align_corners: bool
     """`align_corners` of the upsampling in the file."""
     input: str = "images: uint8 (batch, height, width, 3), RGB"

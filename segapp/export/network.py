@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.models import SegmentationModel
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.models.surgery import replace_adaptive_pooling
 
 
@@ -22,15 +22,13 @@ class ExportNetwork(nn.Module):
     """Normalization, network, upsampling and optional argmax in one module.
 
     Images whose size the network does not accept are padded at the bottom and right with the mean color, as in
-    evaluation, and the logits are cropped. The model is copied; see `Normalizer` for `mean`, `std` and `ranges`.
+    evaluation, and the logits are cropped. The model is copied.
     """
 
     def __init__(
         self,
         model: SegmentationModel,
-        mean: Sequence[float],
-        std: Sequence[float],
-        ranges: Sequence[tuple[float, float]] | None = None,
+        preprocessing: Preprocessing,
         *,
         align_corners: bool = True,
         argmax: bool = False,
@@ -39,7 +37,7 @@ class ExportNetwork(nn.Module):
         self.model = copy.deepcopy(model).cpu().float().eval()
         self.model.requires_grad_(False)
         replace_adaptive_pooling(self.model)
-        self.normalizer = Normalizer(mean, std, torch.float32, ranges)
+        self.preprocessing = preprocessing
         self.align_corners = align_corners
         self.argmax = argmax
 
@@ -48,18 +46,25 @@ class ExportNetwork(nn.Module):
 
         Class ids are uint8, or int32 for more than 256 classes.
         """
-        pixels = self.normalizer(images.permute(0, 3, 1, 2).contiguous())
-        height, width = pixels.shape[-2], pixels.shape[-1]
-        pixels = self._padded(pixels)
-        low = self.model.compute_logits(pixels)[0].float()
-        logits = F.interpolate(low, pixels.shape[-2:], mode="bilinear", align_corners=self.align_corners)
-        if self._needs_padding:
+        seen = self.preprocessing(images.permute(0, 3, 1, 2).contiguous())
+        pixels, is_resized = self._padded(seen), self.preprocessing.resize_px is not None
+        logits = self.model.compute_logits(pixels)[0].float()
+        # The size of a resized image is fixed, so it is known here if it needs padding.
+        is_padded = pixels.shape[-2:] != seen.shape[-2:] if is_resized else self._needs_padding
+        if is_padded or not is_resized:
+            logits = self._upsampled(logits, pixels.shape[-2:])
+        if is_padded:
             # A slice would be a view, and tracing would turn its strides into constraints on the image size.
-            rows, columns = torch.arange(height, device=low.device), torch.arange(width, device=low.device)
+            rows, columns = (torch.arange(side, device=logits.device) for side in seen.shape[-2:])
             logits = logits.index_select(2, rows).index_select(3, columns)
+        if is_resized:
+            logits = self._upsampled(logits, images.shape[1:3])
         if not self.argmax:
             return logits
         return logits.argmax(1).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)
+
+    def _upsampled(self, logits: Tensor, size: Sequence[int]) -> Tensor:
+        return F.interpolate(logits, size, mode="bilinear", align_corners=self.align_corners)
 
     @property
     def _needs_padding(self) -> bool:

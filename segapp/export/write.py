@@ -30,6 +30,7 @@ from segapp.errors import ConfigError, RunError, StorageError, cannot_be_written
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.models import SegmentationModel
+from segapp.models.preprocessing import Preprocessing
 from segapp.run.files import open_new, remove_quietly, temporary_name
 from segapp.run.words import first_line
 
@@ -136,14 +137,9 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
 
 def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
     """Return the module that is exported for this metadata, in eval mode."""
-    return ExportNetwork(
-        model,
-        info.mean,
-        info.std,
-        info.value_range,
-        align_corners=info.align_corners,
-        argmax=info.output == "labels",
-    ).eval()
+    preprocessing = Preprocessing(info.mean, info.std, torch.float32, info.value_range, info.resize_px)
+    is_argmax = info.output == "labels"
+    return ExportNetwork(model, preprocessing, align_corners=info.align_corners, argmax=is_argmax).eval()
 
 
 def check_sizes(model: SegmentationModel) -> tuple[tuple[int, int, int], ...]:

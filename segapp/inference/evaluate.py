@@ -56,19 +56,19 @@ class EvaluationSettings:
 
     def on(self, device: torch.device) -> EvaluationSettings:
         """Return the settings of an evaluation on another device."""
-        inference = replace(self.inference, normalizer=copy_to(self.inference.normalizer, device))
+        inference = replace(self.inference, preprocessing=copy_to(self.inference.preprocessing, device))
         criterion = None if self.criterion is None else copy_to(self.criterion, device)
         return replace(self, inference=inference, device=device, criterion=criterion, other_devices=())
 
     def fits(self, model: SegmentationModel, images: Tensor | TensorOnDisk) -> bool:
         """Return True if images (N, 3, H, W) can be evaluated together without tiles."""
-        num_px = images.shape[0] * images.shape[-2] * images.shape[-1]
-        return self.host is None or self.host.fits(num_px, model, self.inference, self.device)
+        height, width = self.inference.seen_px((images.shape[-2], images.shape[-1]))
+        return self.host is None or self.host.fits(len(images) * height * width, model, self.inference, self.device)
 
     def tiles(self, model: SegmentationModel, images: Tensor | TensorOnDisk) -> Iterator[ImageTile]:
         """Yield the tiles in which images (N, B, H, W) are evaluated: one, or several that fit into memory."""
         size = (images.shape[-2], images.shape[-1])
-        if self.host is not None and not self.fits(model, images):
+        if self.host is not None and not self.inference.needs_whole and not self.fits(model, images):
             return self.host.tiles(size)
         if not isinstance(images, Tensor) and self.inference.has_plain_windows:
             return window_tiles(size, self.inference)
@@ -77,7 +77,8 @@ class EvaluationSettings:
     @property
     def reads_windows(self) -> bool:
         """True if large images are evaluated in tiles, each of which is decoded when it is needed."""
-        return self.inference.has_plain_windows or (self.host is not None and self.device.type == "cpu")
+        in_tiles = self.host is not None and self.device.type == "cpu" and not self.inference.needs_whole
+        return self.inference.has_plain_windows or in_tiles
 
     def finalize(self, statistics: tuple[Tensor, ...]) -> float | None:
         """Return the loss from summed statistics; None without a criterion or if the loss is not finite."""
@@ -276,7 +277,7 @@ def evaluate_parts(
         if tile.whole != tile.place:
             known, aim = aim, torch.full_like(aim, settings.ignore_index)
             aim[..., *tile.core] = known[..., *tile.core]
-        views, size = inference.views(model, inference.normalizer(part.to(device, non_blocking=True)))
+        views, size = inference.views(model, part.to(device, non_blocking=True))
         yield count_views(views, size, aim.to(device, non_blocking=True), settings)
 
 

@@ -45,7 +45,7 @@ class Evaluator(DeviceCounter):
                 if not is_out_of_memory(error):
                     raise
                 accelerator_of(self.settings.device).empty_cache()
-            inference = self._smaller(inference, (height, width), len(images))
+            inference = self._smaller(inference, inference.seen_px((height, width)), len(images))
         for counts, statistics in parts:
             self.counts.add(counts, statistics)
 

@@ -29,7 +29,7 @@ from segapp.losses.confusion import (
     upsample_sets,
 )
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.parallel import sample_masks
 from segapp.places import keep_compiled_code
 from segapp.run.words import first_line
@@ -55,10 +55,10 @@ class NormalizedInput(nn.Module):
     tuple whose first entry is the logits.
     """
 
-    def __init__(self, model: nn.Module, normalizer: Normalizer, *, channels_last: bool = False) -> None:
+    def __init__(self, model: nn.Module, preprocessing: Preprocessing, *, channels_last: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.normalizer = normalizer
+        self.preprocessing = preprocessing
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self._compiled: Callable[[Tensor], Any] | None = None
 
@@ -95,7 +95,7 @@ class NormalizedInput(nn.Module):
 
     def normalized(self, images: Tensor) -> Tensor:
         """Return the input of the model."""
-        normalized: Tensor = self.normalizer(images)
+        normalized = self.preprocessing.normalize(images)
         return normalized.contiguous(memory_format=self.memory_format)
 
 
@@ -116,7 +116,7 @@ def without_cudnn_benchmark() -> Iterator[None]:
 class Inference:
     """Settings of the computation of logits for whole images."""
 
-    normalizer: Normalizer  # from stored images to the input of the model, on the same device
+    preprocessing: Preprocessing  # from stored images to the input of the model, on the same device
     align_corners: bool = True  # of the upsampling, as in training
     window_px: tuple[int, int] | None = None  # height and width of a sliding window; None: the whole image
     overlap: float = 1 / 3  # share of a window that the next one covers too
@@ -143,20 +143,46 @@ class Inference:
         )
 
     @property
+    def needs_whole(self) -> bool:
+        """True if the network sees the whole image at another size, so that no part of it can be computed alone."""
+        return self.preprocessing.resize_px is not None
+
+    @property
     def has_plain_windows(self) -> bool:
         """True for sliding windows over the original image; the windows of a part are then windows of the whole."""
-        return self.window_px is not None and self._is_plain
+        return self.window_px is not None and self._is_plain and not self.needs_whole
+
+    def seen_px(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return height and width at which the network sees an image."""
+        return self.preprocessing.resize_px or size
 
     @property
     def _is_plain(self) -> bool:
         return self.scales == (1.0,) and not self.flip
 
     def views(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
-        """Return low-resolution logits of normalized images (N, B, H, W), and the size to which they are upsampled.
+        """Return low-resolution logits of stored images (N, B, H, W), and the size to which they are upsampled.
 
         The logits are (N, C, h, w) or a list of views, as `upsample_argmax` and related functions take them. The size
-        (H', W') includes the padding at the bottom and right for models that accept only certain sizes.
+        (H', W') includes the padding at the bottom and right for models that accept only certain sizes; of images that
+        are resized, it is theirs.
         """
+        seen, whole = self.preprocessing(images), (images.shape[-2], images.shape[-1])
+        views, size = self.views_of_input(model, seen)
+        if seen.shape[-2:] == whole:
+            return views, size
+        each, (height, width) = [views] if isinstance(views, Tensor) else views, seen.shape[-2:]
+        if size != (height, width) or not all(isinstance(view, Tensor) for view in each):
+            # Padding and tiles are counted in pixels of the resized image, which are no whole pixels of the file.
+            upsampled = (
+                upsample_logits([view], size, align_corners=self.align_corners, is_sigmoid=self.multilabel)
+                for view in each
+            )
+            views = [logits[..., :height, :width] for logits in upsampled]
+        return views, whole
+
+    def views_of_input(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
+        """Return `views` of images that are preprocessed already."""
         frame = _padded(images, model.suitable_size(*images.shape[-2:])) if self.window_px is None else images
         size = (frame.shape[-2], frame.shape[-1])
         if self.window_px is None and self._is_plain:

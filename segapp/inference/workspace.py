@@ -84,7 +84,7 @@ def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device:
     plain = replace(inference, scales=(1.0,), flip=False, window_px=model.fixed_size_px)
     with StorageLedger() as ledger:
         images = torch.zeros(1, model.in_channels, height, width, dtype=torch.uint8, device=device)
-        views, size = plain.views(model, plain.normalizer(images))
+        views, size = plain.views_of_input(model, plain.preprocessing.normalize(images))
         plain.labels(views, size)
     peaks = ledger.peaks().get(str(device), {})
     peak = max((by_kind.total() for by_kind in peaks.values()), default=0)

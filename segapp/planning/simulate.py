@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.assembly.devices import with_precision
-from segapp.assembly.network import build_normalizer, largest_phase
+from segapp.assembly.network import build_preprocessing, largest_phase
 from segapp.assembly.own_parts import fp32_part, plain_loss_note
 from segapp.assembly.pairs import build_scheme
 from segapp.assembly.trained import read_trained
@@ -126,7 +126,7 @@ class Simulator:
         config, layout = self.assembler.config, StepLayout("ddp", (torch.device("meta"),))
         dtype = Precision(config.train.precision, torch.device("cpu")).input_dtype
         network = self.assembler.prepare(copy.deepcopy(self._plain), layout)
-        inner = NormalizedInput(network, build_normalizer(config.data, dtype).to("meta"))
+        inner = NormalizedInput(network, build_preprocessing(config.data, dtype).to("meta"))
         return no_samples_problem(inner, images)
 
     def run(

@@ -79,8 +79,6 @@ def evaluation_size(config: RunConfig) -> tuple[tuple[int, int], str]:
     used.
     """
     data = config.data
-    if data.resize_px is not None:
-        return data.resize_px, "data.resize_px"
     try:
         sizes = image_sizes_of(data, split_names(data)[1], MAX_HEADERS)
     except (DataError, OSError):

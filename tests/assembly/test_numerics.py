@@ -30,7 +30,7 @@ from segapp.errors import ConfigError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.predict.predictor import predict_image
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.parallel.distributed import Ranks
 from segapp.planning.auto import resolve_auto
 from segapp.run.folder import RunFolder
@@ -243,7 +243,7 @@ def test_evaluations_and_sample_pictures_time_no_algorithms(monkeypatch: pytest.
             return (images,)
 
     model: Any = Net()
-    inference = Inference(Normalizer((0.5,) * 3, (0.5,) * 3))
+    inference = Inference(Preprocessing((0.5,) * 3, (0.5,) * 3))
     batch = Batch(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.zeros(1, 4, 4, dtype=torch.uint8), (0,))
     evaluate(model, [batch], EvaluationSettings(inference, 3, 255, torch.device("cpu")))
     predict_image(model, inference, np.zeros((4, 4, 3), np.uint8), torch.device("cpu"))

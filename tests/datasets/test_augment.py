@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segapp.config import DataConfig
-from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.crop import MEAN_COLOR, AxisPlan, ScaledCrop, largest_share
 from segapp.datasets.augment.entries import PhotometricChange, color_matrix
 from tests.support.drawn_data import draw_image, draw_mask
@@ -90,14 +90,6 @@ def test_whole_image_matches_plain_resize(options: dict[str, Any], scale: float)
         found = transform(image, mask, 0)
         np.testing.assert_array_equal(found[0], wanted)
         np.testing.assert_array_equal(found[1], target)
-
-
-def test_evaluation_transform_changes_only_a_given_size() -> None:
-    image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
-    assert all(one is same for one, same in zip(EvalTransform()(image, mask, 0), (image, mask), strict=True))
-    small, target = EvalTransform((20, 30))(image, mask, 0)
-    np.testing.assert_array_equal(small, cv2.resize(image, (30, 20)))
-    np.testing.assert_array_equal(target, cv2.resize(mask, (30, 20), interpolation=cv2.INTER_NEAREST_EXACT))
 
 
 # --- the share of one class

@@ -19,6 +19,7 @@ from segapp.export import write
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.export.write import check_export, write_weights
+from segapp.models.preprocessing import Preprocessing
 from tests.export.test_export import SmallNet, info_of
 
 
@@ -118,7 +119,7 @@ def test_values_are_scaled_by_hand_and_missing_ones_are_lowest():
     normalized = torch.from_numpy((values - info.mean) / info.std).permute(0, 3, 1, 2)
     with torch.no_grad():
         expected = F.interpolate(model(normalized)[0], (8, 12), mode="bilinear", align_corners=True)
-    found = ExportNetwork(model, info.mean, info.std, ranges)(torch.from_numpy(images).float())
+    found = ExportNetwork(model, Preprocessing(info.mean, info.std, ranges=ranges))(torch.from_numpy(images).float())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from segapp.errors import ConfigError
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 
 SCHEME = ClassScheme(("ground", "box", "disc"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)))
 CPU = torch.device("cpu")
@@ -39,7 +39,9 @@ def models() -> list[SegmentationModel]:
 
 
 def predictor(model: SegmentationModel, at: int, **inference: Any) -> TrainedPredictor:
-    return TrainedPredictor(model, Inference(Normalizer(*NORMALS[at]), align_corners=at == 0, **inference), SCHEME, CPU)
+    return TrainedPredictor(
+        model, Inference(Preprocessing(*NORMALS[at]), align_corners=at == 0, **inference), SCHEME, CPU
+    )
 
 
 def plain_mean(models: list[SegmentationModel], images: np.ndarray) -> Tensor:

@@ -31,11 +31,11 @@ from segapp.inference.sliding import Inference, window_corners
 from segapp.inference.workspace import HostLimit, measure_bytes_per_px
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
 from segapp.metrics import ConfusionMatrix
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from tests.support.drawn_data import draw_image, draw_mask
 
 CPU = torch.device("cpu")
-NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+NORMALIZER = Preprocessing((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 WHOLE = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE(weight=torch.tensor([1.0, 2.0, 3.0])))
 
 
@@ -113,7 +113,7 @@ def test_windows_cover_every_pixel_inside_the_image(h: int, w: int, wh: int, ww:
 
 
 def full_probabilities(inference: Inference, model: Any, images: torch.Tensor) -> torch.Tensor:
-    views, size = inference.views(model, images)
+    views, size = inference.views_of_input(model, images)
     return upsample_probabilities(views, size, align_corners=inference.align_corners)
 
 
@@ -351,7 +351,7 @@ def test_bands_match_numpy_in_float64(dtype: str) -> None:
     values = np.random.default_rng(0).uniform(-100, 9000, (2, 4, 5, 7))
     stored = (values.clip(0) if dtype == "uint16" else values).astype(dtype)
     images = torch.from_numpy(stored.copy())
-    found = Normalizer(MEAN, STD, ranges=RANGES)(images)
+    found = Preprocessing(MEAN, STD, ranges=RANGES)(images)
     low, high = np.array(RANGES).T.reshape(2, 1, 4, 1, 1)
     mean, std = (np.array(each).reshape(1, 4, 1, 1) for each in (MEAN, STD))
     expected = (((stored.astype(np.float64) - low) / (high - low)).clip(0, 1) - mean) / std
@@ -362,5 +362,5 @@ def test_bands_match_numpy_in_float64(dtype: str) -> None:
 def test_pixels_without_data_become_the_low_end_of_the_range() -> None:
     values = [float("nan"), float("inf"), -float("inf"), -3.4e38]
     images = torch.tensor(values).view(1, 1, 1, 4)
-    found = Normalizer([0.0], [1.0], ranges=[(0.0, 10.0)])(images)
+    found = Preprocessing([0.0], [1.0], ranges=[(0.0, 10.0)])(images)
     assert found.flatten().tolist() == [0.0, 1.0, 0.0, 0.0]

@@ -37,7 +37,7 @@ class Blur:
 
     def __init__(self, capacity_px: int = 10**9) -> None:
         self.scheme, self.device = SCHEME, torch.device("cpu")
-        self.pixels, self.threshold = RGB8, None
+        self.pixels, self.threshold, self.needs_whole = RGB8, None, False
         self.capacity_px = capacity_px
         self.asked: list[tuple[int, ...]] = []
 

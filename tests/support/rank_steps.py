@@ -27,7 +27,7 @@ from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionLovasz
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.launch import STORE_VARIABLE
@@ -115,7 +115,7 @@ def engine_of(
     device = own_device()
     model = build().double().to(device)
     mask_by_sample(model)
-    inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64).to(device))  # type: ignore[arg-type]
+    inner = NormalizedInput(model, Preprocessing(MEAN, STD, torch.float64).to(device))  # type: ignore[arg-type]
     network = TrainedNetwork(model, inner, device)  # type: ignore[arg-type]
     if ranks is not None:
         convert_sync_batchnorm(model)

@@ -12,14 +12,14 @@ from torch._inductor import codecache
 
 from segapp.errors import RunError
 from segapp.inference.sliding import NormalizedInput
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from tests.support.rank_runs import losses
 from tests.support.runs import differing, merged, train
 from tests.training.test_resume import final_state, stopped_and_resumed
 
 
 def compiled(num_bands: int = 3) -> NormalizedInput:
-    network = NormalizedInput(nn.Conv2d(num_bands, 2, 1), Normalizer((0.5,) * 3, (0.2,) * 3))
+    network = NormalizedInput(nn.Conv2d(num_bands, 2, 1), Preprocessing((0.5,) * 3, (0.2,) * 3))
     keys = list(network.state_dict())
     network.compile_training()
     assert list(network.state_dict()) == keys

@@ -5,6 +5,6 @@ import os
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise its import looks up newer versions online
 
 from segapp.datasets.augment.entries import BandValues
-from segapp.datasets.augment.pipeline import EvalTransform, TrainTransform
+from segapp.datasets.augment.pipeline import TrainTransform
 
-__all__ = ["BandValues", "EvalTransform", "TrainTransform"]
+__all__ = ["BandValues", "TrainTransform"]

@@ -1,4 +1,4 @@
-"""The transforms of training and evaluation: functions of an image, its mask and a seed; and their trial.
+"""The transforms of training: functions of an image, its mask and a seed; and their trial.
 
 Before a training, a list of transforms is tried on synthetic images: dtypes, sizes, class ids and seeds.
 
@@ -49,7 +49,6 @@ class TrainTransform:
         # If the first transform is a crop, image and mask may be objects that read windows of files.
         self.crops_first = bool(self.steps) and isinstance(self.steps[0], ScaledCrop)
         self.resize_px = None if self.crops_first else resize_px
-        self._resize = EvalTransform(self.resize_px)
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the augmented image (H, W, B) and mask (H, W) of the crop's size.
@@ -60,7 +59,7 @@ class TrainTransform:
         brightness, for example, would be correlated.
         """
         if not self.crops_first:
-            image, mask = self._resize(image, mask, seed)
+            image, mask = resized(image, mask, self.resize_px)
             image, mask = (each if each.flags.writeable else each.copy() for each in (image, mask))
         data: dict[str, Any] = {"image": image, "mask": mask, "aim": aim}
         for position, step in enumerate(self.steps):
@@ -79,17 +78,11 @@ def set_seed(step: Any, seed: int) -> None:
         set_seed(child, mix_seed(seed, position))
 
 
-class EvalTransform:
-    """Resizes image and mask to a height and width; None: not resized."""
-
-    def __init__(self, resize_px: tuple[int, int] | None = None) -> None:
-        self.resize_px = resize_px
-
-    def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
-        """Return the resized image (H, W, B) and mask (H, W); seed and aim are not used."""
-        if self.resize_px is None or self.resize_px == image.shape[:2]:
-            return image, mask
-        return resize(image, self.resize_px, cv2.INTER_LINEAR), resize(mask, self.resize_px, cv2.INTER_NEAREST_EXACT)
+def resized(image: Pixels, mask: Pixels, size_px: tuple[int, int] | None) -> tuple[Pixels, Pixels]:
+    """Return an image and its mask at a height and width; None: unchanged."""
+    if size_px is None or size_px == image.shape[:2]:
+        return image, mask
+    return resize(image, size_px, cv2.INTER_LINEAR), resize(mask, size_px, cv2.INTER_NEAREST_EXACT)
 
 
 _IDS = (3, 7)
@@ -114,7 +107,7 @@ def check_transform(
     for size_px in sorted(tried):
         pair = _drawn(size_px, image_type, mask_type)
         for seed in range(_NUM_SEEDS):
-            _try_steps(transform, *EvalTransform(transform.resize_px)(*pair, seed), seed)
+            _try_steps(transform, *resized(*pair, transform.resize_px), seed)
 
 
 def _drawn(size_px: tuple[int, int], image_type: tuple[int, Any], mask_type: Any) -> tuple[Pixels, Pixels]:

@@ -9,6 +9,7 @@ Shapes: N images, B bands, C classes, H x W pixels of an image, R rows of a stri
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ class TrainedPredictor:
         self.model, self.inference, self.scheme, self.device = model, inference, scheme, device
         self.threshold = inference.threshold
         self.pixels = pixels
+        self.needs_whole = inference.needs_whole
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of images (N, H, W, B).
@@ -93,7 +95,7 @@ def predict_image(
 ) -> NDArray[Any]:
     """Return the class ids (H, W) of an image (H, W, B), like `TrainedPredictor`; in tiles if `host` requires it."""
     height, width = image.shape[:2]
-    if host is None or host.fits(height * width, model, inference, device):
+    if host is None or inference.needs_whole or host.fits(height * width, model, inference, device):
         labels: NDArray[Any] = _infer_labels(model, inference, image[None], device)[0]
         return labels
     labels = np.empty((height, width), np.int32 if inference.multilabel else np.uint16)
@@ -115,7 +117,7 @@ def _views(
     model: SegmentationModel, inference: Inference, images: NDArray[Any], device: torch.device
 ) -> tuple[Tensor | list[View], tuple[int, int]]:
     planes = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(device)
-    return inference.views(model, inference.normalizer(planes))
+    return inference.views(model, planes)
 
 
 class EnsemblePredictor:
@@ -130,6 +132,7 @@ class EnsemblePredictor:
 
     def __init__(self, members: Iterable[tuple[str, TrainedPredictor]]) -> None:
         self.members: list[TrainedPredictor] = []
+        self.needs_whole = False
         first_name = ""
         for name, member in members:
             if not self.members:
@@ -143,6 +146,7 @@ class EnsemblePredictor:
             check_same_pixels(first_name, self.pixels, name, member.pixels)
             check_same_classes(first_name, self.scheme.names, name, member.scheme.names)
             self.members.append(member)
+            self.needs_whole |= member.needs_whole
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return class ids (N, H, W) of images (N, H, W, B), as `TrainedPredictor.labels` does."""
@@ -193,7 +197,12 @@ DEVICE_SHARE = 0.8
 
 
 def plan_workspace(predictor: Predictor) -> Workspace:
-    """Return the workspace, from the free memory and the memory that the network needs per pixel."""
+    """Return the workspace, from the free memory and the memory that the network needs per pixel.
+
+    It has no limit if the network sees images of any size at one size.
+    """
+    if predictor.needs_whole:
+        return Workspace(sys.maxsize)
     budget = float(host_budget())
     if gpu := gpu_of(predictor.device):
         budget = DEVICE_SHARE * gpu.free_and_total_bytes(predictor.device)[0]
@@ -233,7 +242,7 @@ def predict_strips(
         try:
             yield _strip(predictor, image, frame, rows, done, with_probabilities=with_probabilities)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if predictor.needs_whole or not is_out_of_memory(error):
                 raise
             accelerator_of(predictor.device).empty_cache()
             workspace.halve()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from segapp.assembly.criterion import criterion_of
 from segapp.assembly.devices import uses_channels_last
-from segapp.assembly.network import build_network, build_normalizer, check_sizes, put_adapters
+from segapp.assembly.network import build_network, build_preprocessing, check_sizes, put_adapters
 from segapp.assembly.optimizer import build_optimizer, build_parameter_groups
 from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import TrainedState
@@ -31,7 +31,7 @@ from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion
 from segapp.models import Critic, SegmentationModel
 from segapp.models.blocks import block_names
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel, SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute
@@ -257,8 +257,8 @@ class StepAssembler:
         if backend is None:
             backend = RealDevices(gradient_as_bucket_view=config.parallel.gradient_as_bucket_view)
         precision = Precision(config.train.precision, device)
-        normalizer = build_normalizer(config.data, precision.input_dtype).to(device)
-        inner = self._inner(parts, layout, backend, normalizer)
+        preprocessing = build_preprocessing(config.data, precision.input_dtype).to(device)
+        inner = self._inner(parts, layout, backend, preprocessing)
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)
         network = self._network(model, inner, layout, backend, ranks or Ranks(), criterion, precision)
         update = WeightUpdate(
@@ -289,14 +289,14 @@ class StepAssembler:
         return WeightAverage(model, self.config.train.ema, base)
 
     def _inner(
-        self, parts: StepParts, layout: StepLayout, backend: RealDevices, normalizer: Normalizer
+        self, parts: StepParts, layout: StepLayout, backend: RealDevices, preprocessing: Preprocessing
     ) -> NormalizedInput:
         """Return the network of one device, which takes stored images (N, B, H, W)."""
         config, model, device = self.config, parts.model, layout.devices[0]
         if self.teacher is None:
-            return NormalizedInput(model, normalizer, channels_last=uses_channels_last(config.train, model, device))
-        teacher = build_teacher(self.teacher, layout.devices, normalizer.dtype, backend.copy_to)
-        return build_distilled_input(config, model, normalizer, teacher, parts.critic, device)
+            return NormalizedInput(model, preprocessing, channels_last=uses_channels_last(config.train, model, device))
+        teacher = build_teacher(self.teacher, layout.devices, preprocessing.dtype, backend.copy_to)
+        return build_distilled_input(config, model, preprocessing, teacher, parts.critic, device)
 
     def _network(
         self,
@@ -325,7 +325,7 @@ class StepAssembler:
                 network = RankNetwork(model, wrap, device, ranks, split, has_masters=precision.name == "fp16")
             elif layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.
-                example = self._example().to(inner.normalizer.dtype).expand(2, -1, -1, -1)
+                example = self._example().to(inner.preprocessing.dtype).expand(2, -1, -1, -1)
                 place_stages(model, backend.stages(model, layout, example), rest=device, output_device=device)
                 network = TrainedNetwork(model, inner, device)
             else:
@@ -352,7 +352,9 @@ class StepAssembler:
         """Set how many samples each device needs; ConfigError if the split gives one fewer."""
         split = network.split_of(self.config.train.batch_size)
         if not self.config.parallel.sync_bn:
-            network.smallest_chunk = smallest_chunk(NormalizedInput(network.model, inner.normalizer), self._example())
+            network.smallest_chunk = smallest_chunk(
+                NormalizedInput(network.model, inner.preprocessing), self._example()
+            )
         if any(0 < size < network.smallest_chunk for size in split):
             raise ConfigError(
                 f"parallel: split {split} leaves a BatchNorm layer a single value per channel: set "

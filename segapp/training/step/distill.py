@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from segapp.accelerator import wide_dtype
 from segapp.assembly.devices import uses_channels_last
-from segapp.assembly.network import build_normalizer
+from segapp.assembly.network import build_preprocessing
 from segapp.assembly.pairs import build_pixels
 from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -35,7 +35,7 @@ from segapp.losses import (
     pixel_wise_divergence,
 )
 from segapp.models import Critic, SegmentationModel, critic_input, critic_size
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.optim import adam, set_lr
 from segapp.parallel import (
     DataParallelModel,
@@ -215,15 +215,15 @@ class Teacher:
     every step.
     """
 
-    def __init__(self, on: Mapping[torch.device, tuple[SegmentationModel, Normalizer]], sha256: str = "") -> None:
+    def __init__(self, on: Mapping[torch.device, tuple[SegmentationModel, Preprocessing]], sha256: str = "") -> None:
         self.sha256 = sha256
         self._on = dict(on)
 
     def __call__(self, images: Tensor, *, with_nodes: bool) -> tuple[Tensor, Tensor | None]:
         """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the nodes of the features if asked for."""
-        model, normalizer = self._on[images.device]
+        model, preprocessing = self._on[images.device]
         with torch.inference_mode():
-            heads, features = model.compute_with_features(normalizer(images))
+            heads, features = model.compute_with_features(preprocessing.normalize(images))
             nodes = node_features(features, PAIR_GRID) if with_nodes and features is not None else None
         # Autograd cannot save an inference tensor for the backward pass, but it can save a copy of these small ones.
         return heads[0].clone(), None if nodes is None else nodes.clone()
@@ -244,7 +244,7 @@ class DistilledInput(NormalizedInput):
     def __init__(
         self,
         model: SegmentationModel,
-        normalizer: Normalizer,
+        preprocessing: Preprocessing,
         teacher: Teacher,
         critic: Critic | None,
         *,
@@ -255,7 +255,7 @@ class DistilledInput(NormalizedInput):
         channels_last: bool,
         autocast: Callable[[], Any],
     ) -> None:
-        super().__init__(model, normalizer, channels_last=channels_last)
+        super().__init__(model, preprocessing, channels_last=channels_last)
         self.critic = critic
         self.teacher, self._autocast, self._factors = teacher, autocast, factors
         self._temperature, self._align_corners, self._critic_size = temperature, align_corners, critic_size
@@ -367,7 +367,7 @@ def build_teacher(
     model, data = trained.model.eval().requires_grad_(False), trained.config.data
     return Teacher(
         {
-            device: (put(model, device), build_normalizer(data, input_dtype).to(device))
+            device: (put(model, device), build_preprocessing(data, input_dtype).to(device))
             for device in dict.fromkeys(devices)
         },
         trained.sha256,
@@ -391,7 +391,7 @@ def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, i
 def build_distilled_input(
     config: RunConfig,
     model: SegmentationModel,
-    normalizer: Normalizer,
+    preprocessing: Preprocessing,
     teacher: Teacher,
     critic: Critic | None,
     device: torch.device,
@@ -401,7 +401,7 @@ def build_distilled_input(
     distill = config.distill
     return DistilledInput(
         model,
-        normalizer,
+        preprocessing,
         teacher,
         critic,
         factors=_factors(config),

@@ -14,7 +14,7 @@ import pytest
 
 from segapp.checkpoint.saver import Position
 from segapp.inference.sliding import Inference
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz
 from segapp.run.folder import RunFolder
@@ -28,7 +28,7 @@ from segapp.training.recovery import (
 )
 from tests.support.runs import events
 
-WHOLE = Inference(Normalizer((0.5,) * 3, (0.25,) * 3))
+WHOLE = Inference(Preprocessing((0.5,) * 3, (0.25,) * 3))
 """Whole images."""
 
 PAIRS = [

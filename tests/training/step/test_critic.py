@@ -16,7 +16,7 @@ from segapp.checkpoint.snapshot import snapshot
 from segapp.datasets.pool import Batch
 from segapp.models import Critic
 from segapp.models.critic import SelfAttention
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.optim import adam
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
@@ -84,9 +84,9 @@ def test_student_is_trained_to_high_scores_for_its_maps() -> None:
     critic, teacher = build().critic, Mock(return_value=(torch.rand(3, 2, 8, 8), None))
     student: Any = Student()
     sizes: Any = {"temperature": 1.0, "align_corners": True, "critic_size": (8, 8), "channels_last": False}
-    normalizer = Normalizer((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    preprocessing = Preprocessing((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
     inner = DistilledInput(
-        student, normalizer, teacher, critic, factors={"holistic": 0.5}, autocast=contextlib.nullcontext, **sizes
+        student, preprocessing, teacher, critic, factors={"holistic": 0.5}, autocast=contextlib.nullcontext, **sizes
     )
     _, terms, (_, fake) = inner(torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8))
     torch.testing.assert_close(terms[:, 0], -critic(fake))

@@ -23,7 +23,7 @@ from segapp.datasets.pool import Batch
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice
 from segapp.memory.counters import IDLE
-from segapp.models.normalizer import Normalizer
+from segapp.models.preprocessing import Preprocessing
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel, SampleMasks, mask_by_sample, set_recompute
 from segapp.parallel.distributed import Ranks
@@ -69,7 +69,7 @@ def engine_of(
     torch.manual_seed(0)
     numbers = Precision(precision, CPU)
     model = numbers.prepare(TinyNet(*extra))
-    inner = NormalizedInput(model, Normalizer(MEAN, STD, numbers.input_dtype))  # type: ignore[arg-type]
+    inner = NormalizedInput(model, Preprocessing(MEAN, STD, numbers.input_dtype))  # type: ignore[arg-type]
     network = TrainedNetwork(model, inner, CPU, ranks)  # type: ignore[arg-type]
     groups = [{"params": numbers.master_weights(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
     update = WeightUpdate(
@@ -245,7 +245,7 @@ def dropping_engine(num_devices: int = 1, mode: Any = "lockstep", criterion: Any
     model: Any = TinyNet(nn.Dropout2d(0.2), inside, DropPath(0.2)).double()
     mask_by_sample(model)
     set_recompute(model, [("body.2",), (), ("body.2",)][:num_devices])
-    inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64))
+    inner = NormalizedInput(model, Preprocessing(MEAN, STD, torch.float64))
     network = TrainedNetwork(model, inner, CPU)
     if num_devices > 1:
         network = ReplicatedNetwork(model, DataParallelModel(inner, ["cpu"] * num_devices, mode=mode, **split), CPU)

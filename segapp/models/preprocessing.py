@@ -1,0 +1,64 @@
+"""Preprocessing of images as stored in files, on the device that runs the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Preprocessing(nn.Module):
+    """From images as stored in files to the input of a network, in training, evaluation, prediction and export.
+
+    Values become (value - low) / (high - low), clipped to 0..1, and are then normalized with mean and standard
+    deviation. Without `ranges`, values are 0 to 255 and are not clipped. NaN, which float images may have for missing
+    data, becomes 0.
+
+    Args:
+        mean: Mean of each band, in 0..1.
+        std: Standard deviation of each band, in 0..1.
+        dtype: Dtype of the result.
+        ranges: Lowest and highest value of each band; None: 0 and 255.
+        resize_px: Height and width that the network sees of a whole image; None: those of the image. Crops of a
+            training have been resized with their image.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    low: Tensor
+    span: Tensor
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        dtype: torch.dtype = torch.float32,
+        ranges: Sequence[tuple[float, float]] | None = None,
+        resize_px: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.dtype, self.resize_px = dtype, resize_px
+        self.has_ranges = ranges is not None
+        top = 255 if ranges is None else 1
+        constants = {"scale": [1 / (top * s) for s in std], "shift": [m / s for m, s in zip(mean, std, strict=True)]}
+        if ranges is not None:
+            constants |= {"low": [low for low, _ in ranges], "span": [high - low for low, high in ranges]}
+        for name, values in constants.items():
+            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the input (N, B, h, w) of a network for whole images (N, B, H, W) with the dtype of the files."""
+        # A traced size is no number, and a comparison would make the trace valid for one size only.
+        is_traced = not isinstance(images.shape[-1], int)
+        if self.resize_px is not None and (is_traced or images.shape[-2:] != self.resize_px):
+            images = F.interpolate(images.to(torch.float32), self.resize_px, mode="bilinear", align_corners=False)
+        return self.normalize(images)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return normalized images with the same shape, from (N, B, H, W) with the dtype of the files."""
+        pixels = images.to(torch.float32, copy=True)
+        if self.has_ranges:
+            pixels.sub_(self.low).div_(self.span).nan_to_num_(nan=0.0).clamp_(0, 1)
+        return pixels.mul_(self.scale).sub_(self.shift).to(self.dtype)

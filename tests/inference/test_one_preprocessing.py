@@ -1,0 +1,125 @@
+"""What a network sees of an image is the same in every use, whatever key of the preprocessing is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import segapp
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import band_statistics, build_pixels
+from segapp.assembly.trained import TrainedModel, load_trained
+from segapp.commands.export import export_target
+from segapp.commands.predict import predictor_of
+from segapp.export.write import open_onnx
+from segapp.inference.predict.predictor import EnsemblePredictor
+from segapp.report.images import predict_pair
+from tests.support.runs import merged, train
+
+UNET = {
+    "library": "smp", "name": "Unet", "encoder": "tu-test_resnet", "aux": False,
+    "options": {"encoder_depth": 3, "decoder_channels": [16, 8, 8]},
+}  # fmt: skip
+KEYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "resize_px": {"data": {"resize_px": [32, 48]}},
+    "resize_px of a padded network": {"data": {"resize_px": [27, 35]}, "model": UNET},
+    "resize_px in windows": {"data": {"resize_px": [40, 56]}, "eval": {"slide": True, "slide_px": [24, 40]}},
+    "windows": {"eval": {"slide": True, "slide_px": [24, 40]}},
+    "mean and std": {"data": {"mean": [0.2, 0.5, 0.7], "std": [0.3, 0.2, 0.1]}},
+    "bands, dtype and range": {
+        "data": {
+            "bands": [3, 1],
+            "dtype": "uint16",
+            "value_range": [[500, 60000], [9000, 20000]],
+            "resize_px": [30, 46],
+        }
+    },
+    "orientation": {"data": {"resize_px": [32, 48], "mask_orientation": "upright"}},
+}
+EXPORTED = ("resize_px of a padded network", "bands, dtype and range")
+
+
+def draw(root: Path, key: str) -> None:
+    """Draws images of two sizes, upright or lying on their side; their masks are upright."""
+    rng = np.random.default_rng(4)
+    for split, sizes in {"train": [(43, 61)] * 4, "val": [(43, 61), (66, 37)]}.items():
+        for number, (height, width) in enumerate(sizes):
+            image = cv2.resize(rng.integers(0, 256, (6, 8, 3)).astype(np.uint8), (width, height))
+            for kind in ("images", "masks"):
+                (root / kind / split).mkdir(parents=True, exist_ok=True)
+            place = root / "images" / split / f"{number}.png"
+            if "dtype" in key:
+                cv2.imwrite(str(place), image.astype(np.uint16) * 251)
+            else:
+                exif = Image.Exif()
+                exif[0x0112] = 6 if key == "orientation" else 1  # stored turned by 90 degrees to the left
+                stored = np.rot90(image) if key == "orientation" else image
+                Image.fromarray(np.ascontiguousarray(stored)).save(place, exif=exif)
+            cv2.imwrite(str(root / "masks" / split / f"{number}.png"), (image[..., 0] // 86).astype(np.uint8))
+
+
+def by_hand(trained: TrainedModel, image: np.ndarray) -> torch.Tensor:
+    """Logits (C, H, W) in float64 of the stored bands of an upright image, whole."""
+    data, model = trained.config.data, trained.model.double()
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in band_statistics(data))
+    low, high = torch.tensor(build_pixels(data).ranges, dtype=torch.float64).T.reshape(2, -1, 1, 1)
+    pixels = torch.from_numpy(image.astype(np.float64)).permute(2, 0, 1)[None]
+    size = data.resize_px or image.shape[:2]
+    pixels = F.interpolate(pixels, size, mode="bilinear", align_corners=False)
+    pixels = (((pixels - low) / (high - low)).clamp(0, 1) - mean) / std
+    frame = model.suitable_size(*size)
+    with torch.no_grad():
+        logits = model.compute_logits(F.pad(pixels, (0, frame[1] - size[1], 0, frame[0] - size[0])))[0]
+    logits = F.interpolate(logits, frame, mode="bilinear", align_corners=True)[..., : size[0], : size[1]]
+    model.float()
+    return F.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=True)[0]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_one_image_has_one_prediction_in_every_use(key: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+    draw(tmp_path / "data", key)
+    sections = {**KEYS[key], "data": {"root": str(tmp_path / "data"), **KEYS[key].get("data", {})}}
+    config = merged(tiny, **sections, train={"epochs": 2})
+    assert train(config, tmp_path / "run") == 0
+    run, trained = str(tmp_path / "run"), load_trained(str(tmp_path / "run"))
+    network, predictor = segapp.load(run, device="cpu"), predictor_of(trained)
+    is_whole = "windows" not in key
+    formats = ("onnx", "pt2", "safetensors") if key in EXPORTED else ()
+    for format in formats:
+        export_target(run, tmp_path / f"net.{format}", format=None, argmax=False)
+    dataset = build_dataset(trained.config.data, trained.scheme, "val", is_training=False, seed=0)
+    segapp.predict(run, sorted((tmp_path / "data" / "images" / "val").iterdir()), out=tmp_path / "out", save="labels")
+    matrix = np.zeros((3, 3), np.int64)
+    for index, size in enumerate([(43, 61), (66, 37)]):
+        path = tmp_path / "data" / "images" / "val" / f"{index}.png"
+        image, target, labels = predict_pair(trained, dataset, index)  # of the report
+        assert labels.shape == target.shape == size
+        found = {
+            "files": cv2.imread(str(tmp_path / "out" / "labels" / f"{index}.png"), cv2.IMREAD_UNCHANGED),
+            "path": network.predict(path),
+            "array": network.predict(image),
+            "ensemble": EnsemblePredictor([("a", predictor), ("b", predictor)]).labels(image[None])[0],
+        }
+        decided = np.ones(size, bool)
+        if is_whole:
+            logits = by_hand(trained, image)
+            best = logits.topk(2, 0)
+            decided = (best.values[0] - best.values[1] > 1e-3).numpy()
+            assert decided.mean() > 0.95
+            found["by hand"] = best.indices[0].numpy()
+        if formats:
+            pt2 = torch.export.load(tmp_path / "net.pt2").module(check_guards=False)
+            found["onnx"] = open_onnx(tmp_path / "net.onnx")(image[None])[0].argmax(0)
+            found["pt2"] = pt2(torch.from_numpy(image[None].copy()))[0].argmax(0).numpy()
+            found["safetensors"] = segapp.load(tmp_path / "net.safetensors", device="cpu").predict(path)
+        assert {name: int((each != labels)[decided].sum()) for name, each in found.items()} == dict.fromkeys(found, 0)
+        np.add.at(matrix, (target[target < 3], labels[target < 3]), 1)
+    np.testing.assert_array_equal(segapp.evaluate(run).confusion, matrix)
