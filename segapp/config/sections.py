@@ -72,7 +72,7 @@ class DataConfig(Section):
     """Height and width of a training crop, after resize_px and scale. Most models need multiples of 32. Change it if
     objects are larger than a crop, or to trade context for memory."""
     resize_px: HeightWidth | None = None
-    """Height and width at which the network sees each image; null: the size on disk. Predictions have the image's own
+    """Height and width at which the model sees each image; null: the size on disk. Predictions have the image's own
     size again, and evaluations compare them at that size. Change it if images are much larger than a crop and the
     details do not matter."""
     scale: tuple[PositiveFloat, PositiveFloat] = (0.5, 2.0)

@@ -144,7 +144,7 @@ class Inference:
 
     @property
     def needs_whole(self) -> bool:
-        """True if the network sees the whole image at another size, so that no part of it can be computed alone."""
+        """True if the network sees the whole image at another size, so that parts of it cannot be computed one by one."""
         return self.preprocessing.resize_px is not None
 
     @property
@@ -164,8 +164,8 @@ class Inference:
         """Return low-resolution logits of stored images (N, B, H, W), and the size to which they are upsampled.
 
         The logits are (N, C, h, w) or a list of views, as `upsample_argmax` and related functions take them. The size
-        (H', W') includes the padding at the bottom and right for models that accept only certain sizes; of images that
-        are resized, it is theirs.
+        (H', W') includes the padding at the bottom and right for models that accept only certain sizes. For
+        images that `data.resize_px` resizes, it is the size of the stored images.
         """
         seen, whole = self.preprocessing(images), (images.shape[-2], images.shape[-1])
         views, size = self.views_of_input(model, seen)

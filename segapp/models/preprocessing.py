@@ -21,8 +21,8 @@ class Preprocessing(nn.Module):
         std: Standard deviation of each band, in 0..1.
         dtype: Dtype of the result.
         ranges: Lowest and highest value of each band; None: 0 and 255.
-        resize_px: Height and width that the network sees of a whole image; None: those of the image. Crops of a
-            training have been resized with their image.
+        resize_px: Height and width at which the network sees a whole image; None: the image's own. Crops of a training
+            have been resized with their image.
     """
 
     scale: Tensor
