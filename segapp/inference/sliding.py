@@ -144,7 +144,7 @@ class Inference:
 
     @property
     def needs_whole(self) -> bool:
-        """True if the network sees the whole image at another size, so that parts of it cannot be computed one by one."""
+        """True if the network sees the whole image at another size, so that no part can be computed on its own."""
         return self.preprocessing.resize_px is not None
 
     @property
