@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
 
 import torch
 
@@ -24,15 +23,13 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import most_workers, plan_workers, sample_seconds
 from segapp.datasets.orientation import Turns
 from segapp.datasets.pool import LoadOptions
-from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
+from segapp.datasets.resources import cores_of_rank, evenly_spread, shared_bytes_of_rank
 from segapp.datasets.sampling import Order, aimed_order
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from segapp.places import own_folder, place_of
 from segapp.run.files import machine_id
-
-Item = TypeVar("Item")
 
 NUM_TRIED = 4
 """Number of custom data set images that are read before a training to check them and to get their sizes."""
@@ -66,14 +63,14 @@ def build_dataset(
 
     if is_component(data.format):
         source = own_data(data, split)
-        chosen = _chosen(range(len(source)), most)
+        chosen = evenly_spread(range(len(source)), most)
         own = SegmentationDataset(source.pairs(chosen), scheme, pixels=pixels, seed=seed)
         first_sizes = own.sizes(range(min(len(own), NUM_TRIED)))  # each is read for that
         own.transform, own.mix = _transform(data, scheme, first_sizes, pixels, is_training=is_training), mix
         own.targets, own.largest_px = read(source.pairs(), first_sizes), _largest(first_sizes)
         return own
     every_pair = build_pairs(data, split)
-    pairs = _chosen(every_pair, most)
+    pairs = evenly_spread(every_pair, most)
     turns = Turns(scheme.mask_orientation)
     sizes = check_pairs(pairs, pixels, turns=turns)
     targets = read(every_pair, sizes)
@@ -129,11 +126,6 @@ def _transform(
     if data.augment is not None:
         check_transform(transform, sizes_px, (pixels.num_bands, pixels.numpy_dtype), scheme.dtype)
     return transform
-
-
-def _chosen(items: Sequence[Item], most: int | None) -> Sequence[Item]:
-    """Return at most `most` items, evenly spread."""
-    return items if most is None else items[:: max(1, len(items) // max(most, 1))][:most]
 
 
 def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, int]]:

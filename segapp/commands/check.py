@@ -17,6 +17,7 @@ from rich.text import Text
 from segapp.assembly.pairs import (
     build_location,
     build_pairs,
+    build_pixels,
     build_scheme,
     check_splits_apart,
     split_names,
@@ -27,7 +28,7 @@ from segapp.custom.names import is_component
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, kinds_of_pixels, measure_ranges, reduced_pixels
-from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, examine, group_findings
+from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, check_ranges, examine, group_findings
 from segapp.datasets.layouts.formats import split_list
 from segapp.datasets.layouts.pairing import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -55,6 +56,9 @@ def check_data(config: RunConfig, *, as_json: bool) -> int:
     measured, problem = _measure(data, next(name for name in splits if splits[name]), splits)
     if problem is not None:
         before.append(problem)
+    elif data.dtype == "uint8" or data.value_range is not None:
+        for name, pairs in splits.items():
+            before += check_ranges(name, pairs, scheme, build_pixels(data))
     with progress_bar(sum(map(len, splits.values())), "reading", unit="pair") as progress:
         read = itertools.count(1)
         reports = examine(

@@ -25,12 +25,12 @@ from segapp.datasets.files import ImagePair, check_pair, jpeg_damage, read_bytes
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.windows import Windows, image_windows, mask_blocks
+from segapp.datasets.images.windows import Windows, compare_ranges, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown, summary_of_ids
 from segapp.datasets.orientation import Fit, Header, Turns
 from segapp.datasets.own_data import OwnPair
-from segapp.datasets.resources import side_by_side
+from segapp.datasets.resources import evenly_spread, side_by_side
 from segapp.datasets.targets import (
     MaskCounts,
     Targets,
@@ -196,6 +196,25 @@ def examine(
             )
         )
     return reports
+
+
+def check_ranges(split: str, pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelFormat) -> list[DataProblem]:
+    """Return the findings of `compare_ranges` in up to 16 images; of a large TIFF, only nine squares are read."""
+    samples, most_values = list[NDArray[Any]](), 2**25  # decoding them takes half a second
+    for pair in evenly_spread(pairs, 16):
+        with contextlib.suppress(DataError):  # reported when it is used
+            slow = pair.read(scheme, pixels)[0] if isinstance(pair, OwnPair) else image_windows(pair.image, pixels)
+            image: Any = read_image(pair.image, pixels) if slow is None else slow
+            most_values -= image.size if slow is None else 2**23
+            if isinstance(image, Windows):
+                tops, lefts = (np.linspace(0, max(0, length - 64), 5, dtype=int)[1:4] for length in image.shape[:2])
+                image = np.concatenate([image[y : y + 64, x : x + 64] for y in tops for x in lefts])
+            samples.append(image.reshape(-1, pixels.num_bands)[:: image.size // 2**17 | 1].copy())
+        if most_values <= 0:
+            break
+    move = "train with a data.value_range that fits, or scale the images"
+    found = compare_ranges(samples, pixels)
+    return [DataProblem(severity, "pixels", split, f"{split}: {bands}: {move}") for severity, bands in found]
 
 
 def _examine_pair(pair: ImagePair, scheme: ClassScheme, pixels: PixelFormat) -> _Examined:

@@ -90,6 +90,11 @@ class ThreadPool(ThreadPoolExecutor):
             time.sleep(0.0005)
 
 
+def evenly_spread(items: Sequence[Item], most: int | None) -> Sequence[Item]:
+    """Return at most `most` items, evenly spread; None: all."""
+    return items if most is None else items[:: max(1, len(items) // max(most, 1))][:most]
+
+
 def side_by_side(
     function: Callable[[Item], Result], items: Sequence[Item], num_threads: int, num_together: int = 16
 ) -> Iterator[Result]:

@@ -21,12 +21,13 @@ from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import LiveSettings, RunConfig, config_hash
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
+from segapp.datasets.inspection import check_ranges
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.sampling import Order
 from segapp.datasets.targets import ClassFrequencies, cached_frequencies, class_weights
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, DataError
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.models.network import BaseReference
 from segapp.parallel.distributed import Ranks
@@ -265,6 +266,11 @@ def _build_datasets(
         )
     val_set = build_dataset(config.data, scheme, val_split, is_training=False, most=num_val, **common)
     check_splits_apart(config.data, train_set.pairs, val_set.pairs)
+    for split, dataset in ((train_split, train_set), (val_split, val_set)):
+        for problem in check_ranges(split, dataset.pairs, scheme, dataset.pixels):
+            if problem.severity == "error":
+                raise DataError(problem.message, key="data.value_range")
+            dataset.notes = [*dataset.notes, problem.message]
     return train_set, val_set
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,7 +17,9 @@ import pytest
 from segapp.__main__ import main
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.files import ImagePair
-from segapp.datasets.inspection import SplitReport, examine, find_copies
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.windows import compare_ranges
+from segapp.datasets.inspection import SplitReport, check_ranges, examine, find_copies
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks, summary_of_ids
@@ -209,7 +212,54 @@ def test_check_command_lists_all_findings_and_exits_3(root: Path, said: Said) ->
     assert (code, report["errors"], report["warnings"]) == (3, 2, 0)
     assert [f["kind"] for f in report["findings"]] == ["unreadable", "leak"]
     assert len(report["class_weights"]["enet"]) == 3
-    assert "2 errors" in said()[1]
+    code, out = said("data.value_range=[[-40, -3]]")
+    assert out.count("100.0% of the values are clipped to [-40, -3] (measured: ") == 6, "3 bands of 2 splits"
+    assert "4 errors" in out
+
+
+FITTING = {
+    (-8, 7): [-9, 7] * 499 + [-8, 7],
+    (0.1, 0.7): [0.1, 0.7] * 500,
+    (0, 255): [0] * 999 + [90],
+    (0, 1e4): [0, 200] * 500,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "ends", "expected"),
+    [
+        ([9] * 505 + [0] * 485 + [5] * 10, (4, 6), "error: band 6: 99.0% of the values are clipped to [4, 6] (mea"),
+        ([9] * 989 + [5] * 11, (4, 6), "warning: band 6: 98.9% of the values are clipped to [4, 6] (measured: 5 to 9)"),
+        ([-9] * 500 + [7] * 500, (-8, 7), "warning: band 6: 50.0% of the values are clipped to [-8, 7]"),
+        ([math.nan] * 990 + [3] * 9 + [math.inf], (0, 1), "error: band 6: 100.0% of the values are clipped"),
+        ([0, 199] * 500, (0, 10_000), "warning: band 6: the values fill under 2% of [0, 10000] (measured: 0 to 199)"),
+        ([7] * 1000, (0, 255), "warning: band 6: the values fill under 2% of [0, 255] (measured: 7 to 7)"),
+    ],
+)
+def test_band_that_does_not_fit_its_range_is_named(
+    values: list[float], ends: tuple[float, float], expected: str
+) -> None:
+    """Other bands are silent: 49.9 % clipped, all values at the ends, a bright dot, 2 % filled, only NaN."""
+    bands = [*FITTING.values(), [math.nan] * 1000, values]
+    pixels = PixelFormat((1, 2, 3, 4, 5, 6), "float32", (*FITTING, (0, 1), ends))
+    (found,) = compare_ranges(np.array_split(np.array(bands, np.float32).T, 3), pixels)
+    assert ": ".join(found).startswith(expected)
+
+
+@pytest.mark.parametrize(("side", "names"), [(8, range(0, 160, 10)), (3400, [0]), (1900, [0, 10, 20, 30])])
+def test_few_images_are_compared_with_the_range(
+    side: int, names: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_names: list[str] = []
+
+    def count(path: Path, pixels: PixelFormat) -> np.ndarray[Any, Any]:
+        read_names.append(path.name)
+        return np.broadcast_to(np.uint8(3), (side, side, 3))
+
+    monkeypatch.setattr("segapp.datasets.inspection.read_image", count)
+    pairs = [ImagePair(Path(str(number)), None, "") for number in range(160)]
+    (found,) = check_ranges("train", pairs, SCHEME, RGB8)
+    assert (read_names, found.severity) == ([*map(str, names)], "warning")
 
 
 def test_lists_that_do_not_fit_the_data_are_errors_of_check(said: Said) -> None:

@@ -78,10 +78,29 @@ def test_evaluation_prediction_and_export_agree(
     assert overlay.shape == (*tifffile.imread(images / "0.tif").shape[:2], 3)
 
 
-def test_prediction_of_other_pixels_is_refused(run: Path, tmp_path: Path) -> None:
+def test_pixels_are_compared_with_those_of_the_training(
+    run: Path, data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training refuses a clipped band and names a narrow one; predict has a line for each range of an ensemble."""
+    clipped, narrow = [[0, 4000], [0, 4000], [3500, 9000], [0, 4000]], [[0, 9000], [0, 4000], [0, 4000], [0, 900_000]]
+    with pytest.raises(
+        DataError, match=r"^train: band 3: 100\.0% of the values .* \[3500, 9000\] \(measured: "
+    ) as refused:
+        train(config_of(data, data={"value_range": clipped}), tmp_path / "refused")
+    assert refused.value.exit_code == 3
+    assert train(config_of(data, data={"value_range": narrow}, train={"steps": 1}), tmp_path / "other") == 0
+    said = [each["message"].partition(" fill")[0] for each in events(tmp_path / "other", "alert")]
+    assert said == ["train: band 4: the values", "val: band 4: the values"]
+    for number in range(3):
+        image = tifffile.imread(Path(data["root"]) / f"images/val/{number}.tif") + np.array([4001, 0, 0, 0], np.uint16)
+        tifffile.imwrite(tmp_path / f"{number}.tif", image, photometric="minisblack", planarconfig="contig")
+    targets, options = [str(run), str(tmp_path / "other")], PredictOptions()
+    predict_target(targets, find_images([tmp_path / "?.tif"])[0], tmp_path / "out", options)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: images: ")]
+    assert [line[14:39] for line in notes] == ["band 1: 100.0% of the val", "band 4: the values fill u"]
     Image.new("RGB", (40, 40)).save(tmp_path / "rgb.png")
     with pytest.raises(DataError, match=r"uint8 with 3 bands, data\.dtype is uint16"):
-        predict_target([str(run)], find_images([tmp_path / "rgb.png"])[0], tmp_path / "out", PredictOptions())
+        predict_target(targets, find_images([tmp_path / "rgb.png"])[0], tmp_path / "out", options)
 
 
 def test_cached_samples_of_bands_equal_decoded_ones(

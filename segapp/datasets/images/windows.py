@@ -1,7 +1,7 @@
 """Large TIFFs read in windows: only the requested part of an image or a mask is decoded.
 
 A file that cannot be read, or does not have the pixel format of the data set, raises DataError. `measure_ranges` finds
-the usual range of the values of each band.
+the usual range of the values of each band, and `compare_ranges` compares values with `data.value_range`.
 
 Shapes: H, W height and width in pixels; B bands.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from segapp.datasets.images.reading import bands_of, pixels_of, read_image
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import Ids, UnknownIdsError, count_values, read_masks, train_ids, unknown_ids_error
-from segapp.datasets.resources import READERS, side_by_side
-from segapp.errors import DataError
+from segapp.datasets.resources import READERS, evenly_spread, side_by_side
+from segapp.errors import DataError, some_names
 
 LARGE_PX = 2**22
 """Number of pixels from which an image is read in windows; decoding a smaller one takes a few milliseconds."""
@@ -156,7 +156,7 @@ def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, .
     """
     samples = []
     problem: DataError | None = None
-    for path in paths[:: max(1, len(paths) // _MAX_IMAGES)][:_MAX_IMAGES]:
+    for path in evenly_spread(paths, _MAX_IMAGES):
         try:
             samples.append(_spread_pixels(path, pixels))
         except DataError as error:
@@ -171,20 +171,35 @@ def _spread_pixels(path: Path, pixels: PixelFormat) -> np.ndarray:
     """Return pixels (K, B) of an image, evenly spread."""
     image = image_windows(path, pixels) or read_image(path, pixels)
     step = max(1, math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _MAX_PX)))
-    if isinstance(image, np.ndarray):
-        return image[::step, ::step].reshape(-1, pixels.num_bands)
-    blocks = [image[rows][-rows.start % step :: step, ::step] for rows in image.row_blocks()]
+    row_blocks = image.row_blocks() if isinstance(image, Windows) else [slice(0, None)]
+    blocks = [image[rows][-rows.start % step :: step, ::step] for rows in row_blocks]
     return np.concatenate(blocks).reshape(-1, pixels.num_bands)
 
 
 def _range(values: np.ndarray, *, is_whole: bool) -> Range:
     finite = values[np.isfinite(values)]
     low, high = (float(value) for value in np.percentile(finite, PERCENTILES)) if finite.size else (0.0, 1.0)
-    if is_whole:
-        low, high = float(math.floor(low)), float(math.ceil(high))
-    else:
-        low, high = float(f"{low:.5g}"), float(f"{high:.5g}")
-    return (low, high) if high > low else (low, low + 1.0)
+    low, high = (math.floor(low), math.ceil(high)) if is_whole else (float(f"{low:.5g}"), float(f"{high:.5g}"))
+    return (float(low), float(high)) if high > low else (float(low), low + 1.0)
+
+
+def compare_ranges(samples: Sequence[Pixels], pixels: PixelFormat) -> list[tuple[Literal["error", "warning"], str]]:
+    """Return the bands of sampled pixels (K, B) that do not fit `data.value_range`, as one error or warning, or none.
+
+    It is an error if 99 % of a band's values are clipped, so that the network gets a constant. A warning: half of them
+    are, as in a CT window, or they fill less than 2 % of the range. NaN and infinite values do not count.
+    """
+    found: dict[Literal["error", "warning"], list[str]] = {"error": [], "warning": []}
+    for band, (low, high) in enumerate(pixels.ranges if samples else ()):
+        values = np.concatenate([each[np.isfinite(each[:, band]), band] for each in samples])
+        ends = np.percentile(values, (0, *PERCENTILES, 100)) if values.size else (low, low, high, high)
+        first, last = ends[1:3] if ends[1] < ends[2] else ends[::3]  # the extremes of a few bright dots on black
+        clipped = np.count_nonzero((values < low) | (values > high)) / max(1, values.size)
+        if clipped >= 0.5 or min(last, high) - max(first, low) < 0.02 * (high - low):
+            what = f"{clipped:.1%} of the values are clipped to" if clipped >= 0.5 else "the values fill under 2% of"
+            line = f"band {band + 1}: {what} [{low:.10g}, {high:.10g}] (measured: {first:.5g} to {last:.5g})"
+            found["error" if clipped >= 0.99 else "warning"].append(line)
+    return [(severity, some_names(lines, 3)) for severity, lines in found.items() if lines][:1]
 
 
 def measure_pixels(

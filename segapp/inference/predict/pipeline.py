@@ -20,8 +20,9 @@ import numpy as np
 from PIL import Image
 
 from segapp.accelerator import accelerator_of, gpu_of
-from segapp.datasets.files import read_header
+from segapp.datasets.files import ImagePair, read_header
 from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.inspection import check_ranges
 from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
@@ -78,6 +79,9 @@ def predict_files(
     """
     workspace = workspace or plan_workspace(predictor)
     job = _Job(predictor, plan, workspace, batch or (1 if gpu_of(predictor.device) is None else MAX_BATCH), progress)
+    pairs = [ImagePair(file.path, None, file.name) for file in files]
+    for pixels in dict.fromkeys(each.pixels for each in getattr(predictor, "members", [predictor])):
+        job.tally.notes += [found.message for found in check_ranges("images", pairs, plan.scheme, pixels)]
     start = time.perf_counter()
     if plan.polygons is not None and plan.polygons.format == "coco":
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from segapp.datasets.augment import TrainTransform
 from segapp.datasets.dataset import SegmentationDataset, TensorOnDisk
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels, Range
+from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import _spread_pixels, image_windows, mask_blocks, mask_windows, measure_ranges
-from segapp.datasets.inspection import SplitReport, examine
+from segapp.datasets.inspection import SplitReport, check_ranges, examine
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import UnknownIdsError, read_mask
 from segapp.errors import DataError
@@ -127,6 +129,25 @@ def test_ranges_are_of_images_from_the_whole_list(tmp_path: Path) -> None:
     for number, path in enumerate(paths):
         tifffile.imwrite(path, np.full((3, 5), number, np.uint16))
     assert measure_ranges(paths, PixelFormat((1,), "uint16")) == ((0.0, 126.0),), "every other one, of at most 64"
+
+
+def test_squares_of_a_large_image_are_compared_with_the_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine around the middle, of 64 x 64 pixels; the clipped border is not read."""
+    image = np.full((*SIZE, 2), 9, np.int16)
+    image[60:-60, 70:-70] = [[5, -3]]
+    tifffile.imwrite(tmp_path / "image.tif", image, photometric="minisblack", planarconfig="contig")
+    places: list[tuple[int, int]] = []
+
+    def count(path: Path, bands: Sequence[int], window: Window | None = None) -> Pixels:
+        assert window is not None
+        places.append((window[0].start, window[1].start))
+        return read_bands(path, bands, window)
+
+    monkeypatch.setattr(windows_module, "read_bands", count)
+    pixels = PixelFormat((1, 2), "int16", ((0.0, 9.0), (0.0, 9.0)))
+    (found,) = check_ranges("val", [ImagePair(tmp_path / "image.tif", None, "image")], SCHEME, pixels)
+    assert places == [(top, left) for top in (34, 69, 104) for left in (63, 126, 189)]
+    assert found.message.startswith("val: band 2: ")
 
 
 def test_windows_of_coloured_masks_hold_the_ids_of_the_whole(tmp_path: Path) -> None:
