@@ -119,7 +119,7 @@ def _transform(
     """
     if not is_training:
         return None
-    bands = None if pixels.is_rgb8 else BandValues(pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
+    bands = BandValues(None if pixels.is_rgb8 else pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
     transform = TrainTransform(
         data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
     )

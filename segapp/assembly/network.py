@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +15,17 @@ from segapp.assembly.pairs import band_statistics, build_pixels, build_scheme
 from segapp.bounds import allowed_bytes
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
 from segapp.compat.torch import TorchDispatchMode, dispatch_modes
-from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, validate_config
+from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, load_config, validate_config
+from segapp.config.sections import IMAGENET
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import available_bytes
 from segapp.errors import CheckpointError, ConfigError, some_names
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
+from segapp.models.by_name import expected_statistics
 from segapp.models.preprocessing import Preprocessing
-from segapp.models.weights import load_weights, peek_tensors
+from segapp.models.weights import CONFIG_KEY, load_weights, peek_tensors, read_metadata
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run
 from segapp.run.words import size
@@ -49,8 +52,10 @@ def build_network(
     """
     weights = section.weights if with_weights else None
     run = None
-    if weights is not None and (Path(weights).is_dir() or is_run(Path("runs") / weights) or holds_adapters(weights)):
+    if weights is not None and (Path(weights).is_dir() or is_run(Path("runs") / weights)):
         run = weights
+    elif weights is not None and Path(weights).suffix == ".pt" and (saved := saved_config(weights)) is not None:
+        run = weights if saved.model.adapters else None
     most_bytes = available_bytes() or 2**63
     if weights_file is not None:  # whose values may have half of the bytes of float32
         most_bytes = min(most_bytes, allowed_bytes(file_bytes=weights_file.stat().st_size // 8))
@@ -240,12 +245,35 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
     return model if saved.model.adapters is None else merge_adapters(model), saved, scheme
 
 
-def holds_adapters(text: str) -> bool:
-    """Return True if a `model.weights` value is a checkpoint file of a training with adapters."""
-    with contextlib.suppress(Exception):  # a foreign or damaged file is reported when it is read
-        state = peek_tensors(Path(text)) if Path(text).suffix == ".pt" else {}
-        return bool(state["config"]["model"].get("adapters"))
-    return False
+def saved_config(weights: str) -> RunConfig | None:
+    """Return the config of the training of a run, a checkpoint or an exported file; None for other weights."""
+    path = Path(weights)
+    with contextlib.suppress(Exception):  # foreign and damaged files are reported when they are loaded
+        if not path.is_file():
+            return load_config(find_run(weights).config_yaml)
+        state = read_metadata(path) if path.suffix.lower() == ".safetensors" else peek_tensors(path)
+        config = state[CONFIG_KEY]
+        return validate_config(json.loads(config) if isinstance(config, str) else config)
+    return None
+
+
+def with_statistics(config: RunConfig, file: Path | None = None) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the config with the `data.mean` and `data.std` that it leaves out, and a note if they are not ImageNet's.
+
+    `file`, or else the initial weights, give the numbers of their training, or named weights the ones that they expect.
+    """
+    data, model, initial = config.data, config.model, config.model.weights or config.model.weights_backbone
+    if data.mean and data.std:
+        return config, ()
+    files = [str(each) for each in (file, initial) if each and (each == model.weights or Path(each).is_file())]
+    if (saved := next(filter(None, map(saved_config, files)), None)) is not None and saved.data.mean and saved.data.std:
+        mean, std = saved.data.mean, saved.data.std
+    else:
+        mean, std = expected_statistics(model.library, model.name, model.encoder, initial) if initial else IMAGENET
+    raw, source = config.model_dump(mode="json"), f"{file or initial} ({model.encoder or model.name})"
+    note = f"data.mean = {[*mean]}, data.std = {[*std]}: the weights {source} expect these, not ImageNet's"
+    raw["data"] |= {"mean": data.mean or mean, "std": data.std or std}
+    return validate_config(raw), () if (mean, std) == IMAGENET else (note,)
 
 
 def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) -> None:
@@ -263,11 +291,8 @@ def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) ->
     except (CheckpointError, ConfigError) as error:
         raise error.reworded(f"{key}: {error}") from None
     try:
-        config = checkpoint.state.get("config") or {}
-        if config.get("model", {}).get("adapters"):
-            state = restored_network(checkpoint)[0].state_dict()
-        else:
-            state = network_state(checkpoint.state)
+        adapters = (checkpoint.state.get("config") or {}).get("model", {}).get("adapters")
+        state = restored_network(checkpoint)[0].state_dict() if adapters else network_state(checkpoint.state)
     except KeyError:
         raise CheckpointError(
             f"{key}: {checkpoint.path} holds no model: it was not written by segapp train",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from segapp.config import DataConfig
+from segapp.config.sections import IMAGENET
 from segapp.custom.loading import DataSource, build_part
 from segapp.custom.names import is_component
 from segapp.datasets.files import ImagePair, shared_images, shown
@@ -45,9 +46,9 @@ def build_pixels(data: DataConfig) -> PixelFormat:
 
 
 def band_statistics(data: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return `data.mean` and `data.std` for each band."""
+    """Return `data.mean` and `data.std`, by default ImageNet's, for each band."""
     num_bands = 3 if data.bands is None else len(data.bands)
-    return per_band(data.mean, num_bands), per_band(data.std, num_bands)
+    return per_band(data.mean or IMAGENET[0], num_bands), per_band(data.std or IMAGENET[1], num_bands)
 
 
 def build_location(data: DataConfig) -> DataLocation:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from segapp.assembly.devices import choose_devices, with_precision
-from segapp.assembly.network import build_inference, build_network, find_checkpoint, restored_network
+from segapp.assembly.network import build_inference, build_network, find_checkpoint, restored_network, with_statistics
 from segapp.assembly.own_parts import changed_parts
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, check_code, load_runnable, validate_config
@@ -20,12 +20,9 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
-from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
+from segapp.models.weights import CONFIG_KEY, load_weights, read_metadata, read_weights_file, sha256_of
 from segapp.precision import Precision
 from segapp.run.words import printable
-
-CONFIG_KEY = "config"
-"""Key of the complete config, as JSON, in a safetensors file's metadata."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
 
 
 def _from_weights(path: Path, config: RunConfig) -> TrainedState:
+    config, notes = with_statistics(config, path)
     scheme = build_scheme(config.data)
     model = build_network(
         config.model,
@@ -129,7 +127,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
             "give weights of the whole model for these classes, or train them first with model.weights",
             path=path,
         )
-    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"))
+    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"), messages=notes)
 
 
 def _config_of(path: Path) -> RunConfig:

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from segapp import __version__
 from segapp.assembly.pairs import band_statistics, build_pairs, build_pixels, own_data, split_names
-from segapp.assembly.trained import CONFIG_KEY, TrainedModel, load_trained
+from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.custom.names import is_component
 from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words, without_secrets
 from segapp.export.info import ExportInfo
 from segapp.export.write import CheckResult, Format, write_export, write_weights
+from segapp.models.weights import CONFIG_KEY
 from segapp.run.folder import run_of_file
 from segapp.run.words import printable
 

@@ -148,11 +148,6 @@ def _num_bands(config: RunConfig) -> int:
     return len(config.data.bands or (1, 2, 3))
 
 
-def _one_per_band(config: RunConfig, values: Sequence[float]) -> str:
-    num_bands = _num_bands(config)
-    return f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
-
-
 def _is_ignored_by_augment(config: RunConfig, key: str) -> bool:
     """Return True if a key of the built-in transforms is changed, although `data.augment` replaces them."""
     return config.data.augment is not None and getattr(config.data, key) != DataConfig.model_fields[key].default
@@ -185,8 +180,6 @@ _DATA: tuple[Rule, ...] = (
     ("data.value_range", lambda c: c.data.value_range and len(c.data.value_range) not in {1, _num_bands(c)},
      lambda c: f"has {len(c.data.value_range or ())} pairs for {_num_bands(c)} bands: "
      "give one for all, or one for each"),
-    ("data.mean", lambda c: len(c.data.mean) not in {3, _num_bands(c)}, lambda c: _one_per_band(c, c.data.mean)),
-    ("data.std", lambda c: len(c.data.std) not in {3, _num_bands(c)}, lambda c: _one_per_band(c, c.data.std)),
     *((f"data.{key}", partial(_is_ignored_by_augment, key=key),
        "is for the built-in transforms, not for data.augment: write it into the list there")
       for key in ("scale", "hflip", "photometric")),
@@ -338,6 +331,10 @@ def _problems_of_lists(config: RunConfig) -> Iterator[tuple[str, str]]:
     data, loss, mode = config.data, config.loss, config.parallel.mode
     for pair in (list(pair) for pair in data.value_range or () if pair[0] >= pair[1]):
         yield "data.value_range", f"{pair} is not [lowest, highest]: the second must be larger"
+    num_bands = _num_bands(config)
+    for key, values in (("data.mean", data.mean), ("data.std", data.std)):
+        if values is not None and len(values) not in {3, num_bands}:
+            yield key, f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
     yield from _label_map_problems(data)
     if mode != "auto":
         yield from ((feature.key, feature.problem(mode)) for feature in unsupported(config, mode))

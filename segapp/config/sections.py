@@ -53,6 +53,10 @@ else:
 MAX_LABELS = 31
 """Maximum number of classes of `data.multilabel`: a target holds them as the bits of an int32."""
 
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+IMAGENET: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of the images on which most backbones are pretrained, in RGB from 0 to 1."""
+
 
 class DataConfig(Section):
     """`data:` the data set, its augmentation and its loading."""
@@ -108,11 +112,11 @@ class DataConfig(Section):
     value_range: Annotated[tuple[tuple[Number, Number], ...], Field(min_length=1)] | None = None
     """Lowest and highest pixel value of each band, or one pair for all bands. They are mapped to 0 and 1 before mean
     and std, and values outside are clipped; null: [[0, 255]]. Change it to the range that segapp check measures."""
-    mean: Annotated[tuple[Number, ...], Field(min_length=1)] = (0.485, 0.456, 0.406)
-    """Mean that normalization subtracts, one number per band, for values from 0 to 1. The default is ImageNet's for
-    RGB; bands beyond RGB get the average of the three, and so do images with fewer than three bands. Change it if
-    pretrained weights expect other values."""
-    std: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (0.229, 0.224, 0.225)
+    mean: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
+    """Mean that normalization subtracts, one number per band, for values from 0 to 1; null: the mean that the initial
+    weights expect, or ImageNet's without them. Bands beyond RGB get the average of the three numbers, and so do images
+    with fewer than three bands. Change it if a weights file expects other values."""
+    std: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
     """Standard deviation by which normalization divides, one number per band, as for data.mean. Change it together with
     data.mean."""
     classes: list[str] | None = None

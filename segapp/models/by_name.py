@@ -1,18 +1,20 @@
 """`build_model`: a network with its weights, from names; custom networks (`model.library: python`)."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from segapp.config.sections import IMAGENET, Statistics
 from segapp.custom.loading import build_part
 from segapp.errors import CheckpointError, ConfigError
 from segapp.losses.additive import heads_of
 from segapp.models.eomt import build_eomt
 from segapp.models.from_smp import build_smp
-from segapp.models.from_torchvision import build_torchvision
+from segapp.models.from_torchvision import build_torchvision, split_name
 from segapp.models.inspection import inspect_model
 from segapp.models.names import unknown_name
 from segapp.models.network import SegmentationModel
@@ -147,18 +149,14 @@ def build_model(
 
 def _load(model: SegmentationModel, key: str, weights: str, *, is_partial: bool) -> None:
     """Load the weights of a config key, `model.weights` or `model.weights_backbone`, and record the report."""
-    module: nn.Module = model
+    encoder, module, prefix, what = model.encoder_name, model.backbone_module, "", f"backbone {model.encoder_name}"
+    members, files = _torchvision_weights(encoder), {} if model.library == "torchvision" else _hub_files(encoder)
     if key == "model.weights":
-        prefix, what = model.backbone_prefix, f"weights of {model.name}"
-        name = f"{model.name.partition('_')[0]}_{model.encoder_name}"
-        named = _torchvision_weights(name, key) if model.library == "torchvision" else {}
-    else:
-        module, prefix, what = model.backbone_module, "", f"weights of backbone {model.encoder_name}"
-        named = _torchvision_weights(model.encoder_name, key)
-        if model.library != "torchvision":
-            for name, (repo_id, revision) in _hub_files(model.encoder_name).items():
-                named[name] = partial(fetch_hub_file, repo_id, revision, name, key)
-    state = read_weights_file(_locate(weights, named, what, key), key)
+        module, prefix, what = model, model.backbone_prefix, model.name
+        members, files = _torchvision_weights(f"{model.name.partition('_')[0]}_{encoder}"), {}
+    named = {name: partial(fetch_url, each.url, name, key) for name, each in members.items()}
+    named |= {name: partial(fetch_hub_file, *file, name, key) for name, file in files.items()}
+    state = read_weights_file(_locate(weights, named, f"weights of {what}", key), key)
     report = load_weights(module, state, weights, key, prefix, is_partial=is_partial, in_channels=model.in_channels)
     model.load_reports += (report,)
 
@@ -180,14 +178,29 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
     raise error.reworded(f"{error}; or give the path of a file")
 
 
-def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
-    """Return torchvision's named weights for a model, each with a function that fetches its file."""
+def _torchvision_weights(name: str) -> Mapping[str, Any]:
+    """Return torchvision's named weights for a model."""
     from torchvision.models import get_model_weights, list_models
 
-    if name not in list_models():
-        return {}
-    members = get_model_weights(name).__members__  # with aliases: DEFAULT is one
-    return {member: partial(fetch_url, weights.url, member, key) for member, weights in members.items()}
+    return get_model_weights(name).__members__ if name in list_models() else {}  # with aliases: DEFAULT is one
+
+
+def expected_statistics(library: str, name: str, encoder: str | None, weights: str) -> Statistics:
+    """Return the mean and std that named weights expect; for a file, those that the encoder's usual weights expect."""
+    encoder = split_name(name, encoder)[1] if library == "torchvision" else str(encoder)
+    expected: Any = None
+    if members := _torchvision_weights(encoder):
+        expected = members.get(weights.rpartition("Weights.")[2], members["DEFAULT"]).transforms()
+    elif encoder.startswith("tu-"):
+        import timm
+
+        with suppress(RuntimeError):  # an unknown tag is reported when the encoder is built
+            expected = timm.get_pretrained_cfg(encoder.removeprefix("tu-"))
+    elif encoder.startswith("dpn"):  # smp has these numbers only in files on its hub
+        return (124 / 255, 117 / 255, 104 / 255), (1 / (0.0167 * 255),) * 3
+    elif weights == "advprop" or encoder.startswith(("inception", "xception", "timm-tf_", "timm-mobilenetv3")):
+        return (0.5,) * 3, (0.5,) * 3
+    return IMAGENET if expected is None else (tuple(expected.mean), tuple(expected.std))
 
 
 def _hub_files(encoder: str) -> dict[str, tuple[str, str | None]]:
@@ -199,6 +212,4 @@ def _hub_files(encoder: str) -> dict[str, tuple[str, str | None]]:
         settings = encoders[encoder]["pretrained_settings"]
         return {name: (each["repo_id"], each["revision"]) for name, each in settings.items()}
     config = timm.get_pretrained_cfg(encoder.removeprefix("tu-")) if encoder.startswith("tu-") else None
-    if config is None or not config.hf_hub_id:
-        return {}
-    return dict.fromkeys(("imagenet", "DEFAULT"), (config.hf_hub_id, None))
+    return dict.fromkeys(("imagenet", "DEFAULT"), (config.hf_hub_id, None)) if config and config.hf_hub_id else {}

@@ -79,7 +79,7 @@ def build_torchvision(
     from torchvision.models.segmentation.fcn import FCNHead
     from torchvision.models.segmentation.lraspp import LRASPPHead
 
-    family, backbone_name = _split_name(name, encoder)
+    family, backbone_name = split_name(name, encoder)
     own = _HEAD_OPTIONS[family]
     accepted = (*own, *(_RESNET_OPTIONS if not backbone_name.startswith("mobilenet") else _MOBILENET_OPTIONS))
     check_options(options, accepted, f"torchvision {family} with backbone {backbone_name}")
@@ -121,7 +121,7 @@ def torchvision_backbones() -> list[str]:
     return [name for name in list_models() if get_model_builder(name).__module__ in modules]
 
 
-def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
+def split_name(name: str, encoder: str | None) -> tuple[str, str]:
     """Return family and backbone of a model's name."""
     family, _, backbone_name = name.partition("_")
     if name not in torchvision_names() and (family not in FAMILIES or backbone_name not in torchvision_backbones()):

@@ -39,6 +39,8 @@ MAX_NAMES = 100
 """Maximum number of names of each kind in an event."""
 _MAX_VALUES = 2**22  # in a file of tensors; a state of ten thousand tensors has two hundred thousand
 HUB_FILE = "model.safetensors"
+CONFIG_KEY = "config"
+"""Key of the complete config, as JSON, in a safetensors file's metadata."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from segapp import __version__
 from segapp.accelerator import GPUS, gpu_of
 from segapp.assembly.data import data_timeout_s
 from segapp.assembly.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
+from segapp.assembly.network import with_statistics
 from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.assembly.pairs import build_scheme, count_images, split_names
 from segapp.checkpoint.training_state import (
@@ -122,6 +123,7 @@ def _check_before_start(request: TrainRequest) -> None:
     if saved is None:
         return
     path, state = saved
+    config, _ = with_statistics(config, path)
     config = _with_saved(config, state, "precision") if config.train.precision == "auto" else config
     if not config.train.batch_size:
         config = _with_saved(config, state, "batch_size", "accumulate")
@@ -364,11 +366,12 @@ def _restored_trainer(
     config = request.config
     if checkpoint is not None and config.train.precision == "auto":
         config = _with_saved(config, checkpoint.state, "precision")
+    config, notes = with_statistics(config, None if checkpoint is None else checkpoint.file)
     if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
         print("planning the memory (some seconds)", flush=True)
     config, saved_plan = resolve_auto(config, folder, devices, context.device_memory.devices, ranks)
     if ranks.is_main:
-        _note_plan(folder, config, saved_plan)
+        _note_plan(folder, config, saved_plan, notes)
     stage.is_saved = checkpoint is not None
     if ranks.world_size > 1 and ranks.is_main:
         report_reverted_split(folder, context.event_log)
@@ -423,11 +426,11 @@ def _watched(
         yield
 
 
-def _note_plan(folder: RunFolder, config: RunConfig, saved_plan: SavedMemoryPlan | None) -> None:
-    """Save the config without its `auto`, and print what the plan chose."""
+def _note_plan(folder: RunFolder, config: RunConfig, saved_plan: SavedMemoryPlan | None, notes: Sequence[str]) -> None:
+    """Save the config without its `auto`, and print the notes and what the plan chose."""
     folder.write_config(dump_config(config))
-    for note in saved_plan.notes if saved_plan is not None else ():
-        print(note, flush=True)
+    for note in (*notes, *(saved_plan.notes if saved_plan is not None else ())):
+        print(printable(note), flush=True)
     if config.train.recompute == "auto" and (saved_plan is None or saved_plan.recompute is None):
         print("train.recompute = auto: the memory of the devices is unknown, so nothing is recomputed", flush=True)
 

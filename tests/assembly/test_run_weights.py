@@ -1,33 +1,120 @@
-"""`model.weights` names a run: its best checkpoint, its average, and what is refused."""
+"""Initial weights from runs and files: a run's best checkpoint, its average, what is refused, and mean and std."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import timm
 import torch
 
-from segapp.assembly.network import build_network
-from segapp.config import RunConfig, validate_config
+import segapp
+from segapp.assembly.data import build_dataset
+from segapp.assembly.network import build_network, build_preprocessing, with_statistics
+from segapp.assembly.pairs import build_scheme
+from segapp.assembly.trained import load_trained
+from segapp.commands.export import export_target
+from segapp.config import RunConfig, load_config
 from segapp.errors import CheckpointError, ConfigError
-from tests.support.runs import train
+from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
+from segapp.run.folder import RunFolder
+from segapp.session.request import TrainRequest
+from segapp.session.session import run_session
+from tests.support.runs import merged, train
+
+MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 
 
 @pytest.fixture(scope="module")
 def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     data = {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0}
-    config = validate_config(
-        {
-            "name": "teacher",
-            "data": {**data, "crop_px": [32, 64]},
-            "model": {"library": "smp", "name": "FPN", "encoder": "resnet18"},
-            "train": {"epochs": 1, "batch_size": 5, "ema": 0.5},
-        }
+    config = merged(
+        {"name": "teacher", "model": {"library": "smp", "name": "FPN", "encoder": "resnet18"}},
+        data={**data, "crop_px": [32, 64], "mean": MEAN, "std": STD},
+        train={"epochs": 1, "batch_size": 5, "ema": 0.5},
     )
     folder = tmp_path_factory.mktemp("home") / "runs" / "teacher"
     assert train(config, folder) == 0
     return config, folder
+
+
+@pytest.fixture(scope="module")
+def half(run: tuple[RunConfig, Path]) -> tuple[RunConfig, Path]:
+    """A run whose backbone comes from a file for a timm model, which expects 0.5 and not ImageNet's numbers."""
+    folder = run[1].with_name("half")
+    torch.save(timm.create_model("test_resnet").state_dict(), folder.with_name("backbone.pt"))
+    model = {"encoder": "tu-test_resnet", "weights_backbone": str(folder.with_name("backbone.pt"))}
+    config = merged(run[0].model_dump(mode="json"), data={"mean": None, "std": None}, model=model)
+    assert train(config, folder) == 0
+    return config, folder
+
+
+def by_hand(target: Path, image: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
+    """The class probabilities of a run for an image that is normalized here."""
+    normal = (torch.from_numpy(image / 255) - torch.tensor(mean)) / torch.tensor(std)
+    model = load_trained(str(target)).model
+    with torch.no_grad():
+        logits = model(normal.permute(2, 0, 1)[None].float())[0]
+    return torch.nn.functional.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=True).softmax(1)[0]
+
+
+def test_mean_and_std_of_the_weights_stay_with_the_run(
+    run: tuple[RunConfig, Path], half: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config, folder = half
+    monkeypatch.setattr("segapp.assembly.network.expected_statistics", lambda *_: pytest.fail("resolved again"))
+    assert (
+        run_session(TrainRequest(merged(config.model_dump(mode="json"), train={"epochs": 2}), RunFolder(folder))) == 0
+    )
+    own = load_config(folder / "config.yaml").data
+    assert (own.mean, own.std) == ((0.5,) * 3, (0.5,) * 3)
+    image = np.random.default_rng(1).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    expected = [by_hand(folder, image, (0.5,) * 3, (0.5,) * 3), by_hand(run[1], image, MEAN, STD)]
+    export_target(str(folder), tmp_path / "net.safetensors", format=None, argmax=False)
+    for target in (folder, tmp_path / "net.safetensors"):
+        found = segapp.load(target).probabilities(image)
+        np.testing.assert_allclose(found, expected[0], atol=1e-5)
+    members = [load_trained(str(each)) for each in (folder, run[1])]
+    ensemble = EnsemblePredictor(
+        (str(i), TrainedPredictor(each.model, each.inference, each.scheme, each.device))
+        for i, each in enumerate(members)
+    )
+    np.testing.assert_allclose(ensemble.probabilities(image[None])[0], sum(expected) / 2, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "weights", "expected"),
+    [
+        ("weights", "teacher", (MEAN, STD)),
+        ("weights", "runs/teacher/checkpoints/last.pt", (MEAN, STD)),
+        ("weights_backbone", "runs/teacher/checkpoints/best.pt", (MEAN, STD)),
+        ("weights_backbone", "teacher", ((0.5,) * 3, (0.5,) * 3)),  # which names no run there
+        ("weights_backbone", None, ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))),
+    ],
+)
+def test_mean_and_std_come_from_the_weights_that_are_loaded(
+    run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, key: str, weights: str | None, expected: Any
+) -> None:
+    monkeypatch.chdir(run[1].parents[1])
+    plain = run[0].model_dump(mode="json")
+    model = {"encoder": "tu-test_resnet", key: weights}
+    for named in ({}, {"std": (0.7, 0.8, 0.9)}):
+        config, notes = with_statistics(merged(plain, model=model, data={"mean": None, "std": None, **named}))
+        assert (config.data.mean, config.data.std) == (expected[0], named.get("std", expected[1]))
+        assert [note.partition(":")[0] for note in notes] == [
+            f"data.mean = {[*expected[0]]}, data.std = {[*expected[1]]}"
+        ] * (weights is not None)
+
+
+def test_padding_of_a_crop_is_near_zero_for_the_network(run: tuple[RunConfig, Path]) -> None:
+    data = run[0].data.model_copy(update={"crop_px": (90, 90), "scale": (1.0, 1.0), "photometric": False})
+    sample = build_dataset(data, build_scheme(data), "train", is_training=True, seed=0)[0, 0]
+    is_padding = (sample.target == 255).all(1)
+    assert 20 < is_padding.sum() < 90
+    normal = build_preprocessing(data, torch.float32)(sample.image[None])[0, :, is_padding]
+    assert normal.abs().max() < 1 / 255 / min(STD)
 
 
 @pytest.mark.parametrize("is_name", [True, False])

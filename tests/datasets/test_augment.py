@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from segapp.config import DataConfig
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.augment.crop import MEAN_COLOR, AxisPlan, ScaledCrop, largest_share
+from segapp.datasets.augment.crop import AxisPlan, ScaledCrop, largest_share
 from segapp.datasets.augment.entries import PhotometricChange, color_matrix
 from tests.support.drawn_data import draw_image, draw_mask
 
@@ -242,7 +242,7 @@ def cropped(step: ScaledCrop, data: dict[str, Any], ignore_index: int) -> dict[s
     return A.Compose([
         A.Crop(columns.start, rows.start, columns.stop, rows.stop),
         A.Resize(*drawn["shown_px"], cv2.INTER_LINEAR, **NEAREST),
-        A.Pad((left, above, right, below), fill=MEAN_COLOR, fill_mask=ignore_index),
+        A.Pad((left, above, right, below), fill=(124, 116, 104), fill_mask=ignore_index),
     ])(**data)  # fmt: skip
 
 

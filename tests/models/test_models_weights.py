@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
+from segapp.models.by_name import expected_statistics
 from segapp.models.keys import KeyMap
 from segapp.models.weights import LoadReport, check_reachable, fetch_hub_file, fetch_url, read_weights_file
 
@@ -284,6 +285,28 @@ def test_named_weights_are_downloaded_once_and_verified(hub, monkeypatch):
     file.rename(hub / renamed.rsplit("/", 1)[-1])
     assert read_weights_file(fetch_url(renamed, "DEFAULT", "model.weights")).keys() == published.keys()
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("encoder", "weights", "twin"),
+    [
+        ("tu-mobilevit_xs", "DEFAULT", "mobilevit_xs.cvnets_in1k"),
+        ("tu-vit_small_patch16_clip_224.nothing", "net.pt", "resnet50.tv_in1k"),  # a tag that does not exist
+        ("resnext101_32x8d", "swsl", "resnet50.tv_in1k"),
+        ("dpn92", "imagenet+5k", "dpn92.mx_in1k"),
+        ("xception", "net.pt", "legacy_xception.tf_in1k"),
+        ("inceptionresnetv2", "imagenet+background", "inception_resnet_v2.tf_in1k"),
+        ("efficientnet-b3", "advprop", "tf_efficientnet_b3.ap_in1k"),
+        ("timm-efficientnet-b3", "noisy-student", "tf_efficientnet_b3.ns_jft_in1k"),
+        ("timm-tf_efficientnet_lite2", "imagenet", "tf_efficientnet_lite2.in1k"),
+        ("timm-mobilenetv3_large_100", "net.pt", "tf_mobilenetv3_large_100.in1k"),
+    ],
+)
+def test_weights_expect_the_mean_and_std_that_timm_lists(encoder, weights, twin):
+    listed = timm.get_pretrained_cfg(twin)
+    assert expected_statistics("smp", "Unet", encoder, weights) == (listed.mean, listed.std)
+    features = expected_statistics("smp", "Unet", "vgg16", "VGG16_Weights.IMAGENET1K_FEATURES")
+    assert features == ((0.48235, 0.45882, 0.40784), (1 / 255,) * 3)  # torchvision's own, for values up to 255
 
 
 def test_named_encoder_weights_of_smp_come_from_its_hub(tmp_path, monkeypatch):

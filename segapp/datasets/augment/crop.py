@@ -13,9 +13,6 @@ from pydantic import BaseModel, Field, field_validator
 
 from segapp.datasets.images.pixel_format import Pixels
 
-MEAN_COLOR = (124, 116, 104)
-"""ImageNet's mean color: padding with this color is about zero after normalization."""
-
 Side = Annotated[int, Field(ge=1)]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -62,7 +59,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
             is used.
         ignore_index: Mask value of padding.
         resize_px: Height and width to which every image is resized before the random scale; None: not resized.
-        fill: Padding value of each band.
+        fill: Padding value of each band, by default ImageNet's mean color.
 
     Raises:
         ValueError: A size is not positive, or a range or a share is impossible.
@@ -93,7 +90,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         cat_max_ratio: float = 0.75,
         ignore_index: int = 255,
         resize_px: tuple[int, int] | None = None,
-        fill: tuple[float, ...] = MEAN_COLOR,
+        fill: tuple[float, ...] = (124, 116, 104),
     ) -> None:
         super().__init__(p=1.0)
         self.crop_px = crop_px

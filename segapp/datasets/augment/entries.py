@@ -112,9 +112,9 @@ Entry = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class BandValues:
-    """Values of images that are not 8-bit RGB."""
+    """Values of the bands of images."""
 
-    ranges: tuple[tuple[float, float], ...]  # lowest and highest usual value of each band
+    ranges: tuple[tuple[float, float], ...] | None  # lowest and highest usual value of each band; None: 8-bit RGB
     fill: tuple[float, ...]  # padding value of each band
 
 
@@ -142,7 +142,7 @@ class TransformBuilder:
 
     crop_px: tuple[int, int]  # height and width of a `ScaledCrop` whose entry gives none
     ignore_index: int  # mask value outside the image
-    bands: BandValues | None = None  # values of images that are not 8-bit RGB
+    bands: BandValues | None = None  # None: 8-bit RGB that is normalized with ImageNet's mean
     # One sentence for each problem: the entry, the argument, and what to do
     problems: list[str] = field(default_factory=list)
 
@@ -230,7 +230,7 @@ class TransformBuilder:
         if kind is ScaledCrop:
             return given if self.bands is None else {**given, "fill": self.bands.fill}
         if kind is PhotometricChange:
-            return {} if self.bands is None else {"ranges": self.bands.ranges}
+            return {} if self.bands is None or self.bands.ranges is None else {"ranges": self.bands.ranges}
         defaults: dict[str, Any] = {}
         if "fill_mask" in parameters and parameters["fill_mask"].default is not None:
             defaults["fill_mask"] = self.ignore_index

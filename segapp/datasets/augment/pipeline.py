@@ -28,7 +28,7 @@ class TrainTransform:
         ignore_index: Mask value outside the image.
         resize_px: Height and width to which every image is resized first; None: not resized. A `ScaledCrop` at the
             beginning of the list includes this, so the image is resampled only once.
-        bands: Values of images that are not 8-bit RGB.
+        bands: Values of the bands; None: 8-bit RGB that is normalized with ImageNet's mean.
 
     Raises:
         ConfigError: Entries are wrong; the error lists all problems.

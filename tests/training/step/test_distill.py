@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from segapp import failpoints
+from segapp.assembly.network import build_network, build_preprocessing
+from segapp.assembly.trained import read_trained
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CheckpointError, ConfigError, RunError, SegappError
@@ -20,9 +22,11 @@ from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
+from segapp.training.step.distill import build_distilled_input, build_teacher
 from tests.support.runs import differing, events, merged, segapp, train
 
 DP = {"mode": "dp", "devices": ["cpu"] * 3}
+CPU = torch.device("cpu")
 
 
 def student(tiny: dict[str, Any], teacher: Path, penalty: str = "wgan-gp", **sections: Any) -> RunConfig:
@@ -129,6 +133,19 @@ def test_resumed_distillation_is_bitwise_equal(
     assert not differing(whole["model"], parts["model"])
     assert not differing(whole["distillation"], parts["distillation"])
     assert parts["distillation"]["critic"]["num_steps"] == 3
+
+
+def test_student_and_teacher_have_their_own_mean_and_std(base: dict[str, Any], teacher: Path) -> None:
+    own: Any = {"distill": {"pair_wise": 0, "holistic": 0}, "train": {"precision": "fp32"}}
+    config = student(base, teacher, **own, data={"mean": [0.2, 0.3, 0.4], "std": [0.6, 0.5, 0.4]})
+    trained, model = read_trained(str(teacher)), build_network(config.model, 3).eval()
+    taught = build_teacher(trained, [CPU], torch.float32)
+    inner = build_distilled_input(config, model, build_preprocessing(config.data, torch.float32), taught, None, CPU)
+    images = torch.randint(256, (2, 3, 48, 64), dtype=torch.uint8)
+    with torch.no_grad():
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in ([0.2, 0.3, 0.4], [0.6, 0.5, 0.4]))
+        logits = model((images / 255 - mean) / std)[0], trained.model((images / 255 - 0.5) / 0.25)[0]
+        torch.testing.assert_close(inner(images)[1][:, 0], pixel_wise_divergence(*logits))
 
 
 def test_unusable_teacher_is_refused(base: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
