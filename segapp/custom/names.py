@@ -45,13 +45,14 @@ def is_file_name(where: str) -> bool:
 def resolved_near(name: str, folder: Path) -> str:
     """Return `./file.py:factory` with the path from the current folder if the file is in `folder`.
 
+    The path is absolute if it would begin with `..`: a run stores it, and its folder would be taken for `folder` then.
     Names that do not begin with `./` or `../` are returned as they are.
     """
     where, attribute = split_name(name)
     if not (is_file_name(where) and where.startswith(("./", "../"))):
         return name
-    path = folder / where
-    return f"{os.path.normpath(path if path.is_file() else where)}:{attribute}"
+    found = os.path.normpath(path if (path := folder / where).is_file() else where)
+    return f"{os.path.abspath(found) if path.is_file() and found.startswith('..') else found}:{attribute}"
 
 
 def find_source(name: str) -> Path | None:

@@ -90,7 +90,7 @@ def read_sources(name: str) -> Sources | None:
     module, above = where, where.count(".") + (source.name == "__init__.py")
     if is_file_name(where):
         module, above = source.stem, 0
-        if not module.isidentifier():
+        if not module.isidentifier() or module == "__main__":
             raise ConfigError(f"{name}: {module} is not a valid module name: rename the file, e.g. to my_parts.py")
     root, num_bytes = source.parents[above].resolve(), 0
     files, waiting = dict[str, SourceFile](), [module]

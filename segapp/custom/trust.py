@@ -124,7 +124,9 @@ def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Collection[
 
     def is_known(code: NamedCode) -> bool:
         first, _, exact = code.marks
-        if exact in accepted or (not code.has_changed and (code.name in typed or "1" in accepted)):
+        if exact in accepted or code.has_changed:
+            return exact in accepted
+        if code.name in typed or "1" in accepted:
             return True
         known = [line[1:] for line in record if line[0] == first]
         was_here = not is_stored and any(where == here for _, where in known)

@@ -264,8 +264,10 @@ def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[Rec
 
 def remove_answered(folder: Path | str, answered: Container[str], limit_s: float = math.inf) -> bool:
     """Remove the files of commands whose final answers were written; return False if there was no time for all."""
-    inbox, deadline_s = Path(folder) / "commands", time.monotonic() + limit_s
-    for name in (name for name in _names_in(inbox) if _id_of(name) in answered):
+    inbox = Path(folder) / "commands"
+    names = [name for name in _names_in(inbox) if _id_of(name) in answered]
+    deadline_s = time.monotonic() + limit_s  # counted from here: the list of many files may take as long
+    for name in names:
         if time.monotonic() > deadline_s:
             return False
         remove_quietly(inbox / name)

@@ -31,7 +31,7 @@ class Inbox:
         self._path = None if folder is None else folder.path
         self._event_log = event_log
         self._handled: set[str] = set()
-        self._polled_s = -POLL_S
+        self._next_poll_s = 0.0
         self._answered: set[str] = set()
         self._syncs_left = _SYNCS_PER_POLL
         self._has_files = True  # of answered commands
@@ -43,14 +43,14 @@ class Inbox:
     def take(self, *, is_due: bool = False) -> list[ReceivedCommand]:
         """Return the new commands in the order of sending, each once.
 
-        The folder is read at most four times per second unless it is due.
+        The folder is read at most four times per second, and for at most a third of the time, unless it is due.
         """
-        now_s = time.monotonic()
-        if self._path is None or not (is_due or now_s - self._polled_s >= POLL_S):
+        began_s = time.monotonic()
+        if self._path is None or not (is_due or began_s >= self._next_poll_s):
             return []
-        self._polled_s = now_s
         self.remove_answered()
         commands = drain_commands(self._path, self._handled)
+        self._next_poll_s = began_s + max(POLL_S, 3 * (time.monotonic() - began_s))
         if self._is_disk_full():  # only so many answers can wait for it
             commands = [received for received in commands if received.command and received.command.kind != "set"]
         self._handled.update(received.id for received in commands)

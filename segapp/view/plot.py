@@ -1,6 +1,7 @@
 """The curves that a chart can show: metrics of a run, their extremes per column, scales and ticks. Numbers only."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -231,7 +232,9 @@ def _round_step(rough: float) -> float:
 
 
 def _log_ticks(bottom: float, top: float, count: int) -> list[float]:
-    low, high = math.floor(math.log10(bottom)), math.ceil(math.log10(top))
+    if not 0 < bottom < top < math.inf:
+        return []
+    low, high = math.floor(math.log10(bottom)), min(math.ceil(math.log10(top)), sys.float_info.max_10_exp)
     decades = range(low, high + 1)
     factors = (1, 2, 5) if len(decades) * 3 <= 2 * count + 4 else (1,)
     every = max(1, len(decades) // max(count, 1))

@@ -104,6 +104,7 @@ def test_source_is_found_without_an_import(folder: Path) -> None:
         ("def make(): pass", "own_e:mak", "has no 'mak': did you mean make?"),
         ("WIDTH = 3", "own_f:WIDTH", "is a int: name a class or a function"),
         ("x = 1", "own-g.py:x", "rename the file"),
+        ("x = 1", "__main__.py:x", "rename the file"),
         ("x = 1", "random.py:x", "Python finds another module random .* before .*random.py: rename the file"),
         ("open('own_j.py', 'w').close(); __import__('own_j')", "own_h:f", "own_j: .* name it in an import statement"),
         ("#" * 2**24 + "\nx = 1", "own_i.py:x", "own_i.py: .* more than 16 MiB: install them as a package"),

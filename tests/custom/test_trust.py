@@ -460,17 +460,26 @@ def test_compiled_module_next_to_accepted_code_does_not_run(name: str, own: list
     assert output_of(LOAD) == "accepted accepted"
 
 
+CHECK = """
+from pathlib import Path
+from segapp.custom.trust import NamedCode, check_known
+named = {'loss.name': NamedCode('own_part.py:make', {})}
+check_known(named, Path('c.yaml').resolve(), ['own_part.py:make'], is_stored=False)
+"""
 CHANGED = f"""
 import os, subprocess, sys
 from pathlib import Path
 from segapp.custom.loading import load_part
 from segapp.custom.trust import NamedCode, accept_code
-accept_code([NamedCode('own_part.py:make', {{}}), NamedCode('own_part.py:late', {{}})])
+config = Path('c.yaml').resolve()
+config.touch()
+accept_code([NamedCode('own_part.py:make', {{}}), NamedCode('own_part.py:late', {{}})], config)
 Path(sys.argv[1]).parent.mkdir(exist_ok=True)
 Path(sys.argv[1]).write_text({PLANTED!r})
 {CALLS}
 os.environ['SEGAPP_TRUST_PARTS'] += ' 1'
-print(subprocess.run([sys.executable, '-P', '-c', {LOAD!r}], capture_output=True, text=True).stderr)
+for code in ({LOAD!r}, {CHECK!r}):
+    print(subprocess.run([sys.executable, '-P', '-c', code], capture_output=True, text=True).stderr)
 """
 
 
@@ -481,6 +490,7 @@ def test_content_that_changes_after_the_comparison_does_not_run(name: str) -> No
     here, child = output_of(CHANGED, name).split("\n", 1)
     assert here == "accepted accepted"
     assert "own_part.py:make is code that was not accepted, or not with this content" in child
+    assert "UnknownCodeError" in child, "neither is it the user's own edit"
     assert "planted" in output_of("import own_part; print(own_part.make(), own_part.late())", is_safe=False)
 
 

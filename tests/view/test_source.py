@@ -84,7 +84,8 @@ def test_slice_that_reads_the_last_block_has_caught_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("skew_s", [-86_400.0, -7200.0, 7200.0, 3.2e8])
 @pytest.mark.parametrize(
-    ("named_s", "lock_s", "state"), [(None, None, "live"), (4e9, 4e9, "live"), (1e9, 1.1e9, "busy")]
+    ("named_s", "lock_s", "state"),
+    [(None, None, "live"), (4e9, 4e9, "live"), (1e9, 1.1e9, "busy"), (1.1e9, 1e9, "busy")],
 )
 def test_set_clock_does_not_change_the_state(
     tmp_path: Path, skew_s: float, named_s: float | None, lock_s: float | None, state: str

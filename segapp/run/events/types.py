@@ -17,8 +17,8 @@ MAX_EVENTS_BYTES = 4 * 2**30
 """A longer file is refused: a training on eight GPUs writes about 0.1 GiB per day."""
 
 
-Text = Annotated[str, BeforeValidator(lambda value: encodable(value) if isinstance(value, str) else value)]
-"""Text that can be encoded as UTF-8; undecodable bytes of file names become visible escapes."""
+Text = Annotated[str, BeforeValidator(lambda value: encodable(value[:4000]) if isinstance(value, str) else value)]
+"""The first 4000 characters of a text, in UTF-8; undecodable bytes of file names become visible escapes."""
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of steps or epochs; exact as a float."""
