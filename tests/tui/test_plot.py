@@ -75,6 +75,8 @@ def test_drawn_curve_has_no_holes(y: list[float], num_rows: int) -> None:
         (Scale(0.01, 100.0, is_log=True), 5, [0.01, 0.1, 1.0, 10.0, 100.0]),
         (Scale(1e-4, 1e4, is_log=True), 4, [1e-4, 1e-2, 1.0, 1e2, 1e4]),
         (Scale(2.5, 4.5, is_log=True), 4, [2.5, 3.0, 3.5, 4.0, 4.5]),
+        (Scale(1e300, 1.7e308, is_log=True), 4, [1e300, 1e302, 1e304, 1e306, 1e308]),
+        (Scale(1.0, math.inf, is_log=True), 4, []),
     ],
 )
 def test_ticks_are_round_numbers(scale: Scale, count: int, ticks: list[float]) -> None:
