@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -252,7 +253,10 @@ class Network:
             path = Path(image)
             if not path.is_file():
                 raise DataError(f"{path} is not a file: check the path", path=path)
-            return np.asarray(read_picture(InputFile(path, path.stem), self._predictor.pixels).pixels[:])
+            picture = read_picture(InputFile(path, path.stem), self._predictor.pixels)
+            if picture.difference:
+                warnings.warn(f"{path}: {picture.difference}", stacklevel=4)
+            return np.asarray(picture.pixels[:])
         if isinstance(image, Image.Image):
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
         if not isinstance(image, np.ndarray):

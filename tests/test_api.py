@@ -29,6 +29,7 @@ from segapp import History, api, evaluate, predict, train
 from segapp.api import Evaluated, StopTraining, load
 from segapp.cli import app
 from segapp.config import load_config, validate_config
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.run.events import Event
 from segapp.scores import SCORES
@@ -117,6 +118,12 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert all(np.array_equal(*each) for each in zip([*batch, *listed], [labels, others] * 3, strict=True))
     with pytest.raises(DataError, match=r"nosuch\.png is not a file: check the path"):
         network.predict("nosuch.png")
+    Image.fromarray(np.dstack([images[0], images[1][..., 0]])).save(tmp_path / "infrared.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network._predictor, "pixels", PixelFormat((1, 2, 3)))
+        with pytest.warns(UserWarning, match=r"infrared.png: only bands \[1, 2, 3\] of 4 are used"):
+            found_labels = network.predict(tmp_path / "infrared.png")
+    assert np.array_equal(found_labels, labels)
     with pytest.raises(ValueError, match="image is a dict: give a path, an array, a PIL image, or a list"):
         network.predict({})
     assert network.module is network.trained.model

@@ -115,7 +115,7 @@ def build_predictor(networks: Sequence[str], options: PredictOptions) -> Predict
 
 def predictor_of(trained: TrainedModel) -> TrainedPredictor:
     """Return the predictor of a loaded network."""
-    pixels = build_pixels(trained.config.data)
+    pixels = replace(build_pixels(trained.config.data), is_trained=True)
     return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device, pixels)
 
 

@@ -191,9 +191,12 @@ def test_predict_keeps_names_and_goes_on_after_a_damaged_file(runs: Path, tmp_pa
         pictures[name] = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
         cv2.imwrite(str(tmp_path / "photos" / f"{name}.png"), pictures[name][..., ::-1])
     (tmp_path / "photos" / "broken.jpg").write_bytes(b"\xff\xd8 this is no picture")
+    cv2.imwrite(str(tmp_path / "photos" / "wide.pgm"), np.arange(9999, dtype=np.uint16).reshape(99, 101))
     code, _, said = command("predict", runs / "a", tmp_path / "photos", "--out", tmp_path / "out")
     assert code == 3
     assert "broken.jpg" in said
+    trained = "but the model was trained on uint8 RGB: convert it as the training images were"
+    assert f"wide.pgm: its pixels are uint16 with 1 band, {trained}" in said
     assert "Traceback" not in said
     palette = np.array(class_scheme("folder", classes=CLASSES).palette, np.uint8)
     for name, picture in pictures.items():

@@ -154,7 +154,7 @@ def test_all_problems_are_named_at_once() -> None:
             [{"RandomCrop": {"height": 50, "width": 32}}],
             r"RandomCrop fails on a 40 x 90 px image with 3 bands of uint8",
         ),
-        (["ScaledCrop", "ToFloat"], "ToFloat makes a 24 x 32 px image with 3 bands of float32"),
+        (["ScaledCrop", {"OneOf": ["NoOp", {"ToFloat": {"p": 0.01}}]}], "ToFloat cannot be used: .* data.value_range"),
         (["ScaledCrop", {"GridElasticDeform": {"num_grid_xy": [3, 3], "magnitude": 5}}], "puts 0 into masks"),
         (["ScaledCrop", "FDA"], "FDA fails on .*fda_metadata"),
     ],
@@ -163,6 +163,57 @@ def test_unusable_list_is_refused_and_named(augment: Any, message: str) -> None:
     found = problems(augment)
     assert re.search(message, found)
     assert not found.startswith("1 problem")
+
+
+CROPPED: dict[str, Any] = {"RandomCrop": {"height": 24, "width": 32}}
+RESIZED: dict[str, Any] = {"Resize": {"height": 24, "width": 32}}
+LARGER: dict[str, Any] = {"RandomCrop": {"height": 36, "width": 38}}
+GRAY: dict[str, Any] = {"ToGray": {"p": 1.0}}
+CLIPPED: dict[str, Any] = {"CLAHE": {"clip_limit": [2, 6], "p": 1.0}}
+FLIPPED: dict[str, Any] = {"HorizontalFlip": {"p": 0.5}}
+
+
+def of(kind: str, *transforms: Any, **arguments: Any) -> dict[str, Any]:
+    return {kind: {"transforms": [*transforms], **arguments}}
+
+
+@pytest.mark.parametrize(
+    ("augment", "found"),
+    [
+        ([RESIZED], "0 Resize resize_px"),
+        (["RandomRotate90", RESIZED], "1 Resize resize_px"),
+        ([{"SmallestMaxSize": {"max_size": [50, 50]}}, CROPPED], "0 SmallestMaxSize resize_px"),
+        ([{"PadIfNeeded": {"min_height": 72, "min_width": 64}}, CROPPED], "0 PadIfNeeded resize_px"),
+        ([of("OneOf", RESIZED, {"Resize": {**RESIZED["Resize"], "interpolation": 3}}, p=1)], "0 Resize resize_px"),
+        ([of("Sequential", of("OneOf", {"ToGray": {"p": 0.3}}, p=1), CROPPED, p=1)], "0 ToGray p=0.5"),
+        ([CROPPED, of("SomeOf", FLIPPED, CLIPPED, n=2)], "1 CLAHE p=0.5"),
+        ([CROPPED, of("OneOrOther", CLIPPED, FLIPPED, p=1)], "1 CLAHE p=0.5"),
+        ([CROPPED, of("OneOf", CLIPPED, {"Sharpen": {"p": 1.0}}, p=1)], "1 CLAHE p=0.5"),
+        ([CROPPED, {"RandomGamma": {"gamma_limit": [150, 150], "p": 1.0}}], "1 RandomGamma p=0.5"),
+        ([CROPPED, "tests.datasets.test_augment_list:darkened"], "1 SeededFunction p=0.5"),
+        ([CROPPED, {"tests.datasets.test_augment_list:darkened": {"share": 0.95}}], ""),
+        ([LARGER, RESIZED], ""),
+        ([of("OneOf", of("Sequential", LARGER, RESIZED, p=1), {"RandomResizedCrop": {"size": CROP}}, p=1)], ""),
+        ([{"SmallestMaxSize": {"max_size": [50, 58]}}, CROPPED, {"CLAHE": {"p": 0.99}}], ""),
+        ([CROPPED, of("OneOf", GRAY, FLIPPED, p=1), of("SomeOf", GRAY, FLIPPED, n=1), of("Sequential", GRAY)], ""),
+        ([CROPPED, of("OneOf", {"HorizontalFlip": {"p": 1.0}}, {"VerticalFlip": {"p": 1.0}}, p=1)], ""),
+        (["ScaledCrop", {"ColorJitter": {"p": 1.0}}, {"GaussNoise": {"p": 1.0}}], ""),
+    ],
+)
+def test_change_of_every_image_is_refused_with_its_cure(augment: Any, found: str, trusted_code: None) -> None:
+    said = problems(augment)
+    number, name, cure = found.split() if found else ("", "", "")
+    pattern = rf"data.augment\[{number}\]: {name} changes every training image .* predict: use (data\.)?{cure}"
+    assert bool(re.match(pattern, said)) if found else said == ""
+    transform = TrainTransform(CROP, config(augment).data.transforms)
+    samples = [transform(draw_image(0, 60, 80), draw_mask(0, 60, 80), seed)[0] for seed in range(8)]
+    if "ToGray" in found:  # of the training only: the images of the evaluation have colors
+        assert all(np.ptp(sample, axis=2).max() == 0 for sample in samples)
+
+
+def darkened(share: float = 1.0) -> Callable[..., Any]:
+    """Make a function that halves the values of a share of the images."""
+    return lambda image, mask, seed: (image // 2 if np.random.default_rng(seed).random() < share else image, mask)
 
 
 def test_transform_for_rgb_is_refused_for_other_images() -> None:

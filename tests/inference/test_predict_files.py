@@ -266,6 +266,9 @@ def test_labels_colours_and_overlay_keep_place_and_ids(scene: tuple[Path, NDArra
     plan = OutputPlan(tmp_path, SCHEME, pixels=PIXELS)
     tally = predict_files(predictor, find_images([path])[0], plan, workspace=Workspace(4 * MIN_SIDE_PX**2))
     assert tally.problems == []
+    assert tally.notes[-1].startswith(
+        "scene: only bands [4, 2, 1] of 4 are used, as the model was trained on uint16 of 3"
+    )
     assert max(height * width for _, height, width, _ in predictor.asked) <= 4 * MIN_SIDE_PX**2
     expected = (image[3] > 1000).astype(np.uint8) + (image[3] > 2500)
     with rasterio.open(path) as source:
@@ -287,6 +290,14 @@ def test_large_scene_is_not_decoded_whole(
     path, image = scene
     found = find_images([path])[0][0]
     monkeypatch.setattr("segapp.inference.predict.reading.read_image", None)
+    for high, said in (
+        (4000.0, ""),
+        (90_000.0, "fill less than 2 % of its range"),
+        (1.0, "fill less than 2 % of its range"),
+    ):
+        ranges = ((0.0, 4000.0), (0.0, 4000.0), (0.0, high), (0.0, 4000.0))
+        difference = read_picture(found, PixelFormat((1, 2, 3, 4), "uint16", ranges)).difference
+        assert (said in difference and str(ranges[2][1]) in difference) if said else difference == ""
     picture = read_picture(found, PIXELS)
     assert picture.num_px == SCENE[0] * SCENE[1]
     assert picture.georeference is not None

@@ -131,6 +131,8 @@ _REFUSED = {
     "ReplayCompose": "use Sequential",
     "Lambda": "a config cannot contain a function: name a factory, package.module:name",
     "Normalize": "images are normalized on the device with data.mean and data.std: leave it out",
+    "ToFloat": "images are scaled on the device with data.value_range: leave it out",
+    "FromFloat": "images are scaled on the device with data.value_range: leave it out",
     "ToTensorV2": "segapp makes the tensors: leave it out",
     "ToTensor3D": "segapp makes the tensors: leave it out",
 }

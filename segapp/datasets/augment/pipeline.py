@@ -6,12 +6,14 @@ Shapes: H, W height and width in pixels; images (H, W, B) of B bands, masks (H, 
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, product
 from random import Random
 from typing import Any
 
 import albumentations as A
 import cv2
 import numpy as np
+from albumentations.augmentations.crops.transforms import BaseCrop
 
 from segapp.datasets.augment.crop import ScaledCrop, resize
 from segapp.datasets.augment.entries import STANDARD, BandValues, Entry, TransformBuilder, leaves, raise_problems
@@ -98,27 +100,85 @@ def check_transform(
     `sizes_px` has height and width of the images, `image_type` their number of bands and numpy type.
 
     Raises:
-        ConfigError: A transform fails, changes the dtype of image or mask, mixes class ids, or does not depend only on
-            its seed, or the final size is not `crop_px`.
+        ConfigError: A transform fails, changes the dtype of image or mask, mixes class ids, does not depend only on
+            its seed, or changes all images in the same way, or the final size is not `crop_px`.
     """
     sizes = list(sizes_px)
     chosen = [min(sizes), min(sizes, key=lambda size: size[1]), max(sizes, key=lambda size: size[0] * size[1])]
     tried = {(min(height, _MAX_SIDE_PX), min(width, _MAX_SIDE_PX)) for height, width in chosen}
     for size_px in sorted(tried):
-        pair = _drawn(size_px, image_type, mask_type)
+        pair = resized(*_drawn(size_px, image_type, mask_type), transform.resize_px)
+        _refuse_fixed(transform.steps, *pair)
         for seed in range(_NUM_SEEDS):
-            _try_steps(transform, *resized(*pair, transform.resize_px), seed)
+            _try_steps(transform, *pair, seed)
 
 
 def _drawn(size_px: tuple[int, int], image_type: tuple[int, Any], mask_type: Any) -> tuple[Pixels, Pixels]:
     height, width = size_px
     num_bands, dtype = image_type
     rng = np.random.default_rng(0)
-    values = rng.random((height, width, num_bands), np.float32)
+    values = rng.random((height, width, num_bands), np.float32) ** 2  # an equalized image is another one
     image = values if np.dtype(dtype).kind == "f" else values * np.iinfo(dtype).max
     mask = np.full((height, width), _IDS[0], mask_type)
     mask[height // 3 : 2 * height // 3, width // 3 :] = _IDS[1]
     return image.astype(dtype), mask
+
+
+_SIZE = "use data.resize_px, or a random crop, such as ScaledCrop, which pads small images"
+_VALUES = "use p=0.5, or convert the images"
+_RANDOM_CROPS = (ScaledCrop, BaseCrop, A.RandomSizedCrop, A.RandomResizedCrop, A.CropAndPad)
+
+
+def _refuse_fixed(steps: Sequence[Any], image: Pixels, mask: Pixels) -> None:
+    """Raise ConfigError if a transform changes all images in the same way; after a random crop, sizes may change."""
+    paths = _certain_paths(A.Sequential(list(steps), p=1.0))
+    cures = {leaf: _cure(leaf, image, mask) for leaf in set(chain(*paths))}
+    found: list[Any] = []
+    for path in paths:
+        crops = (n for n, leaf in enumerate(path) if isinstance(leaf, _RANDOM_CROPS) and not cures[leaf])
+        fixed = [leaf for leaf in path[: next(crops, None)] if cures[leaf] == _SIZE]
+        for leaf in (
+            each for each in path if cures[each] == _VALUES
+        ):  # a choice of flips is random, one of colors is not
+            fixed += [leaf] * (isinstance(leaf, A.ImageOnlyTransform) or all(leaf in other for other in paths))
+        found.append(next(iter(fixed), None))
+    if None not in found:
+        number = next(number for number, step in enumerate(steps) if found[0] in leaves(step))
+        what = "changes every training image in the same way, but none in evaluation and predict"
+        raise_problems([f"data.augment[{number}]: {type(found[0]).__name__} {what}: {cures[found[0]]}"])
+
+
+def _certain_paths(step: Any, *, is_forced: bool = False) -> list[tuple[Any, ...]]:
+    """Return the transforms that are applied to every image, for each of the choices that a transform may draw."""
+    is_either = isinstance(step, A.OneOrOther)
+    if step.p < 1 and not is_either and not (is_forced and not isinstance(step, A.SomeOf)):
+        return [()]
+    if not isinstance(step, A.BaseCompose):
+        return [(step,)]
+    is_choice = is_either or isinstance(step, A.OneOf)
+    children = step.transforms[step.p == 0 : 1 + (step.p < 1)] if is_either else step.transforms
+    of_each = [_certain_paths(child, is_forced=is_choice) for child in children if child.p or not is_choice]
+    if is_choice or (isinstance(step, A.SomeOf) and (step.replace or step.n < len(children))):
+        return [*chain(*of_each)]
+    return [(*chain(*paths),) for paths in product(*of_each)]
+
+
+def _cure(leaf: Any, image: Pixels, mask: Pixels) -> str:
+    """Return the cure of a transform that changes an image in the same way with all seeds; "" for any other.
+
+    The strength may differ, as with CLAHE: the mean of the changes, each of norm 1, has a norm of at least 0.95.
+    """
+    may_skip = type(leaf).__call__ is not A.BasicTransform.__call__  # a function, which has no p
+    try:
+        results = [_applied(leaf, image, mask, seed)[0] for seed in range(64 if may_skip else _NUM_SEEDS)]
+    except Exception:  # its usual input is the result of another transform
+        return ""
+    if any(each.shape != image.shape for each in results):
+        is_same = all(np.array_equal(each, results[0]) for each in results)
+        return _SIZE if is_same and not isinstance(leaf, ScaledCrop) else ""
+    changes = np.array([each[::4, ::4] for each in results], np.float32) - image[::4, ::4]
+    norms = np.sqrt((changes**2).sum((1, 2, 3), keepdims=True))
+    return _VALUES if norms.all() and np.linalg.norm((changes / norms).mean(0)) >= 0.95 else ""
 
 
 def _try_steps(transform: TrainTransform, image: Pixels, mask: Pixels, seed: int) -> None:

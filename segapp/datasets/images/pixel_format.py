@@ -7,7 +7,7 @@ Shapes: H, W height and width in pixels; B bands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +46,7 @@ class PixelFormat:
     dtype: str = "uint8"  # dtype of the values: uint8, uint16, int16 or float32
     # For each band, the values that normalization maps to 0 and 1; None: 0 and 255
     value_range: tuple[Range, ...] | None = None
+    is_trained: bool = field(default=False, compare=False)  # of a finished training, whose keys cannot be changed
 
     @property
     def num_bands(self) -> int:
@@ -88,9 +89,14 @@ class PixelFormat:
                 f"it holds {stored.pages}, and an image would be only the first of them: save each image as a file of "
                 "its own, or channels as the bands of one page"
             )
+        is_read = stored.is_picture
+        if self.bands is not None:
+            is_read = stored.dtype == self.dtype and max(self.bands) <= stored.bands
+        if is_read:
+            return None
+        if self.is_trained:
+            return f"its pixels are {stored}, but the model was {self.training}: convert it as the training images were"
         if self.bands is None:
-            if stored.is_picture:
-                return None
             if stored.dtype not in DTYPES:
                 return f"its pixels are {stored}, which is not read: convert it to {', '.join(DTYPES[:-1])} or float32"
             return (
@@ -99,9 +105,25 @@ class PixelFormat:
             )
         if stored.dtype != self.dtype:
             return f"its pixels are {stored}, data.dtype is {self.dtype}: convert it, or change data.dtype"
-        if max(self.bands) > stored.bands:
-            return f"it has no band {max(self.bands)} of data.bands {list(self.bands)} (its pixels are {stored})"
-        return None
+        return f"it has no band {max(self.bands)} of data.bands {list(self.bands)} (its pixels are {stored})"
+
+    @property
+    def training(self) -> str:
+        """The images of a training in words, with the keys that describe them."""
+        keys = f" (data.bands {list(self.bands)}, data.value_range {[*map(list, self.ranges)]})" if self.bands else ""
+        return f"trained on {self.layout}{keys}"
+
+    def difference(self, stored: StoredPixels | None, values: Pixels) -> str:
+        """Return how a readable image, with values (H, W, B) of it, may differ from the training; "" if it does not."""
+        low, high = np.array(self.ranges).T
+        width = np.ptp(np.percentile(values.clip(low, high), (5, 95), axis=(0, 1)), axis=0)
+        if self.bands is not None and stored is not None and stored.bands > len({*self.bands}):
+            found = f"only bands {list(self.bands)} of {stored.bands} are used"
+        elif not self.is_rgb8 and (width < 0.02 * (high - low)).any():
+            found = "the values of a band fill less than 2 % of its range"
+        else:
+            return ""
+        return f"{found}, as the model was {self.training}: if the training images were others, convert the image"
 
     def as_rgb(self, pixels: NDArray[Any]) -> NDArray[np.uint8]:
         """Return an RGB image (H, W, 3) of pixels (H, W, B): the first three bands, or the first one as gray.

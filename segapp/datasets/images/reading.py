@@ -61,7 +61,7 @@ def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_
     image = open_bytes(data, path, max_pixels)
     check_complete(data, image, path)
     if pixels.bands is None:
-        return _read_rgb(data, path, max_pixels, tags)
+        return _read_rgb(data, path, max_pixels, tags, pixels)
     stored = _decode_all_bands(data, path, max_pixels)
     check_pixels(path, StoredPixels(stored.shape[2], str(stored.dtype), is_picture=False), pixels)
     return np.ascontiguousarray(stored[..., [band - 1 for band in pixels.bands]])
@@ -84,26 +84,28 @@ def bands_of(tags: TiffTags, pixels: PixelFormat) -> tuple[int, ...]:
     return pixels.bands or ((1, 2, 3) if tags.bands >= 3 else (1, 1, 1))
 
 
-def _read_rgb(data: bytes, path: Path, max_pixels: int, tags: TiffTags | None) -> NDArray[np.uint8]:
+def _read_rgb(
+    data: bytes, path: Path, max_pixels: int, tags: TiffTags | None, pixels: PixelFormat
+) -> NDArray[np.uint8]:
     """Return an 8-bit image as RGB."""
-    pixels = decode(data, cv2.IMREAD_COLOR | cv2.IMREAD_ANYDEPTH)  # applies the orientation
-    if pixels is None:
+    image = decode(data, cv2.IMREAD_COLOR | cv2.IMREAD_ANYDEPTH)  # applies the orientation
+    if image is None:
         return _decode_rgb_with_pillow(data, path, max_pixels)
-    if pixels.dtype != np.uint8:
+    if image.dtype != np.uint8:
         stored = decode(data, cv2.IMREAD_UNCHANGED)
         num_bands = 1 if stored is None or stored.ndim == 2 else stored.shape[2]
-        check_pixels(path, StoredPixels(num_bands, str(pixels.dtype), is_picture=False), RGB8)
+        check_pixels(path, StoredPixels(num_bands, str(image.dtype), is_picture=False), pixels)
     if tags is not None and tags.bands in {2, 4} and tags.has_alpha:
-        _check_alpha(data, path, tags)
-    return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels))
+        _check_alpha(data, path, tags, pixels)
+    return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image))
 
 
-def _check_alpha(data: bytes, path: Path, tags: TiffTags) -> None:
+def _check_alpha(data: bytes, path: Path, tags: TiffTags, pixels: PixelFormat = RGB8) -> None:
     """Check that the band of a TIFF that is marked as alpha is one: some programs mark any fourth band."""
     stored = decode(data, cv2.IMREAD_UNCHANGED)
     is_opacity = stored is None or stored.ndim < 3 or bool(np.isin(stored[..., -1], (0, 255)).all())
     if not is_opacity:
-        check_pixels(path, StoredPixels(tags.bands, tags.dtype, is_picture=False), RGB8)
+        check_pixels(path, StoredPixels(tags.bands, tags.dtype, is_picture=False), pixels)
 
 
 def pixels_of(path: Path) -> StoredPixels:

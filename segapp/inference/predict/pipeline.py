@@ -24,7 +24,7 @@ from segapp.datasets.files import ImagePair, read_header
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.inspection import check_ranges
 from segapp.datasets.resources import ThreadPool
-from segapp.errors import DataError
+from segapp.errors import DataError, some_names
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.polygons import CocoFile
 from segapp.inference.predict.predictor import Predictor, Strip, likeliest, plan_workspace, predict_strips
@@ -87,6 +87,7 @@ def predict_files(
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)
     with _large_pictures_allowed():
         job.predict_images(files)
+    job.tally.notes += [f"{some_names(names)}: {difference}" for difference, names in job.unlike.items()]
     job.tally.seconds = time.perf_counter() - start
     job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
     if job.coco is not None:
@@ -106,6 +107,7 @@ class _Job:
     progress: Callable[[int], None]
     tally: Tally = field(default_factory=Tally)
     written: dict[str, list[Path]] = field(default_factory=dict)
+    unlike: dict[str, list[str]] = field(default_factory=dict)  # a difference from the training -> images
     coco: CocoFile | None = None
     num_done: int = 0
 
@@ -139,6 +141,8 @@ class _Job:
                 self.tally.problems.append(found)
                 self.count(1)
             else:
+                if found.difference:
+                    self.unlike.setdefault(found.difference, []).append(found.file.name)
                 yield found
 
     def _batches(self, pictures: Iterable[Picture]) -> Iterator[list[Picture]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,11 @@ def test_other_bands_or_type_than_the_config_says_are_refused(pixels: PixelForma
         read_image(path, pixels)
     with pytest.raises(DataError, match=match):
         check_pairs([ImagePair(path, None, "a")], pixels)
+    trained = replace(pixels, value_range=((3, 9),) * pixels.num_bands, is_trained=True)  # its keys cannot be changed
+    with pytest.raises(
+        DataError, match=rf"uint16 with 4 bands, but .* {pixels.dtype} of .*bands \[1.*\[3, 9\].*: convert"
+    ):
+        read_image(path, trained)
 
 
 def test_unread_types_name_the_conversion(tmp_path: Path) -> None:
