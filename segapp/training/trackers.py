@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
-from unittest import mock
 
 from segapp.config import RunConfig
 from segapp.config.values import flat_settings
@@ -123,6 +122,8 @@ class WandbTracker:
         if found := [name for name in _FILES_OF_WANDB if os.path.lexists(name)]:
             note = f"log.wandb does not read {', '.join(found)} in the current folder: set WANDB_BASE_URL and the like"
             print(f"note: {note}", file=sys.stderr)
+        from unittest import mock  # takes 40 ms to import
+
         import wandb
 
         with (  # raises if wandb has no such attribute, so another version reads none of these files either
