@@ -263,10 +263,13 @@ def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[Rec
 
 
 def remove_answered(folder: Path | str, answered: Container[str], limit_s: float = math.inf) -> bool:
-    """Remove the files of commands whose final answers were written; return False if there was no time for all."""
+    """Remove the files of commands whose final answers were written; return False if there was no time for all.
+
+    The limit grows with their number beyond 5000, because the list of so many files takes long each time.
+    """
     inbox = Path(folder) / "commands"
     names = [name for name in _names_in(inbox) if _id_of(name) in answered]
-    deadline_s = time.monotonic() + limit_s  # counted from here: the list of many files may take as long
+    deadline_s = time.monotonic() + limit_s * max(1.0, len(names) / 5000)
     for name in names:
         if time.monotonic() > deadline_s:
             return False
