@@ -97,7 +97,10 @@ def test_many_answers_are_synced_together(inbox: Inbox, monkeypatch: pytest.Monk
     if is_crash:
         assert inbox._event_log.writer is not None
         inbox = Inbox(RunFolder(inbox._path), inbox._event_log)
-    assert inbox.take(is_due=True) == []
+    for _ in range(100):  # as many polls as a busy machine needs
+        assert inbox.take(is_due=True) == []
+        if not files_of(inbox):
+            break
     assert len(synced) == 1
     assert not files_of(inbox)
     assert len({event["id"] for event in events(inbox._path, "command")}) == 700
