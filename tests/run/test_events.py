@@ -125,10 +125,13 @@ def test_non_finite_numbers_are_null_with_one_alert_per_field(tmp_path):
     assert [raw["seq"] for raw in raws] == list(range(1, 8))
 
 
-def test_names_that_are_not_utf8_are_escaped(tmp_path):
+def test_names_that_are_not_utf8_are_escaped_and_long_texts_cut(tmp_path):
     with EventWriter(tmp_path / "e.jsonl") as writer:
         writer.alert("data", os.fsdecode(b"caf\xe9.png is damaged"))
-    assert EventReader(tmp_path / "e.jsonl").read()[0].message == r"caf\xe9.png is damaged"
+        writer.alert("data", "end" * 10**6)
+    first, second = EventReader(tmp_path / "e.jsonl").read()
+    assert first.message == r"caf\xe9.png is damaged"
+    assert second.message == ("end" * 10**6)[:4000]
 
 
 def test_several_threads_write_whole_lines(tmp_path):

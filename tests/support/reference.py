@@ -220,7 +220,7 @@ def _fields(node: ast.ClassDef) -> str:
         is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         text = ("" if statement.value is not None else "*required.* ") + (str(after.value.value) if is_text else "")
         kind = re.sub(r"Annotated\[(.+), AsNull\]", r"\1", ast.unparse(statement.annotation))
-        kind = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", kind).replace("Text", "str")
+        kind = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", kind).replace("Text", "str").replace("Message", "str")
         rows.append((f"`{ast.unparse(statement.target)}`", f"`{kind}`", text))
     return table(("field", "type", "meaning"), rows)
 

@@ -17,8 +17,11 @@ MAX_EVENTS_BYTES = 4 * 2**30
 """A longer file is refused: a training on eight GPUs writes about 0.1 GiB per day."""
 
 
-Text = Annotated[str, BeforeValidator(lambda value: encodable(value[:4000]) if isinstance(value, str) else value)]
-"""The first 4000 characters of a text, in UTF-8; undecodable bytes of file names become visible escapes."""
+Text = Annotated[str, BeforeValidator(lambda value: encodable(value) if isinstance(value, str) else value)]
+"""Text that can be encoded as UTF-8; undecodable bytes of file names become visible escapes."""
+
+Message = Annotated[Text, BeforeValidator(lambda value: value[:4000] if isinstance(value, str) else value)]
+"""The first 4000 characters of a text for people, which a stranger's run may have in any length."""
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of steps or epochs; exact as a float."""
@@ -110,7 +113,7 @@ class Weights(_Event):
     type: Literal["weights"] = "weights"
     source: Text
     """The file, or the name of the weights."""
-    message: Text
+    message: Message
     """A summary in two lines."""
     num_taken: int
     """Tensors of the model that are in the file."""
@@ -254,7 +257,7 @@ class CommandAnswer(_Event):
     """The command as typed: `set gpu0_bsz=3`."""
     by: Text
     status: Literal["accepted", "applied", "rejected", "cancelled"]
-    reason: Annotated[Text | None, AsNull] = None
+    reason: Annotated[Message | None, AsNull] = None
     changes: dict[str, Any] | None = None
     """The settings that an applied `set` changed, by name; None for other answers."""
     step: int | None = None
@@ -273,7 +276,7 @@ class Gpu0Bsz(_Event):
     observed_mib: Annotated[list[float | None] | None, AsNull] = None
     epoch: Annotated[int | None, AsNull] = None
     """The first epoch with the new split."""
-    reason: Text | None = None
+    reason: Message | None = None
     """A sentence for a person; programs read `reason_code`."""
     reason_code: Literal["out_of_memory"] | None = None
     """Code of the reason why a change was reverted; see `ran_out_of_memory`."""
@@ -304,7 +307,7 @@ class Recompute(_Event):
     """Names of the blocks per device."""
     num_blocks: int
     """Number of blocks of the model."""
-    reason: Text
+    reason: Message
     """Cause: train.recompute, out of memory, or by hand."""
 
 
@@ -320,7 +323,7 @@ class Topology(_Event):
     old_machines: int
     round: int = 0
     """Number of times that the launcher has restarted the ranks."""
-    reason: Text
+    reason: Message
     """Host and device of each removed and each added rank."""
     split: Annotated[list[int] | None, AsNull] = None
     """Samples of a full batch per device."""
@@ -332,7 +335,7 @@ class Alert(_Event):
     type: Literal["alert"] = "alert"
     kind: str
     """Group of the alert: `non_finite`, `checkpoint`, `storage`, `oom`, ..."""
-    message: Text
+    message: Message
     step: int | None = None
 
 
@@ -391,7 +394,7 @@ class RunEnd(_Event):
 
     type: Literal["run_end"] = "run_end"
     status: Literal["finished", "stopped", "failed"]
-    reason: Annotated[Text | None, AsNull] = None
+    reason: Annotated[Message | None, AsNull] = None
     exit_code: int | None = None
     step: int | None = None
     epoch: int | None = None
