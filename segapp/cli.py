@@ -556,7 +556,7 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, results, speed, memory, and the scores on the same images.
 
-    Each difference is relative to the first run, with a 95 % confidence interval over the images.
+    Each difference is relative to the first run.
     """
     import json
 

@@ -16,7 +16,6 @@ from rich.text import Text
 from segapp.errors import ConfigError, SegappError
 from segapp.report import charts
 from segapp.report.charts import Frame
-from segapp.report.differences import MIN_IMAGES
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
 from segapp.report.run_report import read_run_report, without_events
@@ -84,7 +83,6 @@ def compare_runs(
             "differences": differences,
             "same": same,
             "why_not": why_not,
-            "verdicts": verdicts(same),
             "iou": iou,
             "classes": shown,
             "absent": [name for name in classes if name not in shown],
@@ -93,7 +91,6 @@ def compare_runs(
             "loss": loss_chart(reports),
             "miou": charts.line_chart(miou_curves(reports), Frame("step", "mIoU", bottom=0.0, top=1.0)),
             "difference": difference_text,
-            "scale": _widest(same),
             "made_s": time.time(),
         }
         save_page(out, render("compare.html.j2", values))
@@ -116,23 +113,6 @@ def _row_of(folder: RunFolder) -> dict[str, Any]:
     if summary.figures["num_params"] is None:
         raise without_events(folder)
     return {"name": folder.name, "state": summary.state, **summary.figures}
-
-
-def _widest(same: Mapping[str, Any] | None) -> float:
-    """Return the farthest end of an interval of the classes and the mean, which is half the width of their figures."""
-    ends = [0.0]
-    for run in same["runs"][1:] if same else ():
-        for values, margins in (
-            (run["iou_difference"], run["iou_margin"]),
-            ({"": run["difference"]}, {"": run["margin"]}),
-        ):
-            ends += [abs(value) + (margins[name] or 0.0) for name, value in values.items() if value is not None]
-    return max(ends)
-
-
-def verdicts(same: Mapping[str, Any] | None) -> list[str]:
-    """Return a sentence per run after the first one; empty without the same images."""
-    return [verdict(same, run) for run in same["runs"][1:]] if same else []
 
 
 def common_classes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -198,22 +178,17 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     lines = {
         f"mIoU ({same['num_scored']} classes)": [
             _percent(first["miou"]),
-            *(f"{_percent(run['miou'])}  {difference_text(run['difference'], run['margin'])}" for run in others),
+            *(f"{_percent(run['miou'])}  {difference_text(run['difference'])}" for run in others),
         ]
     }
     for name in largest[:MAX_CLASSES]:
         lines[name] = [_percent(first["iou"][name])]
         for run in others:
-            text = difference_text(run["iou_difference"][name], run["iou_margin"][name])
-            lines[name].append(f"{_percent(run['iou'][name])}  {text}")
+            lines[name].append(f"{_percent(run['iou'][name])}  {difference_text(run['iou_difference'][name])}")
     console.print(_table(f"{same['num_images']} images of {same['split']}", names, lines))
     if len(largest) > MAX_CLASSES:
         console.print(Text(f"and {len(largest) - MAX_CLASSES} classes with smaller differences: --json, --html"))
-    for sentence in [
-        *verdicts(same),
-        "The intervals are about the choice of images, not about the seed of the training.",
-    ]:
-        console.print(Text(printable(sentence)))
+    console.print(Text("Another choice of images or another seed of the training also changes the differences."))
     if same["images"]:
         console.print()
         lines = {image["name"]: [_percent(miou) for miou in image["miou"]] for image in same["images"]}
@@ -235,28 +210,10 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
-def verdict(found: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    """Return a sentence about the difference between a run and the first one."""
-    first, margin = found["names"][0], run["margin"]
-    where = f"{found['num_images']} images of {found['split']}, {found['num_scored']} classes"
-    if run["difference"] is None:
-        return f"{run['name']} and {first} have no class in common that has an IoU ({where})."
-    points = f"mIoU {difference_text(run['difference'], margin)} points ({where}"
-    if margin is None:
-        return f"{run['name']} against {first}: {points}). Fewer than {MIN_IMAGES} images give no confidence."
-    if abs(run["difference"]) <= margin:
-        return f"{run['name']} and {first} do not differ clearly: {points}, 95 % confidence)."
-    better = "better" if run["difference"] > 0 else "worse"
-    return f"{run['name']} is {better} than {first}: {points}, 95 % confidence)."
-
-
-def difference_text(value: float | None, margin: float | None = None) -> str:
+def difference_text(value: float | None) -> str:
     """Return a difference of shares in percentage points.
 
-    >>> difference_text(0.0123, 0.008), difference_text(0.0004, 0.0001), difference_text(-0.01), difference_text(None)
-    ('+1.2 ± 0.8', '+0.04 ± 0.01', '-1.0', '-')
+    >>> difference_text(0.0123), difference_text(-0.01), difference_text(None)
+    ('+1.2', '-1.0', '-')
     """
-    if value is None:
-        return "-"
-    digits = 2 if margin is not None and margin < 0.0005 else 1
-    return f"{100 * value:+.{digits}f}" + ("" if margin is None else f" ± {100 * margin:.{digits}f}")
+    return "-" if value is None else f"{100 * value:+.1f}"

@@ -1,11 +1,5 @@
 """Scores and differences of runs on the same images, from the counts of their pixels. No torch here.
 
-Differences have 95 % confidence intervals by a paired bootstrap over the images: they are drawn with
-replacement, the same images for both models (Efron and Tibshirani, An Introduction to the Bootstrap, 1993), and the
-scores are computed from the sums over the draw. The margin is the 95 % quantile of the distance between the draws'
-differences and the measured difference, so the interval is symmetric. It covers only the choice of images; another
-seed of the training also changes the difference.
-
 Shapes: R runs, N images, C classes. Counts are int64 (N, C, 3), of pixels with a valid target: the pixels of a class in
 both target and prediction, in the target, and in the prediction. A class that is not scored (`ignore_index` may be one)
 has zeros.
@@ -20,11 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.errors import DataError
-
-MIN_IMAGES = 10
-"""With fewer images, or fewer images with a class, there is no margin, because it would be too small."""
-NUM_DRAWS = 2000
-_CHUNK = 200  # draws that are processed together
 
 
 @dataclass(frozen=True)
@@ -75,9 +64,10 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
     shared, images = shared[:, is_same], [name for name, is_kept in zip(images, is_same, strict=True) if is_kept]
     iou = iou_of(shared.sum(1))  # (R, C)
     shared[:, :, ~np.isfinite(iou).all(0)] = 0  # a class without an IoU in one run is left out of all means
-    miou, of_images = mean_of_known(iou_of(shared.sum(1))), mean_of_known(iou_of(shared))
-    differences: list[Differences | None] = [None, *(differences_of(shared[0], of_run) for of_run in shared[1:])]
-    effects = np.stack([np.zeros(len(images)) if diff is None else diff.effects for diff in differences])
+    total = shared.sum(1)  # (R, C, 3)
+    scored, without = iou_of(total), iou_of(total[:, None] - shared)  # (R, C); (R, N, C), over all other images
+    miou, of_images = mean_of_known(scored), mean_of_known(iou_of(shared))
+    effects = (miou - miou[0])[:, None] - mean_of_known(without - without[0])  # (R, N)
     worst = np.argsort(-np.abs(np.nan_to_num(effects)).max(0), kind="stable")[:num_images]
     return {
         "names": list(names),
@@ -91,12 +81,12 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
                 "name": name,
                 "miou": known(miou[run]),
                 "iou": _by_class(classes, iou[run]),
-                **({} if diff is None else {
-                    "difference": known(diff.miou), "margin": known(diff.miou_margin),
-                    "iou_difference": _by_class(classes, diff.iou), "iou_margin": _by_class(classes, diff.iou_margin),
+                **({} if run == 0 else {
+                    "difference": known(miou[run] - miou[0]),
+                    "iou_difference": _by_class(classes, scored[run] - scored[0]),
                 }),
             }
-            for run, (name, diff) in enumerate(zip(names, differences, strict=True))
+            for run, name in enumerate(names)
         ],
         "images": [
             {
@@ -116,46 +106,3 @@ def known(value: float) -> float | None:
 
 def _by_class(classes: Sequence[str], values: Any) -> dict[str, float | None]:
     return {name: known(value) for name, value in zip(classes, values, strict=True)}
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Scores of the second model minus scores of the first model; NaN if one of them does not have the score."""
-
-    miou: float
-    """Difference of the mean over the classes that have an IoU in both."""
-    miou_margin: float
-    """The true difference is within `miou` ± `miou_margin` with 95 % confidence; NaN with too few images."""
-    iou: NDArray[np.float64]
-    """(C,)."""
-    iou_margin: NDArray[np.float64]
-    """(C,)."""
-    effects: NDArray[np.float64]
-    """For each image, (N,): `miou` minus the same difference over all other images."""
-
-
-def differences_of(first: NDArray[np.int64], second: NDArray[np.int64], seed: int = 0) -> Differences:
-    """Return the differences of two models from their counts (N, C, 3) of the same images."""
-    both = np.stack([first, second]).astype(np.float64)  # (2, N, C, 3)
-    total = both.sum(1)
-    iou = _iou_difference(total)
-    miou = mean_of_known(iou)
-    num_images = len(first)
-    rng = np.random.default_rng(seed)
-    distances = np.empty((NUM_DRAWS, 1 + len(iou)))
-    for start in range(0, NUM_DRAWS, _CHUNK):
-        times = rng.multinomial(num_images, np.full(num_images, 1 / num_images), _CHUNK)  # of each image in a draw
-        drawn = _iou_difference(np.einsum("dn,rncs->rdcs", times.astype(np.float64), both, optimize=True))
-        distances[start : start + _CHUNK, 0] = np.abs(mean_of_known(drawn) - miou)
-        distances[start : start + _CHUNK, 1:] = np.abs(drawn - iou)
-    has_class = (both[..., 1:] > 0).any((0, -1)).sum(0)  # images with each class
-    is_enough = np.concatenate([[num_images], has_class]) >= MIN_IMAGES
-    margins = np.full(len(is_enough), np.nan)
-    margins[is_enough] = np.nanquantile(distances[:, is_enough], 0.95, axis=0)
-    without = _iou_difference(total[:, None] - both)  # (N, C)
-    return Differences(float(miou), float(margins[0]), iou, margins[1:], miou - mean_of_known(without))
-
-
-def _iou_difference(counts: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the IoU of the second model minus the IoU of the first, (..., C), from counts (2, ..., C, 3)."""
-    return np.asarray(iou_of(counts[1]) - iou_of(counts[0]))

@@ -86,6 +86,7 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "report": report,
         "view": view,
         "start": view.start,
+        "info": report.folder.read_info(),
         "last": view.vals.last,
         "loss": loss_chart([report]),
         "miou": _miou_chart(report),

@@ -119,7 +119,7 @@ def hostile_run(work: Path) -> RecordedRun:
     run.write(
         RunStart(
             classes=list(HOSTILE), num_params=7, batch_size=8, epochs=9, steps_per_epoch=60, devices=devices,
-            host=next(words), pid=1, split=[2, 3, 3],
+            split=[2, 3, 3],
         )
     )  # fmt: skip
     for _ in range(2):

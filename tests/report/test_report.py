@@ -112,7 +112,9 @@ def test_report_shows_the_values_of_run_and_model(
     page = read(write_report(str(trained), tmp_path / "page.html", num_worst=3))
     val = events(trained, "val")[-1]
     config = "encoder_depth: 3"
-    for wanted in (f"{100 * val['miou']:.1f} %", "2 of 2", config, "ground", "box", "disc"):
+    info = json.loads((trained / "run.json").read_text())
+    started = (f"started on {info['host']};", f"torch {info['versions']['torch']}, cuda ")
+    for wanted in (f"{100 * val['miou']:.1f} %", "2 of 2", config, "ground", "box", "disc", *started):
         assert wanted in page.text
     assert "model.options" not in page.text
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
@@ -214,6 +216,9 @@ def test_report_without_model_has_the_rest_and_the_reason(trained: Path, tmp_pat
 def test_hostile_names_are_inert_in_the_report(tmp_path: Path) -> None:
     nasty = "<script>alert(1)</script>\x1b[31m[/b]"
     run = RecordedRun(tmp_path / "run", classes=[nasty, '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}"])
+    info = json.loads(run.folder.run_json.read_text())
+    info["process"]["host"], info["versions"] = nasty, {nasty: "<img src=x>"}
+    run.folder.run_json.write_text(json.dumps(info))
     run.epoch()
     run.alert("oom", nasty)
     run.end("failed", nasty)
@@ -223,7 +228,8 @@ def test_hostile_names_are_inert_in_the_report(tmp_path: Path) -> None:
     assert "\x1b" not in text
     page = Page(text)
     assert "{{ 7 * 7 }}" in page.text
-    assert "alert(1)" in page.text
+    assert page.text.count("alert(1)") > page.text.partition("Settings")[0].count("alert(1)") > 2
+    assert "started on <script>" in page.text
 
 
 def test_unreportable_run_is_one_clear_error(tmp_path: Path, trained: Path) -> None:
@@ -263,7 +269,9 @@ def test_comparison_names_the_differing_settings(
         compare_runs([str(trained)])
 
 
-def test_runs_are_compared_on_the_same_images_with_pictures(trained: Path, dataset: Any, tmp_path: Path) -> None:
+def test_runs_are_compared_on_the_same_images_with_pictures(
+    trained: Path, dataset: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run and itself have no difference; the mIoU equals the evaluation in training."""
     found = compare_runs([str(trained), str(trained)], tmp_path / "page.html", num_images=2)
     same = found["same_images"]
@@ -274,7 +282,13 @@ def test_runs_are_compared_on_the_same_images_with_pictures(trained: Path, datas
     assert "shown" not in same["images"][0]
     page = read(tmp_path / "page.html")
     assert len([1 for tag, _ in page.tags if tag == "img"]) == 2 * 6
-    assert "do not differ clearly" in page.text or "give no confidence" in page.text
+    percent = f"{100 * found['runs'][0]['best_miou']:.1f} %"
+    assert f"mIoU over {same['num_scored']} classes {percent} {percent} +0.0 " in page.text
+    same["runs"][1] |= {"difference": -0.0551, "iou_difference": {"ground": 0.012, "box": None, "disc": -0.3}}
+    capsys.readouterr()
+    print_comparison(found)
+    shown = re.findall(r"^(mIoU \(|ground|box|disc).* %  (\S+) *$", capsys.readouterr().out, re.M)
+    assert shown == [("mIoU (", "-5.5"), ("disc", "-30.0"), ("ground", "+1.2")]
     assert compare_runs([str(trained), str(trained)], has_images=False)["why_not"] == "left out because of --no-images"
 
 

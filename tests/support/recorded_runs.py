@@ -103,8 +103,6 @@ class RecordedRun:
                 epochs=self.epochs,
                 steps_per_epoch=self.steps_per_epoch,
                 devices=[Device(device=name, total_mib=22_528) for name in names],
-                host="trainer-box",
-                pid=23168,
                 acquired_s=self.acquired_s,
                 gpu0_bsz=self.gpu0_bsz,
                 split=list(self.split),

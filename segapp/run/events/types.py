@@ -70,22 +70,15 @@ class RunStart(_Event):
     epochs: int
     steps_per_epoch: int
     devices: list[Annotated[Device, BeforeValidator(lambda value: {"device": value} if type(value) is str else value)]]
-    name: Text | None = None
-    run_id: str | None = None
-    host: Text | None = None
-    pid: int | None = None
     acquired_s: float | None = None
     """When the process locked the run, as its file `lock` says, Unix seconds."""
     resumed_from_step: int | None = None
     """Step of the checkpoint that training resumes from; None for a new run. Earlier lines of later steps are void."""
-    resumed_from_epoch: int | None = None
     gpu0_bsz: int | None = None
     is_auto: bool | None = None
     """True if `gpu0_bsz: auto` chooses the next splits."""
     split: list[int] | None = None
     """Samples of a full batch for each device."""
-    config_hash: str | None = None
-    versions: dict[str, str] | None = None
     num_train: int | None = None
     num_val: int | None = None
     precision: str | None = None
