@@ -65,7 +65,7 @@ def kill_somewhere(run: FaultRun, rng: random.Random) -> bool:
             program.send(signal.SIGKILL, to_group=to_group)
         program.wait(180)
         program.is_sigkilled = program.returncode in KILLED  # else it ended by itself at that moment: no kill
-        run.ended(program, 180)
+        run.ended(program, 180, must_act=False)  # it may have been killed before its first save was due
     return program.returncode in KILLED
 
 
