@@ -271,7 +271,9 @@ def with_statistics(config: RunConfig, file: Path | None = None) -> tuple[RunCon
     else:
         mean, std = expected_statistics(model.library, model.name, model.encoder, initial) if initial else IMAGENET
     raw, source = config.model_dump(mode="json"), f"{file or initial} ({model.encoder or model.name})"
-    note = f"data.mean = {[*mean]}, data.std = {[*std]}: the weights {source} expect these, not ImageNet's"
+    left_out = {"data.mean": (data.mean, mean), "data.std": (data.std, std)}
+    taken = ", ".join(f"{key} = {[*found]}" for key, (named, found) in left_out.items() if not named)
+    note = f"{taken}: the weights {source} expect these, not ImageNet's"
     raw["data"] |= {"mean": data.mean or mean, "std": data.std or std}
     return validate_config(raw), () if (mean, std) == IMAGENET else (note,)
 

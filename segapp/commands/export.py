@@ -92,13 +92,14 @@ def _info(trained: TrainedModel, *, argmax: bool) -> ExportInfo:
         bands=pixels.bands,
         dtype=pixels.dtype,
         value_range=pixels.value_range,
-        resize_px=config.data.resize_px,
+        # A model of one size needs windows over a resized image, which are no part of the file.
+        resize_px=None if model.fixed_size_px is not None else config.data.resize_px,
         input=f"images: {pixels.dtype} (batch, height, width, {pixels.num_bands})" + (", RGB" if is_rgb else ""),
         align_corners=config.loss.align_corners,
         output="labels" if argmax else "logits",
         multilabel=scheme.multilabel is not None,
         threshold=trained.inference.threshold,
-        fixed_size_px=None if config.data.resize_px is not None else model.fixed_size_px,
+        fixed_size_px=model.fixed_size_px,
     )
 
 

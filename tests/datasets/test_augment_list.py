@@ -183,7 +183,7 @@ def of(kind: str, *transforms: Any, **arguments: Any) -> dict[str, Any]:
         ([RESIZED], "0 Resize resize_px"),
         (["RandomRotate90", RESIZED], "1 Resize resize_px"),
         ([{"SmallestMaxSize": {"max_size": [50, 50]}}, CROPPED], "0 SmallestMaxSize resize_px"),
-        ([{"PadIfNeeded": {"min_height": 72, "min_width": 64}}, CROPPED], "0 PadIfNeeded resize_px"),
+        ([{"CenterCrop": {"height": 40, "width": 40}}, CROPPED], "0 CenterCrop resize_px"),
         ([of("OneOf", RESIZED, {"Resize": {**RESIZED["Resize"], "interpolation": 3}}, p=1)], "0 Resize resize_px"),
         ([of("Sequential", of("OneOf", {"ToGray": {"p": 0.3}}, p=1), CROPPED, p=1)], "0 ToGray p=0.5"),
         ([CROPPED, of("SomeOf", FLIPPED, CLIPPED, n=2)], "1 CLAHE p=0.5"),
@@ -193,6 +193,7 @@ def of(kind: str, *transforms: Any, **arguments: Any) -> dict[str, Any]:
         ([CROPPED, "tests.datasets.test_augment_list:darkened"], "1 SeededFunction p=0.5"),
         ([CROPPED, {"tests.datasets.test_augment_list:darkened": {"share": 0.95}}], ""),
         ([LARGER, RESIZED], ""),
+        ([{"PadIfNeeded": {"min_height": 72, "min_width": 64}}, CROPPED], ""),
         ([of("OneOf", of("Sequential", LARGER, RESIZED, p=1), {"RandomResizedCrop": {"size": CROP}}, p=1)], ""),
         ([{"SmallestMaxSize": {"max_size": [50, 58]}}, CROPPED, {"CLAHE": {"p": 0.99}}], ""),
         ([CROPPED, of("OneOf", GRAY, FLIPPED, p=1), of("SomeOf", GRAY, FLIPPED, n=1), of("Sequential", GRAY)], ""),
@@ -221,6 +222,12 @@ def test_transform_for_rgb_is_refused_for_other_images() -> None:
     check_transform(transform, [(60, 80)], (3, np.uint8), np.uint8)
     with pytest.raises(ConfigError, match=r"data.augment\[1\]: HueSaturationValue fails on .* 5 bands of uint16"):
         check_transform(transform, [(60, 80)], (5, np.uint16), np.uint8)
+
+
+def test_image_that_a_random_crop_only_pads_is_accepted() -> None:
+    transform = TrainTransform(CROP, [{"RandomCrop": {"height": 24, "width": 32, "pad_if_needed": True}}])
+    for sizes_px in ([(20, 24)], [(20, 24), (60, 80)]):
+        check_transform(transform, sizes_px, (3, np.uint8), np.uint8)
 
 
 def test_first_resize_is_not_repeated_by_the_crop() -> None:

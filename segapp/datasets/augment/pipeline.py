@@ -106,9 +106,9 @@ def check_transform(
     sizes = list(sizes_px)
     chosen = [min(sizes), min(sizes, key=lambda size: size[1]), max(sizes, key=lambda size: size[0] * size[1])]
     tried = {(min(height, _MAX_SIDE_PX), min(width, _MAX_SIDE_PX)) for height, width in chosen}
-    for size_px in sorted(tried):
-        pair = resized(*_drawn(size_px, image_type, mask_type), transform.resize_px)
-        _refuse_fixed(transform.steps, *pair)
+    pairs = [resized(*_drawn(size_px, image_type, mask_type), transform.resize_px) for size_px in sorted(tried)]
+    _refuse_fixed(transform.steps, pairs)
+    for pair in pairs:
         for seed in range(_NUM_SEEDS):
             _try_steps(transform, *pair, seed)
 
@@ -129,22 +129,23 @@ _VALUES = "use p=0.5, or convert the images"
 _RANDOM_CROPS = (ScaledCrop, BaseCrop, A.RandomSizedCrop, A.RandomResizedCrop, A.CropAndPad)
 
 
-def _refuse_fixed(steps: Sequence[Any], image: Pixels, mask: Pixels) -> None:
+def _refuse_fixed(steps: Sequence[Any], pairs: Sequence[tuple[Pixels, Pixels]]) -> None:
     """Raise ConfigError if a transform changes all images in the same way; after a random crop, sizes may change."""
     paths = _certain_paths(A.Sequential(list(steps), p=1.0))
-    cures = {leaf: _cure(leaf, image, mask) for leaf in set(chain(*paths))}
+    # Of images of one size only, another size of the data may differ: a crop pads the smallest image without a choice.
+    of_sizes = {leaf: [_cure(leaf, *pair) for pair in pairs] for leaf in set(chain(*paths))}
+    cures = {leaf: each[0] if all(each) else "" for leaf, each in of_sizes.items()}
     found: list[Any] = []
     for path in paths:
         crops = (n for n, leaf in enumerate(path) if isinstance(leaf, _RANDOM_CROPS) and not cures[leaf])
         fixed = [leaf for leaf in path[: next(crops, None)] if cures[leaf] == _SIZE]
-        for leaf in (
-            each for each in path if cures[each] == _VALUES
-        ):  # a choice of flips is random, one of colors is not
+        for leaf in filter(lambda each: cures[each] == _VALUES, path):
+            # A choice of flips is random, and one of colors is not.
             fixed += [leaf] * (isinstance(leaf, A.ImageOnlyTransform) or all(leaf in other for other in paths))
         found.append(next(iter(fixed), None))
     if None not in found:
         number = next(number for number, step in enumerate(steps) if found[0] in leaves(step))
-        what = "changes every training image in the same way, but none in evaluation and predict"
+        what = "changes every training image, but none in evaluation and predict"
         raise_problems([f"data.augment[{number}]: {type(found[0]).__name__} {what}: {cures[found[0]]}"])
 
 
@@ -175,7 +176,8 @@ def _cure(leaf: Any, image: Pixels, mask: Pixels) -> str:
         return ""
     if any(each.shape != image.shape for each in results):
         is_same = all(np.array_equal(each, results[0]) for each in results)
-        return _SIZE if is_same and not isinstance(leaf, ScaledCrop) else ""
+        keeps_scale = isinstance(leaf, ScaledCrop | A.RandomCrop | A.PadIfNeeded)  # where they only pad
+        return _SIZE if is_same and not keeps_scale else ""
     changes = np.array([each[::4, ::4] for each in results], np.float32) - image[::4, ::4]
     norms = np.sqrt((changes**2).sum((1, 2, 3), keepdims=True))
     return _VALUES if norms.all() and np.linalg.norm((changes / norms).mean(0)) >= 0.95 else ""
