@@ -204,7 +204,7 @@ def of(kind: str, *transforms: Any, **arguments: Any) -> dict[str, Any]:
 def test_change_of_every_image_is_refused_with_its_cure(augment: Any, found: str, trusted_code: None) -> None:
     said = problems(augment)
     number, name, cure = found.split() if found else ("", "", "")
-    pattern = rf"data.augment\[{number}\]: {name} changes every training image .* predict: use (data\.)?{cure}"
+    pattern = rf"data.augment\[{number}\]: {name} changes every training image, .* predict: use (data\.)?{cure}"
     assert bool(re.match(pattern, said)) if found else said == ""
     transform = TrainTransform(CROP, config(augment).data.transforms)
     samples = [transform(draw_image(0, 60, 80), draw_mask(0, 60, 80), seed)[0] for seed in range(8)]
