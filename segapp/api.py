@@ -254,8 +254,8 @@ class Network:
             if not path.is_file():
                 raise DataError(f"{path} is not a file: check the path", path=path)
             picture = read_picture(InputFile(path, path.stem), self._predictor.pixels)
-            if picture.difference:
-                warnings.warn(f"{path}: {picture.difference}", stacklevel=4)
+            if picture.unused_bands:
+                warnings.warn(f"{path}: {picture.unused_bands}", stacklevel=4)
             return np.asarray(picture.pixels[:])
         if isinstance(image, Image.Image):
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))

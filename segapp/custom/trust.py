@@ -80,10 +80,10 @@ class NamedCode:
         content = _hash_of([self.first_mark, None if self.sources is None else self.sources.sha256])
         return self.first_mark, content, _hash_of([content, plain])
 
-    @property
-    def has_changed(self) -> bool:
-        """True if a parent of this process has accepted it with another content."""
-        return self.first_mark in _PINNED and self.marks[1] not in _PINNED
+    def check_content(self) -> None:
+        """Raise ConfigError if a parent of this process has accepted it with another content."""
+        if self.first_mark in _PINNED and self.marks[1] not in _PINNED:
+            raise ConfigError(f"{self.name} has changed since it was accepted, so it does not run: start again")
 
     def is_users_own(self, config: Path) -> bool:
         """Return True if it lies in the project's folder, and only the user may write it and the config."""
@@ -124,14 +124,14 @@ def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Collection[
 
     def is_known(code: NamedCode) -> bool:
         first, _, exact = code.marks
-        if exact in accepted or code.has_changed:
-            return exact in accepted
-        if code.name in typed or "1" in accepted:
+        if code.name in typed or accepted & {"1", exact}:
             return True
         known = [line[1:] for line in record if line[0] == first]
         was_here = not is_stored and any(where == here for _, where in known)
         return any(each == exact for each, _ in known) or (was_here and code.is_users_own(origin))
 
+    for code in named.values():
+        code.check_content()
     unknown = {key: code for key, code in named.items() if not is_known(code)}
     if not unknown:
         accept_code(named.values(), origin)
@@ -171,10 +171,11 @@ def accepted_sources(name: str) -> Sources | None:
     code, marks = NamedCode(name, {}), _marks()
     first = code.first_mark
     if first not in marks or first not in _accepted:  # in a child, the parent has compared it
-        if code.marks[1] not in marks and ("1" not in marks or code.has_changed):
-            raise ConfigError(
-                f"{name} is code that was not accepted, or not with this content: add --trust-parts if you know it"
-            ).see("own-parts")
+        code.check_content()
+        if not {"1", code.marks[1]} & {*marks}:
+            raise ConfigError(f"{name} is code that was not accepted: add --trust-parts if you know it").see(
+                "own-parts"
+            )
         _accepted[first] = code.sources
     return _accepted[first]
 

@@ -50,7 +50,7 @@ def test_module_of_the_current_folder_is_imported(folder: Path) -> None:
 
 
 FILES = {
-    "nets/own_file.py": "import helper_of_file, blocks_of_file.conv.small as small\nclass Net: width = small.WIDTH\n"
+    "nets/own_file.py": "import blocks_of_file.conv.small as small\nclass Net: width = small.WIDTH\n"
     "def late():\n    from late_of_file import DEPTH\n    return DEPTH",
     "nets/helper_of_file.py": "WIDTH = 4",
     "nets/blocks_of_file/__init__.py": "from .conv import *",

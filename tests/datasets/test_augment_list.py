@@ -199,6 +199,9 @@ def of(kind: str, *transforms: Any, **arguments: Any) -> dict[str, Any]:
         ([CROPPED, of("OneOf", GRAY, FLIPPED, p=1), of("SomeOf", GRAY, FLIPPED, n=1), of("Sequential", GRAY)], ""),
         ([CROPPED, of("OneOf", {"HorizontalFlip": {"p": 1.0}}, {"VerticalFlip": {"p": 1.0}}, p=1)], ""),
         (["ScaledCrop", {"ColorJitter": {"p": 1.0}}, {"GaussNoise": {"p": 1.0}}], ""),
+        ([CROPPED, *[of("OneOf", GRAY, FLIPPED, CLIPPED, p=1)] * 16], ""),
+        ([of("OneOf", CROPPED, LARGER, p=1), RESIZED], ""),
+        ([of("OneOf", CROPPED, RESIZED, p=1), RESIZED], "1 Resize resize_px"),
     ],
 )
 def test_change_of_every_image_is_refused_with_its_cure(augment: Any, found: str, trusted_code: None) -> None:

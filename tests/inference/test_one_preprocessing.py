@@ -19,18 +19,22 @@ from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.export import export_target
 from segapp.commands.predict import predictor_of
 from segapp.export.write import open_onnx
-from segapp.inference.predict.predictor import EnsemblePredictor
+from segapp.inference.predict.predictor import EnsemblePredictor, predict_image
+from segapp.inference.workspace import HostLimit
 from segapp.report.images import predict_pair
 from tests.support.runs import merged, train
 
-UNET = {
-    "library": "smp", "name": "Unet", "encoder": "tu-test_resnet", "aux": False,
-    "options": {"encoder_depth": 3, "decoder_channels": [16, 8, 8]},
-}  # fmt: skip
+PADDED = {  # its sides are multiples of 16
+    "library": "smp",
+    "name": "DeepLabV3Plus",
+    "encoder": "tu-test_resnet",
+    "aux": False,
+    "options": {"decoder_channels": 32, "decoder_atrous_rates": [3, 6, 9]},
+}
 KEYS: dict[str, dict[str, Any]] = {
     "none": {},
     "resize_px": {"data": {"resize_px": [32, 48]}},
-    "resize_px of a padded network": {"data": {"resize_px": [27, 35]}, "model": UNET},
+    "resize_px of a padded network": {"data": {"resize_px": [27, 35], "crop_px": [32, 48]}, "model": PADDED},
     "resize_px in windows": {"data": {"resize_px": [40, 56]}, "eval": {"slide": True, "slide_px": [24, 40]}},
     "windows": {"eval": {"slide": True, "slide_px": [24, 40]}},
     "mean and std": {"data": {"mean": [0.2, 0.5, 0.7], "std": [0.3, 0.2, 0.1]}},
@@ -44,13 +48,14 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "orientation": {"data": {"resize_px": [32, 48], "mask_orientation": "upright"}},
 }
+SIZES = [(43, 61), (66, 37), (150, 170)]
 EXPORTED = ("resize_px of a padded network", "bands, dtype and range")
 
 
 def draw(root: Path, key: str) -> None:
     """Draws images of two sizes, upright or lying on their side; their masks are upright."""
     rng = np.random.default_rng(4)
-    for split, sizes in {"train": [(43, 61)] * 4, "val": [(43, 61), (66, 37)]}.items():
+    for split, sizes in {"train": [(43, 61)] * 4, "val": SIZES}.items():
         for number, (height, width) in enumerate(sizes):
             image = cv2.resize(rng.integers(0, 256, (6, 8, 3)).astype(np.uint8), (width, height))
             for kind in ("images", "masks"):
@@ -84,8 +89,13 @@ def by_hand(trained: TrainedModel, image: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_one_image_has_one_prediction_in_every_use(key: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_one_image_has_one_prediction_in_every_use(
+    key: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw(tmp_path / "data", key)
+    is_resized = "resize_px" in KEYS[key].get("data", {})
+    if is_resized:  # the last image does not fit, and is no larger for the network than the others
+        monkeypatch.setattr("segapp.inference.predict.predictor.host_budget", lambda: 0)
     sections = {**KEYS[key], "data": {"root": str(tmp_path / "data"), **KEYS[key].get("data", {})}}
     config = merged(tiny, **sections, train={"epochs": 2})
     assert train(config, tmp_path / "run") == 0
@@ -98,7 +108,7 @@ def test_one_image_has_one_prediction_in_every_use(key: str, tiny: dict[str, Any
     dataset = build_dataset(trained.config.data, trained.scheme, "val", is_training=False, seed=0)
     segapp.predict(run, sorted((tmp_path / "data" / "images" / "val").iterdir()), out=tmp_path / "out", save="labels")
     matrix = np.zeros((3, 3), np.int64)
-    for index, size in enumerate([(43, 61), (66, 37)]):
+    for index, size in enumerate(SIZES):
         path = tmp_path / "data" / "images" / "val" / f"{index}.png"
         image, target, labels = predict_pair(trained, dataset, index)  # of the report
         assert labels.shape == target.shape == size
@@ -108,6 +118,9 @@ def test_one_image_has_one_prediction_in_every_use(key: str, tiny: dict[str, Any
             "array": network.predict(image),
             "ensemble": EnsemblePredictor([("a", predictor), ("b", predictor)]).labels(image[None])[0],
         }
+        if is_resized:
+            limit = HostLimit(max_px=64)
+            found["short of memory"] = predict_image(trained.model, trained.inference, image, trained.device, limit)
         decided = np.ones(size, bool)
         if is_whole:
             logits = by_hand(trained, image)
@@ -115,11 +128,30 @@ def test_one_image_has_one_prediction_in_every_use(key: str, tiny: dict[str, Any
             decided = (best.values[0] - best.values[1] > 1e-3).numpy()
             assert decided.mean() > 0.95
             found["by hand"] = best.indices[0].numpy()
+            np.testing.assert_allclose(network.probabilities(path), logits.softmax(0), rtol=0, atol=1e-4)
         if formats:
             pt2 = torch.export.load(tmp_path / "net.pt2").module(check_guards=False)
-            found["onnx"] = open_onnx(tmp_path / "net.onnx")(image[None])[0].argmax(0)
+            onnx = open_onnx(tmp_path / "net.onnx")(image[None])[0]
+            np.testing.assert_allclose(onnx, logits, rtol=1e-3, atol=1e-3)
+            found["onnx"] = onnx.argmax(0)
             found["pt2"] = pt2(torch.from_numpy(image[None].copy()))[0].argmax(0).numpy()
             found["safetensors"] = segapp.load(tmp_path / "net.safetensors", device="cpu").predict(path)
         assert {name: int((each != labels)[decided].sum()) for name, each in found.items()} == dict.fromkeys(found, 0)
         np.add.at(matrix, (target[target < 3], labels[target < 3]), 1)
     np.testing.assert_array_equal(segapp.evaluate(run).confusion, matrix)
+
+
+@pytest.mark.slow
+def test_file_of_a_model_of_one_size_takes_this_size(
+    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Windows over the resized image are no part of the file."""
+    draw(tmp_path / "data", "none")
+    swin = {"img_size": 64, "window_size": 2, "embed_dim": 12, "num_heads": [1, 1, 2, 2], "depths": [1, 1, 1, 1]}
+    encoder = {"encoder": "tu-swin_tiny_patch4_window7_224", "options": {"decoder_channels": [8] * 5, **swin}}
+    model = {"library": "smp", "name": "Unet", "aux": False, **encoder}
+    data = {"root": str(tmp_path / "data"), "resize_px": [96, 160], "crop_px": [64, 64]}
+    assert train(merged(tiny, data=data, model=model, train={"epochs": 1}), tmp_path / "run") == 0
+    export_target(str(tmp_path / "run"), tmp_path / "net.onnx", format=None, argmax=False)
+    assert "images of 64x64 px only -> logits" in capsys.readouterr().out
+    assert open_onnx(tmp_path / "net.onnx")(np.zeros((1, 64, 64, 3), np.uint8)).shape == (1, 3, 64, 64)

@@ -290,14 +290,6 @@ def test_large_scene_is_not_decoded_whole(
     path, image = scene
     found = find_images([path])[0][0]
     monkeypatch.setattr("segapp.inference.predict.reading.read_image", None)
-    for high, said in (
-        (4000.0, ""),
-        (90_000.0, "fill less than 2 % of its range"),
-        (1.0, "fill less than 2 % of its range"),
-    ):
-        ranges = ((0.0, 4000.0), (0.0, 4000.0), (0.0, high), (0.0, 4000.0))
-        difference = read_picture(found, PixelFormat((1, 2, 3, 4), "uint16", ranges)).difference
-        assert (said in difference and str(ranges[2][1]) in difference) if said else difference == ""
     picture = read_picture(found, PIXELS)
     assert picture.num_px == SCENE[0] * SCENE[1]
     assert picture.georeference is not None

@@ -5,8 +5,8 @@ Before a training, a list of transforms is tried on synthetic images: dtypes, si
 Shapes: H, W height and width in pixels; images (H, W, B) of B bands, masks (H, W) of train ids.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import chain, product
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -131,37 +131,46 @@ _RANDOM_CROPS = (ScaledCrop, BaseCrop, A.RandomSizedCrop, A.RandomResizedCrop, A
 
 def _refuse_fixed(steps: Sequence[Any], pairs: Sequence[tuple[Pixels, Pixels]]) -> None:
     """Raise ConfigError if a transform changes all images in the same way; after a random crop, sizes may change."""
-    paths = _certain_paths(A.Sequential(list(steps), p=1.0))
-    # Of images of one size only, another size of the data may differ: a crop pads the smallest image without a choice.
-    of_sizes = {leaf: [_cure(leaf, *pair) for pair in pairs] for leaf in set(chain(*paths))}
-    cures = {leaf: each[0] if all(each) else "" for leaf, each in of_sizes.items()}
-    found: list[Any] = []
-    for path in paths:
-        crops = (n for n, leaf in enumerate(path) if isinstance(leaf, _RANDOM_CROPS) and not cures[leaf])
-        fixed = [leaf for leaf in path[: next(crops, None)] if cures[leaf] == _SIZE]
-        for leaf in filter(lambda each: cures[each] == _VALUES, path):
-            # A choice of flips is random, and one of colors is not.
-            fixed += [leaf] * (isinstance(leaf, A.ImageOnlyTransform) or all(leaf in other for other in paths))
-        found.append(next(iter(fixed), None))
-    if None not in found:
-        number = next(number for number, step in enumerate(steps) if found[0] in leaves(step))
-        what = "changes every training image, but none in evaluation and predict"
-        raise_problems([f"data.augment[{number}]: {type(found[0]).__name__} {what}: {cures[found[0]]}"])
+    cures = {}
+    for leaf in chain(*map(leaves, steps)):
+        # Of one size only, a crop may seem fixed: it pads the smallest image without a choice.
+        of_sizes = [_cure(leaf, *pair) for pair in pairs]
+        cures[leaf] = of_sizes[0] if all(of_sizes) else ""
+    is_cropped = False
+    for number, step in enumerate(steps):
+        fixed, is_cropped = _fixed_in(step, cures, is_cropped)
+        if fixed is not None:
+            what = "changes every training image, but none in evaluation and predict"
+            raise_problems([f"data.augment[{number}]: {type(fixed).__name__} {what}: {cures[fixed]}"])
 
 
-def _certain_paths(step: Any, *, is_forced: bool = False) -> list[tuple[Any, ...]]:
-    """Return the transforms that are applied to every image, for each of the choices that a transform may draw."""
+def _fixed_in(step: Any, cures: Mapping[Any, str], is_cropped: bool, *, is_forced: bool = False) -> tuple[Any, bool]:
+    """Return a transform that changes every image in the same way, or None; and if every image is cropped then.
+
+    `is_forced`: the transform is applied whatever its p, because a choice fell on it.
+    """
     is_either = isinstance(step, A.OneOrOther)
     if step.p < 1 and not is_either and not (is_forced and not isinstance(step, A.SomeOf)):
-        return [()]
+        return None, is_cropped
     if not isinstance(step, A.BaseCompose):
-        return [(step,)]
-    is_choice = is_either or isinstance(step, A.OneOf)
+        is_fixed = cures[step] == _VALUES or (cures[step] == _SIZE and not is_cropped)
+        return (step if is_fixed else None), is_cropped or (isinstance(step, _RANDOM_CROPS) and not cures[step])
+    is_one = is_either or isinstance(step, A.OneOf)
     children = step.transforms[step.p == 0 : 1 + (step.p < 1)] if is_either else step.transforms
-    of_each = [_certain_paths(child, is_forced=is_choice) for child in children if child.p or not is_choice]
-    if is_choice or (isinstance(step, A.SomeOf) and (step.replace or step.n < len(children))):
-        return [*chain(*of_each)]
-    return [(*chain(*paths),) for paths in product(*of_each)]
+    if is_one or (isinstance(step, A.SomeOf) and (step.replace or step.n < len(children))):
+        possible = [child for child in children if child.p or not is_one]
+        found = [_fixed_in(child, cures, is_cropped, is_forced=is_one) for child in possible]
+        fixed = [leaf for leaf, _ in found]
+        # A choice of flips is random, and one of colors or sizes is not.
+        are_alike = len(fixed) == 1 or all(
+            cures.get(leaf) == _SIZE or isinstance(leaf, A.ImageOnlyTransform) for leaf in fixed
+        )
+        return (fixed[0] if fixed and None not in fixed and are_alike else None), all(cropped for _, cropped in found)
+    for child in children:
+        leaf, is_cropped = _fixed_in(child, cures, is_cropped)
+        if leaf is not None:
+            return leaf, is_cropped
+    return None, is_cropped
 
 
 def _cure(leaf: Any, image: Pixels, mask: Pixels) -> str:

@@ -113,17 +113,12 @@ class PixelFormat:
         keys = f" (data.bands {list(self.bands)}, data.value_range {[*map(list, self.ranges)]})" if self.bands else ""
         return f"trained on {self.layout}{keys}"
 
-    def difference(self, stored: StoredPixels | None, values: Pixels) -> str:
-        """Return how a readable image, with values (H, W, B) of it, may differ from the training; "" if it does not."""
-        low, high = np.array(self.ranges).T
-        width = np.ptp(np.percentile(values.clip(low, high), (5, 95), axis=(0, 1)), axis=0)
-        if self.bands is not None and stored is not None and stored.bands > len({*self.bands}):
-            found = f"only bands {list(self.bands)} of {stored.bands} are used"
-        elif not self.is_rgb8 and (width < 0.02 * (high - low)).any():
-            found = "the values of a band fill less than 2 % of its range"
-        else:
+    def unused_bands(self, stored: StoredPixels | None) -> str:
+        """Return a sentence about bands of a readable image that the model does not use; "" if there are none."""
+        if self.bands is None or stored is None or stored.bands <= len({*self.bands}):
             return ""
-        return f"{found}, as the model was {self.training}: if the training images were others, convert the image"
+        found = f"only bands {list(self.bands)} of {stored.bands} are used, as the model was {self.training}"
+        return f"{found}: if the training images had other bands, convert the image"
 
     def as_rgb(self, pixels: NDArray[Any]) -> NDArray[np.uint8]:
         """Return an RGB image (H, W, 3) of pixels (H, W, B): the first three bands, or the first one as gray.

@@ -87,7 +87,7 @@ def predict_files(
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)
     with _large_pictures_allowed():
         job.predict_images(files)
-    job.tally.notes += [f"{some_names(names)}: {difference}" for difference, names in job.unlike.items()]
+    job.tally.notes += [f"{some_names(names)}: {unused}" for unused, names in job.unused_bands.items()]
     job.tally.seconds = time.perf_counter() - start
     job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
     if job.coco is not None:
@@ -107,7 +107,7 @@ class _Job:
     progress: Callable[[int], None]
     tally: Tally = field(default_factory=Tally)
     written: dict[str, list[Path]] = field(default_factory=dict)
-    unlike: dict[str, list[str]] = field(default_factory=dict)  # a difference from the training -> images
+    unused_bands: dict[str, list[str]] = field(default_factory=dict)  # a sentence about them -> images
     coco: CocoFile | None = None
     num_done: int = 0
 
@@ -141,8 +141,8 @@ class _Job:
                 self.tally.problems.append(found)
                 self.count(1)
             else:
-                if found.difference:
-                    self.unlike.setdefault(found.difference, []).append(found.file.name)
+                if found.unused_bands:
+                    self.unused_bands.setdefault(found.unused_bands, []).append(found.file.name)
                 yield found
 
     def _batches(self, pictures: Iterable[Picture]) -> Iterator[list[Picture]]:

@@ -146,7 +146,7 @@ class Picture:
     pixels: Any  # (H, W, B), as stored in the file, upright
     profile: bytes | None = None  # ICC profile
     georeference: Georeference | None = None  # of a GeoTIFF; the outputs are then GeoTIFFs too
-    difference: str = ""  # from the images of the training
+    unused_bands: str = ""  # a sentence about them
 
     @property
     def num_px(self) -> int:
@@ -160,15 +160,14 @@ def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
     pixels: Any = image_windows(file.path, format)
     if pixels is None:
         pixels = read_image(file.path, format, max_pixels=MAX_PREDICTED_PX)
-    middle = tuple(slice(max(0, side // 2 - 256), side // 2 + 256) for side in pixels.shape[:2])
-    difference = format.difference(header.stored, pixels[middle])
+    unused = format.unused_bands(header.stored)
     tags = tiff_tags(file.path)
     if tags is not None and has_rasterio() and tags.orientation == 1:
         georeference = read_georeference(file.path)
         if georeference is not None:
-            return Picture(file, pixels, georeference=georeference, difference=difference)
+            return Picture(file, pixels, georeference=georeference, unused_bands=unused)
     profile = _icc_profile(file) if header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"} else None
-    return Picture(file, pixels, profile, difference=difference)
+    return Picture(file, pixels, profile, unused_bands=unused)
 
 
 def _icc_profile(file: InputFile) -> bytes | None:
