@@ -235,6 +235,8 @@ def shown_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(Path(frame.filename))]
     message, where = str(error).partition("\n")[0], ""
+    if not message and frames:  # such as an assertion without words
+        message = str(frames[-1].line)
     if isinstance(error, SyntaxError) and error.filename:
         message, where = error.msg, f" ({_path_shown(error.filename)}, line {error.lineno})"
     elif own:

@@ -8,11 +8,10 @@ Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h
 
 import contextlib
 import inspect
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -77,10 +76,10 @@ def build_smp(
         encoder_name=encoder,
         num_classes=num_classes,
         in_channels=in_channels,
-        size_divisor=_size_divisor(name, net),
+        size_divisor=int(net.encoder.output_stride) if net.requires_divisible_input_shape else 1,
         # PAN pools its deepest features three times by 2.
         min_size_px=8 * int(net.encoder.output_stride) if name == "PAN" else 1,
-        fixed_size_px=_fixed_size(net.encoder),
+        usual_size_px=_usual_size(net.encoder, options),
     )
 
 
@@ -138,21 +137,10 @@ def _head_without_upsampling(head: nn.Module) -> nn.Module:
     return nn.Sequential(head[0])
 
 
-def _size_divisor(name: str, net: Any) -> int:
-    """Return the divisor of H and W by smp's rule; for DPT, that rule accepts sizes that cannot run."""
-    if not net.requires_divisible_input_shape:
-        return 1
-    if name == "DPT":  # resizes the features of its n blocks to the strides 4, 8, ..., 2^(n+1) and adds them up
-        strides = net.encoder.output_strides
-        deepest = 2 ** (len(strides) + 1)
-        return math.lcm(*(stride * max(1, deepest // stride) for stride in strides))
-    return int(net.encoder.output_stride)
-
-
-def _fixed_size(encoder: nn.Module) -> tuple[int, int] | None:
-    """Return (H, W) in pixels if a timm transformer accepts no other size, else None."""
-    for module in encoder.modules():
-        if getattr(module, "strict_img_size", False) and getattr(module, "img_size", None) is not None:
-            height_px, width_px = cast(tuple[int, int], module.img_size)
-            return int(height_px), int(width_px)
-    return None
+def _usual_size(encoder: nn.Module, options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (H, W) in pixels for which a timm model was made; None for smp's own encoders."""
+    config: dict[str, Any] | None = getattr(getattr(encoder, "model", None), "pretrained_cfg", None)
+    size = options.get("img_size", config["input_size"][1:] if config else None)
+    if size is None:
+        return None
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

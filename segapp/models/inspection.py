@@ -1,19 +1,21 @@
-"""Inspect a network by running it once on the meta device: shapes only, no arithmetic, no random numbers.
+"""Inspect a network by running a copy of it on the meta device: shapes only, no arithmetic, no random numbers.
 
 Libraries build modules that a given depth never runs (a ResNet's last stages under a PSPNet) or whose output is unused.
 Such parameters take memory on every device, and DistributedDataParallel waits for their gradients. A BatchNorm after a
-global pooling cannot train on a batch of one image. Both depend on the backbone, so they are measured, not listed.
+global pooling cannot train on a batch of one image. Which sizes of images run depends on decoder, backbone and options.
+So all this is measured, not listed.
 
-Shapes: N images, C classes, H x W of the input, h x w of the logits.
+Shapes: N images, C classes, H x W of the input, h x w of the logits and of feature maps.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from segapp.custom.loading import shown_error
 from segapp.errors import ConfigError
@@ -21,37 +23,32 @@ from segapp.models.network import SegmentationModel
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm over a single value."""
+MIN_SIDE_PX = 64
+MAX_DIVISOR = 256
+MAX_STRIDE = 128
+"""Strides are measured exactly if they divide this number or the divisor of the sides."""
+
+Maps = dict[str, list[torch.Size]]
+"""The shapes of a module's outputs with four dimensions, by the name of the module; empty for other outputs."""
 
 
 def inspect_model(model: SegmentationModel) -> None:
-    """Measure `min_train_batch` and `logits_stride`, and remove modules and gradients that are not used.
+    """Measure `min_train_batch`, sizes and strides of a network, and remove modules and gradients that are not used.
 
     Modules that the network never calls are replaced by `nn.Identity`; parameters without influence on the logits no
-    longer require a gradient.
+    longer require a gradient. `size_divisor` is doubled until the network runs; if it never does, the network gets
+    `usual_size_px` as its only size. Nothing else of the network changes, because a copy runs.
 
     Raises:
         ConfigError: the network cannot run, as some pairs of decoder and backbone cannot.
     """
-    side_px = max(2 * model.size_divisor, 64)
-    size_px = model.suitable_size(side_px, side_px)
-    was_training = model.training
-    called: set[str] = set()
-    hooks = [
-        module.register_forward_hook(lambda *_, name=name: called.add(name)) for name, module in model.named_modules()
-    ]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            unused = _measure(model, size_px)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(was_training)
-    model.called_modules = frozenset(called)
+    with torch.random.fork_rng(devices=[]):
+        unused = _measure(model)
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
-    for name in _unused_modules(model, unused, called):
+    for name in _unused_modules(model, unused, model.called_modules):
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, nn.Identity())
+        setattr(model.get_submodule(parent), child, nn.Identity().train(model.training))
 
 
 def probabilities_problem(logits_NCHW: Tensor, of_brighter_NCHW: Tensor) -> str | None:
@@ -71,62 +68,141 @@ def probabilities_problem(logits_NCHW: Tensor, of_brighter_NCHW: Tensor) -> str 
     return "these are probabilities (in 0..1 for any image): return logits, without sigmoid"
 
 
-def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
-    """Run the network, record its measurements in it, and return the names of the parameters without a gradient."""
-    # Some code reads a tensor's value, which a meta tensor does not have.
-    with contextlib.suppress(Exception):
-        return _measure_on("meta", model, size_px)
-    try:
-        return _measure_on("cpu", model, size_px)
-    except Exception as error:
-        if model.library == "python":
-            raise ConfigError(
-                f"model.name = {model.name} fails on images of {size_px[0]}x{size_px[1]} px with {shown_error(error)}: "
-                "correct it, or set its attribute fixed_size_px to the only height and width that it takes",
-                key="model.name",
-                value=model.name,
-            ).see("own-parts") from error
-        raise ConfigError(
-            f"model: {model.library} {model.name} with backbone {model.encoder_name} cannot run on images of "
-            f"{size_px[0]}x{size_px[1]} px ({error}); choose another backbone or other options",
-            key="model.encoder",
-            value=model.encoder_name,
-        ) from error
+def _measure(model: SegmentationModel) -> set[str]:
+    """Record the measurements of a network in it, and return the names of the parameters without a gradient."""
+    copies: dict[str, SegmentationModel] = {}
+    failures: list[tuple[tuple[int, int], Exception]] = []
+    for divisor, size_px in _candidates(model):
+        for device in ("meta", "cpu"):
+            try:
+                if device not in copies:
+                    copies[device] = _copy_on(device, model)
+                unused = _measure_on(copies[device], model, divisor, size_px)
+                model.size_divisor, model.fixed_size_px = divisor, size_px
+                return unused
+            except Exception as error:
+                failures.append((size_px or _sides(divisor, model.min_size_px), error))
+                # Errors of sizes repeat on the CPU. Custom code may refuse the meta device in words of its own.
+                if not _is_of_meta(error) and (model.library != "python" or len(failures) > 2):
+                    break
+    (height_px, width_px), cause = next((each for each in failures if not _is_of_meta(each[1])), failures[-1])
+    raise _refusal(model, f"on images of {height_px}x{width_px} px: {shown_error(cause)}") from cause
 
 
-def _measure_on(device: str, model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
-    logits = _run(model, device, 1, size_px, training=False)[0][0]
+def _refusal(model: SegmentationModel, failure: str) -> ConfigError:
+    if model.library == "python":
+        return ConfigError(
+            f"model.name = {model.name} cannot run {failure}; correct it, or set its attribute fixed_size_px to the "
+            "only height and width that it takes",
+            key="model.name",
+            value=model.name,
+        ).see("own-parts")
+    return ConfigError(
+        f"model: {model.library} {model.name} with backbone {model.encoder_name} cannot run {failure}; choose another "
+        "backbone or other options",
+        key="model.encoder",
+        value=model.encoder_name,
+    )
+
+
+def _is_of_meta(error: Exception) -> bool:
+    """Return True if some code needs a value, which a tensor on the meta device does not have."""
+    return "meta" in str(error).lower()
+
+
+def _candidates(model: SegmentationModel) -> Iterator[tuple[int, tuple[int, int] | None]]:
+    """Yield divisors of H and W, and the only size (H, W) if there is one, in the order in which they are tried."""
+    divisor = model.size_divisor
+    if model.fixed_size_px is not None:
+        yield divisor, model.fixed_size_px
+        return
+    while divisor <= max(MAX_DIVISOR, model.size_divisor):
+        yield divisor, None
+        divisor *= 2
+    if model.usual_size_px is not None:
+        yield model.size_divisor, model.usual_size_px
+
+
+def _sides(divisor: int, min_size_px: int) -> tuple[int, int]:
+    """Return two different sides, odd multiples of a divisor, so that no smaller number of halvings is enough.
+
+    >>> _sides(1, 1), _sides(32, 1), _sides(14, 1)
+    ((65, 193), (96, 224), (70, 966))
+    """
+    short = -(-max(MIN_SIDE_PX, min_size_px) // divisor) | 1
+    return short * divisor, short * divisor + math.lcm(MAX_STRIDE, 2 * divisor)
+
+
+def _measure_on(
+    probe: SegmentationModel, model: SegmentationModel, divisor: int, size_px: tuple[int, int] | None
+) -> set[str]:
+    height_px, width_px = size_px or _sides(divisor, model.min_size_px)
+    logits, maps = _run(probe, 1, (height_px, width_px), training=False)
     min_train_batch = 1
+    # The sides are exchanged, which shows the axes of a map, and its stride from two differences of lengths.
+    exchanged = size_px or (width_px, height_px)
     try:
-        logits_all, tensors = _run(model, device, 1, size_px, training=True)
+        logits_all, other_maps = _run(probe, 1, exchanged, training=True)
     except ValueError as error:
         if ONE_VALUE not in str(error):
             raise
         min_train_batch = 2
-        logits_all, tensors = _run(model, device, 2, size_px, training=True)
-    model.logits_stride = max(1, round(size_px[0] / logits.shape[-2]))
+        logits_all, other_maps = _run(probe, 2, exchanged, training=True)
+    gain_px = width_px - height_px
+    strides = set(_strides(logits[0].shape, logits_all[0].shape, gain_px))
+    model.logits_stride = max(strides, default=max(1, round(height_px / logits[0].shape[-2])))
     model.min_train_batch = min_train_batch
-    names = [name for name, _ in model.named_parameters()]
+    model.called_modules = frozenset({*maps, *other_maps})
     given = [torch.empty_like(logits) for logits in logits_all]  # only the existence of gradients matters
-    gradients = torch.autograd.grad(logits_all, [tensors[name] for name in names], given, allow_unused=True)
+    names, parameters = zip(*probe.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(logits_all, parameters, given, allow_unused=True)
     return {name for name, gradient in zip(names, gradients, strict=True) if gradient is None}
 
 
-def _run(
-    model: SegmentationModel, device: str, num_images: int, size_px: tuple[int, int], *, training: bool
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Return the logits for images of zeros, and the copies of all parameters and buffers that computed them."""
-    tensors: dict[str, Tensor] = {
-        name: value.detach().to(device, copy=True).requires_grad_() for name, value in model.named_parameters()
+def _strides(shape: torch.Size, exchanged: torch.Size, gain_px: int) -> Iterator[int]:
+    """Yield the stride of a map from its shapes for H x W and for W x H with W = H + `gain_px`; of others, nothing.
+
+    >>> list(_strides(torch.Size([1, 8, 9, 25]), torch.Size([2, 8, 25, 9]), 128))  # 65 x 193 px
+    [8]
+    """
+    for axis in (1, 2):  # of (N, H, W, C) and (N, C, H, W)
+        short, long = shape[axis : axis + 2]
+        if short < long and (long, short) == exchanged[axis : axis + 2] and gain_px % (long - short) == 0:
+            yield gain_px // (long - short)
+
+
+def _copy_on(device: str, model: SegmentationModel) -> SegmentationModel:
+    """Return a copy of a network whose parameters and buffers are on another device; shared ones stay shared."""
+    memo: dict[int, object] = {
+        id(value): nn.Parameter(value.detach().to(device, copy=True)) for value in model.parameters()
     }
-    tensors |= {name: value.detach().to(device, copy=True) for name, value in model.named_buffers()}
-    model.train(training)
-    images = torch.zeros(num_images, model.in_channels, *size_px, device=device)
-    with torch.set_grad_enabled(training):
-        return functional_call(model, tensors, (images,)), tensors
+    memo |= {id(value): value.detach().to(device, copy=True) for value in model.buffers()}
+    return copy.deepcopy(model, memo)
 
 
-def _unused_modules(model: nn.Module, unused: set[str], called: set[str]) -> list[str]:
+def _run(
+    probe: SegmentationModel, num_images: int, size_px: tuple[int, int], *, training: bool
+) -> tuple[tuple[Tensor, ...], Maps]:
+    """Return the logits for images of zeros, and the maps of all modules that were called."""
+    maps: Maps = {}
+
+    def note(name: str, output: object) -> None:
+        maps.setdefault(name, []).extend([output.shape] if isinstance(output, Tensor) and output.ndim == 4 else [])
+
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
+        for name, module in probe.named_modules()
+    ]
+    images = torch.zeros(num_images, probe.in_channels, *size_px, device=next(probe.parameters()).device)
+    try:
+        with torch.set_grad_enabled(training):
+            return probe.train(training).compute_logits(images), maps
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _unused_modules(model: nn.Module, unused: set[str], called: frozenset[str]) -> list[str]:
     """Return the outermost modules with parameters in which no module runs and no parameter has a gradient."""
     found: list[str] = []
     for name, module in model.named_modules():

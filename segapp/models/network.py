@@ -44,9 +44,10 @@ class SegmentationModel(nn.Module):
         backbone_name: name of the submodule that is the backbone, for which pretrained weights exist.
         num_classes: C, the channels of every logits tensor.
         in_channels: B, the channels of the images.
-        size_divisor: H and W must be multiples of it; 1: any size.
+        size_divisor: H and W must be multiples of it; 1: any size. `inspect_model` raises it until the network runs.
         min_size_px: smallest H and W.
         fixed_size_px: (H, W) if the backbone accepts no other size, else None.
+        usual_size_px: (H, W) for which the library's entry of the backbone was made, else None.
         min_train_batch: smallest N in training mode; 2 if a BatchNorm follows a global pooling, which leaves one value
             per image and channel.
         logits_stride: input pixels per logit along each axis, measured by `inspect_model`.
@@ -70,12 +71,14 @@ class SegmentationModel(nn.Module):
         size_divisor: int = 1,
         min_size_px: int = 1,
         fixed_size_px: tuple[int, int] | None = None,
+        usual_size_px: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.library, self.name, self.encoder_name = library, name, encoder_name
         self.num_classes, self.in_channels = num_classes, in_channels
         self.backbone_name = backbone_name
-        self.size_divisor, self.min_size_px, self.fixed_size_px = size_divisor, min_size_px, fixed_size_px
+        self.size_divisor, self.min_size_px = size_divisor, min_size_px
+        self.fixed_size_px, self.usual_size_px = fixed_size_px, usual_size_px
         self.min_train_batch = self.logits_stride = 1
         self.load_reports: tuple[LoadReport, ...] = ()
         self.frozen_modules: tuple[str, ...] = ()

@@ -124,7 +124,7 @@ def of_size(tiny: dict[str, Any], crop_px: int, **options: Any) -> RunConfig:
 
 def test_model_of_one_size_is_refused_with_the_sizes(tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert check_part(None, None, of_size(tiny, 32, side=64)) == 2
-    assert "FAILED fails with RuntimeError" in capsys.readouterr().out
+    assert "FixedNet cannot run on images of 65x193 px: RuntimeError: " in capsys.readouterr().out
     assert check_part(None, None, of_size(tiny, 64, side=128, is_said=True)) == 2
     said = capsys.readouterr().out
     assert f"fails with ValueError: images of 64x64 px: python {OWN}:FixedNet" in said

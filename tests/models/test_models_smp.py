@@ -1,7 +1,6 @@
 import inspect
 import re
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.nn.functional import interpolate
 
 from segapp.errors import ConfigError
 from segapp.models import build_model
-from segapp.models.from_smp import _size_divisor, smp_architectures
+from segapp.models.from_smp import smp_architectures
 from segapp.models.names import timm_options
 
 with warnings.catch_warnings():
@@ -100,13 +99,6 @@ def test_every_architecture_computes_what_smp_does_and_trains(name, encoder):
     assert model.suitable_size(*bad) == good
     with pytest.raises(ValueError, match=f"{bad[0]}x{bad[1]} px: smp {name} .* pad to {good[0]}x{good[1]}"):
         model(torch.randn(1, 3, *bad))
-
-
-@pytest.mark.parametrize(("patch_px", "divisor"), [(8, 32), (16, 32), (32, 32), (64, 64)])
-def test_dpt_takes_multiples_of_patch_and_deepest_stride(patch_px, divisor):
-    """Four features at strides 4 to 32; a network of each patch size would take seconds to build."""
-    encoder = SimpleNamespace(output_strides=[patch_px] * 4)
-    assert _size_divisor("DPT", SimpleNamespace(requires_divisible_input_shape=True, encoder=encoder)) == divisor
 
 
 def test_pan_refuses_images_below_its_minimum_size():

@@ -5,7 +5,6 @@ from torch.nn.functional import interpolate
 
 from segapp.errors import ConfigError
 from segapp.models import build_model
-from segapp.models import inspection as inspection_module
 from segapp.models.from_torchvision import build_torchvision, torchvision_backbones, torchvision_names
 
 REGISTERED = torchvision.models.list_models(module=torchvision.models.segmentation)
@@ -90,15 +89,6 @@ def test_last_layer_turns_the_features_into_the_logits(small):
     assert len(small.train().compute_with_features(images)[0]) == 1 + (small.name != "lraspp")
 
 
-def test_inspecting_a_network_keeps_statistics_and_mode(small):
-    before = {name: value.clone() for name, value in small.state_dict().items()}
-    for is_training in (False, True):
-        inspection_module.inspect_model(small.train(is_training))
-        assert {module.training for module in small.modules()} == {is_training}
-    assert all(value.equal(before[name]) for name, value in small.state_dict().items())
-    assert not any(module._forward_hooks for module in small.modules())
-
-
 def test_one_pixel_is_an_image():
     model = build_model("torchvision", "fcn", 150, aux=False, **SMALL)
     assert model.min_size_px == 1
@@ -181,23 +171,3 @@ def test_initialisation_depends_only_on_the_global_generator():
     without, state_without = built(0, build_torchvision, "fcn", 3, True, SMALL["encoder"], {}, 3)
     assert first.equal(without)
     assert state.equal(state_without), "looking at the network drew random numbers"
-
-
-def test_network_reading_values_is_inspected_on_the_cpu():
-    model = build_model("torchvision", "deeplabv3", 3, **SMALL)
-    model.min_train_batch = model.logits_stride = 0
-    compute = model.compute_logits
-
-    def reading(images):
-        assert images.sum().item() == 0
-        return compute(images)
-
-    model.compute_logits = reading
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    inspection_module.inspect_model(model)
-    assert (model.min_train_batch, model.logits_stride) == (2, 16)
-    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
-
-    model.compute_logits = lambda images: (_ for _ in ()).throw(RuntimeError("no way"))
-    with pytest.raises(ConfigError, match=r"deeplabv3 with backbone mobilenet_v3_small cannot run .*no way"):
-        inspection_module.inspect_model(model)

@@ -1,0 +1,134 @@
+"""What a network accepts is measured on a copy, which leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp.errors import ConfigError
+from segapp.models import SegmentationModel, build_model
+from segapp.models.by_name import PythonModel
+from segapp.models.inspection import inspect_model
+
+SIZES = {  # divisor and only size; the comments say what the library claims or refuses
+    ("Unet", "tu-hrnet_w18_small"): (32, None),  # any size
+    ("Unet", "tu-dla34"): (32, None),  # any size
+    ("FPN", "tu-mobilevitv2_050"): (64, None),  # multiples of 32
+    ("DPT", "tu-test_vit"): (32, None),  # multiples of 16
+    ("FPN", "tu-coat_lite_tiny"): (32, (224, 224)),
+    ("FPN", "tu-coatnet_nano_rw_224"): (32, (224, 224)),
+    ("Unet", "tu-botnet26t_256"): (1, (256, 256)),
+    ("FPN", "tu-halonet26t"): (256, None),
+    ("FPN", "tu-hiera_tiny_224"): (32, (96, 64)),  # with the option img_size
+}
+
+
+@pytest.mark.parametrize(("name", "encoder"), SIZES)
+def test_size_that_is_said_to_run_runs_and_others_do_not(name: str, encoder: str) -> None:
+    with torch.device("meta"):  # shapes only
+        size = {"img_size": [96, 64], "embed_dim": 32, "stages": [1, 1, 1, 1]} if "hiera" in encoder else {}
+        model = build_model("smp", name, 3, encoder=encoder, options=size).eval()
+        divisor, fixed = SIZES[name, encoder]
+        assert (model.size_divisor, model.fixed_size_px) == (divisor, fixed)
+        wanted = model.suitable_size(97, 290)
+        (logits,) = model(torch.zeros(1, 3, *wanted))
+        assert logits.shape[-2:] == (wanted[0] // model.logits_stride, wanted[1] // model.logits_stride)
+        refused = (wanted[0] + 32, wanted[1]) if fixed else (5 * divisor // 2, 3 * divisor)
+        with pytest.raises((RuntimeError, AssertionError, ValueError)):
+            model.compute_logits(torch.zeros(1, 3, *refused))
+
+
+class Awkward(nn.Module):
+    """Layers under two names, a weight in two layers, counts and a cache; for multiples of 12, of which it says 3."""
+
+    size_divisor = 3
+
+    def __init__(self, needs_value: bool, refusal: str | None = None) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 4, 3, stride=3), nn.BatchNorm2d(4))
+        self.same = self.first
+        self.second, self.third = nn.Conv2d(4, 4, 4, stride=4), nn.Conv2d(4, 4, 1, bias=False)
+        self.fourth = nn.Conv2d(4, 4, 1, bias=False)
+        self.fourth.weight = self.third.weight
+        self.pooled = nn.BatchNorm2d(4)
+        self.head, self.unused = nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
+        self.register_buffer("calls", torch.zeros(()))
+        self.cache: dict[str, Any] = {}
+        self.grid: Tensor | None = None
+        self.needs_value, self.refusal = needs_value, refusal
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.refusal is None, self.refusal
+        features = self.same(images)
+        if self.needs_value and not self.calls.add_(1).item():
+            raise ValueError("impossible")
+        whole = self.pooled(F.adaptive_avg_pool2d(self.fourth(self.third(self.second(features))), 1))
+        self.grid = features.detach().new_ones(features.shape[-2:])
+        self.cache["shape"] = self.grid
+        merged = features * F.interpolate(self.second(features) + whole, scale_factor=4) * self.grid
+        return self.head(merged), self.head(whole)
+
+
+def values_of(model: nn.Module) -> dict[str, Any]:
+    """Returns all tensors that modules hold, by module and attribute, and all modes."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[f"{name} training"] = module.training
+        assert not module._forward_hooks, name
+        for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, Tensor):
+                assert not value.is_meta, f"{name}.{key}"
+                found[f"{name}.{key}"] = (id(value), value.detach().clone())
+    return found
+
+
+@pytest.mark.parametrize("needs_value", [False, True])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_inspection_measures_and_leaves_nothing_behind(needs_value: bool, is_training: bool) -> None:
+    model = PythonModel(Awkward(needs_value), name="own:Awkward", num_classes=2, in_channels=3).train(is_training)
+    before, state = values_of(model), torch.get_rng_state()
+    inspect_model(model)
+    assert (model.size_divisor, model.fixed_size_px, model.logits_stride, model.min_train_batch) == (12, None, 3, 2)
+    assert model.network.cache == {}
+    assert model.network.grid is None
+    assert not model.network.same[0].weight.is_meta
+    assert isinstance(model.network.unused, nn.Identity)
+    after = values_of(model)
+    assert {name for name in before if name not in after} == {"network.unused.weight", "network.unused.bias"}
+    assert all(same(before[name], after[name]) for name in before.keys() & after.keys())
+    assert torch.get_rng_state().equal(state), "the inspection drew random numbers"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns True for equal modes, and for one tensor with equal values."""
+    return one[0] == other[0] and one[1].equal(other[1]) if isinstance(one, tuple) else one == other
+
+
+def test_shared_layers_of_a_library_keep_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[SegmentationModel, dict[str, Any]]] = []
+
+    def inspect(model: SegmentationModel) -> None:
+        built.append((copy.deepcopy(model), values_of(model)))
+        inspect_model(model)
+
+    monkeypatch.setattr("segapp.models.by_name.inspect_model", inspect)
+    model = build_model("smp", "FPN", 3, encoder="tu-coat_lite_tiny")
+    ((original, before),) = built
+    assert values_of(model).keys() == before.keys()
+    images = torch.rand(1, 3, 224, 224)
+    with torch.no_grad():
+        assert model.eval()(images)[0].equal(original.eval().compute_logits(images)[0])
+
+
+@pytest.mark.parametrize(
+    ("refusal", "reason"), [("no way", "AssertionError: no way"), ("", "AssertionError: assert self.refusal is None")]
+)
+def test_refused_network_has_size_and_reason(refusal: str, reason: str) -> None:
+    model = PythonModel(Awkward(False, refusal), name="own:Awkward", num_classes=2, in_channels=3)
+    with pytest.raises(ConfigError, match=rf"own:Awkward cannot run on images of 69x453 px: {reason}.*fixed_size_px"):
+        inspect_model(model)
