@@ -10,7 +10,7 @@ from statistics import fmean
 import torch
 
 from segapp.accelerator import accelerator_of
-from segapp.assembly.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
+from segapp.assembly.pairs import build_pairs, build_pixels, build_scheme, own_data
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_component
 from segapp.datasets.augment import BandValues, TrainTransform
@@ -119,7 +119,7 @@ def _transform(
     """
     if not is_training:
         return None
-    bands = BandValues(None if pixels.is_rgb8 else pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
+    bands = BandValues(None if pixels.is_rgb8 else pixels.ranges, pixels.fill)
     transform = TrainTransform(
         data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
     )

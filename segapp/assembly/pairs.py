@@ -42,7 +42,8 @@ def build_pixels(data: DataConfig) -> PixelFormat:
         )
     num_bands = 3 if data.bands is None else len(data.bands)
     ranges = data.value_range
-    return PixelFormat(data.bands, data.dtype, ranges * num_bands if ranges and len(ranges) == 1 else ranges)
+    ranges = ranges * num_bands if ranges and len(ranges) == 1 else ranges
+    return PixelFormat(data.bands, data.dtype, ranges, band_statistics(data)[0])
 
 
 def band_statistics(data: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -42,7 +42,7 @@ from segapp.failpoints import failpoint
 RESERVE_BYTES = 2**30
 """Free space that a cache leaves for checkpoints on a disk, or for the training in memory."""
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the records and of the readers' results; if it changes, every cache starts empty."""
 _ALIGN_BYTES = 64
 _FULL, _NUM_DAMAGED = 0, 1

@@ -24,7 +24,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from segapp.bounds import check_memory
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
-from segapp.datasets.images.tiff_tags import TiffTags, is_tiff, read_tiff_tags
+from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags, is_tiff, read_tiff_tags
 from segapp.datasets.orientation import Fit, Header, Turns, fit_of_mask, has_same_ratio
 from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import DataError
@@ -315,6 +315,12 @@ def tiff_tags(path: Path) -> TiffTags | None:
             return _tags_of(file)
 
     return _retried(read, path)
+
+
+def declared_nodata(path: Path) -> float | None:
+    """Return the value of pixels without data that a TIFF declares; None for other files, which are not opened."""
+    tags = tiff_tags(path) if path.suffix.lower() in TIFF_SUFFIXES else None
+    return None if tags is None else tags.nodata
 
 
 def _tags_of(file: BinaryIO) -> TiffTags | None:

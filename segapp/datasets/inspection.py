@@ -24,8 +24,7 @@ from PIL import Image
 from segapp.datasets.files import ImagePair, check_pair, jpeg_damage, read_bytes, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import check_same_place
-from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.windows import Windows, compare_ranges, image_windows, mask_blocks
+from segapp.datasets.images.windows import Windows, compare_ranges, load_image
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown, summary_of_ids
 from segapp.datasets.orientation import Fit, Header, Turns
@@ -35,6 +34,7 @@ from segapp.datasets.targets import (
     MaskCounts,
     Targets,
     absent_note,
+    count_files,
     count_mask,
     has_shades,
     ignored_note,
@@ -203,13 +203,13 @@ def check_ranges(split: str, pairs: Sequence[ImagePair], scheme: ClassScheme, pi
     samples, most_values = list[NDArray[Any]](), 2**25  # decoding them takes half a second
     for pair in evenly_spread(pairs, 16):
         with contextlib.suppress(DataError):  # reported when it is used
-            slow = pair.read(scheme, pixels)[0] if isinstance(pair, OwnPair) else image_windows(pair.image, pixels)
-            image: Any = read_image(pair.image, pixels) if slow is None else slow
-            most_values -= image.size if slow is None else 2**23
-            if isinstance(image, Windows):
-                tops, lefts = (np.linspace(0, max(0, length - 64), 5, dtype=int)[1:4] for length in image.shape[:2])
-                image = np.concatenate([image[y : y + 64, x : x + 64] for y in tops for x in lefts])
-            samples.append(image.reshape(-1, pixels.num_bands)[:: image.size // 2**17 | 1].copy())
+            is_own = isinstance(pair, OwnPair)  # its images may take long
+            image, missing = (
+                (pair.read(scheme, pixels)[0], None) if isinstance(pair, OwnPair) else load_image(pair.image, pixels)
+            )
+            most_values -= 2**23 if is_own or isinstance(image, Windows) else image.size
+            sample = _sampled(image)
+            samples.append(sample if missing is None else np.where(_sampled(missing), np.nan, sample))
         if most_values <= 0:
             break
     move = "train with a data.value_range that fits, or scale the images"
@@ -221,12 +221,20 @@ def check_ranges(split: str, pairs: Sequence[ImagePair], scheme: ClassScheme, pi
     ]
 
 
+def _sampled(image: NDArray[Any] | Windows) -> NDArray[Any]:
+    """Return some pixels (K, B) of an image (H, W, B), evenly spread; of one in windows, pixels of nine squares."""
+    if isinstance(image, Windows):
+        tops, lefts = (np.linspace(0, max(0, length - 64), 5, dtype=int)[1:4] for length in image.shape[:2])
+        image = np.concatenate([image[y : y + 64, x : x + 64] for y in tops for x in lefts])
+    return image.reshape(-1, image.shape[-1])[:: image.size // 2**17 | 1].copy()
+
+
 def _examine_pair(pair: ImagePair, scheme: ClassScheme, pixels: PixelFormat) -> _Examined:
     found = _Examined(pair)
     if isinstance(pair, OwnPair):
         with found.noting("unreadable"):
             image, mask = pair.read(scheme, pixels)
-            _note_image(found, image, pixels)
+            _note_image(found, image, None, pixels)
             found.mask = count_mask([mask], scheme)
         return found
     with _large if _is_large(pair.image) else contextlib.nullcontext():
@@ -244,36 +252,43 @@ def _is_large(path: Path) -> bool:
 
 
 def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -> None:
-    pair = found.pair
+    pair, missing = found.pair, None
     with found.noting("unreadable"):
-        windows = image_windows(pair.image, pixels)
-        _note_image(found, read_image(pair.image, pixels) if windows is None else windows, pixels)
+        image, missing = load_image(pair.image, pixels)
+        _note_image(found, image, missing, pixels)
         if pair.image.suffix.lower() in (".jpg", ".jpeg"):
             found.damage = jpeg_damage(read_bytes(pair.image))
     if pair.mask is None:
         return
     with found.noting("mask"):
-        found.mask = count_mask(mask_blocks(pair.masks, scheme), scheme)
+        found.mask = count_files(pair, scheme, missing)
     if found.size is not None and found.mask is not None:
         with found.noting("size"):
             found.turn = check_pair(pair, pixels)
             check_same_place(pair)
 
 
-def _note_image(found: _Examined, image: NDArray[Any] | Windows, pixels: PixelFormat) -> None:
+def _note_image(
+    found: _Examined, image: NDArray[Any] | Windows, missing: NDArray[np.bool_] | Windows | None, pixels: PixelFormat
+) -> None:
     digest = hashlib.sha256(repr(image.shape).encode())
-    small = []
+    small, empty = [], []
     for rows in image.row_blocks() if isinstance(image, Windows) else [slice(None)]:
         block = image[rows]
         digest.update(np.ascontiguousarray(block).data)
         grey = cv2.cvtColor(pixels.as_rgb(block), cv2.COLOR_RGB2GRAY)
+        hidden = np.zeros(grey.shape, bool) if missing is None else missing[rows].all(-1)
         if isinstance(image, Windows):
             size = (-(-grey.shape[1] // _SHRINK), -(-grey.shape[0] // _SHRINK))
             grey = np.asarray(cv2.resize(grey, size, interpolation=cv2.INTER_AREA))
+            hidden = cv2.resize(hidden.astype(np.float32), size, interpolation=cv2.INTER_AREA) > 0
         small.append(grey)
+        empty.append(hidden)
     found.size = (image.shape[0], image.shape[1])
-    found.digest = digest.digest()
-    found.hash = perceptual_hash(np.concatenate(small))
+    gray, is_empty = np.concatenate(small), np.concatenate(empty)
+    if not is_empty.all():  # of images without data, one is as good as another
+        gray[is_empty] = gray[~is_empty].mean()  # the same area without data in two images is no likeness
+        found.digest, found.hash = digest.digest(), perceptual_hash(gray)
 
 
 def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[DataProblem]:

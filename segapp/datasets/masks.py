@@ -22,6 +22,7 @@ from PIL import Image, ImageOps, ImageSequence
 
 from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown
 from segapp.datasets.images.reading import check_complete, decode
+from segapp.datasets.images.tiff_tags import NODATA_TAG, parse_nodata
 from segapp.datasets.layouts.palettes import palette_of
 from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color
 from segapp.errors import DataError, some_names
@@ -53,7 +54,8 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     """Return a mask as train ids, shape (H, W), of `scheme.dtype`; ignored pixels are `scheme.ignore_index`.
 
     Accepts gray masks (1 to 16 bits, the value is the id; in floats, NaN is ignored), palette masks (the index is the
-    id), and with `scheme.rgb` any image whose colors are in the palette.
+    id), and with `scheme.rgb` any image whose colors are in the palette. The nodata value of a GeoTIFF is ignored,
+    unless the scheme has a class for it.
 
     Raises:
         DataError: The file cannot be read or is damaged, its format changes ids, or it holds ids or colors that the
@@ -86,7 +88,13 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     if scheme.palettes is not None and (problem := scheme.palettes.add(path, palette_of(image))):
         move = "set data.rgb_masks to true, and data.palette, to read colors, or to false to read ids"
         raise DataError(f"{problem}: {move}", key="data.rgb_masks", path=path)
-    return train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme)
+    nodata = nodata_of(image)
+    return train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme, nodata)
+
+
+def without_nodata(ids: Ids, missing: NDArray[np.bool_] | None, scheme: ClassScheme) -> Ids:
+    """Return train ids (H, W) with `ignore_index` where no band (H, W, B) of the image has data."""
+    return ids if missing is None else np.where(missing.all(-1), ids.dtype.type(scheme.ignore_index), ids)
 
 
 def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:
@@ -119,10 +127,11 @@ def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
     try:
         frames = ImageSequence.Iterator(open_bytes(data, path))
         planes = np.dstack([np.asarray(ImageOps.exif_transpose(frame)) for frame in frames])
+        nodata = nodata_of(image) or None  # 0 says that a pixel has no class
     except Exception as error:  # as above
         raise damaged(path, error) from error
-    planes, is_nan = whole_ids(planes, path)
-    ignored = (is_nan | (planes == scheme.ignored_value)).any(2)  # == None is false everywhere
+    planes, is_missing = whole_ids(planes, path, nodata)
+    ignored = (is_missing | (planes == scheme.ignored_value)).any(2)  # == None is false everywhere
     planes = np.where(ignored[..., None], 0, planes).astype(np.int64)
     read = _sets_of_bits if scheme.multilabel == "bits" else _sets_of_channels
     return np.where(ignored, scheme.ignore_index, read(planes, path, scheme)).astype(np.int32)
@@ -168,15 +177,20 @@ def check_one_frame(image: Image.Image, path: Path) -> None:
         raise DataError(f"{shown(path)}: the mask has several frames: save one frame per file", path=path)
 
 
-def whole_ids(values: NDArray[Any], path: Path) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Return a mask's values as integers, and where they are NaN, which marks ignored pixels; DataError for others."""
-    is_nan = np.isnan(values)
-    wrong = values[~is_nan & ~(np.isfinite(values) & (np.trunc(values) == values))]
+def nodata_of(image: Image.Image) -> float | None:
+    """Return the value that a mask declares for pixels without data; None if it declares none."""
+    return parse_nodata(getattr(image, "tag_v2", {}).get(NODATA_TAG), "float64")
+
+
+def whole_ids(values: NDArray[Any], path: Path, nodata: float | None = None) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return a mask's values as integers, and where they are NaN or nodata, which is ignored; DataError for others."""
+    is_missing = np.isnan(values) | (values == nodata)  # == None is false everywhere
+    wrong = values[~is_missing & ~(np.isfinite(values) & (np.trunc(values) == values))]
     if wrong.size:
         raise DataError(
             f"{shown(path)}: the mask holds {wrong[0]:g}, and class ids are whole numbers: save ids, or NaN", path=path
         )
-    return np.where(is_nan, 0, values).astype(np.int64) if values.dtype.kind == "f" else values, is_nan
+    return np.where(is_missing, 0, values).astype(np.int64) if values.dtype.kind == "f" else values, is_missing
 
 
 def unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]:
@@ -186,16 +200,21 @@ def unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]
     return ids
 
 
-def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
-    """Return the train ids (H, W) of the ids (H, W) or the colors (H, W, 3) of a mask."""
+def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme, nodata: float | None = None) -> Ids:
+    """Return the train ids (H, W) of the ids (H, W) or the colors (H, W, 3) of a mask.
+
+    Pixels of the value `nodata`, in all three colors, are ignored, unless the scheme says what it means.
+    """
     if ids.ndim == 3:
-        return _ids_of_colors(ids, path, scheme)
+        return _ids_of_colors(ids, path, scheme, nodata)
     table = _table(path, scheme)
+    if nodata is not None and 0 <= nodata <= 65_535 and table[int(nodata)] != UNKNOWN_ID:
+        nodata = None
     ignored: NDArray[np.bool_] | None = None
-    if ids.dtype == np.uint8:
+    if ids.dtype == np.uint8 and nodata is None:
         table = table[:256]
     else:
-        ids, ignored = whole_ids(ids, path)
+        ids, ignored = whole_ids(ids, path, nodata)
         if scheme.ignore_index < 0:
             ignored = ignored | (ids == scheme.ignore_index)
         outside = ~ignored & ((ids < 0) | (ids > 65_535))
@@ -298,11 +317,13 @@ def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> s
     return "Check data.classes, or map the ids in data.label_map"
 
 
-def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme) -> Ids:
+def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme, nodata: float | None) -> Ids:
     """Return the train ids (H, W) of colors (H, W, 3), with a table of all 2^24 colors; unused pages take no memory."""
     codes = color_codes(pixels)
     offset = 1 - min(0, scheme.ignore_index)
     found = _code_table(tuple(scheme.color_table.items()), offset)[codes]
+    if nodata is not None:
+        found[(found == 0) & (codes == nodata * 0x010101)] = scheme.ignore_index + offset
     if not found.all():
         raise _unknown_colors(path, scheme, codes[found == 0])
     return np.asarray((found.astype(np.int32) - offset).astype(scheme.dtype))

@@ -14,19 +14,19 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import ImagePair
+from segapp.datasets.files import ImagePair, declared_nodata
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import check_same_place
-from segapp.datasets.images.windows import mask_blocks
+from segapp.datasets.images.windows import Windows, load_missing, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import UnknownIdsError, all_unknown
+from segapp.datasets.masks import Ids, UnknownIdsError, all_unknown, without_nodata
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError, accepted_words, some_names
@@ -58,6 +58,7 @@ class ClassFrequencies:
     ignored_px: int
     num_images: int
     classes_of_masks: tuple[tuple[int, ...], ...]  # in each mask, in the order of the images that have one
+    nodata_px: int = 0  # those of `ignored_px` where no band of the image has data
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ class MaskCounts:
 
     pixels: NDArray[np.int64]  # pixels of each class, (C,)
     ignored_px: int
+    nodata_px: int  # those of `ignored_px` where no band of the image has data
     size: tuple[int, int]  # height and width
+    mask_nodata: float | None = None  # value of pixels without data that a file of the mask declares
 
     @property
     def valid_px(self) -> int:
@@ -74,15 +77,26 @@ class MaskCounts:
         return self.size[0] * self.size[1] - self.ignored_px
 
 
-def count_mask(blocks: Iterable[NDArray[Any]], scheme: ClassScheme) -> MaskCounts:
+def count_files(pair: ImagePair, scheme: ClassScheme, missing: NDArray[np.bool_] | Windows | None) -> MaskCounts:
+    """Return the counts of the mask files of a pair; `missing` says where the image has no data (`load_missing`)."""
+    counts = count_mask(mask_blocks(pair.masks, scheme), scheme, missing)
+    return replace(counts, mask_nodata=declared_nodata(pair.masks[0]))
+
+
+def count_mask(
+    blocks: Iterable[Ids], scheme: ClassScheme, missing: NDArray[np.bool_] | Windows | None = None
+) -> MaskCounts:
     """Return the counts of a mask of train ids in blocks of rows."""
-    counts, ignored_px, height, width = np.zeros(scheme.num_classes, np.int64), 0, 0, 0
+    counts, ignored_px, nodata_px, height, width = np.zeros(scheme.num_classes, np.int64), 0, 0, 0, 0
     for block in blocks:
+        if missing is not None and (part := missing[height : height + len(block)]).shape[:2] == block.shape:
+            block = without_nodata(block, part, scheme)
+            nodata_px += int(np.count_nonzero(part.all(-1)))
         of_block, ignored_in_block = scheme.count(block)
         counts += of_block
         ignored_px += ignored_in_block
         height, width = height + block.shape[0], block.shape[1]
-    return MaskCounts(counts, ignored_px, (height, width))
+    return MaskCounts(counts, ignored_px, nodata_px, (height, width))
 
 
 def class_frequencies(counted: Sequence[MaskCounts], num_classes: int, *, num_images: int) -> ClassFrequencies:
@@ -96,6 +110,7 @@ def class_frequencies(counted: Sequence[MaskCounts], num_classes: int, *, num_im
         ignored_px=sum(each.ignored_px for each in counted),
         num_images=num_images,
         classes_of_masks=tuple(tuple(np.flatnonzero(row).tolist()) for row in table),
+        nodata_px=sum(each.nodata_px for each in counted),
     )
 
 
@@ -108,6 +123,7 @@ class Targets:
     valid_px: int  # pixels of these masks that are not ignored
     num_read: int  # masks that were read
     num_masks: int  # masks of the split
+    mask_nodata: tuple[float, ...] = ()  # values that files of masks declare as nodata
 
     @classmethod
     def of(
@@ -115,7 +131,9 @@ class Targets:
     ) -> Targets:
         """Return the sums of the counts of the masks that were read, in the order of the images."""
         frequencies = class_frequencies(counted, num_classes, num_images=num_images)
-        return cls(split, frequencies, sum(each.valid_px for each in counted), len(counted), num_masks)
+        declared = {each.mask_nodata for each in counted if each.mask_nodata is not None}
+        nodata = tuple(sorted(value for value in declared if not math.isnan(value)))
+        return cls(split, frequencies, sum(each.valid_px for each in counted), len(counted), num_masks, nodata)
 
     @property
     def is_complete(self) -> bool:
@@ -191,8 +209,9 @@ def count_masks(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelFo
     def counts(pair: ImagePair) -> MaskCounts | UnknownIdsError:
         try:
             check_same_place(pair)
-            blocks = [pair.read(scheme, pixels)[1]] if isinstance(pair, OwnPair) else mask_blocks(pair.masks, scheme)
-            return count_mask(blocks, scheme)
+            if isinstance(pair, OwnPair):
+                return count_mask([pair.read(scheme, pixels)[1]], scheme)
+            return count_files(pair, scheme, load_missing(pair.image, pixels))
         except UnknownIdsError as error:
             return error
 
@@ -218,7 +237,7 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
         return None
     if not targets.valid_px:
         return DataError(
-            f"in {targets.where} every pixel is ignored: {ignored_values(scheme)}; "
+            f"in {targets.where} every pixel is ignored: {ignored_values(targets, scheme)}; "
             "check data.label_map and data.ignore_index",
             key="data.label_map",
         )
@@ -238,7 +257,7 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
             key="data.mask_dir",
         )
     return DataError(
-        f"{only}; {targets.ignored_share:.1%} of all pixels are ignored: {ignored_values(scheme)}; "
+        f"{only}; {targets.ignored_share:.1%} of all pixels are ignored: {ignored_values(targets, scheme)}; "
         f"{_mapped(scheme, present[0])}",
         key="data.label_map",
     )
@@ -249,7 +268,7 @@ def _one_set(targets: Targets, scheme: ClassScheme, present: Sequence[str]) -> D
     if not present:
         ignored = ""
         if targets.frequencies.ignored_px:
-            ignored = f"; {targets.ignored_share:.1%} of all pixels are ignored: {ignored_values(scheme)}"
+            ignored = f"; {targets.ignored_share:.1%} of all pixels are ignored: {ignored_values(targets, scheme)}"
         return DataError(
             f"in {targets.where} no class has a pixel{ignored}; check data.multilabel, data.mask_dir and "
             "data.ignore_index",
@@ -300,14 +319,20 @@ def absent_note(targets: Targets, scheme: ClassScheme) -> str | None:
 
 
 def ignored_note(targets: Targets, scheme: ClassScheme) -> str | None:
-    """Return the share of ignored pixels with its cause; None for a small share."""
-    if targets.ignored_share <= IGNORED_SHARE:
-        return None
-    advice = ""
+    """Return the share of ignored pixels with its cause, and nodata that is a class; None for a small share of none."""
+    kept = [(value, name) for value in targets.mask_nodata if (name := class_of_nodata(value, scheme)) is not None]
+    said = "; ".join(
+        f"value {value:g}, nodata of the masks of split {targets.split}, is a class, {name}: if it is not, map it to "
+        "data.ignore_index in data.label_map"
+        for value, name in kept
+    )
+    if targets.ignored_share <= IGNORED_SHARE and not targets.frequencies.nodata_px:
+        return said or None
+    advice = f"; {said}" if said else ""
     if has_shades(targets, scheme):
-        advice = "; if these are shades at the edges of objects, export the masks without smoothing"
+        advice += "; if these are shades at the edges of objects, export the masks without smoothing"
     share = f"{targets.ignored_share:.1%} of the pixels of {targets.where}"
-    return f"{share} are ignored: {ignored_values(scheme)}{advice}"
+    return f"{share} are ignored: {ignored_values(targets, scheme)}{advice}"
 
 
 def has_shades(targets: Targets, scheme: ClassScheme) -> bool:
@@ -316,18 +341,34 @@ def has_shades(targets: Targets, scheme: ClassScheme) -> bool:
     return scheme.num_classes == 2 and has_many_values and targets.ignored_share > IGNORED_SHARE
 
 
-def ignored_values(scheme: ClassScheme) -> str:
-    """Return the values of ignored pixels in mask files, and the key that makes them ignored."""
-    if scheme.rgb:
-        return "the colors of data.palette without a class"
-    values = _ignored_ids(scheme)
-    if not values:
-        return "no value"
-    named = some_names([*map(str, values)], _MAX_NAMED)
-    plural = "values" if len(values) > 1 else "value"
-    if scheme.multilabel is not None or values == [scheme.ignore_index]:
-        return f"{plural} {named} (data.ignore_index)"
-    return f"{plural} {named} (mapped to data.ignore_index = {scheme.ignore_index})"
+def ignored_values(targets: Targets, scheme: ClassScheme) -> str:
+    """Return which pixels are ignored: those without data, and values in mask files with the key that ignores them."""
+    found, counts = [], targets.frequencies
+    if counts.nodata_px:
+        share = counts.nodata_px / (counts.ignored_px + targets.valid_px)
+        found.append(f"nodata of the images ({share:.1%}; gdal_edit.py -unsetnodata FILE makes it data)")
+    if nodata := [value for value in targets.mask_nodata if class_of_nodata(value, scheme) is None]:
+        found.append(f"nodata of the masks ({', '.join(f'{value:.7g}' for value in nodata)})")
+    values = [value for value in _ignored_ids(scheme) if value not in nodata]
+    named = f"value{'s' * (len(values) > 1)} {some_names([*map(str, values)], _MAX_NAMED)}"
+    if counts.nodata_px == counts.ignored_px > 0:
+        pass
+    elif scheme.rgb:
+        found.append("the colors of data.palette without a class")
+    elif values and (scheme.multilabel is not None or values == [scheme.ignore_index]):
+        found.append(f"{named} (data.ignore_index)")
+    elif values:
+        found.append(f"{named} (mapped to data.ignore_index = {scheme.ignore_index})")
+    return ", ".join(found) or "no value"
+
+
+def class_of_nodata(value: float, scheme: ClassScheme) -> str | None:
+    """Return the name of the class that a scheme gives to the nodata value of masks; None if it is ignored."""
+    if scheme.multilabel is not None or not 0 <= value <= 65_535:
+        return None
+    gray = (int(value),) * 3
+    number = scheme.color_table.get(gray, -1) if scheme.rgb else int(scheme.table[int(value)])
+    return scheme.names[number] if 0 <= number < scheme.num_classes and number != scheme.ignore_index else None
 
 
 def _ignored_ids(scheme: ClassScheme) -> list[int]:
@@ -372,15 +413,15 @@ def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
     return [weights.get(i, 0.0) for i in range(len(frequencies.pixels))]
 
 
-def cached_frequencies(masks: Sequence[Path], key: str, count: Callable[[], ClassFrequencies]) -> ClassFrequencies:
-    """Return the frequencies of a set of masks, counted once and then read from the user's cache.
+def cached_frequencies(files: Sequence[Path], key: str, count: Callable[[], ClassFrequencies]) -> ClassFrequencies:
+    """Return the frequencies of the masks of some images, counted once and then read from the user's cache.
 
-    They are counted again if the name, size or modification time of a mask changes, or the key, which holds everything
+    They are counted again if the name, size or modification time of a file changes, or the key, which holds everything
     else that the count depends on (label map, number of classes).
     """
     digest = hashlib.sha256(key.encode())
-    for mask, stat in zip(masks, side_by_side(os.stat, masks, READERS), strict=True):
-        digest.update(f"{os.fspath(mask.resolve())!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for path, stat in zip(files, side_by_side(os.stat, files, READERS), strict=True):
+        digest.update(f"{os.fspath(path.resolve())!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     name = f"frequencies-{digest.hexdigest()[:24]}.json"
     try:
         kept: Any = json.loads((own_folder("XDG_CACHE_HOME") / name).read_text())

@@ -68,7 +68,7 @@ class ExportInfo(BaseModel):
     @property
     def pixels(self) -> PixelFormat:
         """Bands and dtype of the images."""
-        return PixelFormat(self.bands, self.dtype, self.value_range)
+        return PixelFormat(self.bands, self.dtype, self.value_range, self.mean)
 
     def as_properties(self) -> dict[str, str]:
         """Return each field as JSON text, by name."""

@@ -15,7 +15,7 @@ from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.layouts.palettes import Palettes, palette_of
 from segapp.datasets.layouts.schemes import Color
-from segapp.datasets.masks import check_one_frame, color_codes, count_values, unscaled, whole_ids
+from segapp.datasets.masks import check_one_frame, color_codes, count_values, nodata_of, unscaled, whole_ids
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError
 from segapp.onboarding.layout import evenly
@@ -43,6 +43,7 @@ class MaskContent:
     values: Counter[int] = field(default_factory=Counter)  # pixels by value, of masks of ids
     colors: Counter[Color] = field(default_factory=Counter)  # pixels by RGB color, of RGB masks
     masks_with: Counter[Value] = field(default_factory=Counter)  # masks by value or color
+    nodata: dict[Value, float] = field(default_factory=dict)  # value or color -> the nodata of files that it stands for
     lossy: list[Path] = field(default_factory=list)  # masks that are JPEGs
     values_of: dict[Path, frozenset[Value]] = field(default_factory=dict)  # mask -> its values or colors
     colored: list[Path] = field(default_factory=list)  # masks with colors, or with a palette that says something
@@ -116,10 +117,11 @@ def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> 
         if isinstance(counted, str):
             content.unread[mask] = counted
             continue
-        values, colors, format, palette = counted
+        values, colors, format, palette, nodata = counted
         content.num_masks += 1
         content.values.update(values)
         content.colors.update(colors)
+        content.nodata.update(nodata)
         content.masks_with.update([*values, *colors])
         content.values_of[mask] = frozenset([*values, *colors])
         content.colored += [mask] if colors or palette else []
@@ -139,23 +141,34 @@ def _size(pair: ImagePair) -> tuple[int, int] | DataError:
 
 def count_pixels(
     path: Path, *, as_rgb: bool
-) -> tuple[dict[int, int], dict[Color, int], str, Mapping[int, Color]] | str:
-    """Return the pixels of one mask by value and by color, its format and its palette; or why it cannot be read."""
+) -> tuple[dict[int, int], dict[Color, int], str, Mapping[int, Color], dict[Value, float]] | str:
+    """Return the pixels of one mask by value and by color, its format, palette and nodata; or why it cannot be read."""
     try:
         pixels, image = stored_pixels(path, as_rgb=as_rgb)
     except UNREADABLE as error:
         cure = "" if isinstance(error, DataError) else ": save it as PNG of ids"
         return (str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__) + cure
+    nodata, seen = nodata_of(image), dict[Value, float]()
+    if nodata is not None:
+        value = int(nodata) if is_id(nodata) else IGNORED
+        seen[value if pixels.ndim == 2 else (value, value, value)] = nodata
     if pixels.ndim == 2:
-        return count_values(pixels), {}, str(image.format), palette_of(image)
+        return count_values(pixels), {}, str(image.format), palette_of(image), seen
     histogram = count_values(color_codes(pixels))
     most = sorted(histogram, key=lambda code: -histogram[code])[: MAX_COLORS + 1]
     colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
-    return {}, colors, str(image.format), {}
+    return {}, colors, str(image.format), {}, seen
+
+
+def is_id(nodata: float) -> bool:
+    """Return True if a mask can have a value as an id."""
+    return 0 <= nodata <= 65_535
 
 
 def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], Image.Image]:
     """Return the ids (H, W) or the colors (H, W, 3) of a mask as stored, and the image.
+
+    NaN and a nodata value that is no id become `IGNORED`.
 
     An error in UNREADABLE is raised if the file is damaged, or has numbers with fractions.
     """
@@ -164,6 +177,8 @@ def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.in
     check_one_frame(image, path)
     if as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr", "LA", "PA"):
         return np.asarray(image.convert("RGB")), image
-    pixels, is_nan = whole_ids(unscaled(np.asarray(image), image, data), path)
-    pixels = np.where(is_nan, IGNORED, pixels) if is_nan.any() else pixels
+    nodata = nodata_of(image)
+    is_counted = nodata is None or is_id(nodata)
+    pixels, is_missing = whole_ids(unscaled(np.asarray(image), image, data), path, None if is_counted else nodata)
+    pixels = np.where(is_missing, IGNORED, pixels) if is_missing.any() else pixels
     return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), image

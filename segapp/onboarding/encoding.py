@@ -7,7 +7,7 @@ If two interpretations are plausible, the user is asked.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from segapp.datasets.files import shown
@@ -215,7 +215,8 @@ def _sorted_out(
             f"the masks hold the {listed(outside)}, and ids are 0 to 65535: save ignored pixels as 255, such as "
             "np.where(mask < 0, 255, mask), and classes as values from 0 on"
         )
-    notes = [f"{listed([one])} is ignored: {content.percent([one])}" for one in sorted(void) if one in content.values]
+    named = f"nodata of the masks ({content.nodata[IGNORED]:.7g})" if IGNORED in content.nodata else listed([IGNORED])
+    notes = [f"{named} is ignored: {content.percent([one])}" for one in sorted(void) if one in content.values]
     return stored, strays, [*_strays_note(content, strays), *notes]
 
 
@@ -343,12 +344,56 @@ def read_classes(
 ) -> Classes:
     """Return the classes of masks; `masks` are their paths, beginning with the name of the data folder.
 
-    The first of these that fits names the classes: only the values 0 and 255, the file that names the most pixels,
-    a published data set with these colors or with these folders and values, and the values or colors themselves.
+    The nodata value of GeoTIFFs is ignored, unless a class file names it or fewer than two values would remain.
 
     Raises:
         DataError: the classes cannot be determined: no ids, one value, too many colors, or lossy masks.
         OpenQuestionError: there are several plausible interpretations.
+    """
+    nodata: list[Any] = [one for one in content.nodata if one != IGNORED and content.pixels_of(one)]
+    others = {one for one in content.pixels if one not in nodata and not is_stray(content, one)}
+    are_enough = len(others - {IGNORED}) >= 2 or others == {0, IGNORED}
+    void = [
+        one for one in nodata if are_enough and choices.unlabelled != "class" and not _is_named(one, content, files)
+    ]
+    with_data = replace(content, values=content.values.copy(), colors=content.colors.copy())
+    for one in void:
+        del with_data.values[one], with_data.colors[one]
+    classes = _classes_of_data(with_data, files, masks, choices)
+    notes = [*classes.notes]
+    for one in content.nodata:
+        said = f"{listed([one])}, nodata of the masks, is"
+        if one in void:
+            notes.append(f"{said} ignored: {content.percent([one])}; --unlabelled class makes it a class")
+        elif content.pixels_of(one) and (number := classes.class_of(one)) is not None:
+            notes.append(f"{said} a class, {shown(classes.names[number])}: {content.percent([one])}")
+    ignored = IGNORED if classes.ignore_index is None else classes.ignore_index
+    if classes.palette:
+        return replace(classes, palette=(*classes.palette, *void), notes=tuple(notes))
+    label_map, why = {**classes.label_map, **dict.fromkeys(void, ignored)}, classes.stored_reason
+    return replace(
+        classes, label_map=label_map, stored_reason=why or "nodata is ignored" * bool(void), notes=tuple(notes)
+    )
+
+
+def _is_named(stored: Value, content: MaskContent, files: Sequence[ClassFile]) -> bool:
+    """Return True if a class file names a value or a color, and not as one that is ignored."""
+    last = max((value for value in content.values if value != IGNORED), default=0)
+    for file in files:
+        ids = file.ids or dict(enumerate(file.names, start=int(last >= len(file.names))))
+        name = file.colors.get(stored) if isinstance(stored, tuple) else ids.get(stored)
+        if name is not None and not is_void(name):
+            return True
+    return False
+
+
+def _classes_of_data(
+    content: MaskContent, files: Sequence[ClassFile], masks: Sequence[str], choices: MaskChoices
+) -> Classes:
+    """Return the classes of masks without nodata.
+
+    The first of these that fits names the classes: only the values 0 and 255, the file that names the most pixels,
+    a published data set with these colors or with these folders and values, and the values or colors themselves.
     """
     _refuse_lossy(content, masks)
     _ask_about_palettes(content.disagreement, choices)

@@ -21,8 +21,8 @@ import yaml
 from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, check_pairs, check_same_size, shared_images, shown
-from segapp.datasets.images.pixel_format import PixelFormat
-from segapp.datasets.images.windows import PERCENTILES, config_values, measure_pixels
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.windows import PERCENTILES, config_values, measure_pixels, nodata_note
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.orientation import Turns
 from segapp.datasets.walk import composed, has_cure, left_out
@@ -206,10 +206,10 @@ def _facts(
         option = "add --mask-orientation raw (data.mask_orientation: raw)"
         classes = replace(classes, notes=(*classes.notes, *(line for _, line in turns.lines(option))))
         keys |= {} if turns.choice is None else {"mask_orientation": turns.choice}
-    uses_root = chosen.writes != "masks"
-    pixels = measure_pixels(
-        [pair.image for pair in train], others=[pair.image for pair in val], are_bands=uses_root and chosen.is_drawn
-    )
+    uses_root, images = chosen.writes != "masks", [pair.image for pair in train]
+    pixels = measure_pixels(images, others=[pair.image for pair in val], are_bands=uses_root and chosen.is_drawn)
+    if (nodata := nodata_note(images, pixels or RGB8)) is not None:
+        classes = replace(classes, notes=(*classes.notes, nodata))
     leads_outside = tree.leads_outside and uses_root
     return Facts(name, root, format, keys, division, classes, content, pixels, leads_outside=leads_outside)
 

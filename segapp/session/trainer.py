@@ -352,5 +352,6 @@ def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFreq
         return targets.frequencies
     if isinstance(dataset.pairs[0], OwnPair):
         return compute_class_frequencies(dataset)
-    masks = [path for pair in dataset.pairs for path in pair.masks]
-    return cached_frequencies(masks, repr(scheme), lambda: compute_class_frequencies(dataset))
+    files = [path for pair in dataset.pairs for path in pair.files]
+    key = repr((scheme, dataset.pixels.bands))
+    return cached_frequencies(files, key, lambda: compute_class_frequencies(dataset))

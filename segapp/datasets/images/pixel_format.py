@@ -7,6 +7,7 @@ Shapes: H, W height and width in pixels; B bands.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ class PixelFormat:
     dtype: str = "uint8"  # dtype of the values: uint8, uint16, int16 or float32
     # For each band, the values that normalization maps to 0 and 1; None: 0 and 255
     value_range: tuple[Range, ...] | None = None
+    # Mean of each band in 0..1, which padding and pixels without data get; None: 0.5
+    mean: tuple[float, ...] | None = field(default=None, compare=False)
     is_trained: bool = field(default=False, compare=False)  # of a finished training, whose keys cannot be changed
 
     @property
@@ -132,10 +135,25 @@ class PixelFormat:
         scaled = (pixels[..., shown].astype(np.float32) - low) * (255 / (high - low))
         return np.asarray(np.rint(np.nan_to_num(scaled, nan=0.0).clip(0, 255)), np.uint8)
 
-    def fill_values(self, mean: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the padding value of each band, as stored in files, from means in 0..1."""
-        values = [low + m * (high - low) for (low, high), m in zip(self.ranges, mean, strict=True)]
+    @property
+    def fill(self) -> tuple[float, ...]:
+        """The mean of each band as stored in files: the value of padding and of pixels without data."""
+        means = self.mean or (0.5,) * self.num_bands
+        values = [low + m * (high - low) for (low, high), m in zip(self.ranges, means, strict=True)]
         return tuple(values if self.dtype == "float32" else map(round, values))
+
+    def fill_nodata(self, stored: Pixels, nodata: float | None) -> tuple[Pixels, NDArray[np.bool_] | None]:
+        """Return pixels (H, W, B) with `fill` where a band has no data, and where that is, (H, W, B).
+
+        With uint8, of which every value is a usual one, as the 0 of a red pixel, only pixels without data in all bands
+        count. Without a declared value nothing does, and the second result is None.
+        """
+        if nodata is None:
+            return stored, None
+        missing = np.isnan(stored) if math.isnan(nodata) else stored == stored.dtype.type(nodata)
+        if self.dtype == "uint8":
+            missing = np.broadcast_to(missing.all(-1, keepdims=True), missing.shape)
+        return np.where(missing, np.array(self.fill).astype(stored.dtype), stored), missing
 
 
 RGB8 = PixelFormat()

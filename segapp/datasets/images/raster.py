@@ -207,6 +207,7 @@ class GeoTiffWriter:
         dtype: Any = np.uint8,
         channels: int = 1,
         palette: Sequence[tuple[int, int, int]] | None = None,
+        nodata: int | None = None,
     ) -> None:
         import rasterio
 
@@ -214,7 +215,7 @@ class GeoTiffWriter:
         color = {"photometric": "rgb"} if channels == 3 else {}
         profile = _profile(size, np.dtype(dtype), channels, georeference)
         with _storage_errors():
-            self._file = rasterio.open(path, "w", **profile, BIGTIFF="IF_SAFER", **color)
+            self._file = rasterio.open(path, "w", **profile, nodata=nodata, BIGTIFF="IF_SAFER", **color)
         if palette is not None:
             self._file.write_colormap(1, {index: (*color, 255) for index, color in enumerate(palette)})
 

@@ -43,28 +43,43 @@ _PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 
 
 def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_PIXELS) -> Pixels:
+    """Return the image of `read_with_nodata`."""
+    return read_with_nodata(path, pixels, max_pixels=max_pixels)[0]
+
+
+def read_with_nodata(
+    path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_PIXELS
+) -> tuple[Pixels, NDArray[np.bool_] | None]:
     """Return an image in the format of its data set, shape (H, W, B), with its EXIF orientation applied.
 
     In the format `RGB8`, gray, palette and CMYK images are converted to RGB and alpha is dropped. In other formats the
-    bands are returned exactly as stored. Of an animation, the first frame is read.
+    bands are returned exactly as stored. Of an animation, the first frame is read. Where a TIFF declares that it has no
+    data, bands get their mean; the second result says where, as `PixelFormat.fill_nodata`.
 
     A TIFF that can be read in windows may have more than `max_pixels`.
     """
+    stored, tags = _read(path, pixels, max_pixels)
+    is_plain = tags is not None and tags.has_plain_values and tags.dtype == pixels.dtype
+    return pixels.fill_nodata(stored, tags.nodata if tags is not None and is_plain else None)
+
+
+def _read(path: Path, pixels: PixelFormat, max_pixels: int) -> tuple[Pixels, TiffTags | None]:
+    """Return an image as stored, and its tags if it is a TIFF."""
     data = None if path.suffix.lower() in TIFF_SUFFIXES else read_bytes(path)  # a TIFF may be too large
     tags = tiff_tags(path) if data is None or is_tiff(data) else None
     if tags is not None:
         check_pixels(path, tags.stored, pixels)
         is_large = tags.height_px * tags.width_px > max_pixels
         if pixels.bands is not None or (is_large and tags.can_be_read_in_windows):
-            return _read_tiff(path, tags, pixels, max_pixels)
+            return _read_tiff(path, tags, pixels, max_pixels), tags
     data = read_bytes(path) if data is None else data
     image = open_bytes(data, path, max_pixels)
     check_complete(data, image, path)
     if pixels.bands is None:
-        return _read_rgb(data, path, max_pixels, tags, pixels)
+        return _read_rgb(data, path, max_pixels, tags, pixels), tags
     stored = _decode_all_bands(data, path, max_pixels)
     check_pixels(path, StoredPixels(stored.shape[2], str(stored.dtype), is_picture=False), pixels)
-    return np.ascontiguousarray(stored[..., [band - 1 for band in pixels.bands]])
+    return np.ascontiguousarray(stored[..., [band - 1 for band in pixels.bands]]), None
 
 
 def _read_tiff(path: Path, tags: TiffTags, pixels: PixelFormat, max_pixels: int) -> Pixels:

@@ -15,9 +15,14 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from segapp.datasets.images.pixel_format import DTYPES, StoredPixels
 
 TIFF_SUFFIXES = (".tif", ".tiff")
+
+NODATA_TAG = 42113
+"""GDAL_NODATA: the value of pixels without data, as text; GDAL has one for all bands of a file."""
 
 _MAX_PAGES = 4096
 _KINDS = {1: "uint", 2: "int", 3: "float", 4: "uint", 5: "complex", 6: "complex"}
@@ -38,6 +43,7 @@ class TiffTags:
     photometric: int  # meaning of the values, such as `RGB`
     orientation: int  # as in EXIF; 1: upright
     has_alpha: bool  # the last band is marked as alpha
+    nodata: float | None = None  # value of pixels without data, which may be NaN; None if the file declares none
     # number in the file, from 1, of each full page: the first, and pages that are not smaller copies of it
     pages: tuple[int, ...] = (1,)
     # axes of the pages: "C" channels, "Z" depth, "T" time, several of them, "?" if unknown; "" for one page
@@ -62,10 +68,15 @@ class TiffTags:
         return f"{said} ({' x '.join(kinds)}, axes {self.axes}YX)" if kinds else f"{said} of unsaid meaning"
 
     @property
+    def has_plain_values(self) -> bool:
+        """True if an image has the values of the file: not converted, such as those of a palette."""
+        is_plain = self.photometric in {BLACK_IS_ZERO, RGB, YCBCR} or self.dtype != "uint8"
+        return is_plain and self.dtype in DTYPES
+
+    @property
     def can_be_read_in_windows(self) -> bool:
         """True if rasterio is installed and reads any part of the image exactly like the whole."""
-        has_plain_values = self.photometric in {BLACK_IS_ZERO, RGB, YCBCR} or self.dtype != "uint8"
-        return has_plain_values and self.orientation == 1 and self.dtype in DTYPES and has_rasterio()
+        return self.has_plain_values and self.orientation == 1 and has_rasterio()
 
 
 def has_rasterio() -> bool:
@@ -76,6 +87,21 @@ def has_rasterio() -> bool:
 def is_tiff(start: bytes) -> bool:
     """Return True if the first bytes of a file are a TIFF's."""
     return start[:4] in _MAGIC
+
+
+def parse_nodata(text: str | None, dtype: str) -> float | None:
+    """Return the value of the tag `NODATA_TAG`; None without it, or if no pixel of a dtype can have its value.
+
+    >>> parse_nodata("-9999", "int16"), parse_nodata("-9999", "uint8"), parse_nodata("-3.4e+38 ", "float32")
+    (-9999.0, None, -3.3999999521443642e+38)
+    """
+    try:
+        value = np.float64(str(text).rstrip("\0 "))
+        with np.errstate(all="ignore"):
+            stored = value.astype(dtype)
+        return float(stored) if "float" in dtype or stored == value else None
+    except (TypeError, ValueError):  # no number, or a dtype that numpy does not have
+        return None
 
 
 def read_tiff_tags(file: BinaryIO) -> TiffTags:
@@ -121,14 +147,16 @@ def _as_tags(tags: Any) -> TiffTags:
     if len(set(bits)) > 1 or len(set(formats)) > 1:
         raise ValueError(f"the bands of the TIFF differ in type (bits {bits}, sample formats {formats})")
     orientation = _values(tags, "Orientation", 1)[0]
+    dtype = f"{_KINDS.get(formats[0], 'uint')}{bits[0]}"
     return TiffTags(
         height_px=height_px,
         width_px=width_px,
         bands=bands,
-        dtype=f"{_KINDS.get(formats[0], 'uint')}{bits[0]}",
+        dtype=dtype,
         photometric=_values(tags, "PhotometricInterpretation", BLACK_IS_ZERO)[0],
         orientation=orientation if 1 <= orientation <= 8 else 1,
         has_alpha=_values(tags, "ExtraSamples", 0)[-1] in {1, 2},
+        nodata=parse_nodata(tags.valueof(NODATA_TAG), dtype),
     )
 
 

@@ -8,21 +8,24 @@ Shapes: H, W height and width in pixels; B bands.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from segapp.datasets.files import check_pixels, shown, tiff_tags
+from segapp.datasets.files import MAX_PIXELS, check_pixels, declared_nodata, shown, tiff_tags
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat, Pixels, Range, StoredPixels
 from segapp.datasets.images.raster import Window, read_bands
-from segapp.datasets.images.reading import bands_of, pixels_of, read_image
-from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
+from segapp.datasets.images.reading import bands_of, pixels_of, read_with_nodata
+from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import Ids, UnknownIdsError, count_values, read_masks, train_ids, unknown_ids_error
 from segapp.datasets.resources import READERS, evenly_spread, side_by_side
@@ -43,6 +46,8 @@ class Windows:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[Window], Pixels]  # returns the pixels of some rows and columns
+    # Of an image, where a band has no data, (H, W, B); None if the file declares none
+    missing: Windows | None = None
 
     @property
     def ndim(self) -> int:
@@ -81,9 +86,27 @@ def image_windows(path: Path, pixels: PixelFormat, least_px: int | None = None) 
     check_pixels(path, tags.stored, pixels)
     if pixels.bands is None and tags.has_alpha:  # only the whole band shows if it is really alpha
         return None
-    bands = bands_of(tags, pixels)
-    read = partial(read_bands, path, bands)
-    return Windows((tags.height_px, tags.width_px, len(bands)), pixels.numpy_dtype, read)
+    read, shape = partial(_read_window, path, tags, pixels), (tags.height_px, tags.width_px, pixels.num_bands)
+    missing = None if tags.nodata is None else Windows(shape, np.dtype(bool), partial(read, 1))
+    return Windows(shape, pixels.numpy_dtype, partial(read, 0), missing)
+
+
+def _read_window(path: Path, tags: TiffTags, pixels: PixelFormat, result: int, window: Window) -> Any:
+    """Return the pixels of a window (0), or where they have no data (1), as `read_with_nodata` of the whole."""
+    return pixels.fill_nodata(read_bands(path, bands_of(tags, pixels), window), tags.nodata)[result]
+
+
+def load_image(
+    path: Path, pixels: PixelFormat, *, max_pixels: int = MAX_PIXELS
+) -> tuple[Pixels | Windows, NDArray[np.bool_] | Windows | None]:
+    """Return an image, a large one in windows, and where a band has no data, (H, W, B); None if nothing says so."""
+    image = image_windows(path, pixels)
+    return read_with_nodata(path, pixels, max_pixels=max_pixels) if image is None else (image, image.missing)
+
+
+def load_missing(path: Path, pixels: PixelFormat) -> NDArray[np.bool_] | Windows | None:
+    """Return where a band of an image has no data, (H, W, B); None for a file that declares none, which is not read."""
+    return None if declared_nodata(path) is None else load_image(path, pixels)[1]
 
 
 def mask_windows(path: Path, scheme: ClassScheme) -> Windows | None:
@@ -95,7 +118,7 @@ def mask_windows(path: Path, scheme: ClassScheme) -> Windows | None:
     if tags.dtype == "float32" or tags.axes or tags.bands != (3 if scheme.rgb else 1):
         return None  # `read_mask` reports the problem
     size = tags.height_px, tags.width_px
-    return Windows(size, scheme.dtype, lambda window: train_ids(_stored_ids(path, scheme, window), path, scheme))
+    return Windows(size, scheme.dtype, lambda at: train_ids(_stored_ids(path, scheme, at), path, scheme, tags.nodata))
 
 
 def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
@@ -111,10 +134,11 @@ def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
         for rows in windows.row_blocks():
             yield windows[rows]
     except UnknownIdsError:  # of one block
-        present = Counter[int]()
+        present, nodata = Counter[int](), declared_nodata(paths[0])
         for rows in windows.row_blocks():
             present.update(count_values(_stored_ids(paths[0], scheme, (rows, slice(0, windows.shape[1])))))
-        raise unknown_ids_error(paths[0], scheme, present) from None
+        known = {value: count for value, count in present.items() if value != nodata}
+        raise unknown_ids_error(paths[0], scheme, known) from None
 
 
 PERCENTILES = (0.5, 99.5)
@@ -168,12 +192,29 @@ def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, .
 
 
 def _spread_pixels(path: Path, pixels: PixelFormat) -> np.ndarray:
-    """Return pixels (K, B) of an image, evenly spread."""
-    image = image_windows(path, pixels) or read_image(path, pixels)
+    """Return pixels (K, B) of an image, evenly spread; NaN where a band has no data."""
+    image, missing = load_image(path, pixels)
     step = max(1, math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _MAX_PX)))
-    row_blocks = image.row_blocks() if isinstance(image, Windows) else [slice(0, None)]
-    blocks = [image[rows][-rows.start % step :: step, ::step] for rows in row_blocks]
-    return np.concatenate(blocks).reshape(-1, pixels.num_bands)
+    row_blocks = [*image.row_blocks()] if isinstance(image, Windows) else [slice(0, None)]
+
+    def spread(whole: Pixels | Windows) -> Pixels:
+        blocks = [whole[rows][-rows.start % step :: step, ::step] for rows in row_blocks]
+        return np.concatenate(blocks).reshape(-1, pixels.num_bands)
+
+    return spread(image) if missing is None else np.where(spread(missing), np.nan, spread(image))
+
+
+def nodata_note(paths: Sequence[Path], pixels: PixelFormat) -> str | None:
+    """Return a sentence on the pixels without data of images, from up to 64 of them; None if none declares them."""
+    values, shares = set[float](), []
+    for path in evenly_spread(paths, _MAX_IMAGES):
+        with contextlib.suppress(DataError):  # reported when the image is used
+            if (nodata := declared_nodata(path)) is not None:
+                values.add(nodata)
+                shares.append(float(np.isnan(_spread_pixels(path, pixels)).all(1).mean()))
+    named = some_names([f"{value:.7g}" for value in sorted(values)], 3)
+    moves = "it is ignored; gdal_edit.py -unsetnodata FILE makes it data"
+    return f"{fmean(shares):.1%} of the pixels of the images are nodata ({named}): {moves}" if shares else None
 
 
 def _range(values: np.ndarray, *, is_whole: bool) -> Range:

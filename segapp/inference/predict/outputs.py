@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -62,9 +62,17 @@ def confidence(strip: Strip) -> NDArray[np.float32]:
     return np.asarray(strip.probabilities.max(0), np.float32)
 
 
-def label_id_table(scheme: ClassScheme) -> NDArray[Any]:
-    """Return for each class id the id in the data set's files, (C,)."""
-    return np.array(scheme.file_ids, dtype=np.uint8 if max(scheme.file_ids) < 256 else np.uint16)
+def label_table(scheme: ClassScheme, *, label_ids: bool, has_nodata: bool) -> tuple[NDArray[Any], int | None]:
+    """Return the value of each class in label files, (C,), and the value that they declare for pixels without data.
+
+    The latter is the `ignore_index` of the training, unless that is a class or does not fit; else the largest free one.
+    """
+    ids = scheme.file_ids if label_ids else range(scheme.num_classes)
+    used = {*ids} if scheme.multilabel is None else {0, 255}
+    largest = np.iinfo(np.uint8 if max(used) < 256 and len(used) + has_nodata <= 256 else np.uint16).max
+    free = (value for value in (scheme.ignore_index, *range(largest, -1, -1)) if value not in used)
+    nodata = next(value for value in free if 0 <= value <= largest) if has_nodata else None
+    return np.array(ids, np.min_scalar_type(largest)), nodata
 
 
 def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
@@ -74,6 +82,12 @@ def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
         return np.asarray(table[labels])
     own = (labels[..., None] >> np.arange(scheme.num_classes)) & 1
     return np.asarray((own @ table.astype(np.int64) // np.maximum(own.sum(-1, keepdims=True), 1)).astype(np.uint8))
+
+
+def labels_of_data(strip: Strip, scheme: ClassScheme) -> NDArray[Any]:
+    """Return the class ids (R, W) of a strip; no class where the image has no data."""
+    no_class = np.iinfo(np.uint16).max if scheme.multilabel is None else 0
+    return strip.labels if strip.hidden is None else np.where(strip.hidden, no_class, strip.labels.astype(np.int32))
 
 
 def blend(image: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
@@ -95,6 +109,7 @@ class ImageOutputs:
         self._plan, self._picture, self._coco = plan, picture, coco
         self._rows: list[NDArray[Any]] = []  # for the COCO file
         self._writers: list[_Writer] = []
+        self.hidden_px = 0  # pixels without data
 
     def __enter__(self) -> ImageOutputs:
         try:
@@ -112,10 +127,13 @@ class ImageOutputs:
 
     def add(self, strip: Strip) -> None:
         """Append the rows of a strip to every file."""
+        if self._picture.missing is not None:
+            hidden = self._picture.missing[strip.rows].all(-1)
+            strip, self.hidden_px = replace(strip, hidden=hidden), self.hidden_px + int(np.count_nonzero(hidden))
         for writer in self._writers:
             writer.add(strip)
         if self._coco is not None:
-            self._rows.append(strip.labels)
+            self._rows.append(labels_of_data(strip, self._plan.scheme))
 
     def __exit__(self, error: object, *_: object) -> None:
         for writer in self._writers:
@@ -178,11 +196,22 @@ Rows = Callable[[Strip], NDArray[Any]]
 class _PictureFile(_Writer):
     """GeoTIFF of a georeferenced image; else a PNG.
 
-    `rows` returns the rows of a strip as they are stored; the options are the same as for `PngWriter`.
+    `rows` returns the rows of a strip as they are stored; the options are the same as for `PngWriter`. A GeoTIFF of one
+    band declares `nodata`, the value of pixels without data; in colors they are black, which is also a color.
     """
 
-    def __init__(self, folder: Path, picture: Picture, rows: Rows, *, is_photo: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        picture: Picture,
+        rows: Rows,
+        *,
+        is_photo: bool = False,
+        nodata: int | None = None,
+        **options: Any,
+    ) -> None:
         self._picture, self._rows, self._is_photo, self._options = picture, rows, is_photo, options
+        self._nodata = nodata
         suffix = ".png" if picture.georeference is None else ".tif"
         super().__init__(folder / f"{picture.file.name}{suffix}")
 
@@ -193,10 +222,14 @@ class _PictureFile(_Writer):
             profile = self._picture.profile if self._is_photo else None
             self._image = PngWriter(self.file, size, is_photo=self._is_photo, profile=profile, **self._options)
         else:
-            self._image = GeoTiffWriter(self._temporary, size, georeference, **self._options)
+            self._image = GeoTiffWriter(self._temporary, size, georeference, nodata=self._nodata, **self._options)
 
     def write(self, strip: Strip) -> None:
-        self._image.write(self._rows(strip))
+        rows = self._rows(strip)
+        if strip.hidden is not None:
+            hidden = strip.hidden.reshape(strip.hidden.shape + (1,) * (rows.ndim - 2))
+            rows = np.where(hidden, rows.dtype.type(self._nodata or 0), rows)
+        self._image.write(rows)
 
     def finish(self) -> None:
         self._image.finish()
@@ -222,6 +255,8 @@ class _Probabilities(_Writer):
         # 16 rows at a time, to keep the transposed copy small
         for first in range(0, strip.probabilities.shape[1], 16):
             values = strip.probabilities[:, first : first + 16]
+            if strip.hidden is not None:
+                values = np.where(strip.hidden[first : first + 16], np.float32(0), values)
             stored = np.rint(values.transpose(1, 2, 0) * np.float32(PROBABILITY_SCALE)).astype("<u2")
             self._entry.write(np.ascontiguousarray(stored).tobytes())
 
@@ -239,7 +274,7 @@ class _Vectors(_Writer):
         super().__init__(folder / f"{picture.file.name}.{plan.format}")
 
     def write(self, strip: Strip) -> None:
-        self._rows.append(strip.labels)
+        self._rows.append(labels_of_data(strip, self._scheme))
 
     def finish(self) -> None:
         write_vectors(self._temporary, np.concatenate(self._rows), self._picture, self._scheme, self._plan)
@@ -250,7 +285,8 @@ def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
     scheme = plan.scheme
     if plan.polygons is not None and plan.polygons.format != "coco":
         yield _Vectors(plan.folder / "polygons", picture, scheme, plan.polygons)
-    few, ids = scheme.num_classes <= 256, label_id_table(scheme)
+    has_nodata = picture.missing is not None
+    table, nodata = label_table(scheme, label_ids=plan.label_ids, has_nodata=has_nodata)
     for kind in plan.kinds:
         folder = plan.folder / kind
         if kind == "probabilities":
@@ -259,8 +295,8 @@ def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
             yield _PictureFile(
                 folder,
                 picture,
-                lambda strip: np.rint(confidence(strip) * np.float32(CONFIDENCE_SCALE)).astype(np.uint8),
-                dtype=np.uint8,
+                partial(_confidence_of, 1 if has_nodata else 0),
+                nodata=0 if has_nodata else None,
             )
         elif kind == "overlay":
             yield _PictureFile(
@@ -270,20 +306,23 @@ def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
                 channels=3,
                 is_photo=True,
             )
-        elif kind == "color" and few and scheme.multilabel is None:
+        elif kind == "color" and scheme.num_classes + has_nodata <= 256 and scheme.multilabel is None:
             palette = scheme.palette[: scheme.num_classes]
-            yield _PictureFile(folder, picture, lambda strip: strip.labels, palette=palette)
+            own = label_table(scheme, label_ids=False, has_nodata=has_nodata)[1]
+            yield _PictureFile(folder, picture, lambda strip: strip.labels, palette=palette, nodata=own)
         elif kind == "color":
             yield _PictureFile(folder, picture, lambda strip: colorize(strip.labels, scheme), channels=3)
         elif scheme.multilabel is not None:  # one mask per class: 255 for pixels that have it
             for number, name in enumerate(scheme.names):
                 name = re.sub(r"[^\w.-]", "_", name).lstrip(".") or str(number)
-                yield _PictureFile(folder / name, picture, partial(_mask_of, number), dtype=np.uint8)
-        elif plan.label_ids:
-            yield _PictureFile(folder, picture, lambda strip: ids[strip.labels], dtype=ids.dtype)
+                yield _PictureFile(folder / name, picture, partial(_mask_of, number), nodata=nodata)
         else:
-            dtype = np.uint8 if few else np.uint16
-            yield _PictureFile(folder, picture, lambda strip: strip.labels, dtype=dtype)
+            yield _PictureFile(folder, picture, lambda strip: table[strip.labels], dtype=table.dtype, nodata=nodata)
+
+
+def _confidence_of(least: int, strip: Strip) -> NDArray[Any]:
+    scaled = np.rint(confidence(strip) * np.float32(CONFIDENCE_SCALE))
+    return np.asarray(scaled.clip(least, CONFIDENCE_SCALE), np.uint8)
 
 
 def _mask_of(number: int, strip: Strip) -> NDArray[Any]:

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -88,6 +89,9 @@ def predict_files(
     with _large_pictures_allowed():
         job.predict_images(files)
     job.tally.notes += [f"{some_names(names)}: {unused}" for unused, names in job.unused_bands.items()]
+    if shares := job.nodata_shares:
+        share = fmean(shares.values())
+        job.tally.notes.append(f"{some_names([*shares])}: {share:.1%} of the pixels are nodata, and so in the results")
     job.tally.seconds = time.perf_counter() - start
     job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
     if job.coco is not None:
@@ -108,6 +112,7 @@ class _Job:
     tally: Tally = field(default_factory=Tally)
     written: dict[str, list[Path]] = field(default_factory=dict)
     unused_bands: dict[str, list[str]] = field(default_factory=dict)  # a sentence about them -> images
+    nodata_shares: dict[str, float] = field(default_factory=dict)  # image -> share of its pixels, 0 to 1
     coco: CocoFile | None = None
     num_done: int = 0
 
@@ -200,6 +205,8 @@ class _Job:
             for strip in strips:
                 outputs.add(strip)
         self.written[picture.file.name] = outputs.paths
+        if outputs.hidden_px:
+            self.nodata_shares[picture.file.name] = outputs.hidden_px / picture.num_px
 
     def _write_tiles(self, picture: Picture, strips: Iterable[Strip]) -> None:
         """Write a large image while it is predicted, with a line every 30 s."""

@@ -19,10 +19,9 @@ from typing import Any, Literal, get_args
 
 from segapp.datasets.files import open_image, read_header, shown, tiff_tags
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
-from segapp.datasets.images.raster import Georeference, read_georeference
-from segapp.datasets.images.reading import read_image
+from segapp.datasets.images.raster import IDENTITY, Georeference, read_georeference
 from segapp.datasets.images.tiff_tags import has_rasterio
-from segapp.datasets.images.windows import image_windows
+from segapp.datasets.images.windows import load_image
 from segapp.datasets.walk import IMAGE_SUFFIXES, Folder, composed, is_below, left_out, on_disk, walk
 from segapp.errors import ConfigError, DataError
 
@@ -147,6 +146,7 @@ class Picture:
     profile: bytes | None = None  # ICC profile
     georeference: Georeference | None = None  # of a GeoTIFF; the outputs are then GeoTIFFs too
     unused_bands: str = ""  # a sentence about them
+    missing: Any = None  # of a GeoTIFF, where a band has no data, (H, W, B); None if it declares none
 
     @property
     def num_px(self) -> int:
@@ -157,15 +157,14 @@ class Picture:
 def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
     """Read an image with the bands and dtype of the network's input; DataError if it cannot be read."""
     header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
-    pixels: Any = image_windows(file.path, format)
-    if pixels is None:
-        pixels = read_image(file.path, format, max_pixels=MAX_PREDICTED_PX)
+    pixels, missing = load_image(file.path, format, max_pixels=MAX_PREDICTED_PX)
     unused = format.unused_bands(header.stored)
     tags = tiff_tags(file.path)
     if tags is not None and has_rasterio() and tags.orientation == 1:
-        georeference = read_georeference(file.path)
+        plain = None if missing is None else Georeference(None, IDENTITY)  # a PNG cannot declare nodata
+        georeference = read_georeference(file.path) or plain
         if georeference is not None:
-            return Picture(file, pixels, georeference=georeference, unused_bands=unused)
+            return Picture(file, pixels, georeference=georeference, unused_bands=unused, missing=missing)
     profile = _icc_profile(file) if header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"} else None
     return Picture(file, pixels, profile, unused_bands=unused)
 
