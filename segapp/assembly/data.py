@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -19,6 +20,7 @@ from segapp.datasets.cache import CacheFiles, PixelCache, disk_files, memory_fil
 from segapp.datasets.dataset import PairMix, SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import most_workers, plan_workers, sample_seconds
 from segapp.datasets.orientation import Turns
@@ -80,7 +82,10 @@ def build_dataset(
     if data.cache != "none" and ranks is not None:
         machines = ranks.gather(machine_id())
         try:
-            files = _cache_files(data, split, scheme, pixels, ranks, machines)
+            # Only a TIFF declares nodata: of other images, the records do not depend on the mean.
+            has_tiffs = any(pair.image.suffix.lower() in TIFF_SUFFIXES for pair in pairs)
+            stored = pixels if has_tiffs else replace(pixels, mean=None)
+            files = _cache_files(data, split, scheme, stored, ranks, machines)
             cache = PixelCache(files, pairs, sizes, scheme.dtype, pixels)
         except OSError as error:
             notes.append(

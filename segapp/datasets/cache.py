@@ -77,7 +77,7 @@ def disk_files(folder: Path, root: str, split: str, scheme: ClassScheme, pixels:
         OSError: The folder cannot be created.
     """
     parts = (_FORMAT, os.path.realpath(root), split, repr(scheme), scheme.dtype.str, cv2.__version__, PIL.__version__)
-    bands = () if pixels.bands is None else (pixels.bands, pixels.dtype)
+    bands = (pixels.fill,) if pixels.bands is None else (pixels.bands, pixels.dtype, pixels.fill)
     name = "".join(c if c.isalnum() or c in "-_" else "_" for c in split)[:40]
     place = folder / f"{name}-{_digest(map(str, (*parts, *bands)))}"
     place.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -252,11 +252,11 @@ def test_few_images_are_compared_with_the_range(
 ) -> None:
     read_names: list[str] = []
 
-    def count(path: Path, pixels: PixelFormat) -> np.ndarray[Any, Any]:
+    def count(path: Path, pixels: PixelFormat, **_: int) -> tuple[np.ndarray[Any, Any], None]:
         read_names.append(path.name)
-        return np.broadcast_to(np.uint8(3), (side, side, 3))
+        return np.broadcast_to(np.uint8(3), (side, side, 3)), None
 
-    monkeypatch.setattr("segapp.datasets.inspection.read_image", count)
+    monkeypatch.setattr("segapp.datasets.images.windows.read_with_nodata", count)
     pairs = [ImagePair(Path(str(number)), None, "") for number in range(160)]
     pixels = PixelFormat((1, 2, 3), "uint8", ((100.0, 255.0),) * 3)
     (found,) = check_ranges("train", pairs, SCHEME, pixels)

@@ -88,9 +88,9 @@ def fill(dataset: SegmentationDataset, indices: range = range(NUM_IMAGES)) -> No
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows by the name of each image file that is decoded."""
     names: list[str] = []
-    original = dataset_module.read_image
+    original = dataset_module.read_with_nodata
     monkeypatch.setattr(
-        dataset_module, "read_image", lambda path, *how: names.append(path.name) or original(path, *how)
+        dataset_module, "read_with_nodata", lambda path, *how: names.append(path.name) or original(path, *how)
     )
     return names
 

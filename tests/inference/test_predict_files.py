@@ -289,7 +289,7 @@ def test_large_scene_is_not_decoded_whole(
 ) -> None:
     path, image = scene
     found = find_images([path])[0][0]
-    monkeypatch.setattr("segapp.inference.predict.reading.read_image", None)
+    monkeypatch.setattr("segapp.datasets.images.windows.read_with_nodata", None)
     picture = read_picture(found, PIXELS)
     assert picture.num_px == SCENE[0] * SCENE[1]
     assert picture.georeference is not None
