@@ -302,10 +302,10 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[DataProblem]:
             message = f"{shown(each.pair.image)}: {each.damage}: a part of its pixels is wrong; replace it with a copy"
             findings.append(DataProblem("warning", "damaged", split, message, each.pair))
         if each.mask is not None and not each.mask.valid_px:
-            message = (
-                f"{shown(each.pair.mask or each.pair.image)}: every pixel is ignored; check data.label_map and "
-                "data.ignore_index, or remove it from the split"
-            )
+            has_data = each.mask.nodata_px < each.mask.ignored_px
+            move = "check data.label_map and data.ignore_index, or" if has_data else "no pixel of its image has data:"
+            name = shown(each.pair.mask or each.pair.image)
+            message = f"{name}: every pixel is ignored; {move} remove it from the split"
             findings.append(DataProblem("warning", "all_ignored", split, message, each.pair))
     return findings
 

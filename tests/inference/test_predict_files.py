@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import OutOfMemoryError, StorageError
 from segapp.inference.predict.outputs import PROBABILITY_SCALE, OutputPlan, PngWriter
 from segapp.inference.predict.pipeline import ahead, predict_files
+from segapp.inference.predict.polygons import PolygonPlan
 from segapp.inference.predict.predictor import predict_strips
 from segapp.inference.predict.reading import Saved, find_images, read_picture
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
@@ -294,6 +298,95 @@ def test_large_scene_is_not_decoded_whole(
     assert picture.num_px == SCENE[0] * SCENE[1]
     assert picture.georeference is not None
     np.testing.assert_array_equal(picture.pixels[100:110, 7:9], np.moveaxis(image[[3, 1, 0], 100:110, 7:9], 0, -1))
+
+
+@geo
+@pytest.mark.parametrize(
+    ("scheme", "label_ids", "nodata"),
+    [
+        (SCHEME, False, 255),
+        (replace(SCHEME, ignore_index=1), False, 255),
+        (replace(SCHEME, ignore_index=7), False, 7),
+        (replace(SCHEME, label_map={255: 0, 7: 1, 9: 2}, ignore_index=-1), True, 254),
+        (replace(SCHEME, names=tuple(map(str, range(256))), palette=((1, 2, 3),) * 256, ignore_index=300), False, 300),
+        (replace(SCHEME, multilabel="bits", ignore_index=-1), False, 254),
+    ],
+)
+def test_results_of_geotiffs_declare_nodata(
+    scheme: ClassScheme, label_ids: bool, nodata: int, scene: tuple[Path, NDArray[np.uint16]], tmp_path: Path
+) -> None:
+    """Three areas without data, of which one is in all bands that are used."""
+    import rasterio
+
+    path, image = tmp_path / "s.tif", scene[1][:, 900:1000, 1100:1233].copy()
+    image[3, :20] = image[[0, 1], 30:40] = image[:, 50:70, 40:90] = 65535
+    with rasterio.open(scene[0]) as source:
+        profile = {**source.profile, "height": 100, "width": 133, "nodata": 65535}
+    with rasterio.open(path, "w", **profile) as file:
+        file.write(image)
+    predictor = Thresholds()
+    predictor.scheme, predictor.threshold = scheme, None if scheme.multilabel is None else 0.5
+    plan = OutputPlan(
+        tmp_path / "out", scheme, ("labels", "color", "overlay"), label_ids, PIXELS, PolygonPlan("geojson")
+    )
+    tally = predict_files(predictor, find_images([path])[0], plan, workspace=Workspace(10**9))
+    assert tally.notes[-1] == "s: 7.5% of the pixels are nodata, and so in the results"
+    hidden = np.zeros((100, 133), bool)
+    hidden[50:70, 40:90] = True
+    first = np.where(image[3] == 65535, 2000, image[3])  # the mean in the middle of the range
+    labels = (first > 1000).astype(int) + (first > 2500)
+    found = {}
+    for file in sorted((tmp_path / "out").rglob("*.tif")):
+        with rasterio.open(file) as written:
+            found[file.relative_to(tmp_path / "out").as_posix()] = written.nodata, written.read()
+    for number, name in enumerate(scheme.names[:3]):
+        if scheme.multilabel is not None:
+            expected, at = np.where(labels >> number & 1, 255, 0), f"labels/{name}/s.tif"
+        else:
+            expected, at = np.array(scheme.file_ids)[labels] if label_ids else labels, "labels/s.tif"
+        assert found[at][0] == nodata
+        np.testing.assert_array_equal(found[at][1][0], np.where(hidden, nodata, expected))
+    assert found["overlay/s.tif"][0] is None
+    assert not found["overlay/s.tif"][1][:, hidden].any()
+    shapes = json.loads((tmp_path / "out" / "polygons" / "s.geojson").read_text())["features"]
+    sizes = Counter[int]()
+    for one in shapes:
+        sizes[one["properties"]["class_id"]] += one["properties"]["area_px"]
+    by_hand = [(labels >> c & 1 if scheme.multilabel else labels == c)[~hidden].sum() for c in range(3)]
+    assert sizes == {c: n for c, n in enumerate(by_hand) if n and "background" not in scheme.names[c]}
+
+
+@geo
+def test_confidence_without_data_is_0_and_other_is_not(tmp_path: Path) -> None:
+    """An 8-bit TIFF without a place, in tiles; a pixel that is black in one band has data."""
+    import rasterio
+
+    image = photo(160, 140).clip(1)
+    image[40:90, 30:100], image[:20, :, 0] = 0, 0
+    profile = {"driver": "GTiff", "height": 160, "width": 140, "count": 3, "dtype": "uint8", "photometric": "rgb"}
+    with (
+        pytest.warns(rasterio.errors.NotGeoreferencedWarning),
+        rasterio.open(tmp_path / "s.tif", "w", **profile, nodata=0) as file,
+    ):
+        file.write(np.moveaxis(image, -1, 0))
+    plan = OutputPlan(tmp_path, SCHEME, ("confidence", "probabilities"), polygons=PolygonPlan("coco"))
+    tally = predict_files(Blur(), find_images([tmp_path / "s.tif"])[0], plan, workspace=Workspace(MIN_SIDE_PX**2))
+    assert tally.notes[-1] == "s: 15.6% of the pixels are nodata, and so in the results"
+    hidden = np.zeros((160, 140), bool)
+    hidden[40:90, 30:100] = True
+    filled = np.where(hidden[..., None], 128, image).astype(np.uint8)
+    expected = Blur().probabilities(filled[None])[0]
+    with rasterio.open(tmp_path / "confidence" / "s.tif") as written:
+        assert written.nodata == 0
+        by_hand = np.rint(expected.max(0) * 255).clip(1)
+        np.testing.assert_array_equal(written.read(1), np.where(hidden, 0, by_hand))
+    stored = np.load(tmp_path / "probabilities" / "s.npz")["probabilities"]
+    np.testing.assert_array_equal(stored, np.where(hidden[..., None], 0, np.rint(np.moveaxis(expected, 0, -1) * 65535)))
+    areas = Counter[int]()
+    for one in json.loads((tmp_path / "polygons" / "coco.json").read_text())["annotations"]:
+        areas[one["category_id"] - 1] += one["area"]
+    labels = expected.argmax(0)[~hidden]
+    assert areas == Counter(labels.tolist())
 
 
 @geo

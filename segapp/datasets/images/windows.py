@@ -206,15 +206,14 @@ def _spread_pixels(path: Path, pixels: PixelFormat) -> np.ndarray:
 
 def nodata_note(paths: Sequence[Path], pixels: PixelFormat) -> str | None:
     """Return a sentence on the pixels without data of images, from up to 64 of them; None if none declares them."""
-    values, shares = set[float](), []
+    values, shares = set[str](), []
     for path in evenly_spread(paths, _MAX_IMAGES):
         with contextlib.suppress(DataError):  # reported when the image is used
             if (nodata := declared_nodata(path)) is not None:
-                values.add(nodata)
+                values.add(f"{nodata:.7g}")
                 shares.append(float(np.isnan(_spread_pixels(path, pixels)).all(1).mean()))
-    named = some_names([f"{value:.7g}" for value in sorted(values)], 3)
-    moves = "it is ignored; gdal_edit.py -unsetnodata FILE makes it data"
-    return f"{fmean(shares):.1%} of the pixels of the images are nodata ({named}): {moves}" if shares else None
+    what = f"of the pixels of the images are nodata ({some_names(sorted(values), 3)})"
+    return f"{fmean(shares):.1%} {what}: ignored; gdal_edit.py -unsetnodata FILE makes them data" if shares else None
 
 
 def _range(values: np.ndarray, *, is_whole: bool) -> Range:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from segapp.errors import ConfigError, DataError
@@ -58,6 +59,46 @@ def test_unlabelled_is_ignored_whichever_file_names_it(file: str, text: str, voi
     assert said in (tmp_path / "made.yaml").read_text()
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class", force=True)
     assert (config.data.classes, config.data.label_map) == (["ground", "road", void], None)
+
+
+@pytest.mark.parametrize(
+    ("values", "nodata", "names", "expected", "label_map", "said"),
+    [
+        ([0, 1, 15], 15, None, ["background", "object"], {15: 255}, "value 15, nodata of the masks, is ignored: 25.0%"),
+        ([0, 1, 2], 0, None, ["class_1", "class_2"], {1: 0, 2: 1, 0: 255}, "value 0, nodata of the masks, is ignored"),
+        ([0, 1, 255], 0, None, ["background", "object"], None, "value 0, nodata of the masks, is a class, background"),
+        ([0, 255, 9], 9, None, ["background", "object"], {255: 1, 9: -1}, "value 9, nodata of the masks, is ignored"),
+        ([0, 255, 255], 0, None, ["background", "object"], {255: 1}, "value 0, nodata of the masks, is a class, backg"),
+        ([0, 1, 2], 0, "land\na\nb\n", ["land", "a", "b"], None, "value 0, nodata of the masks, is a class, land: 43"),
+        ([0, 1, 2], 0, "a\nb\n", ["a", "b"], {1: 0, 2: 1, 0: 255}, "value 0, nodata of the masks, is ignored: 43.8%"),
+        ([0, 1, -9999], -9999, None, ["background", "object"], None, "nodata of the masks (-9999) is ignored: 25.0%"),
+    ],
+)  # fmt: skip
+def test_nodata_of_masks_is_ignored_if_two_classes_remain(
+    values: list[int], nodata: int, names: str | None, expected: list[str], label_map: dict[int, int] | None, said: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    for number, name in enumerate(NAMES):
+        draw_image(tmp_path / "d" / "images" / f"{name}.jpg")
+        mask = moved(striped(values, [20, 16], np.float32 if min(values) < 0 else np.uint8), number)
+        (tmp_path / "d" / "masks").mkdir(exist_ok=True)
+        tags = [(42113, "s", 0, str(nodata), True)]
+        tifffile.imwrite(tmp_path / "d" / "masks" / f"{name}.tif", mask, extratags=tags)
+    if names is not None:
+        (tmp_path / "d" / "classes.txt").write_text(names)
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.label_map) == (expected, label_map)
+    assert said in " ".join(result.lines)
+    assert f"# note: {said}" in (tmp_path / "made.yaml").read_text()
+    ignored = 255 if config.data.ignore_index is None else config.data.ignore_index
+    to_class = {one: values.index(one) if label_map is None else label_map.get(one, one) for one in values}
+    to_class |= {
+        nodata: to_class[nodata] if "is a class" in said else ignored,
+        **({255: 255} if values[1] == 1 else {}),
+    }
+    for name, target in targets_read(config).items():
+        drawn_ids = tifffile.imread(tmp_path / "d" / "masks" / f"{Path(name).stem}.tif")
+        np.testing.assert_array_equal(target, np.vectorize(to_class.__getitem__)(drawn_ids.astype(int)))
 
 
 @pytest.mark.parametrize(("zero", "classes"), [(40, ["background", "a", "b"]), (0, ["a", "b"])])
