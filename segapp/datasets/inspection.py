@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from segapp.datasets.files import ImagePair, check_pair, jpeg_damage, read_bytes, read_header, shown
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, in_all_bands
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.images.windows import Windows, compare_ranges, load_image
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -277,7 +277,7 @@ def _note_image(
         block = image[rows]
         digest.update(np.ascontiguousarray(block).data)
         grey = cv2.cvtColor(pixels.as_rgb(block), cv2.COLOR_RGB2GRAY)
-        hidden = np.zeros(grey.shape, bool) if missing is None else missing[rows].all(-1)
+        hidden = np.zeros(grey.shape, bool) if missing is None else in_all_bands(missing[rows])
         if isinstance(image, Windows):
             size = (-(-grey.shape[1] // _SHRINK), -(-grey.shape[0] // _SHRINK))
             grey = np.asarray(cv2.resize(grey, size, interpolation=cv2.INTER_AREA))

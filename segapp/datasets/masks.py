@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence
 
 from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown
+from segapp.datasets.images.pixel_format import in_all_bands
 from segapp.datasets.images.reading import check_complete, decode
 from segapp.datasets.images.tiff_tags import NODATA_TAG, parse_nodata
 from segapp.datasets.layouts.palettes import palette_of
@@ -94,7 +95,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
 
 def without_nodata(ids: Ids, missing: NDArray[np.bool_] | None, scheme: ClassScheme) -> Ids:
     """Return train ids (H, W) with `ignore_index` where no band (H, W, B) of the image has data."""
-    return ids if missing is None else np.where(missing.all(-1), ids.dtype.type(scheme.ignore_index), ids)
+    return ids if missing is None else np.where(in_all_bands(missing), ids.dtype.type(scheme.ignore_index), ids)
 
 
 def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:

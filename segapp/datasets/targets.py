@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, declared_nodata
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, in_all_bands
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.images.windows import Windows, load_missing, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -91,7 +91,7 @@ def count_mask(
     for block in blocks:
         if missing is not None and (part := missing[height : height + len(block)]).shape[:2] == block.shape:
             block = without_nodata(block, part, scheme)
-            nodata_px += int(np.count_nonzero(part.all(-1)))
+            nodata_px += int(np.count_nonzero(in_all_bands(part)))
         of_block, ignored_in_block = scheme.count(block)
         counts += of_block
         ignored_px += ignored_in_block
@@ -322,9 +322,7 @@ def ignored_note(targets: Targets, scheme: ClassScheme) -> str | None:
     """Return the share of ignored pixels with its cause, and nodata that is a class; None for a small share of none."""
     kept = [(value, name) for value in targets.mask_nodata if (name := class_of_nodata(value, scheme)) is not None]
     said = "; ".join(
-        f"value {value:g}, nodata of the masks of split {targets.split}, is a class, {name}: if it is not, map it to "
-        "data.ignore_index in data.label_map"
-        for value, name in kept
+        f"value {value:g}, nodata of the masks of split {targets.split}, stays class {name}" for value, name in kept
     )
     if targets.ignored_share <= IGNORED_SHARE and not targets.frequencies.nodata_px:
         return said or None

@@ -350,30 +350,27 @@ def read_classes(
         DataError: the classes cannot be determined: no ids, one value, too many colors, or lossy masks.
         OpenQuestionError: there are several plausible interpretations.
     """
-    nodata: list[Any] = [one for one in content.nodata if one != IGNORED and content.pixels_of(one)]
+    nodata: list[Any] = [one for one in content.nodata if content.pixels_of(one)]
     others = {one for one in content.pixels if one not in nodata and not is_stray(content, one)}
-    are_enough = len(others - {IGNORED}) >= 2 or others == {0, IGNORED}
-    void = [
-        one for one in nodata if are_enough and choices.unlabelled != "class" and not _is_named(one, content, files)
-    ]
+    are_enough = choices.unlabelled != "class" and (len(others - {IGNORED}) >= 2 or others == {0, IGNORED})
+    void = [one for one in nodata if are_enough and one != IGNORED and not _is_named(one, content, files)]
     with_data = replace(content, values=content.values.copy(), colors=content.colors.copy())
     for one in void:
         del with_data.values[one], with_data.colors[one]
     classes = _classes_of_data(with_data, files, masks, choices)
     notes = [*classes.notes]
-    for one in content.nodata:
-        said = f"{listed([one])}, nodata of the masks, is"
+    for one in nodata:
+        what, share = f"{listed([one])}, nodata of the masks,", content.percent([one])
         if one in void:
-            notes.append(f"{said} ignored: {content.percent([one])}; --unlabelled class makes it a class")
-        elif content.pixels_of(one) and (number := classes.class_of(one)) is not None:
-            notes.append(f"{said} a class, {shown(classes.names[number])}: {content.percent([one])}")
+            notes.append(f"{what} is ignored: {share}; --unlabelled class makes it a class")
+        elif (number := classes.class_of(one)) is not None:
+            notes.append(f"{what} stays class {shown(classes.names[number])}: {share}")
+    classes = replace(classes, notes=tuple(notes))
+    if classes.palette or not void:
+        return replace(classes, palette=(*classes.palette, *void))
     ignored = IGNORED if classes.ignore_index is None else classes.ignore_index
-    if classes.palette:
-        return replace(classes, palette=(*classes.palette, *void), notes=tuple(notes))
     label_map, why = {**classes.label_map, **dict.fromkeys(void, ignored)}, classes.stored_reason
-    return replace(
-        classes, label_map=label_map, stored_reason=why or "nodata is ignored" * bool(void), notes=tuple(notes)
-    )
+    return replace(classes, label_map=label_map, stored_reason=why or "nodata is ignored")
 
 
 def _is_named(stored: Value, content: MaskContent, files: Sequence[ClassFile]) -> bool:

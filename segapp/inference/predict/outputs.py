@@ -23,7 +23,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, in_all_bands
 from segapp.datasets.images.raster import GeoTiffWriter
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
@@ -128,7 +128,7 @@ class ImageOutputs:
     def add(self, strip: Strip) -> None:
         """Append the rows of a strip to every file."""
         if self._picture.missing is not None:
-            hidden = self._picture.missing[strip.rows].all(-1)
+            hidden = in_all_bands(self._picture.missing[strip.rows])
             strip, self.hidden_px = replace(strip, hidden=hidden), self.hidden_px + int(np.count_nonzero(hidden))
         for writer in self._writers:
             writer.add(strip)

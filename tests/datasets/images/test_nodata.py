@@ -217,7 +217,7 @@ def test_nodata_of_masks_is_ignored_unless_it_is_a_class(
 @pytest.mark.parametrize(
     ("nodata", "said"),
     [
-        (0, "value 0, nodata of the masks of split train, is a class, a: if it is not, map it"),
+        (0, "value 0, nodata of the masks of split train, stays class a"),
         (15, "25.0% of the pixels of the 2 masks of split train are ignored: nodata of the masks (15), value 255 "),
     ],
 )

@@ -66,10 +66,10 @@ def test_unlabelled_is_ignored_whichever_file_names_it(file: str, text: str, voi
     [
         ([0, 1, 15], 15, None, ["background", "object"], {15: 255}, "value 15, nodata of the masks, is ignored: 25.0%"),
         ([0, 1, 2], 0, None, ["class_1", "class_2"], {1: 0, 2: 1, 0: 255}, "value 0, nodata of the masks, is ignored"),
-        ([0, 1, 255], 0, None, ["background", "object"], None, "value 0, nodata of the masks, is a class, background"),
+        ([0, 1, 255], 0, None, ["background", "object"], None, "value 0, nodata of the masks, stays class background"),
         ([0, 255, 9], 9, None, ["background", "object"], {255: 1, 9: -1}, "value 9, nodata of the masks, is ignored"),
-        ([0, 255, 255], 0, None, ["background", "object"], {255: 1}, "value 0, nodata of the masks, is a class, backg"),
-        ([0, 1, 2], 0, "land\na\nb\n", ["land", "a", "b"], None, "value 0, nodata of the masks, is a class, land: 43"),
+        ([0, 255, 255], 0, None, ["background", "object"], {255: 1}, "value 0, nodata of the masks, stays class backg"),
+        ([0, 1, 2], 0, "land\na\nb\n", ["land", "a", "b"], None, "value 0, nodata of the masks, stays class land: 43"),
         ([0, 1, 2], 0, "a\nb\n", ["a", "b"], {1: 0, 2: 1, 0: 255}, "value 0, nodata of the masks, is ignored: 43.8%"),
         ([0, 1, -9999], -9999, None, ["background", "object"], None, "nodata of the masks (-9999) is ignored: 25.0%"),
     ],
@@ -93,7 +93,7 @@ def test_nodata_of_masks_is_ignored_if_two_classes_remain(
     ignored = 255 if config.data.ignore_index is None else config.data.ignore_index
     to_class = {one: values.index(one) if label_map is None else label_map.get(one, one) for one in values}
     to_class |= {
-        nodata: to_class[nodata] if "is a class" in said else ignored,
+        nodata: to_class[nodata] if "stays" in said else ignored,
         **({255: 255} if values[1] == 1 else {}),
     }
     for name, target in targets_read(config).items():
