@@ -94,7 +94,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
 
 
 def without_nodata(ids: Ids, missing: NDArray[np.bool_] | None, scheme: ClassScheme) -> Ids:
-    """Return train ids (H, W) with `ignore_index` where no band (H, W, B) of the image has data."""
+    """Return train ids (H, W) with `ignore_index` at the nodata of an image, with its mask (H, W, B)."""
     return ids if missing is None else np.where(in_all_bands(missing), ids.dtype.type(scheme.ignore_index), ids)
 
 
@@ -128,7 +128,7 @@ def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
     try:
         frames = ImageSequence.Iterator(open_bytes(data, path))
         planes = np.dstack([np.asarray(ImageOps.exif_transpose(frame)) for frame in frames])
-        nodata = nodata_of(image) or None  # 0 says that a pixel has no class
+        nodata = nodata_of(image) or None  # but 0 is a pixel without a class
     except Exception as error:  # as above
         raise damaged(path, error) from error
     planes, is_missing = whole_ids(planes, path, nodata)

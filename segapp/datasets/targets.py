@@ -58,7 +58,7 @@ class ClassFrequencies:
     ignored_px: int
     num_images: int
     classes_of_masks: tuple[tuple[int, ...], ...]  # in each mask, in the order of the images that have one
-    nodata_px: int = 0  # those of `ignored_px` where no band of the image has data
+    nodata_px: int = 0  # ignored pixels at which no band of the image has data
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class MaskCounts:
 
     pixels: NDArray[np.int64]  # pixels of each class, (C,)
     ignored_px: int
-    nodata_px: int  # those of `ignored_px` where no band of the image has data
+    nodata_px: int  # ignored pixels at which no band of the image has data
     size: tuple[int, int]  # height and width
     mask_nodata: float | None = None  # value of pixels without data that a file of the mask declares
 
@@ -78,7 +78,7 @@ class MaskCounts:
 
 
 def count_files(pair: ImagePair, scheme: ClassScheme, missing: NDArray[np.bool_] | Windows | None) -> MaskCounts:
-    """Return the counts of the mask files of a pair; `missing` says where the image has no data (`load_missing`)."""
+    """Return the counts of the mask files of a pair; `missing` is the mask of nodata of the image."""
     counts = count_mask(mask_blocks(pair.masks, scheme), scheme, missing)
     return replace(counts, mask_nodata=declared_nodata(pair.masks[0]))
 

@@ -143,10 +143,9 @@ class PixelFormat:
         return tuple(values if self.dtype == "float32" else map(round, values))
 
     def fill_nodata(self, stored: Pixels, nodata: float | None) -> tuple[Pixels, NDArray[np.bool_] | None]:
-        """Return pixels (H, W, B) with `fill` where a band has no data, and where that is, (H, W, B).
+        """Return pixels (H, W, B) with `fill` instead of nodata, and a mask of these values, (H, W, B), or None.
 
-        With uint8, of which every value is a usual one, as the 0 of a red pixel, only pixels without data in all bands
-        count. Without a declared value nothing does, and the second result is None.
+        A value of uint8 that one band has may be a color, such as the 0 of a red pixel: it counts if all bands have it.
         """
         if nodata is None:
             return stored, None
@@ -160,7 +159,7 @@ class PixelFormat:
 
 
 def in_all_bands(missing: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return where no band has data, (H, W), from (H, W, B); `all` of the last axis takes 20 times as long."""
+    """Return the pixels that are nodata in all bands, (H, W), of (H, W, B); numpy's `all` takes 20 times as long."""
     return np.asarray(np.logical_and.reduce([missing[..., band] for band in range(missing.shape[-1])]))
 
 

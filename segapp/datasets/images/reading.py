@@ -53,8 +53,8 @@ def read_with_nodata(
     """Return an image in the format of its data set, shape (H, W, B), with its EXIF orientation applied.
 
     In the format `RGB8`, gray, palette and CMYK images are converted to RGB and alpha is dropped. In other formats the
-    bands are returned exactly as stored. Of an animation, the first frame is read. Where a TIFF declares that it has no
-    data, bands get their mean; the second result says where, as `PixelFormat.fill_nodata`.
+    bands are returned exactly as stored. Of an animation, the first frame is read. Nodata of a TIFF is replaced by the
+    mean of its band; the second result is its mask (`PixelFormat.fill_nodata`).
 
     A TIFF that can be read in windows may have more than `max_pixels`.
     """

@@ -69,7 +69,7 @@ class TiffTags:
 
     @property
     def has_plain_values(self) -> bool:
-        """True if an image has the values of the file: not converted, such as those of a palette."""
+        """True if decoders return the values of the file: they are no indices of a palette, and not inverted."""
         is_plain = self.photometric in {BLACK_IS_ZERO, RGB, YCBCR} or self.dtype != "uint8"
         return is_plain and self.dtype in DTYPES
 

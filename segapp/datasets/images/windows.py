@@ -46,7 +46,7 @@ class Windows:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[Window], Pixels]  # returns the pixels of some rows and columns
-    # Of an image, where a band has no data, (H, W, B); None if the file declares none
+    # Mask of the values of an image that are nodata, (H, W, B); None if the file declares none
     missing: Windows | None = None
 
     @property
@@ -92,20 +92,20 @@ def image_windows(path: Path, pixels: PixelFormat, least_px: int | None = None) 
 
 
 def _read_window(path: Path, tags: TiffTags, pixels: PixelFormat, result: int, window: Window) -> Any:
-    """Return the pixels of a window (0), or where they have no data (1), as `read_with_nodata` of the whole."""
+    """Return the pixels of a window (0) or their mask of nodata (1), as `read_with_nodata` of the whole."""
     return pixels.fill_nodata(read_bands(path, bands_of(tags, pixels), window), tags.nodata)[result]
 
 
 def load_image(
     path: Path, pixels: PixelFormat, *, max_pixels: int = MAX_PIXELS
 ) -> tuple[Pixels | Windows, NDArray[np.bool_] | Windows | None]:
-    """Return an image, a large one in windows, and where a band has no data, (H, W, B); None if nothing says so."""
+    """Return an image, a large one in windows, and its mask of nodata, (H, W, B); None if it declares none."""
     image = image_windows(path, pixels)
     return read_with_nodata(path, pixels, max_pixels=max_pixels) if image is None else (image, image.missing)
 
 
 def load_missing(path: Path, pixels: PixelFormat) -> NDArray[np.bool_] | Windows | None:
-    """Return where a band of an image has no data, (H, W, B); None for a file that declares none, which is not read."""
+    """Return the mask of nodata of an image, (H, W, B); None for a file that declares none, which is not read."""
     return None if declared_nodata(path) is None else load_image(path, pixels)[1]
 
 
@@ -192,7 +192,7 @@ def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, .
 
 
 def _spread_pixels(path: Path, pixels: PixelFormat) -> np.ndarray:
-    """Return pixels (K, B) of an image, evenly spread; NaN where a band has no data."""
+    """Return pixels (K, B) of an image, evenly spread; NaN for nodata."""
     image, missing = load_image(path, pixels)
     step = max(1, math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _MAX_PX)))
     row_blocks = [*image.row_blocks()] if isinstance(image, Windows) else [slice(0, None)]

@@ -225,7 +225,7 @@ class Strip:
     rows: slice
     labels: NDArray[Any]
     probabilities: NDArray[Any] | None = None
-    hidden: NDArray[np.bool_] | None = None  # where no band of a GeoTIFF has data, (R, W)
+    hidden: NDArray[np.bool_] | None = None  # pixels of a GeoTIFF that are nodata in all bands, (R, W)
 
 
 def predict_strips(

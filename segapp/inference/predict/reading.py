@@ -146,7 +146,7 @@ class Picture:
     profile: bytes | None = None  # ICC profile
     georeference: Georeference | None = None  # of a GeoTIFF; the outputs are then GeoTIFFs too
     unused_bands: str = ""  # a sentence about them
-    missing: Any = None  # of a GeoTIFF, where a band has no data, (H, W, B); None if it declares none
+    missing: Any = None  # mask of the nodata of a GeoTIFF, (H, W, B); None if it declares none
 
     @property
     def num_px(self) -> int:
