@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -51,6 +52,7 @@ def export_target(target: str, out: Path, *, format: str | None, argmax: bool, c
         )
         return
     pictures = _pictures(trained)
+    print(f"exporting {info.network}: this takes minutes if the model is large", file=sys.stderr)
     found = write_export(trained.model, info, out, chosen, pictures)
     for line in _report(found, out, chosen, info, num_pictures=len(pictures)):
         print(line)
@@ -123,16 +125,10 @@ def _pictures(trained: TrainedModel) -> list[NDArray[Any]]:
 def _report(found: CheckResult, out: Path, format: Format, info: ExportInfo, num_pictures: int) -> list[str]:
     kind = "ONNX" if format == "onnx" else "torch.export"
     runtime = "onnxruntime" if format == "onnx" else "torch"
-    sizes = " ".join(f"{batch}x{height}x{width}" for batch, height, width in found.sizes)
     source = f"{num_pictures} validation images" if num_pictures else "synthetic pictures, no data set found"
-    difference = (
-        f"largest difference {found.max_difference:.2g} of logits up to {found.max_logit:.3g}, "
-        if found.max_difference is not None
-        else ""
-    )
     shape = f"{info.fixed_size_px[0]}x{info.fixed_size_px[1]} px only" if info.fixed_size_px else "any size"
     return [
         f"{printable(str(out))}: {kind}, {out.stat().st_size / 2**20:.1f} MiB, {info.network}, "
         f"images of {shape} -> {info.output}",
-        f"checked with {runtime} on {sizes} ({source}): {difference}same class at {found.agreement:.4%} of the pixels",
+        f"checked with {runtime} on {found.shapes} ({source}): {found}",
     ]

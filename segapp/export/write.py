@@ -56,6 +56,17 @@ class CheckResult:
     max_logit: float  # the largest absolute logit, for comparison with the difference
     agreement: float  # share of pixels with the same class
 
+    def __str__(self) -> str:
+        same = f"same class at {self.agreement:.4%} of the pixels"
+        if self.max_difference is None:
+            return same
+        return f"largest difference {self.max_difference:.2g} of logits up to {self.max_logit:.3g}, {same}"
+
+    @property
+    def shapes(self) -> str:
+        """The images in words: "1x128x160 2x131x165"."""
+        return " ".join("x".join(map(str, size)) for size in self.sizes)
+
 
 def write_export(
     model: SegmentationModel, info: ExportInfo, path: Path, format: Format, pictures: Sequence[NDArray[Any]] = ()
@@ -70,20 +81,30 @@ def write_export(
         RunError: the network cannot be exported, or the file predicts other classes; nothing is written then.
         StorageError: the file cannot be written.
     """
-    with _written(path, format) as temporary:
-        if format == "onnx":
-            info = info.model_copy(update={"opset": OPSET})
-        network = build_network(model, info)
-        compute = (_write_onnx if format == "onnx" else _write_pt2)(network, info, temporary)
+    if format == "onnx":
+        _check_packages()
+        info = info.model_copy(update={"opset": OPSET})
+    network = build_network(model, info)
+
+    def checked(compute: Compute, step: str, cure: str) -> CheckResult:
         found = check_export(compute, info, model, check_sizes(model), pictures)
         if found.agreement < MIN_AGREEMENT:
-            raise RunError(
-                f"{path.name}: the exported model gives another class than the trained one at "
-                f"{1 - found.agreement:.2%} of the pixels, at most {1 - MIN_AGREEMENT:.1%} are allowed: use the other "
-                "--format",
-                path=path,
-            )
-    return found
+            limit = f"at least {MIN_AGREEMENT:.1%} are needed"
+            raise RunError(f"{path.name}: after {step}, {found} of {found.shapes}; {limit}: {cure}", path=path)
+        return found
+
+    with _written(path, format) as temporary:
+        with _as_export_errors(network, "torch.export", "use --format safetensors"):
+            program = _trace(network, info.pixels)
+            compute = _compute_of(program)
+        # Compared before the conversion to ONNX, which takes minutes for a large network.
+        checked(compute, "tracing by torch.export", "use --format safetensors")
+        write, step, other = (
+            (_write_onnx, "conversion to ONNX", "pt2") if format == "onnx" else (_write_pt2, "saving as pt2", "onnx")
+        )
+        with _as_export_errors(network, format, f"use --format {other}"):
+            compute = write(program, network, info, temporary)
+        return checked(compute, step, f"use --format {other}")
 
 
 @contextlib.contextmanager
@@ -228,9 +249,11 @@ def _trace(network: ExportNetwork, pixels: PixelFormat) -> torch.export.Exported
 
 
 def _divide_in_integers(graph: torch.fx.Graph) -> None:
-    """Replace `math.ceil(a / b)` of sizes, as in timm's "same" padding, by `-(-a // b)`.
+    """Write divisions of sizes so that every format computes them exactly.
 
-    `torch.export.save` has no format for `math.ceil` ("Failed serializing node ceil").
+    `math.ceil(a / b)`, as in timm's "same" padding, becomes `(a + b - 1) // b`, because `torch.export.save` has no
+    format for `math.ceil` ("Failed serializing node ceil"). `a // b` becomes `(a - a % b) // b`: onnxscript turns `//`
+    into ONNX's Div, which rounds toward zero, and without a remainder both agree for negative `a` too.
     """
 
     def inserted(function: Callable[..., Any], *args: Any) -> torch.fx.Node:
@@ -238,22 +261,23 @@ def _divide_in_integers(graph: torch.fx.Graph) -> None:
         node.meta["val"] = function(*(arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args))
         return node
 
+    def divided(dividend: Any, divisor: Any) -> torch.fx.Node:
+        multiple = inserted(operator.sub, dividend, inserted(operator.mod, dividend, divisor))
+        return inserted(operator.floordiv, multiple, divisor)
+
     for node in list(graph.nodes):
         quotient = node.args[0] if node.target is math.ceil else None
-        if isinstance(quotient, torch.fx.Node) and quotient.target is operator.truediv:
-            with graph.inserting_before(node):
-                rounded = inserted(operator.floordiv, inserted(operator.neg, quotient.args[0]), quotient.args[1])
-                node.replace_all_uses_with(inserted(operator.neg, rounded))
-            graph.erase_node(node)
-            if not quotient.users:
-                graph.erase_node(quotient)
+        with graph.inserting_before(node):
+            if node.target is operator.floordiv:
+                node.replace_all_uses_with(divided(*node.args))
+            elif isinstance(quotient, torch.fx.Node) and quotient.target is operator.truediv:
+                dividend, divisor = quotient.args
+                raised = inserted(operator.sub, inserted(operator.add, dividend, divisor), 1)
+                node.replace_all_uses_with(divided(raised, divisor))
+    graph.eliminate_dead_code()
 
 
-def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
-    """Write a pt2 file and return the network loaded from it."""
-    with _as_export_errors(network, "torch.export"):
-        torch.export.save(_trace(network, info.pixels), path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
-        program = torch.export.load(path)
+def _compute_of(program: torch.export.ExportedProgram) -> Compute:
     # Guards hold sizes of the traced example, such as "more than one image"; the check tests other sizes.
     module = program.module(check_guards=False)
 
@@ -265,25 +289,33 @@ def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
     return compute
 
 
-def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
-    """Write an ONNX file and return it opened in onnxruntime."""
+def _write_pt2(program: torch.export.ExportedProgram, network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
+    """Write a pt2 file and return the network loaded from it."""
+    torch.export.save(program, path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
+    return _compute_of(torch.export.load(path))
+
+
+def _check_packages() -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"ONNX files need the package {', '.join(missing)}: {install_command('export')}")
-    with _as_export_errors(network, "ONNX"):
-        written = torch.onnx.export(
-            _trace(network, info.pixels),
-            dynamo=True,
-            verbose=False,
-            opset_version=OPSET,
-            input_names=["images"],
-            output_names=[info.output],
-        )
-        assert written is not None
-        rename_dynamic_axes(written, _dynamic_axes(network))
-        written.model.metadata_props.update(info.as_properties())
-        written.model.producer_name, written.model.producer_version = "segapp", info.segapp_version
-        written.save(path, external_data=False)
+
+
+def _write_onnx(program: torch.export.ExportedProgram, network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
+    """Write an ONNX file and return it opened in onnxruntime."""
+    written = torch.onnx.export(
+        program,
+        dynamo=True,
+        verbose=False,
+        opset_version=OPSET,
+        input_names=["images"],
+        output_names=[info.output],
+    )
+    assert written is not None
+    rename_dynamic_axes(written, _dynamic_axes(network))
+    written.model.metadata_props.update(info.as_properties())
+    written.model.producer_name, written.model.producer_version = "segapp", info.segapp_version
+    written.save(path, external_data=False)
     return open_onnx(path)
 
 
@@ -304,7 +336,7 @@ def open_onnx(path: Path) -> Compute:
 
 
 @contextlib.contextmanager
-def _as_export_errors(network: ExportNetwork, what: str) -> Iterator[None]:
+def _as_export_errors(network: ExportNetwork, what: str, cure: str) -> Iterator[None]:
     """Turn any exception of a tracer into one RunError, and suppress its warnings and progress output."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -319,7 +351,7 @@ def _as_export_errors(network: ExportNetwork, what: str) -> Iterator[None]:
         model = network.model
         raise RunError(
             f"{model.library} {model.name} with backbone {model.encoder_name} cannot be written as {what} "
-            f"({first_line(error)[:300]}): try the other --format"
+            f"({first_line(error)[:300]}): {cure}"
         ) from error
     finally:
         logger.setLevel(level)

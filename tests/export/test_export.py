@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import create_conv2d
 from torch import nn
 
 from segapp.api import load
@@ -92,6 +93,35 @@ class SmallNet(SegmentationModel):
         return (self.head(torch.cat([features, pooled], 1)),)
 
 
+class DividedNet(SegmentationModel):
+    """A network that computes with sizes: "same" padding, and padding and a crop by quotients of negative numbers."""
+
+    def __init__(self) -> None:
+        about = {"library": "test", "name": "divided", "encoder_name": "none"}
+        super().__init__(**about, num_classes=len(CLASSES), in_channels=3)
+        torch.manual_seed(0)
+        self.first = create_conv2d(3, 8, 3, stride=2, padding="same")
+        self.second = create_conv2d(8, 8, 5, stride=2, padding="same")
+        self.head = nn.Conv2d(8, len(CLASSES), 1)
+
+    def compute_logits(self, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        features = self.first(images_NCHW).relu()
+        height, width = features.shape[-2:]
+        features = F.pad(features, (0, -width % 3, (8 - height) // 3, 0))
+        return (self.head(self.second(features).relu()),)
+
+
+def test_sizes_within_a_network_are_divided_exactly(tmp_path):
+    model = DividedNet().eval()
+    info = info_of(model)
+    write_export(model, info, tmp_path / "x.onnx", "onnx")
+    compute = open_onnx(tmp_path / "x.onnx")
+    for size in [(1, 128, 160), (1, 61, 75), (3, 37, 54), (2, 131, 165), (1, 239, 191)]:
+        images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        expected = ExportNetwork(model, Preprocessing(info.mean, info.std))(torch.from_numpy(images)).numpy()
+        np.testing.assert_allclose(compute(images), expected, rtol=0, atol=1e-5)
+
+
 def run_pt2(path: Path) -> tuple[Callable[[np.ndarray], np.ndarray], dict[str, str]]:
     """Return the network in a pt2 file, loaded as the page `export` says, and its metadata."""
     extra_files = {"segapp.json": ""}
@@ -120,20 +150,31 @@ def test_pt2_file_gives_labels_and_metadata(tmp_path):
     assert check_export(compute, info, SmallNet(seed=1), [(1, 41, 67)]).agreement < 0.99
 
 
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
-def test_file_with_wrong_output_is_not_written(format, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("format", "step", "said"),
+    [
+        ("onnx", "_trace", "tracing by torch.export"),
+        ("pt2", "_trace", "tracing by torch.export"),
+        ("onnx", "_write_onnx", "conversion to ONNX"),
+        ("pt2", "_write_pt2", "saving as pt2"),
+    ],
+)
+def test_file_with_wrong_output_is_not_written(format, step, said, tmp_path, monkeypatch):
     def not_finite(images: np.ndarray) -> np.ndarray:
         return np.full((len(images), 3, *images.shape[1:3]), np.nan, np.float32)
 
-    def write_wrong(network: ExportNetwork, info: ExportInfo, path: Path) -> Any:
+    def write_wrong(program: Any, network: ExportNetwork, info: ExportInfo, path: Path) -> Any:
         path.write_bytes(b"")
         return not_finite
 
-    # A file that differs from its network is what the check is for; neither writer makes one.
-    monkeypatch.setattr(write, f"_write_{format}", write_wrong)
-    model = SmallNet()
-    with pytest.raises(RunError, match="gives another class"):
-        write_export(model, info_of(model), tmp_path / f"x.{format}", format)
+    # A file that differs from its network is what the check is for; no step makes one.
+    trace, model = write._trace, SmallNet()
+    info, wrong = info_of(model), write.build_network(SmallNet(seed=1), info_of(model))
+    monkeypatch.setattr(write, step, (lambda _, pixels: trace(wrong, pixels)) if step == "_trace" else write_wrong)
+    with pytest.raises(
+        RunError, match=rf"after {said}, largest difference (inf|\d\.\d+) of .* of 1x128x160 2x131x165 "
+    ):
+        write_export(model, info, tmp_path / f"x.{format}", format)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,7 +230,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepLabV3Plus": section("smp", "DeepLabV3Plus", "mobilenet_v2"),
     "UPerNet": section("smp", "UPerNet", "tu-test_resnet"),
     "PAN": section("smp", "PAN", "tu-test_resnet"),
-    "EfficientNet": section("smp", "Unet", "tu-test_efficientnet"),  # whose "same" padding takes ceilings
+    "EfficientNet-Lite": section("smp", "Unet", "tu-tf_efficientnet_lite0"),  # "same" padding, which takes ceilings
     "Segformer": section("smp", "Segformer", "mit_b0"),
     "EoMT-DINOv3": EOMT["model"],
     "EoMT-DINOv2": NETWORKS["DINOv2"][0],

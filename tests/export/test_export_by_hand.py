@@ -89,23 +89,27 @@ def test_check_counts_the_pixels_that_differ(output, multilabel):
 
 
 @pytest.mark.parametrize("is_used_twice", [False, True])
-def test_ceiling_of_a_quotient_becomes_a_division_of_integers(is_used_twice):
+def test_quotients_are_exact_where_division_truncates(is_used_twice):
+    """As ONNX's Div does, in place of Python's `//`."""
     graph = torch.fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     a.meta["val"], b.meta["val"] = 7, 2
     quotient = graph.call_function(operator.truediv, (a, b))
     rounded = graph.call_function(math.ceil, (quotient,))
-    result = graph.output((rounded, quotient if is_used_twice else a))
+    floored = graph.call_function(operator.floordiv, (a, b))
+    result = graph.output((rounded, floored, quotient if is_used_twice else a))
     write._divide_in_integers(graph)
-    assert result.args[0][0].meta["val"] == 4
-    left = {operator.truediv} if is_used_twice else set()
-    assert {node.target for node in graph.nodes if node.op == "call_function"} == {
-        operator.neg,
-        operator.floordiv,
-    } | left
+    assert [node.meta["val"] for node in result.args[0][:2]] == [4, 3]
+    targets = {node.target for node in graph.nodes}
+    assert math.ceil not in targets
+    assert (operator.truediv in targets) == is_used_twice
+    for node in graph.nodes:
+        if node.target is operator.floordiv:
+            node.target = lambda over, under: math.trunc(over / under)
     module = torch.fx.GraphModule(nn.Module(), graph)
-    for over, under in ((7, 2), (8, 2), (1, 32), (32, 32), (33, 32), (641, 3)):
-        assert module(over, under) == (math.ceil(over / under), over / under if is_used_twice else over)
+    for over, under in ((7, 2), (8, 2), (1, 32), (32, 32), (33, 32), (641, 3), (-7, 2), (-8, 2), (-1, 32), (0, 3)):
+        kept = over / under if is_used_twice else over
+        assert module(over, under) == (math.ceil(over / under), over // under, kept)
 
 
 def test_values_are_scaled_by_hand_and_missing_ones_are_lowest():
