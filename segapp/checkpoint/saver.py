@@ -221,6 +221,13 @@ class CheckpointSaver:
         if not (self._begun == position and self.wait()):
             self.begin()
 
+    def save_apart(self, position: Position) -> None:
+        """Save the state at `position` unless it is saved, without effect on when saves are due; every rank must call it."""
+        if not (self._begun == position and self.wait()):
+            due = self._begun_s, self._gap_s
+            self.begin(is_last=True)
+            self._begun_s, self._gap_s = due
+
     def outcome(self) -> tuple[bool, str | None]:
         """Return whether the last save is done, and why it failed; as the main rank sees it."""
         problem = None if self._problem is None else f"it could not be saved: {self._problem}"

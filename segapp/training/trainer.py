@@ -415,6 +415,9 @@ class Trainer:
         if self._is_epoch_end and (words := self.loss_watch.end_epoch(settings.timetable.steps_per_epoch)):
             self._end_diverged(f"in epoch {epoch} {words}")
         if self._is_evaluation_due():
+            if self.progress.best == Best():
+                # The first evaluation may be the first pass over images of another size: its failure costs no steps.
+                self.saver.save_apart(self.position)
             evaluation = self.evaluate()
             if evaluation.loss is None and not self.engine.update.is_loss_scale_falling:
                 self._end_diverged(f"the validation loss is not finite after step {self.position.step}")

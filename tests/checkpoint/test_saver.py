@@ -171,6 +171,23 @@ def test_commands_and_ends_are_saved_at_any_time(training: Training) -> None:
     assert training.store.steps == [1, 2, 3]
 
 
+def test_save_apart_does_not_move_the_next_due_save(training: Training) -> None:
+    training.saver.begin()
+    training.saver.save_apart(training.position)
+    assert training.store.steps == [1], "it is saved"
+    training.now_s += 179.0
+    training.store.write_s = 0.5
+    training.move_to(step=2)
+    training.saver.save_apart(training.position)
+    assert training.store.steps == [1, 2], "it is written before the training goes on"
+    training.now_s += 0.5
+    assert training.saver.is_overdue(), "three minutes after the first save began"
+    training.move_to(step=3)
+    training.saver.begin_or_skip()
+    training.saver.wait()
+    assert training.store.steps == [1, 2, 3]
+
+
 def test_skipped_saves_are_reported_once_if_they_are_far_apart(training: Training) -> None:
     for write_s, num_alerts in ((0.4, 0), (0.6, 1), (0.9, 1)):
         training.store.write_s = write_s
