@@ -48,7 +48,7 @@ def build_criterion(
         "num_queries": num_queries,
         "ignore_index": ignore_index,
         "multilabel": multilabel,
-        "align_corners": section.align_corners,
+        "align_corners": section.is_aligned,
         "aux_weight": section.aux_weight,
     }
     weights = section.class_weights

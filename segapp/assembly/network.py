@@ -257,25 +257,35 @@ def saved_config(weights: str) -> RunConfig | None:
     return None
 
 
-def with_statistics(config: RunConfig, file: Path | None = None) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the config with the `data.mean` and `data.std` that it leaves out, and a note if they are not ImageNet's.
+def with_weights_defaults(config: RunConfig, file: Path | None = None) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the config with the keys that it leaves to its weights, and notes about values that may surprise.
 
-    `file`, or else the initial weights, give the numbers of their training, or named weights the ones that they expect.
+    These are `data.mean`, `data.std` and `loss.align_corners`. `file`, or else the initial weights, give the values of
+    their training, or named weights the ones that they expect. Heads of smp align the corners.
     """
-    data, model, initial = config.data, config.model, config.model.weights or config.model.weights_backbone
-    if data.mean and data.std:
+    data, model, is_aligned = config.data, config.model, config.loss.align_corners
+    initial = model.weights or model.weights_backbone
+    if data.mean and data.std and is_aligned != "auto":
         return config, ()
     files = [str(each) for each in (file, initial) if each and (each == model.weights or Path(each).is_file())]
-    if (saved := next(filter(None, map(saved_config, files)), None)) is not None and saved.data.mean and saved.data.std:
+    saved, notes = next(filter(None, map(saved_config, files)), None), []
+    if saved is not None and saved.data.mean and saved.data.std:
         mean, std = saved.data.mean, saved.data.std
     else:
         mean, std = expected_statistics(model.library, model.name, model.encoder, initial) if initial else IMAGENET
-    raw, source = config.model_dump(mode="json"), f"{file or initial} ({model.encoder or model.name})"
     left_out = {"data.mean": (data.mean, mean), "data.std": (data.std, std)}
-    taken = ", ".join(f"{key} = {[*found]}" for key, (named, found) in left_out.items() if not named)
-    note = f"{taken}: the weights {source} expect these, not ImageNet's"
+    if taken := [f"{key} = {[*found]}" for key, (named, found) in left_out.items() if not named]:
+        source = f"{file or initial} ({model.encoder or model.name})"
+        notes = [f"{', '.join(taken)}: the weights {source} expect these, not ImageNet's"] * ((mean, std) != IMAGENET)
+    if is_aligned == "auto":
+        whole = file or model.weights
+        of_library = model.library == "smp" if saved is None else saved.loss.is_aligned
+        is_aligned = whole is not None and of_library
+        notes += [f"loss.align_corners = true: the weights {whole} were trained with aligned corners"] * is_aligned
+    raw = config.model_dump(mode="json")
     raw["data"] |= {"mean": data.mean or mean, "std": data.std or std}
-    return validate_config(raw), () if (mean, std) == IMAGENET else (note,)
+    raw["loss"]["align_corners"] = is_aligned
+    return validate_config(raw), tuple(notes)
 
 
 def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from segapp.assembly.devices import choose_devices, with_precision
-from segapp.assembly.network import build_inference, build_network, find_checkpoint, restored_network, with_statistics
+from segapp.assembly.network import build_inference, build_network, find_checkpoint, restored_network, with_weights_defaults
 from segapp.assembly.own_parts import changed_parts
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, check_code, load_runnable, validate_config
@@ -67,7 +67,7 @@ def load_trained(
     place = choose_devices(own.parallel.devices if device is None else device)[0][0]
     precision = Precision(with_precision(own, (place,)).train.precision, place)
     precision.prepare(model.to(place))
-    inference = build_inference(own.data, evaluation, model, precision, own.loss.align_corners)
+    inference = build_inference(own.data, evaluation, model, precision, own.loss.is_aligned)
     model.eval()
     return TrainedModel(**vars(trained), inference=inference, device=place)
 
@@ -104,7 +104,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
 
 
 def _from_weights(path: Path, config: RunConfig) -> TrainedState:
-    config, notes = with_statistics(config, path)
+    config, notes = with_weights_defaults(config, path)
     scheme = build_scheme(config.data)
     model = build_network(
         config.model,

@@ -97,7 +97,7 @@ def _info(trained: TrainedModel, *, argmax: bool) -> ExportInfo:
         # A model of one size needs windows over a resized image, which are no part of the file.
         resize_px=None if model.fixed_size_px is not None else config.data.resize_px,
         input=f"images: {pixels.dtype} (batch, height, width, {pixels.num_bands})" + (", RGB" if is_rgb else ""),
-        align_corners=config.loss.align_corners,
+        align_corners=config.loss.is_aligned,
         output="labels" if argmax else "logits",
         multilabel=scheme.multilabel is not None,
         threshold=trained.inference.threshold,

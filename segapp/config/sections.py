@@ -236,10 +236,11 @@ class LossTerm(Section):
 class LossConfig(LossTerm):
     """`loss:` the loss, and more terms that are added to it."""
 
-    align_corners: bool = True
-    """Whether upsampling of the logits aligns the corner pixels, as in F.interpolate. Evaluation uses it too.
-    true is the convention of the original PSPNet and DeepLab code; false is the convention of torchvision, smp,
-    SegFormer and eomt. Change it to false if your initial weights were trained with false."""
+    align_corners: bool | Literal["auto"] = "auto"
+    """Whether upsampling of the logits aligns the corner pixels, as in F.interpolate. Evaluation, predictions and exports
+    use it too. With true, the place of a logit depends on the size of the crop. auto: as model.weights were trained:
+    the value of a run, true for other weights of smp; and false without them. Change it to true to reproduce the
+    original code of PSPNet or DeepLab."""
     aux_weight: NonNegativeFloat = 0.4
     """Weight of the loss of the auxiliary head. Change it if you reproduce a recipe."""
     label_smoothing: Decay = 0.0
@@ -251,6 +252,11 @@ class LossConfig(LossTerm):
     per image with the class. Change it if rare classes have a low IoU; begin with enet."""
     plus: list[LossTerm] = []
     """More terms; the loss is the weighted sum of all terms. Change it to combine losses, e.g. ce with dice."""
+
+    @property
+    def is_aligned(self) -> bool:
+        """`align_corners`, with auto as false, as it is without weights."""
+        return self.align_corners is True
 
     def by_key(self) -> dict[str, LossTerm]:
         """Return all terms by their keys: `loss`, `loss.plus.0` and so on."""

@@ -50,7 +50,7 @@ def blank_batch(
 def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
     """Evaluate two batches of black images as in training, without scores."""
     others, pixels = engine.network.further_devices, build_pixels(config.data)
-    inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
+    inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.is_aligned)
 
     def batches() -> Iterator[Batch]:
         for _ in range(2 * (1 + len(others))):

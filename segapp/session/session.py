@@ -22,7 +22,7 @@ from segapp import __version__
 from segapp.accelerator import GPUS, gpu_of
 from segapp.assembly.data import data_timeout_s
 from segapp.assembly.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
-from segapp.assembly.network import with_statistics
+from segapp.assembly.network import with_weights_defaults
 from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.assembly.pairs import build_scheme, count_images, split_names
 from segapp.checkpoint.training_state import (
@@ -123,7 +123,7 @@ def _check_before_start(request: TrainRequest) -> None:
     if saved is None:
         return
     path, state = saved
-    config, _ = with_statistics(config, path)
+    config, _ = with_weights_defaults(config, path)
     config = _with_saved(config, state, "precision") if config.train.precision == "auto" else config
     if not config.train.batch_size:
         config = _with_saved(config, state, "batch_size", "accumulate")
@@ -366,7 +366,7 @@ def _restored_trainer(
     config = request.config
     if checkpoint is not None and config.train.precision == "auto":
         config = _with_saved(config, checkpoint.state, "precision")
-    config, notes = with_statistics(config, None if checkpoint is None else checkpoint.file)
+    config, notes = with_weights_defaults(config, None if checkpoint is None else checkpoint.file)
     if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
         print("planning the memory (some seconds)", flush=True)
     config, saved_plan = resolve_auto(config, folder, devices, context.device_memory.devices, ranks)

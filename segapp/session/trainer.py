@@ -98,7 +98,7 @@ def build_trainer(
     engine = assembler.assemble(parts, layout, ranks=ranks, mark=context.device_memory.mark)
     step = 0 if checkpoint is None else checkpoint.step
     controller = build_controller(config, context, devices, engine, saved_plan, split, step)
-    inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
+    inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.is_aligned)
     torch.manual_seed(config.seed + ranks.rank)  # each rank has its own numbers for a network that draws them itself
     train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine, limit)
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None

@@ -12,7 +12,7 @@ import torch
 
 import segapp
 from segapp.assembly.data import build_dataset
-from segapp.assembly.network import build_network, build_preprocessing, with_statistics
+from segapp.assembly.network import build_network, build_preprocessing, with_weights_defaults
 from segapp.assembly.pairs import build_scheme
 from segapp.assembly.trained import load_trained
 from segapp.commands.export import export_target
@@ -34,6 +34,7 @@ def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunC
         {"name": "teacher", "model": {"library": "smp", "name": "FPN", "encoder": "resnet18"}},
         data={**data, "crop_px": [32, 64], "mean": MEAN, "std": STD},
         train={"epochs": 1, "batch_size": 5, "ema": 0.5},
+        loss={"align_corners": True},
     )
     folder = tmp_path_factory.mktemp("home") / "runs" / "teacher"
     assert train(config, folder) == 0
@@ -46,7 +47,8 @@ def half(run: tuple[RunConfig, Path]) -> tuple[RunConfig, Path]:
     folder = run[1].with_name("half")
     torch.save(timm.create_model("test_resnet").state_dict(), folder.with_name("backbone.pt"))
     model = {"encoder": "tu-test_resnet", "weights_backbone": str(folder.with_name("backbone.pt"))}
-    config = merged(run[0].model_dump(mode="json"), data={"mean": None, "std": None}, model=model)
+    loss = {"align_corners": "auto"}
+    config = merged(run[0].model_dump(mode="json"), data={"mean": None, "std": None}, model=model, loss=loss)
     assert train(config, folder) == 0
     return config, folder
 
@@ -54,13 +56,14 @@ def half(run: tuple[RunConfig, Path]) -> tuple[RunConfig, Path]:
 def by_hand(target: Path, image: np.ndarray, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
     """The class probabilities of a run for an image that is normalized here."""
     normal = (torch.from_numpy(image / 255) - torch.tensor(mean)) / torch.tensor(std)
-    model = load_trained(str(target)).model
+    model, is_aligned = load_trained(str(target)).model, target.name == "teacher"
     with torch.no_grad():
         logits = model(normal.permute(2, 0, 1)[None].float())[0]
-    return torch.nn.functional.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=True).softmax(1)[0]
+    logits = torch.nn.functional.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=is_aligned)
+    return logits.softmax(1)[0]
 
 
-def test_mean_and_std_of_the_weights_stay_with_the_run(
+def test_values_of_the_weights_stay_with_the_run(
     run: tuple[RunConfig, Path], half: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config, folder = half
@@ -68,8 +71,8 @@ def test_mean_and_std_of_the_weights_stay_with_the_run(
     assert (
         run_session(TrainRequest(merged(config.model_dump(mode="json"), train={"epochs": 2}), RunFolder(folder))) == 0
     )
-    own = load_config(folder / "config.yaml").data
-    assert (own.mean, own.std) == ((0.5,) * 3, (0.5,) * 3)
+    own = load_config(folder / "config.yaml")
+    assert (own.data.mean, own.data.std, own.loss.align_corners) == ((0.5,) * 3, (0.5,) * 3, False)
     image = np.random.default_rng(1).integers(0, 256, (64, 96, 3), dtype=np.uint8)
     expected = [by_hand(folder, image, (0.5,) * 3, (0.5,) * 3), by_hand(run[1], image, MEAN, STD)]
     export_target(str(folder), tmp_path / "net.safetensors", format=None, argmax=False)
@@ -88,23 +91,32 @@ def test_mean_and_std_of_the_weights_stay_with_the_run(
     ("key", "weights", "expected"),
     [
         ("weights", "teacher", (MEAN, STD)),
+        ("weights", "runs/half", ((0.5,) * 3, (0.5,) * 3)),
         ("weights", "runs/teacher/checkpoints/last.pt", (MEAN, STD)),
+        ("weights", "runs/smp.pt", ((0.5,) * 3, (0.5,) * 3)),
         ("weights_backbone", "runs/teacher/checkpoints/best.pt", (MEAN, STD)),
         ("weights_backbone", "teacher", ((0.5,) * 3, (0.5,) * 3)),  # which names no run there
         ("weights_backbone", None, ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))),
     ],
 )
-def test_mean_and_std_come_from_the_weights_that_are_loaded(
-    run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, key: str, weights: str | None, expected: Any
+def test_values_of_the_config_come_from_the_weights_that_are_loaded(
+    half: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, key: str, weights: str | None, expected: Any
 ) -> None:
-    monkeypatch.chdir(run[1].parents[1])
-    plain = run[0].model_dump(mode="json")
-    model = {"encoder": "tu-test_resnet", key: weights}
+    """The corners are aligned as a run did; other whole weights of smp aligned them, and backbones have no logits."""
+    monkeypatch.chdir(half[1].parents[1])
+    torch.save({}, "runs/smp.pt")
+    plain = half[0].model_dump(mode="json")
+    model = {"encoder": "tu-test_resnet", "weights_backbone": None, key: weights}
+    is_aligned = key == "weights" and weights != "runs/half"
     for named in ({}, {"std": (0.7, 0.8, 0.9)}):
-        config, notes = with_statistics(merged(plain, model=model, data={"mean": None, "std": None, **named}))
+        config, notes = with_weights_defaults(merged(plain, model=model, data={"mean": None, "std": None, **named}))
         assert (config.data.mean, config.data.std) == (expected[0], named.get("std", expected[1]))
+        assert config.loss.align_corners is is_aligned
         taken = f"data.mean = {[*expected[0]]}" + ("" if named else f", data.std = {[*expected[1]]}")
-        assert [note.partition(":")[0] for note in notes] == [taken] * (weights is not None)
+        said = [taken] * (weights is not None) + ["loss.align_corners = true"] * is_aligned
+        assert [note.partition(":")[0] for note in notes] == said
+    named = merged(plain, model=model, loss={"align_corners": not is_aligned})
+    assert with_weights_defaults(named)[0].loss.align_corners is not is_aligned
 
 
 def test_padding_of_a_crop_is_near_zero_for_the_network(run: tuple[RunConfig, Path]) -> None:

@@ -113,7 +113,7 @@ def test_kill_in_the_first_evaluation_costs_no_step(new_run: NewRun, invariants:
 @pytest.mark.parametrize("times", [2, 3])
 def test_third_interrupt_in_a_slow_save_exits_130(new_run: NewRun, invariants: Invariants, times: int) -> None:
     run = new_run(checkpoint={"every_steps": 3})
-    program = run.start(failpoints=f"ckpt.before_fsync=2:sleep:3;train.step=sleep:0.1;{EACH_SAVE}")
+    program = run.start(failpoints=f"ckpt.before_fsync=3:sleep:3;train.step=sleep:0.1;{EACH_SAVE}")
     run.wait_for_step(6, program)
     for _ in range(times):
         program.send(signal.SIGINT)

@@ -40,6 +40,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "resize_px of a padded network": {"data": {"resize_px": [27, 35], "crop_px": [32, 48]}, "model": PADDED},
     "resize_px in windows": {"data": {"resize_px": [40, 56]}, "eval": {"slide": True, "slide_px": [24, 40]}},
     "windows": {"eval": {"slide": True, "slide_px": [24, 40]}},
+    "aligned corners": {"loss": {"align_corners": True}},
     "mean and std": {"data": {"mean": [0.2, 0.5, 0.7], "std": [0.3, 0.2, 0.1]}},
     "bands, dtype and range": {
         "data": {
@@ -101,9 +102,10 @@ def by_hand(trained: TrainedModel, image: np.ndarray) -> torch.Tensor:
     frame = model.suitable_size(*size)
     with torch.no_grad():
         logits = model.compute_logits(F.pad(pixels, (0, frame[1] - size[1], 0, frame[0] - size[0])))[0]
-    logits = F.interpolate(logits, frame, mode="bilinear", align_corners=True)[..., : size[0], : size[1]]
+    is_aligned: Any = trained.config.loss.align_corners  # resolved
+    logits = F.interpolate(logits, frame, mode="bilinear", align_corners=is_aligned)[..., : size[0], : size[1]]
     model.float()
-    return F.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=True)[0]
+    return F.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=is_aligned)[0]
 
 
 @pytest.mark.parametrize("key", KEYS)

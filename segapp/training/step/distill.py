@@ -406,7 +406,7 @@ def build_distilled_input(
         critic,
         factors=_factors(config),
         temperature=distill.temperature,
-        align_corners=config.loss.align_corners,
+        align_corners=config.loss.is_aligned,
         critic_size=critic_size(config.data.crop_px),
         channels_last=uses_channels_last(config.train, model, device),
         autocast=_critic_precision(config, device).autocast,
