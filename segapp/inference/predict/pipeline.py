@@ -223,8 +223,7 @@ class _Job:
 
     def _note_tiles(self, picture: Picture) -> None:
         height, width = picture.pixels.shape[:2]
-        is_aligned = any(each.inference.align_corners for each in getattr(self.predictor, "members", [self.predictor]))
-        seams = ", whose borders may show because loss.align_corners is true" if is_aligned else ""
+        seams = ", whose borders may show because loss.align_corners is true" if self.predictor.align_corners else ""
         self.tally.notes.append(
             f"{picture.file.name}: {width}x{height} px does not fit into memory: predicted in tiles of at "
             f"most {self.workspace.max_px / 1e6:.1f} Mpx{seams}"

@@ -63,7 +63,7 @@ class TrainedPredictor:
         self.model, self.inference, self.scheme, self.device = model, inference, scheme, device
         self.threshold = inference.threshold
         self.pixels = pixels
-        self.needs_whole = inference.needs_whole
+        self.needs_whole, self.align_corners = inference.needs_whole, inference.align_corners
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of images (N, H, W, B).
@@ -132,7 +132,7 @@ class EnsemblePredictor:
 
     def __init__(self, members: Iterable[tuple[str, TrainedPredictor]]) -> None:
         self.members: list[TrainedPredictor] = []
-        self.needs_whole = False
+        self.needs_whole = self.align_corners = False
         first_name = ""
         for name, member in members:
             if not self.members:
@@ -147,6 +147,7 @@ class EnsemblePredictor:
             check_same_classes(first_name, self.scheme.names, name, member.scheme.names)
             self.members.append(member)
             self.needs_whole |= member.needs_whole
+            self.align_corners |= member.align_corners
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return class ids (N, H, W) of images (N, H, W, B), as `TrainedPredictor.labels` does."""
