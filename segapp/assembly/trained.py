@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from segapp.assembly.devices import choose_devices, with_precision
-from segapp.assembly.network import build_inference, build_network, find_checkpoint, restored_network, with_weights_defaults
+from segapp.assembly.network import (
+    build_inference,
+    build_network,
+    find_checkpoint,
+    restored_network,
+    with_weights_defaults,
+)
 from segapp.assembly.own_parts import changed_parts
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, check_code, load_runnable, validate_config

@@ -222,7 +222,7 @@ class CheckpointSaver:
             self.begin()
 
     def save_apart(self, position: Position) -> None:
-        """Save the state at `position` unless it is saved, without effect on when saves are due; every rank must call it."""
+        """Save the state at `position` unless it is saved; the next due save is no later. Every rank must call it."""
         if not (self._begun == position and self.wait()):
             due = self._begun_s, self._gap_s
             self.begin(is_last=True)

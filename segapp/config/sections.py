@@ -237,10 +237,10 @@ class LossConfig(LossTerm):
     """`loss:` the loss, and more terms that are added to it."""
 
     align_corners: bool | Literal["auto"] = "auto"
-    """Whether upsampling of the logits aligns the corner pixels, as in F.interpolate. Evaluation, predictions and exports
-    use it too. With true, the place of a logit depends on the size of the crop. auto: as model.weights were trained:
-    the value of a run, true for other weights of smp; and false without them. Change it to true to reproduce the
-    original code of PSPNet or DeepLab."""
+    """Whether upsampling of the logits aligns the corner pixels, as in F.interpolate. Evaluation, predictions and
+    exports use it too. With true, the place of a logit depends on the size of the crop. auto: as model.weights were
+    trained, which is true for weights of smp that no run of segapp wrote; and false without them. Change it to true to
+    reproduce the original code of PSPNet or DeepLab."""
     aux_weight: NonNegativeFloat = 0.4
     """Weight of the loss of the auxiliary head. Change it if you reproduce a recipe."""
     label_smoothing: Decay = 0.0
