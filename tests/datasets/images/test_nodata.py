@@ -128,6 +128,9 @@ def test_label_is_ignored_where_all_bands_have_no_data(
     counts = compute_class_frequencies(trained)
     assert (counts.pixels, counts.ignored_px) == (tuple(by_hand), ids.size - valid.size)
     assert counts.nodata_px == sum(range(5, 10)) * SIZE[0]
+    darker = data.model_copy(update={"mean": [0.1, 0.1, 0.2]})  # another mean has other records
+    other = build_dataset(darker, scheme, "train", is_training=False, seed=0, ranks=Ranks())
+    np.testing.assert_allclose(other.read(4)[0][0, 0], [10, 10, 20], rtol=1e-6)
     report = examine({"train": pairs}, scheme, crop_px=(1, 1), pixels=build_pixels(data))[0]
     assert report.targets.frequencies == counts
     assert report.findings == ()
@@ -156,17 +159,21 @@ def test_range_is_that_of_the_data(
 
 
 def test_same_area_without_data_is_no_likeness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three images of noise that end at the same line, two without any data, and a true copy."""
-    scheme, pixels = class_scheme("folder", classes=["a", "b"]), PixelFormat((1,), "float32", ((0, 100),))
+    """Three images of weak noise with data in the same disc, two without any data, and a true copy."""
+    scheme = class_scheme("folder", classes=["a", "b"])
+    pixels = PixelFormat((1,), "float32", ((0, 100),), (0.9,))
+    y, x = np.mgrid[:320, :352]
     pairs = []
     for name, seed in zip("abcdef", (0, 1, 2, 3, 4, 2), strict=True):
-        image = np.random.default_rng(seed).integers(40, 60, (96, 90)).astype(np.float32)
-        image[:, : {"d": 90, "e": 90}.get(name, 75)] = -9999
-        mask = write(tmp_path / f"{name}m.tif", np.arange(96 * 90).reshape(96, 90).astype(np.uint8) % 2)
+        image = np.random.default_rng(seed).integers(45, 56, (320, 352)).astype(np.float32)
+        image[((y - 150) ** 2 + (x - 160) ** 2 > 110**2) | (name in "de")] = -9999
+        mask = write(tmp_path / f"{name}m.tif", ((x + y) % 2).astype(np.uint8))
         pairs.append(ImagePair(write(tmp_path / f"{name}.tif", image, -9999), mask, name))
     for large in (10**9, 1):
         monkeypatch.setattr(windows_module, "LARGE_PX", large)
-        findings = examine({"train": pairs[:3], "val": pairs[3:]}, scheme, crop_px=(1, 1), pixels=pixels)[1].findings
+        reports = examine({"train": pairs[:3], "val": pairs[3:]}, scheme, crop_px=(1, 1), pixels=pixels)
+        findings = reports[1].findings
+        assert reports[0].findings == ()
         found = [(each.kind, each.pair and each.pair.name, each.other and each.other.name) for each in findings]
         assert found == [("all_ignored", "d", None), ("all_ignored", "e", None), ("leak", "f", "c")]
         assert "no pixel of its image has data" in findings[0].message
