@@ -135,13 +135,18 @@ def test_config_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
 def test_home_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", "/home/eve")
     monkeypatch.setenv("DATA", "/data")
-    data = {key: f"~/{key}/$DATA" for key in ("root", "image_dir", "mask_dir", "list_dir", "mask_root")}
+    data = {key: f"~/{key}/$DATA" for key in ("root", "image_dir", "mask_dir", "list_dir", "valid_area")}
     model = {"weights": "~/w.pt", "weights_backbone": "~/b.pt"}
-    raw = {"name": "a", "data": {"format": "voc", **data}, "model": model, "distill": {"teacher": "~/t"}}
+    raw = {
+        "name": "a",
+        "data": {"format": "list", "classes": ["a", "b"], **data},
+        "model": model,
+        "distill": {"teacher": "~/t"},
+    }
     config = config_of(raw, ["data.root=~/other", "data.val_split=~"])
     assert config.data.root == "/home/eve/other"
     assert config.data.val_split is None  # the null of YAML
-    for key in ("image_dir", "mask_dir", "list_dir", "mask_root"):
+    for key in ("image_dir", "mask_dir", "list_dir", "valid_area"):
         assert getattr(config.data, key) == f"/home/eve/{key}/$DATA"
     assert (config.model.weights, config.model.weights_backbone) == ("/home/eve/w.pt", "/home/eve/b.pt")
     assert config.distill is not None

@@ -62,7 +62,7 @@ def build_location(data: DataConfig) -> DataLocation:
         image_suffix=data.image_suffix,
         mask_suffix=data.mask_suffix,
         list_dir=data.list_dir,
-        mask_root=data.mask_root,
+        valid_area=data.valid_area,
         allow_outside_root=data.allow_outside_root,
         mask_classes=tuple(data.classes or ()) if data.multilabel == "files" else (),
     )
@@ -72,7 +72,12 @@ def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
     """Return the images and masks of a data split, which are files unless the data set is a custom one."""
     if is_component(data.format):
         return tuple(own_data(data, split).pairs())
-    return find_pairs(build_location(data), split)
+    pairs = find_pairs(build_location(data), split)
+    for area in dict.fromkeys(pair.valid_area for pair in pairs):
+        if area is not None and not area.exists():
+            problem = f"{shown(area)} does not exist: restore the file, or correct data.valid_area"
+            raise DataError(problem, key="data.valid_area", path=area)
+    return pairs
 
 
 def own_data(data: DataConfig, split: str) -> OwnData:

@@ -176,7 +176,7 @@ def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple
     root, location = Path(data.root), build_location(data)
     lists = [path for name in split_names(data) if (path := split_list(location, name)) is not None]
     pairs = [pair for own in splits.values() for pair in own]
-    paths = [*(pair.image for pair in pairs), *(mask for pair in pairs for mask in pair.masks), *lists]
+    paths = [*(path for pair in pairs for path in pair.files), *lists]
     tree = survey_tree(root)
     return tree, unused_files(tree, {os.path.relpath(path, root) for path in paths})
 
@@ -230,6 +230,7 @@ def _split_as_dict(report: SplitReport) -> dict[str, Any]:
         "pixels": list(report.targets.frequencies.pixels),
         "images": list(report.targets.frequencies.images),
         "ignored_px": report.targets.frequencies.ignored_px,
+        "outside_px": report.targets.frequencies.outside_px,
         "ignored": report.ignored,
         "unknown_ids": []
         if unknown is None
@@ -252,8 +253,7 @@ def print_report(
     overview = Table("split", "pairs", "masks", "height x width, px", "ignored", box=None, pad_edge=False)
     for report in reports:
         sizes = [f"{height} x {width} ({n})" for (height, width), n in _by_count(report)]
-        has_masks = report.targets.valid_px + report.targets.frequencies.ignored_px
-        ignored = f"{report.targets.ignored_share:.1%}" if has_masks else "-"
+        ignored = f"{report.targets.ignored_share:.1%}" if report.targets.num_read else "-"
         name = Text(printable(report.split))
         overview.add_row(name, str(report.num_pairs), str(report.num_masks), some_names(sizes, 3) or "-", ignored)
     console.print(overview)

@@ -197,6 +197,8 @@ _DATA: tuple[Rule, ...] = (
      "is missing: format {data.format} does not fix the classes; list their names in id order"),
     ("data.classes", lambda c: c.data.classes and len(c.data.classes) == 1 and c.data.multilabel is None,
      "{data.classes} is one class: add the background, or set data.multilabel: channels"),
+    ("data.valid_area", lambda c: c.data.valid_area and c.data.format not in {"folder", "list"},
+     "is for the formats folder and list, not {data.format}: set it to null"),
     ("data.palette", lambda c: c.data.rgb_masks and not c.data.palette,
      "is missing: rgb_masks needs one color per class"),
     ("data.palette", lambda c: None not in (c.data.palette, c.data.classes) and not _has_fitting_colors(c.data),

@@ -143,19 +143,21 @@ class DataConfig(Section):
     turned or mirrored against each other."""
     image_dir: PathText | None = None
     """Folder of the images below root (format: folder); null: images. Change it to the name of your folder."""
-    mask_dir: PathText | None = None
-    """Folder of the masks below root (format: folder); null: masks. Change it to the name of your folder."""
+    mask_dir: Annotated[PathText | None, OnResume] = None
+    """Folder of the masks, relative to root; null: masks, or for the paths in a list (format: list) root itself. Change
+    it to the name of your folder."""
     image_suffix: str | None = None
     """End of the image file names, which is replaced by mask_suffix to find the mask; null: any image extension. Change
     it if image and mask names differ."""
     mask_suffix: str | None = None
     """End of the mask file names; null: .png. Change it if image and mask names differ, e.g. to _mask.png."""
+    valid_area: PathText | None = None
+    """Image, relative to root, that is 0 where labels are ignored, e.g. fov.png for all images, or fov/*.png with the
+    name of each (format: folder) or the last column of a list for the *; null: labels are valid everywhere. Change it
+    if only a region of interest is labeled."""
     list_dir: Annotated[PathText | None, OnResume] = None
     """Folder of the files that list the data splits (format: list), relative to the current folder; null: root. Change
     it if the lists are not in root."""
-    mask_root: Annotated[PathText | None, OnResume] = None
-    """Folder to which mask paths in a list are relative (format: list), relative to the current folder; null: root.
-    Change it if masks are not below root."""
     allow_outside_root: Annotated[bool, OnResume] = False
     """Accept files outside root that a link or a list names. root itself may always be a link. Change it to true if
     your data set links to other folders."""

@@ -39,7 +39,7 @@ _WORDS_ELSEWHERE = {
     "data.ignore_index": "ignore_label ignore_id ignore void_label",
     "data.crop_px": "image_size img_size imgsz input_size crop_size crop size",
     "data.image_dir": "img_dir images images_dir",
-    "data.mask_dir": "ann_dir masks masks_dir label_dir",
+    "data.mask_dir": "mask_root ann_dir masks masks_dir label_dir",
     "data.augment": "transforms transform augmentation augmentations",
     "data.hflip": "flip horizontal_flip fliplr",
     "model.name": "arch architecture network net model_name",

@@ -22,7 +22,7 @@ from segapp.datasets.cache import PixelCache
 from segapp.datasets.files import MAX_PIXELS, ImagePair, check_pair, check_same_size, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.images.reading import read_with_nodata
-from segapp.datasets.images.windows import LARGE_PX, Windows, image_windows, mask_windows
+from segapp.datasets.images.windows import LARGE_PX, Windows, image_windows, load_ignored, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks, without_nodata
 from segapp.datasets.orientation import Turns, upright
@@ -208,9 +208,9 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         windows = mask_windows(pair.mask, self.scheme) if pair.mask is not None else None
         mask = self.read_mask(index, image.shape[:2]) if windows is None else windows
         check_same_size(pair, image.shape[:2], mask.shape[:2])
-        if (missing := image.missing) is None:
+        if (ignored := load_ignored(pair, image.missing)) is None:
             return image, mask
-        return image, Windows(mask.shape, mask.dtype, lambda at: without_nodata(mask[at], missing[at], self.scheme))
+        return image, Windows(mask.shape, mask.dtype, lambda at: without_nodata(mask[at], ignored[at], self.scheme))
 
     def _image_windows(self, index: int) -> Windows | None:
         """Return an image for reading in windows; unless it is too large, a cache decodes it once instead."""
@@ -232,7 +232,8 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
             return cached
         image, missing = read_with_nodata(pair.image, self.pixels)
         mask = self._upright(pair, image.shape[:2], self.read_mask(index, image.shape[:2]))
-        mask = without_nodata(mask, missing, self.scheme)
+        ignored = load_ignored(pair, missing)
+        mask = without_nodata(mask, None if ignored is None else ignored[:], self.scheme)
         if self.cache is not None:
             self.cache.put(index, image, mask)
         return image, mask

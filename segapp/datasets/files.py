@@ -15,7 +15,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -79,6 +79,7 @@ class ImagePair:
     mask: Path | None  # None if the split has no masks
     name: str  # the image's path below the image folder without its extension; outputs are named after it
     others: tuple[Path, ...] = ()  # with one mask file per class, the masks of the classes after the first
+    valid_area: Path | None = None  # image that is 0 where the masks are ignored; None: they are valid everywhere
 
     @property
     def masks(self) -> tuple[Path, ...]:
@@ -87,8 +88,8 @@ class ImagePair:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The image and all mask files."""
-        return (self.image, *self.masks)
+        """The image, all mask files and their valid area."""
+        return (self.image, *self.masks, *filter(None, [self.valid_area]))
 
 
 def shared_images(first: Sequence[ImagePair], second: Sequence[ImagePair]) -> list[Path]:
@@ -422,12 +423,12 @@ def check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[Header, Fit]:
     image = read_header(pair.image)
     fit: Fit = "neither"
     check_pixels(pair.image, image.stored, pixels)
-    for path in pair.masks:
+    for path in filter(None, (pair.valid_area, *pair.masks)):
         mask = read_header(path)
         check_mask_format(path, mask.format)
         fit = fit_of_mask(image, mask)
-        if fit == "neither":
-            check_same_size(pair, image.size_px, mask.size_px)
+        if fit == "neither" or path == pair.valid_area:
+            check_same_size(replace(pair, mask=path), image.size_px, mask.size_px)
     return image, fit
 
 

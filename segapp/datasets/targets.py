@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import ImagePair, declared_nodata
+from segapp.datasets.files import ImagePair, declared_nodata, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, in_all_bands
 from segapp.datasets.images.raster import check_same_place
-from segapp.datasets.images.windows import Windows, load_missing, mask_blocks
+from segapp.datasets.images.windows import Windows, load_ignored, load_missing, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import Ids, UnknownIdsError, all_unknown, without_nodata
 from segapp.datasets.own_data import OwnPair
@@ -59,6 +59,7 @@ class ClassFrequencies:
     num_images: int
     classes_of_masks: tuple[tuple[int, ...], ...]  # in each mask, in the order of the images that have one
     nodata_px: int = 0  # ignored pixels at which no band of the image has data
+    outside_px: int = 0  # ignored pixels outside the valid areas
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class MaskCounts:
     pixels: NDArray[np.int64]  # pixels of each class, (C,)
     ignored_px: int
     nodata_px: int  # ignored pixels at which no band of the image has data
+    outside_px: int  # ignored pixels outside the valid area
     size: tuple[int, int]  # height and width
     mask_nodata: float | None = None  # value of pixels without data that a file of the mask declares
 
@@ -79,24 +81,26 @@ class MaskCounts:
 
 def count_files(pair: ImagePair, scheme: ClassScheme, missing: NDArray[np.bool_] | Windows | None) -> MaskCounts:
     """Return the counts of the mask files of a pair; `missing` is the mask of nodata of the image."""
-    counts = count_mask(mask_blocks(pair.masks, scheme), scheme, missing)
+    counts = count_mask(mask_blocks(pair.masks, scheme), scheme, missing, load_ignored(pair, None))
+    if pair.valid_area is not None and counts.outside_px == math.prod(counts.size):
+        problem = "the valid area is empty, every pixel is 0: correct the file, or leave its image out"
+        raise DataError(f"{shown(pair.valid_area)}: {problem}", key="data.valid_area", path=pair.valid_area)
     return replace(counts, mask_nodata=declared_nodata(pair.masks[0]))
 
 
-def count_mask(
-    blocks: Iterable[Ids], scheme: ClassScheme, missing: NDArray[np.bool_] | Windows | None = None
-) -> MaskCounts:
-    """Return the counts of a mask of train ids in blocks of rows."""
-    counts, ignored_px, nodata_px, height, width = np.zeros(scheme.num_classes, np.int64), 0, 0, 0, 0
+def count_mask(blocks: Iterable[Ids], scheme: ClassScheme, *ignored: NDArray[np.bool_] | Windows | None) -> MaskCounts:
+    """Return the counts of a mask of train ids in blocks of rows; `ignored`: masks of nodata, and of the outside."""
+    counts, ignored_px, hidden_px, height, width = np.zeros(scheme.num_classes, np.int64), 0, [0, 0], 0, 0
     for block in blocks:
-        if missing is not None and (part := missing[height : height + len(block)]).shape[:2] == block.shape:
-            block = without_nodata(block, part, scheme)
-            nodata_px += int(np.count_nonzero(in_all_bands(part)))
+        for number, where in enumerate(ignored):
+            if where is not None and (part := where[height : height + len(block)]).shape[:2] == block.shape:
+                block = without_nodata(block, part, scheme)
+                hidden_px[number] += int(np.count_nonzero(in_all_bands(part)))
         of_block, ignored_in_block = scheme.count(block)
         counts += of_block
         ignored_px += ignored_in_block
         height, width = height + block.shape[0], block.shape[1]
-    return MaskCounts(counts, ignored_px, nodata_px, (height, width))
+    return MaskCounts(counts, ignored_px, hidden_px[0], hidden_px[1], (height, width))
 
 
 def class_frequencies(counted: Sequence[MaskCounts], num_classes: int, *, num_images: int) -> ClassFrequencies:
@@ -111,6 +115,7 @@ def class_frequencies(counted: Sequence[MaskCounts], num_classes: int, *, num_im
         num_images=num_images,
         classes_of_masks=tuple(tuple(np.flatnonzero(row).tolist()) for row in table),
         nodata_px=sum(each.nodata_px for each in counted),
+        outside_px=sum(each.outside_px for each in counted),
     )
 
 
@@ -144,6 +149,11 @@ class Targets:
     def ignored_share(self) -> float:
         """Share of ignored pixels among all pixels of the masks that were read, 0 to 1."""
         return self.frequencies.ignored_px / max(1, self.frequencies.ignored_px + self.valid_px)
+
+    @property
+    def ignored_by_masks_px(self) -> int:
+        """Least number of pixels that are ignored because of their value in a mask."""
+        return max(0, self.frequencies.ignored_px - self.frequencies.nodata_px - self.frequencies.outside_px)
 
     @property
     def where(self) -> str:
@@ -248,7 +258,7 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
     if len(present) > 1:
         return None
     only = f"in {targets.where} only one class has pixels, {present[0]}"
-    if not targets.frequencies.ignored_px:
+    if not targets.ignored_by_masks_px:
         value = scheme.file_ids[scheme.names.index(present[0])]
         what = "one color" if scheme.rgb else f"value {value}"
         return DataError(
@@ -324,7 +334,7 @@ def ignored_note(targets: Targets, scheme: ClassScheme) -> str | None:
     said = "; ".join(
         f"value {value:g}, nodata of the masks of split {targets.split}, stays class {name}" for value, name in kept
     )
-    if targets.ignored_share <= IGNORED_SHARE and not targets.frequencies.nodata_px:
+    if targets.ignored_share <= IGNORED_SHARE and targets.ignored_by_masks_px == targets.frequencies.ignored_px:
         return said or None
     advice = f"; {said}" if said else ""
     if has_shades(targets, scheme):
@@ -336,20 +346,24 @@ def ignored_note(targets: Targets, scheme: ClassScheme) -> str | None:
 def has_shades(targets: Targets, scheme: ClassScheme) -> bool:
     """Return True if many values of masks with two classes are ignored: probably smoothed edges."""
     has_many_values = not scheme.rgb and len(_ignored_ids(scheme)) > _MAX_NAMED
-    return scheme.num_classes == 2 and has_many_values and targets.ignored_share > IGNORED_SHARE
+    share = targets.ignored_by_masks_px / max(1, targets.valid_px + targets.frequencies.ignored_px)
+    return scheme.num_classes == 2 and has_many_values and share > IGNORED_SHARE
 
 
 def ignored_values(targets: Targets, scheme: ClassScheme) -> str:
     """Return which pixels are ignored: those without data, and values in mask files with the key that ignores them."""
     found, counts = [], targets.frequencies
+    num_px = targets.valid_px + counts.ignored_px
     if counts.nodata_px:
-        share = counts.nodata_px / (counts.ignored_px + targets.valid_px)
+        share = counts.nodata_px / num_px
         found.append(f"nodata of the images ({share:.1%}; gdal_edit.py -unsetnodata FILE makes it data)")
+    if counts.outside_px:
+        found.append(f"outside data.valid_area ({counts.outside_px / num_px:.1%})")
     if nodata := [value for value in targets.mask_nodata if class_of_nodata(value, scheme) is None]:
         found.append(f"nodata of the masks ({', '.join(f'{value:.7g}' for value in nodata)})")
     values = [value for value in _ignored_ids(scheme) if value not in nodata]
     named = f"value{'s' * (len(values) > 1)} {some_names([*map(str, values)], _MAX_NAMED)}"
-    if counts.nodata_px == counts.ignored_px > 0:
+    if counts.ignored_px and not targets.ignored_by_masks_px:
         pass
     elif scheme.rgb:
         found.append("the colors of data.palette without a class")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
@@ -64,6 +64,7 @@ class Probe:
     num_values: int | None = None
     mask_likeness: float = 1.0
     thumbnail: NDArray[np.int32] | None = None
+    is_field: bool = False  # one value besides 0, in much of the image, but not in its corners
 
 
 @lru_cache(maxsize=4096)
@@ -90,12 +91,18 @@ def probe(path: Path) -> Probe | None:
     num_values = len(np.unique(numbers))
     is_flat = numbers.shape[1] < 2 or np.mean(numbers[:, 1:] == numbers[:, :-1]) >= 0.5
     mask_likeness = 1.0 if num_values <= _FEW_VALUES else 0.7 if is_flat else 0.15
-    return Probe(header, num_values, mask_likeness, numbers[np.ix_(rows, columns)])
+    small = numbers[np.ix_(rows, columns)]
+    has_black_corners = not small[:: len(small) - 1, :: len(small) - 1].any()
+    is_field = num_values == 2 and has_black_corners and bool(np.mean(small > 0) > 0.4)
+    return Probe(header, num_values, mask_likeness, small, is_field)
 
 
 def are_all_alike(probes: list[Probe]) -> bool:
-    """Return True for three or more nearly equal masks with at least two values: fields of view."""
+    """Return True for three or more nearly equal masks with at least two values: fields of view, also shifted ones."""
     shown = [found.thumbnail for found in probes if found.thumbnail is not None]
+    if all(found.is_field for found in probes):
+        centers = [np.argwhere(each).mean(0).round().astype(int) for each in shown]
+        shown = [np.roll(each, centers[0] - center, (0, 1)) for each, center in zip(shown, centers, strict=True)]
     if len(shown) < 3:
         return False
     first = shown[0]
@@ -367,7 +374,7 @@ def _weighed(
         confidence *= max(ODD_SIZES, same) * mean(mask.mask_likeness for _, mask in seen)
         if are_all_alike([mask for _, mask in seen]):
             confidence *= 0.65
-            evidence.append("these masks are all alike: fields of view rather than objects?")
+            evidence.append("these masks are all alike: fields of view (data.valid_area) rather than objects?")
     name = masks.label if masks.label != "." else naming.shape or "masks"
     return Layout(
         name,
@@ -378,6 +385,19 @@ def _weighed(
         image_name=images.label,
         naming=naming.shape,
     )
+
+
+def with_valid_areas(root: Path, chosen: Layout, found: Sequence[Layout]) -> Layout:
+    """Return a layout of mask files with the field of view of each image, if the masks of another layout are these."""
+    for other in () if chosen.is_drawn else found:
+        areas = {pair.image: pair.mask for pair in other.pairs if other is not chosen}
+        masks = [probe(root / pair.mask) for pair in evenly(other.pairs, _NUM_PROBED)]
+        fields = [mask for mask in masks if mask is not None and mask.is_field]
+        if all(pair.image in areas for pair in chosen.pairs) and len(fields) == len(masks) and are_all_alike(fields):
+            pairs = tuple(replace(pair, valid_area=areas[pair.image]) for pair in chosen.pairs)
+            note = f"pixels outside the fields of view in {other.name} are ignored (data.valid_area)"
+            return replace(chosen, pairs=pairs, notes=(*chosen.notes, note))
+    return chosen
 
 
 def _name_weight(family: Family, *, is_mask: bool) -> float:

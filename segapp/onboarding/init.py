@@ -42,7 +42,7 @@ from segapp.onboarding.content import IGNORED, MAX_HEADERS, MaskContent, read_co
 from segapp.onboarding.conversion import UNUSABLE, problem_of, refuse_foreign, write_files
 from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import MASKS, UNLABELLED, Classes, MaskChoices, read_classes
-from segapp.onboarding.hypotheses import CLOSE, ODD_SIZES, find_layouts, probe
+from segapp.onboarding.hypotheses import CLOSE, ODD_SIZES, find_layouts, probe, with_valid_areas
 from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, Pair, evenly, open_question
 from segapp.onboarding.pieces import find_pieces, find_rle
 from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
@@ -112,6 +112,7 @@ def propose_config(request: InitRequest) -> InitResult:
     others = [one for one in found[:_MAX_SHOWN] if one is not chosen]
     lines = [f"layout: {shown(chosen.name)} ({_evidence_of(chosen)})"]
     lines += [f"also possible: --layout {shown(one.name)} ({_evidence_of(one)})" for one in others]
+    chosen = with_valid_areas(root, chosen, found)
     chosen, image_root, mask_root = _written(tree, chosen, out, lines, request.mask_orientation)
     try:
         division = divided(list(chosen.pairs), request.val_share, request.group, request.folds, request.seed)
@@ -133,7 +134,7 @@ def propose_config(request: InitRequest) -> InitResult:
         )
     lines += [f"note: {note}" for note in facts.classes.notes]
     trained = [*division.train, *division.val]
-    masks = set() if chosen.writes == "masks" else {pair.mask for pair in trained}
+    masks = set() if chosen.writes == "masks" else {each for pair in trained for each in (pair.mask, pair.valid_area)}
     used = {pair.image for pair in trained} | masks | {*chosen.sources, facts.classes.source}
     lines += unused_lines(tree, unused_files(tree, used))
     write_configs(facts, division, paths, out)
@@ -181,7 +182,9 @@ def _facts(
         check_pairs(evenly([*train, *val], MAX_HEADERS), turns=turns)
     format, keys = "list", {"list_dir": str(out.with_name(f"{out.stem}-lists"))}
     if mask_root != root:
-        keys["mask_root"] = str(mask_root)
+        keys["mask_dir"] = os.path.relpath(mask_root, root)
+    if chosen.pairs[0].valid_area:
+        keys["valid_area"] = "*"
     classes: Classes | None = None
     if chosen.is_drawn and chosen.classes:
         classes = Classes(chosen.classes, chosen.classes_reason or f"from {chosen.title}", notes=chosen.notes)
@@ -259,10 +262,10 @@ def _listed(pairs: Sequence[Pair]) -> bytes:
     """Return a list file; raise DataError for a name that cannot be written into a list."""
     lines = []
     for pair in pairs:
-        image = pair.image
-        if re.search(r"[\t\r\n]", image + pair.mask) or image.startswith("#") or image != image.strip():
+        image, *others = filter(None, (pair.image, pair.mask, pair.valid_area))
+        if re.search(r"[\t\r\n]", image + "".join(others)) or image.startswith("#") or image != image.strip():
             raise DataError(f"{shown(image)}: a list cannot hold this name: rename the file", path=image)
-        lines.append(os.fsencode(f"{image}\t{pair.mask}\n"))
+        lines.append(os.fsencode("\t".join((image, *others)) + "\n"))
     return b"".join(lines)
 
 

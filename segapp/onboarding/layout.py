@@ -70,6 +70,7 @@ class Pair:
     split: str | None = None  # "train", "val" or "test", if it is known
     scene: tuple[str, ...] = ()  # folders of its scene
     group: str | None = None  # the patient, video or scene in a table
+    valid_area: str = ""  # the field of view of the image, outside which its mask is ignored; "": everywhere valid
     # how the mask or the image is made; None: both are files of the data
     drawing: Drawing | None = field(default=None, compare=False)
 
@@ -90,7 +91,7 @@ class Layout:
     title: str = ""  # format of the annotations; empty: images and masks are files of the data set
     classes: tuple[str, ...] = ()  # names by id in the written masks; empty: determined from the masks
     classes_reason: str = ""  # source of the names
-    notes: tuple[str, ...] = ()  # sentences about omissions in the written masks
+    notes: tuple[str, ...] = ()  # sentences about omissions in the masks
 
     @property
     def is_drawn(self) -> bool:

@@ -348,3 +348,17 @@ def test_other_ending_of_masks_is_named(masks: tuple[str, ...], suffix: str, sai
     touch(tmp_path, "images/train/a.jpg", "images/train/a1.jpg", *(f"masks/train/{mask}" for mask in masks))
     with pytest.raises(DataError, match=said):
         find_pairs(DataLocation("folder", str(tmp_path), mask_suffix=suffix), "train")
+
+
+def test_masks_of_a_list_lie_next_to_the_root_as_it_is_named(tmp_path: Path) -> None:
+    """The root is a link, whose target has other folders next to it."""
+    touch(tmp_path, "disk/data/all/1.jpg", "disk/drawn/a.png", "named/drawn/a.png")
+    (tmp_path / "disk/data/train.txt").write_text("all/1.jpg a.png\n")
+    (tmp_path / "named/data").symlink_to(tmp_path / "disk/data")
+    for mask_dir in ("../drawn", str(tmp_path / "named/drawn")):
+        (pair,) = find_pairs(DataLocation("list", tmp_path / "named/data", mask_dir=mask_dir), "train")
+        assert (pair.image, pair.mask) == (tmp_path / "named/data/all/1.jpg", tmp_path / "named/drawn/a.png")
+    (tmp_path / "named/drawn/a.png").unlink()
+    (tmp_path / "named/drawn/a.png").symlink_to(tmp_path / "disk/drawn/a.png")
+    with pytest.raises(DataError, match=r"a\.png is a link out of data\.mask_dir"):
+        find_pairs(DataLocation("list", tmp_path / "named/data", mask_dir="../drawn"), "train")

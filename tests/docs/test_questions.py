@@ -23,7 +23,8 @@ QUESTIONS = {
     "own-data": "images and masks in folders | custom dataset | COCO polygons | YOLO labelme annotations",
     "masks": (
         "masks are 0 and 255 | colored masks | RGB masks palette | palette PNG | grayscale rgba | unlabeled "
-        "pixels | ignore index background | binary segmentation one logit or two classes"
+        "pixels | ignore index background | binary segmentation one logit or two classes | FOV | field of view mask | "
+        "valid area | region of interest"
     ),
     "tune": (
         "test split | images of different sizes | crop size | how many images do I need | learning rate batch "
@@ -52,6 +53,7 @@ IN_FULL = {
     "own-data#images-and-masks-in-splits": "I have images/ and masks/",
     "masks#which-images-can-be-read": "Palette PNGs, gray or RGBA images",
     "masks#unlabeled-is-not-background": "Unlabeled is not background",
+    "masks#fields-of-view-and-regions-of-interest": "Field of view or region of interest",
     "masks#two-classes-one-logit-or-two": "Binary: one logit or two classes?",
     "own-data#annotations-instead-of-masks": "COCO, YOLO, labelme polygons",
     "tune#the-test-split": "A third, test split",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -83,9 +84,8 @@ def names_read(config: RunConfig) -> dict[str, list[str]]:
         for pair in dataset.pairs:
             assert pair.mask is not None
             assert pair.image != pair.mask
-            assert number_in(pair.image, config.data.root) == number_in(
-                pair.mask, config.data.mask_root or config.data.root
-            )
+            mask_root = os.path.normpath(Path(config.data.root, config.data.mask_dir or ""))
+            assert number_in(pair.image, config.data.root) == number_in(pair.mask, mask_root)
     return names
 
 

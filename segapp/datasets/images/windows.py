@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import MAX_PIXELS, check_pixels, declared_nodata, shown, tiff_tags
-from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat, Pixels, Range, StoredPixels
+from segapp.datasets.files import MAX_PIXELS, ImagePair, check_pixels, declared_nodata, shown, tiff_tags
+from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat, Pixels, Range, StoredPixels, in_all_bands
 from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import bands_of, pixels_of, read_with_nodata
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags
@@ -49,11 +49,6 @@ class Windows:
     # Mask of the values of an image that are nodata, (H, W, B); None if the file declares none
     missing: Windows | None = None
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
     def __getitem__(self, key: slice | Window) -> Pixels:
         """Return the pixels of some rows, or of rows and columns."""
         rows, columns = key if isinstance(key, tuple) else (key, slice(None))
@@ -65,10 +60,6 @@ class Windows:
         """Yield slices of rows that cover the array from top to bottom, with a few million pixels each."""
         step = _BLOCK_ROWS * max(1, _BLOCK_PX // (_BLOCK_ROWS * self.shape[1]))
         return (slice(top, min(top + step, self.shape[0])) for top in range(0, self.shape[0], step))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Pixels:
-        """Return the whole array."""
-        return np.asarray(self[:], dtype)
 
 
 def _stored_ids(path: Path, scheme: ClassScheme, window: Window) -> Pixels:
@@ -107,6 +98,21 @@ def load_image(
 def load_missing(path: Path, pixels: PixelFormat) -> NDArray[np.bool_] | Windows | None:
     """Return the mask of nodata of an image, (H, W, B); None for a file that declares none, which is not read."""
     return None if declared_nodata(path) is None else load_image(path, pixels)[1]
+
+
+def load_ignored(pair: ImagePair, missing: NDArray[np.bool_] | Windows | None) -> NDArray[np.bool_] | Windows | None:
+    """Return where the label of an image is ignored, (H, W, B): where it is `missing`, or outside its valid area."""
+    if pair.valid_area is None:
+        return missing
+    area, missing_area = load_image(pair.valid_area, RGB8)
+
+    def read(window: Window) -> Pixels:
+        ignored = in_all_bands(area[window] == 0)
+        for each in (missing_area, missing):
+            ignored = ignored if each is None else ignored | in_all_bands(each[window])
+        return ignored[..., None]
+
+    return Windows((*area.shape[:2], 1), np.dtype(bool), read)
 
 
 def mask_windows(path: Path, scheme: ClassScheme) -> Windows | None:

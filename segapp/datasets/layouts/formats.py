@@ -44,11 +44,12 @@ class DataLocation:
     # Folder of the images below root, instead of the format's. `{split}` is replaced by the split's name; without it, a
     # subfolder with that name is used if it exists.
     image_dir: str | None = None
-    mask_dir: str | None = None  # folder of the masks below root, in the same way
+    mask_dir: str | None = None  # folder of the masks, relative to root, in the same way; format `list`: None is root
     image_suffix: str | None = None  # ending of image names, instead of the format's
     mask_suffix: str | None = None  # ending of mask names, instead of the format's
     list_dir: str | None = None  # folder of the split lists of format `list`; None: root
-    mask_root: str | None = None  # folder that the masks of format `list` are relative to; None: root
+    # File, relative to root, that is 0 where masks are ignored; `*`: the image's name, or the last column of a `list`
+    valid_area: str | None = None
     allow_outside_root: bool = False  # accept files outside root too: linked from it, or named by a `list` file
     # Classes that have their own mask files: `{class}` in mask_dir or mask_suffix is replaced by the name, and a line
     # of a list names the masks in this order. Empty: one mask for all.
@@ -186,18 +187,18 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     known = _format(location.format)
     folder, how_to_get = Path(location.root), check_root(location)
     guard = RootGuard(folder, is_open=location.allow_outside_root)
+    area = (location.valid_area or "").replace("{split}", split)
     if not known.layouts:
         list_file = _list_file(location, split)
         if location.list_dir is None:
             guard.check(list_file)
-        masks = guard
-        if location.mask_root is not None:
-            masks = RootGuard(Path(location.mask_root), "data.mask_root", is_open=location.allow_outside_root)
-        return listed_pairs(list_file, guard, masks, how_to_get, num_masks=max(1, len(location.mask_classes)))
+        place = Path(os.path.normpath(folder / (location.mask_dir or "")))  # as named: the root may be a link
+        masks = RootGuard(place, "data.mask_dir", is_open=location.allow_outside_root) if location.mask_dir else guard
+        return listed_pairs(list_file, guard, masks, how_to_get, max(1, len(location.mask_classes)), area)
     base, layout = _choose_layout(known, location, split)
     images = find_images(base, layout, guard, how_to_get)
     names = location.mask_classes or ("",)
-    found = [match_masks(base, _for_class(layout, name), images, guard, how_to_get) for name in names]
+    found = [match_masks(base, _for_class(layout, name), images, guard, how_to_get, area) for name in names]
     pairs = [
         replace(first, others=tuple(pair.mask for pair in rest if pair.mask is not None))
         for first, *rest in zip(*found, strict=True)

@@ -195,9 +195,9 @@ def _only_one(paths: Sequence[Path]) -> Path:
 
 
 def match_masks(
-    base: Path, layout: FolderLayout, images: Mapping[str, Path], guard: RootGuard, how_to_get: str
+    base: Path, layout: FolderLayout, images: Mapping[str, Path], guard: RootGuard, how_to_get: str, area: str
 ) -> list[ImagePair]:
-    """Return every image with its mask.
+    """Return every image with its mask, and with the file of its valid area; in `area`, `*` stands for its name.
 
     Raises:
         PartialError: Some images have no mask.
@@ -217,7 +217,9 @@ def match_masks(
         if (earlier := owners.setdefault(match, key)) != key:
             both = f"{shown(images[earlier])} and {shown(image)}"
             raise DataError(f"{both} have one mask, {shown(mask)}: give each its own mask, or remove one", path=mask)
-        pairs.append(ImagePair(image, mask, image.relative_to(image_folder).with_suffix("").as_posix()))
+        name = image.relative_to(image_folder).with_suffix("").as_posix()
+        valid_area = on_disk(guard.root / area.replace("*", name)) if area else None
+        pairs.append(ImagePair(image, mask, name, valid_area=valid_area))
     missing_keys = [key for key in images if key not in matches]
     if missing_keys:
         missing = [shown(images[key]) for key in missing_keys]
@@ -307,28 +309,30 @@ def list_lines(path: Path, how_to_get: str) -> list[str]:
 
 
 def listed_pairs(
-    list_file: Path, images: RootGuard, masks: RootGuard, how_to_get: str, *, num_masks: int = 1
+    list_file: Path, images: RootGuard, masks: RootGuard, how_to_get: str, num_masks: int, area: str
 ) -> tuple[ImagePair, ...]:
     """Return the pairs that a text file lists, one per line; their names are the images' paths below their root.
 
-    A line names an image and `num_masks` masks, relative to the roots of `images` and `masks`.
+    A line names an image and `num_masks` masks, relative to the roots of `images` and `masks`, and the `*` of `area`.
     """
     pairs: dict[str, ImagePair] = {}
     for line in list_lines(list_file, how_to_get):
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
-        if len(parts) != 1 + num_masks:
+        if len(parts) != 1 + num_masks + ("*" in area):
             what = "a mask: write both" if num_masks == 1 else f"{num_masks} masks, one for each class: write all"
+            what = f"{what}, and then what * in data.valid_area stands for," if "*" in area else what
             raise DataError(
                 f"{shown(list_file)}: {shown(line[:200])} is not an image and {what} on one line, "
                 "with a tab between them if a name contains spaces",
                 path=list_file,
             )
         image = images.listed(parts[0], list_file)
-        mask, *others = (masks.listed(part, list_file) for part in parts[1:])
+        mask, *others = (masks.listed(part, list_file) for part in parts[1 : 1 + num_masks])
+        valid_area = images.listed(area.replace("*", parts[-1]), list_file) if area else None
         name = images.name_of(image)
         if name in pairs:
             raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: remove one line", path=list_file)
-        pairs[name] = ImagePair(image, mask, name, tuple(others))
+        pairs[name] = ImagePair(image, mask, name, tuple(others), valid_area)
     if not pairs:
         raise DataError(f"{shown(list_file)} lists no pair: {how_to_get}", path=list_file)
     return tuple(sorted(pairs.values(), key=lambda pair: os.fsencode(pair.name)))

@@ -75,7 +75,7 @@ def test_windows_hold_the_pixels_of_the_whole(
         (slice(199, None), slice(None)),
     ):
         np.testing.assert_array_equal(image[rows, columns], whole[rows, columns])
-    np.testing.assert_array_equal(np.asarray(image), whole)
+    np.testing.assert_array_equal(image[:], whole)
     target = mask_windows(pair.masks[0], SCHEME)
     assert target is not None
     for large, expected in (

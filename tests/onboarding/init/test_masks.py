@@ -264,3 +264,26 @@ def test_a_folder_named_after_the_data_set_decides(tmp_path: Path) -> None:
     for folder, names in (("d", ["class_0", "class_1"]), ("SUIM", ["background", "human diver"])):
         draw(tmp_path / folder, NAMES, "images/{}.jpg", "masks/{}.png", colors)
         assert proposed(tmp_path / folder, tmp_path / f"{folder}.yaml")[0].data.classes[:2] == names
+
+
+@pytest.mark.parametrize(("kind", "valid_area"), [("all", "*"), ("gap", None), ("inverted", None), ("objects", None)])
+def test_fields_of_view_are_used_if_each_image_has_one(kind: str, valid_area: str | None, tmp_path: Path) -> None:
+    rows, columns = np.ogrid[: SIZE[0], : SIZE[1]]
+
+    def field(number: int) -> np.ndarray:
+        row, column = (23, 30) if kind == "inverted" else (21 + number % 5, 36 - 2 * number)
+        inside = (rows - row) ** 2 + (columns - column) ** 2 < 21**2
+        if kind == "objects":
+            inside &= (rows + columns + 7 * number) % 29 < 20
+        return np.where(inside != (kind == "inverted"), np.uint8(255), np.uint8(0))
+
+    drawn(tmp_path / "d", lambda number: moved(striped([0, 255], [9]), number), target="labels/{}.png")
+    drawn(tmp_path / "d", lambda number: moved(field(number), -number), target="fov/{}.png")
+    if kind == "gap":
+        (tmp_path / "d/fov/0004.png").unlink()
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    print(*result.lines, sep="\n")
+    assert config.data.valid_area == valid_area
+    assert any("data.valid_area" in line and "fov" in line for line in result.lines) == (kind != "objects")
+    for stem, target in targets_read(config).items() if valid_area else ():
+        np.testing.assert_array_equal(target == config.data.ignore_index, field(NAMES.index(stem)) == 0)

@@ -27,6 +27,7 @@ from tests.support.layouts.canvas import (
     known_split,
     listed,
     named,
+    patches,
     save,
     scene,
     split,
@@ -119,14 +120,17 @@ def loveda(canvas: Canvas) -> None:
 
 
 def drive(canvas: Canvas) -> None:
-    """DRIVE: masks of vessels as GIF, and fields of view that are all alike."""
-    field = np.zeros(SIZE, np.uint8)
-    field[6:-8, 8:-7] = 255
+    """DRIVE: masks of vessels as GIF, and round fields of view, shifted by some pixels, outside which all is black."""
+    rows, columns = np.ogrid[: SIZE[0], : SIZE[1]]
     for word, numbers in (("training", range(21, 28)), ("test", range(1, 6))):
         for number in numbers:
-            paths = f"{word}/images/{number:02}_{word}.tif", f"{word}/1st_manual/{number:02}_manual1.gif"
-            canvas.pair(*paths, BINARY, split=known_split(word))
-            canvas.other("field", f"{word}/mask/{number:02}_{word}_mask.gif", field)
+            image, mask = f"{word}/images/{number:02}_{word}.tif", f"{word}/1st_manual/{number:02}_manual1.gif"
+            field = (rows - 17 - number % 3) ** 2 + (columns - 22 - number % 7) ** 2 < 17**2
+            areas, pixels = patches(image, 2), canvas.image(image, scene(image).astype(np.uint8) * field[..., None])
+            save(canvas.root / mask, coded(areas, [0, 255]))
+            save(canvas.root / f"{word}/mask/{number:02}_{word}_mask.gif", field * np.uint8(255))
+            names = [*BINARY.values(), None]
+            canvas.note(image, mask, pixels, np.where(field, areas, 2), names, split=known_split(word))
 
 
 def vistas(canvas: Canvas) -> None:
