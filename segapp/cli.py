@@ -448,6 +448,7 @@ def export(
 def check(
     overrides: Overrides = None,
     config: ConfigOption = None,
+    pictures: Annotated[Path | None, option("--pictures", "Folder for an image of the first batch.", "DIR")] = None,
     json_out: JsonFlag = False,
 ) -> None:
     """Check every file and class id of a data set, and find duplicates. The exit code is 3 if there are errors."""
@@ -456,7 +457,7 @@ def check(
     loaded = load_runnable(named_config(config, overrides or []), overrides or [])
     from segapp.commands.check import check_data
 
-    sys.exit(check_data(loaded, as_json=json_out))
+    sys.exit(check_data(loaded, as_json=json_out, pictures=pictures))
 
 
 @app.command()

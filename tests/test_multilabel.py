@@ -18,7 +18,7 @@ from segapp.config import DataConfig, validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import read_mask
 from segapp.errors import ConfigError, DataError
-from segapp.inference.predict.outputs import colorize
+from segapp.inference.drawing import colorize
 from segapp.losses.confusion import upsample_label_counts, upsample_probabilities, upsample_sets
 from segapp.metrics import LabelCounts
 from tests.support.loss_cases import draw

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -18,7 +16,7 @@ from segapp.datasets.augment import BandValues, TrainTransform
 from segapp.datasets.augment.pipeline import check_transform
 from segapp.datasets.cache import CacheFiles, PixelCache, disk_files, memory_files
 from segapp.datasets.dataset import PairMix, SegmentationDataset, image_sizes
-from segapp.datasets.files import ImagePair, check_pairs
+from segapp.datasets.files import ImagePair, check_pairs, refuse_in_data
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -152,13 +150,8 @@ def _cache_files(
     """
     if data.cache == "disk":
         folder = place_of("XDG_CACHE_HOME", "pixels")
-        root = Path(os.path.realpath(data.root))
-        if folder.is_relative_to(root):
-            raise ConfigError(
-                f"data.cache = disk: {folder} lies in data.root = {data.root}: set XDG_CACHE_HOME to another folder",
-                key="data.cache",
-                value="disk",
-            )
+        what, advice = f"data.cache = disk: {folder}", "set XDG_CACHE_HOME to another folder"
+        refuse_in_data(folder, data.root, what, advice, key="data.cache")
         return disk_files(own_folder("XDG_CACHE_HOME", "pixels"), data.root, split, scheme, pixels)
     first_here = machines.index(machines[ranks.rank])
     own: CacheFiles | str | None = None

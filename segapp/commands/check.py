@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from segapp.assembly.pairs import (
 )
 from segapp.config import DataConfig, RunConfig
 from segapp.custom.names import is_component
-from segapp.datasets.files import ImagePair, shown
+from segapp.datasets.files import ImagePair, refuse_in_data, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, kinds_of_pixels, measure_ranges, reduced_pixels
 from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, check_ranges, examine, group_findings
@@ -34,9 +35,12 @@ from segapp.datasets.layouts.pairing import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.targets import RULES, class_weights
-from segapp.errors import DataError, some_names
+from segapp.errors import DataError, some_names, storage_errors
+from segapp.onboarding.conversion import encode_png, is_written, refuse_foreign
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
+from segapp.run.files import write_atomic
+from segapp.run.folder import FIRST_BATCH
 from segapp.run.words import printable
 from segapp.training.console import progress_bar
 
@@ -44,15 +48,20 @@ _MAX_SHOWN = 5
 """Findings of a group, or files, that the terminal shows."""
 
 
-def check_data(config: RunConfig, *, as_json: bool) -> int:
+def check_data(config: RunConfig, *, as_json: bool, pictures: Path | None = None) -> int:
     """Examine the data of a config, report the findings, and return the exit code: 0, or 3 if there are errors.
 
+    `pictures` is the folder for the picture of the first batch of a training.
+
     Raises:
-        ConfigError: `data.augment` or `data.sampling` does not fit the data.
+        ConfigError: `data.augment` or `data.sampling` does not fit the data, or the picture cannot be there.
         DataError: there is no data to examine.
+        StorageError: the picture cannot be written.
     """
     data, scheme = config.data, build_scheme(config.data)
     splits, before = _collect(data)
+    if pictures is not None:
+        _check_place(pictures, data, splits)
     measured, problem = _measure(data, next(name for name in splits if splits[name]), splits)
     if problem is not None:
         before.append(problem)
@@ -71,7 +80,7 @@ def check_data(config: RunConfig, *, as_json: bool) -> int:
             progress=lambda: progress(next(read)),
         )
     if problem is None:
-        _check_samples(config, scheme, reports[0])
+        before += _check_samples(config, scheme, reports[0], pictures)
     files = None if is_component(data.format) else _files(data, splits)
     groups = group_findings(reports, before)
     if as_json:
@@ -117,20 +126,49 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
     return splits, findings
 
 
-def _check_samples(config: RunConfig, scheme: ClassScheme, report: SplitReport) -> None:
-    """Raise ConfigError if `data.augment` or `data.sampling` does not fit the data."""
-    data = config.data
-    if data.sampling == "uniform" and data.augment is None:
-        return
-    # These import torch and albumentations, which the rest of this command does not need.
-    from segapp.assembly.data import build_dataset, build_order
+def _check_place(folder: Path, data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> None:
+    """Raise ConfigError if the picture would be in the data, or replace a file that this command did not write."""
+    pairs = [] if is_component(data.format) else itertools.chain.from_iterable(splits.values())
+    for place in {Path(data.root), *(file.parent for pair in pairs for file in pair.files)}:
+        refuse_in_data(folder, place, f"--pictures {shown(folder)}", "name a folder outside it")
+    refuse_foreign(folder / FIRST_BATCH, is_written)
 
+
+def _check_samples(
+    config: RunConfig, scheme: ClassScheme, report: SplitReport, pictures: Path | None
+) -> list[DataProblem]:
+    """Draw the first batch of a training, if a folder is given for it; return a finding if it cannot be drawn.
+
+    Raises:
+        ConfigError: `data.augment` or `data.sampling` does not fit the data.
+    """
+    if config.data.sampling == "uniform" and config.data.augment is None and pictures is None:
+        return []
+    # These import torch and albumentations, which the rest of this command does not need.
+    import torch
+
+    from segapp.assembly.data import build_dataset, build_order
+    from segapp.assembly.network import build_preprocessing, with_statistics
+    from segapp.datasets.loader import TrainLoader
+    from segapp.inference.drawing import MAX_SAMPLES, draw_batch
+
+    data, order = with_statistics(config)[0].data, None
     try:
         dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)
-    except DataError:  # the findings report it
-        return
-    if data.sampling != "uniform" and report.num_masks == len(report.targets.frequencies.classes_of_masks):
-        build_order(data, dataset, report.targets.frequencies, config.seed)
+        if data.sampling != "uniform" and report.num_masks == len(report.targets.frequencies.classes_of_masks):
+            order = build_order(data, dataset, report.targets.frequencies, config.seed)
+        if pictures is None:
+            return []
+        loader = TrainLoader(dataset, config.train.batch_size or MAX_SAMPLES, seed=config.seed, order=order)
+        picture = draw_batch(next(loader.epoch(1)), build_preprocessing(data, torch.float32), dataset)
+    except DataError as error:
+        message = f"the first batch cannot be drawn: {error}"  # without a picture, other findings report a bad file
+        return [] if pictures is None else [DataProblem("error", "batch", report.split, message)]
+    with storage_errors(pictures, "choose another --pictures"):
+        pictures.mkdir(parents=True, exist_ok=True)
+        write_atomic(pictures / FIRST_BATCH, encode_png(picture))
+    print(f"written: {shown(pictures / FIRST_BATCH)}", file=sys.stderr)
+    return []
 
 
 def _measure(

@@ -140,7 +140,7 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
     resumed_step = _events(run.events, "run_start")[1]["resumed_from_step"]
     timed = [step for step in steps if step["step"] > resumed_step + 1] or steps[-1:]  # the first is a warm-up
     vals, saves = _events(run.events, "val"), _events(run.events, "checkpoint")
-    pictures = sum(path.stat().st_size for path in run.samples.rglob("*") if path.is_file())
+    pictures = sum(path.stat().st_size for path in run.samples.glob("epoch_*.png"))
     curves = sum(path.stat().st_size for path in run.tensorboard.rglob("*") if path.is_file())
     return Measured(
         step_s=median(step["step_s"] for step in timed),
@@ -149,9 +149,8 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
         copy_s=max(save.get("copy_s") or 0.0 for save in saves),
         save_s=max(save.get("save_s") or 0.0 for save in saves),
         checkpoint_bytes=max(save["size_bytes"] for save in saves),
-        # TensorBoard's images are copies of the samples; the other bytes belong to the steps.
-        step_bytes=(run.events.stat().st_size + max(0, curves - pictures)) / len(steps),
-        samples_bytes=(2 if curves else 1) * pictures / len(vals),
+        step_bytes=(run.events.stat().st_size + curves) / len(steps),
+        samples_bytes=pictures / len(vals),
         peak_mib=_peaks(devices),
         resumed_step=resumed_step,
     )

@@ -27,7 +27,7 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags, is_tiff, read_tiff_tags
 from segapp.datasets.orientation import Fit, Header, Turns, fit_of_mask, has_same_ratio
 from segapp.datasets.resources import READERS, side_by_side
-from segapp.errors import DataError
+from segapp.errors import ConfigError, DataError
 
 Read = TypeVar("Read")
 
@@ -105,6 +105,13 @@ def shared_images(first: Sequence[ImagePair], second: Sequence[ImagePair]) -> li
     known = set(side_by_side(identity, first, READERS))
     found = zip(second, side_by_side(identity, second, READERS), strict=True)
     return [pair.image for pair, identified in found if identified in known]
+
+
+def refuse_in_data(place: Path, root: str | Path, what: str, advice: str, key: str | None = None) -> None:
+    """Raise ConfigError if a folder to write to is the data folder or lies in it, also by links; `what` names it."""
+    if Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
+        message = f"{what} lies in the data folder {shown(root)}, and segapp writes nothing there: {advice}"
+        raise ConfigError(message, key=key, path=place)
 
 
 def shown(path: str | os.PathLike[str]) -> str:

@@ -68,6 +68,7 @@ KINDS = {
     "pixels": "images of pixels that the config does not say",
     "ids": "masks with ids outside the classes",
     "unreadable": "images that cannot be read",
+    "batch": "batches that cannot be drawn",
     "damaged": "images with damaged data",
     "mask": "masks that cannot be read",
     "size": "masks of another size than their image",

@@ -62,3 +62,8 @@ class Preprocessing(nn.Module):
         if self.has_ranges:
             pixels.sub_(self.low).div_(self.span).nan_to_num_(nan=0.0).clamp_(0, 1)
         return pixels.mul_(self.scale).sub_(self.shift).to(self.dtype)
+
+    def restore(self, inputs: Tensor) -> Tensor:
+        """Return the input (N, B, h, w) of a network in the units of the files, as float32, clipped to `ranges`."""
+        pixels = inputs.to(torch.float32).add(self.shift).div_(self.scale)
+        return pixels.mul_(self.span).add_(self.low) if self.has_ranges else pixels

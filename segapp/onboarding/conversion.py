@@ -275,7 +275,7 @@ def write_files(
     Return the layout of the written pairs, with notes on the sizes in the annotations, and sentences about the bad
     entries. DataError is raised if every entry is bad, or all but one.
     """
-    refuse_foreign(folder, _is_written)
+    refuse_foreign(folder, is_written)
     pairs, problems = [], []
     made: set[Path] = set()
     masks: set[str] = set()
@@ -366,10 +366,10 @@ def refuse_foreign(folder: Path, is_own: Callable[[Path], bool]) -> None:
             continue
         else:
             problem = "was not written by segapp"
-        raise ConfigError(f"{shown(path)} {problem}: remove {shown(folder)}, or choose another --out", path=path)
+        raise ConfigError(f"{shown(path)} {problem}: remove {shown(folder)}, or choose another folder", path=path)
 
 
-def _is_written(path: Path) -> bool:
+def is_written(path: Path) -> bool:
     """Return True for a PNG or a TIFF that segapp wrote, even if its end is missing."""
     with path.open("rb") as file:
         is_mask = MARK.encode() in file.read(256)

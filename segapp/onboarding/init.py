@@ -20,7 +20,7 @@ import yaml
 
 from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
-from segapp.datasets.files import ImagePair, check_pairs, check_same_size, shared_images, shown
+from segapp.datasets.files import ImagePair, check_pairs, check_same_size, refuse_in_data, shared_images, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, measure_pixels, nodata_note
 from segapp.datasets.layouts.formats import DATASETS
@@ -283,13 +283,8 @@ def init_folder(request: InitRequest) -> None:
 
 def _check_place(root: Path, out: Path) -> None:
     """Raise ConfigError if a config and the files next to it would be in the data folder."""
-    data, place = Path(os.path.realpath(root)), Path(os.path.realpath(out.parent))
-    if place.is_relative_to(data):
-        raise ConfigError(
-            f"{shown(out)} lies in the data folder {shown(root)}, and segapp writes nothing there: name a folder "
-            f"outside it, such as --out {shown(os.path.relpath(data.parent / out.name))}",
-            path=out,
-        )
+    other = shown(os.path.relpath(Path(os.path.realpath(root)).parent / out.name))
+    refuse_in_data(out.parent, root, shown(out), f"name a folder outside it, such as --out {other}")
 
 
 MIN_CONFIDENCE = 0.04

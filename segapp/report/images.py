@@ -21,7 +21,7 @@ from segapp.assembly.pairs import split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme, Color
-from segapp.inference.predict.outputs import colorize
+from segapp.inference.drawing import colorize, colorize_target, fitted, resized
 from segapp.inference.predict.predictor import predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, SegmentationScores, counts_for
@@ -34,8 +34,6 @@ Network = tuple[TrainedModel, SegmentationDataset]
 
 PICTURE_PX = 720
 WRONG_RGB = (214, 39, 140)
-_STRIPES = (110, 190)
-"""Gray values of ignored pixels, in stripes of 4 px; `swatch ignored` in the style sheet shows them."""
 
 
 def count_split(
@@ -163,21 +161,13 @@ def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any],
     Target and prediction have the colors of the classes, and stripes at ignored pixels. The image is uint8 (H, W, 3),
     RGB; `target` and `labels` are (H, W) class ids.
     """
-    factor = min(1.0, PICTURE_PX / max(image.shape[:2]))
-    size = max(1, round(image.shape[1] * factor)), max(1, round(image.shape[0] * factor))
-    small = cv2.resize(image, size, interpolation=cv2.INTER_AREA)
-    target, labels = (
-        cv2.resize(ids.astype(np.int32), size, interpolation=cv2.INTER_NEAREST) for ids in (target, labels)
-    )
+    small, target, labels = resized(fitted(target.shape, PICTURE_PX), image, target, labels)
     valid = target != scheme.ignore_index
-    truth = colorize(np.where(valid, target, 0), scheme)
-    stripes = np.add.outer(np.arange(size[1]), np.arange(size[0])) // 4 % 2
-    truth[~valid] = np.array(_STRIPES, np.uint8)[stripes][~valid, None]
     grey = np.repeat(cv2.cvtColor(small, cv2.COLOR_RGB2GRAY)[..., None], 3, axis=2)
     errors = np.where((valid & (labels != target))[..., None], np.array(WRONG_RGB, np.uint8), grey // 3 + 160)
     return {
         "image": data_url(small, ".jpg"),
-        "target": data_url(truth, ".png"),
+        "target": data_url(colorize_target(target, scheme), ".png"),
         "prediction": data_url(colorize(labels, scheme), ".png"),
         "wrong pixels": data_url(errors.astype(np.uint8), ".jpg"),
     }

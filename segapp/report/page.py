@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +20,8 @@ from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import confusion_figure, top_confusions
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
+from segapp.run.files import read_of_run
+from segapp.run.folder import FIRST_BATCH
 from segapp.run.words import number, printable
 from segapp.scores import OTHER_HEADLINES, SCORES
 from segapp.view import wording
@@ -73,7 +77,11 @@ def write_report(
         except SegappError as error:
             why_not = str(error)
             print(f"note: no images and no confusion matrix: {printable(why_not)}", file=sys.stderr)
-    save_page(out, render("report.html.j2", template_values(report, evaluation, why_not)))
+    values = template_values(report, evaluation, why_not)
+    with contextlib.suppress(OSError):  # an older run has no picture
+        if has_pictures:
+            values["first_batch"] = base64.b64encode(read_of_run(report.folder.samples / FIRST_BATCH)).decode("ascii")
+    save_page(out, render("report.html.j2", values))
     return out
 
 
@@ -101,6 +109,8 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "headlines": OTHER_HEADLINES,
         "scores": [score for name, score in SCORES.items() if name not in ("miou", "loss")],
         "why_not": why_not,
+        "first_batch": None,
+        "palette": list(zip(names, view.start.palette or (), strict=False)),
         "confusion": _confusion(evaluation, names),
         "top": top_confusions(evaluation.matrix, names, 12) if evaluation and evaluation.matrix is not None else [],
         "memory": _memory_rows(report),

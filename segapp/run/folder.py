@@ -38,6 +38,9 @@ SCHEMA = 1
 BUSY_S = 120.0
 """Maximum time that a restart waits until the previous process ends."""
 
+FIRST_BATCH = "first_batch.png"
+"""File in `samples` that shows the first batch of the training as the model sees it."""
+
 _BUSY_LOOK_S = 0.5
 _MAX_NAME_CHARS = 100
 
@@ -79,7 +82,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         """`last.pt`, `best.pt`, `epoch_NNNN.pt` and their manifest."""
         self.samples = self.path / "samples"
-        """Sample images."""
+        """Sample images, and `first_batch.png`: the first batch of the training as the model sees it."""
         self.reports = self.path / "reports"
         """Reports of out-of-memory errors."""
         self.saved_plan = self.path / "memory_plan.json"

@@ -272,6 +272,8 @@ class Trainer:
             clock.restart()
             group = self._next_group(batches)
             self.validation.prepare(self.oom_policy.fallbacks)
+            if at.step == 0:
+                self.reporter.alert("data", *self.validation.draw_first_batch(group[0]))
         num_images = len(self.train_loader.dataset)
         is_last = False
         while not is_last:

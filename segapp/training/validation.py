@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from segapp.datasets.dataset import SegmentationDataset
+from segapp.inference.drawing import colorize, colorize_target, draw_batch, encode_png, fitted, resized
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate
-from segapp.inference.predict.outputs import colorize
 from segapp.inference.predict.predictor import predict_image
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
 from segapp.run.files import write_atomic
+from segapp.run.folder import FIRST_BATCH
+from segapp.run.words import first_line
 from segapp.training.recovery import MemoryFallbacks
 from segapp.training.step.engine import StepEngine
 
 if TYPE_CHECKING:
     from segapp.datasets.layouts.schemes import ClassScheme
     from segapp.datasets.loader import EvalLoader
+    from segapp.datasets.pool import Batch
     from segapp.models import SegmentationModel
 
 
@@ -35,7 +39,7 @@ logger = logging.getLogger("segapp")
 
 
 class SamplePictures:
-    """Writes `epoch_NNNN_k.png` for the same few validation images after every evaluation."""
+    """Writes `epoch_NNNN_k.png` for the same few validation images after every evaluation, and `first_batch.png`."""
 
     def __init__(
         self, folder: Path, dataset: SegmentationDataset, inference: Inference, device: torch.device, count: int = 3
@@ -68,30 +72,25 @@ class SamplePictures:
             model.train(was_training)
 
     def _write(self, path: Path, image: NDArray[Any], prediction: NDArray[Any], target: NDArray[Any]) -> None:
-        scheme = self.dataset.scheme
-        is_ignored = target == scheme.ignore_index
-        truth = colorize(np.where(is_ignored, 0, target), scheme)
-        truth[is_ignored] = 0
-        joined = side_by_side([self.dataset.pixels.as_rgb(image), colorize(prediction, scheme), truth])
-        is_encoded, data = cv2.imencode(".png", np.ascontiguousarray(joined[..., ::-1]))
-        if is_encoded:
-            write_atomic(path, data.tobytes())
+        scheme, rgb = self.dataset.scheme, self.dataset.pixels.as_rgb(image)
+        rgb, prediction, target = resized(fitted(target.shape, PANEL_PX), rgb, prediction, target)
+        panels = [rgb, colorize(prediction, scheme), colorize_target(target, scheme)]
+        write_atomic(path, encode_png(np.concatenate(panels, axis=1)))
 
-
-def side_by_side(pictures: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return images of one size (H, W, 3) next to each other, each reduced to `PANEL_PX` on its longest side.
-
-    The first is interpolated; the others, in class colors, use the nearest pixel.
-
-    >>> side_by_side([np.zeros((640, 320, 3), np.uint8)] * 3).shape
-    (320, 480, 3)
-    """
-    height, width = pictures[0].shape[:2]
-    scale = min(1.0, PANEL_PX / max(height, width))
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    first = cv2.resize(pictures[0], size, interpolation=cv2.INTER_AREA)
-    others = [cv2.resize(picture, size, interpolation=cv2.INTER_NEAREST) for picture in pictures[1:]]
-    return np.concatenate([first, *others], axis=1)
+    def draw_first(self, batch: Batch) -> list[str]:
+        """Write `first_batch.png` unless it is there; return a sentence if it cannot be drawn."""
+        path = self.folder / FIRST_BATCH
+        if os.path.lexists(path):  # of the start that this one repeats
+            return []
+        if not len(batch):
+            return ["there is no picture of the first batch: the main rank has no samples"]
+        try:
+            preprocessing = copy.deepcopy(self.inference.preprocessing).cpu()  # nothing waits for the device
+            write_atomic(path, encode_png(draw_batch(batch, preprocessing, self.dataset)))
+        except Exception as error:
+            logger.exception("picture of the first batch")
+            return [f"there is no picture of the first batch: {first_line(error)}"]
+        return []
 
 
 class Validation:
@@ -150,6 +149,10 @@ class Validation:
             host=self._host,
             other_devices=self._others,
         )
+
+    def draw_first_batch(self, batch: Batch) -> list[str]:
+        """Draw the first batch of the training on the main rank; return a sentence if it cannot be drawn."""
+        return [] if self._samples is None else self._samples.draw_first(batch)
 
     def draw_samples(self, epoch: int, fallbacks: MemoryFallbacks) -> None:
         """Draw the sample pictures of an epoch; every rank must call it."""

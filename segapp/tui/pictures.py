@@ -1,7 +1,7 @@
 """Sample images in the terminal, in half blocks: two pixels per cell.
 
-Without color, they are drawn in characters and letters. A file of a run contains a validation image, its prediction and
-its target next to each other, in the colors of the classes.
+Without color, they are drawn in characters and letters. The file of an evaluation contains a validation image, its
+prediction and its target next to each other, in the colors of the classes. Another file is shown as a whole.
 """
 
 import re
@@ -18,6 +18,7 @@ from textual.binding import BindingType
 from textual.content import Content
 from textual.strip import Strip
 
+from segapp.run.folder import FIRST_BATCH
 from segapp.run.words import printable
 from segapp.tui.widgets import StripWidget
 from segapp.view.view import View
@@ -63,7 +64,7 @@ def arrange(size: tuple[int, int], picture_px: tuple[int, int], legend_width: in
 
 
 _RAMP = " .:-=+*#%@"
-_NAME = re.compile(r"epoch_(\d{1,9})_(\d{1,9})\.png")
+_NAME = re.compile(rf"epoch_(\d{{1,9}})_(\d{{1,9}})\.png|{re.escape(FIRST_BATCH)}")
 _LABELS = ("image", "target", "prediction")
 _OF_FILE = (0, 2, 1)
 """The position of each picture of `_LABELS` in the file, from the left."""
@@ -72,7 +73,7 @@ Rgb = tuple[int, int, int]
 
 
 class PictureKey(NamedTuple):
-    """The evaluation and the image that a file shows."""
+    """The evaluation and the image that a file shows; epoch 0 is the first batch of the training."""
 
     epoch: int
     image: int
@@ -142,10 +143,12 @@ class PictureView(StripWidget):
         if self._shown is None:
             self.border_subtitle = Content("none yet")
         else:
-            epochs, images = self._epochs(), self._images(self._shown.epoch)
-            at = f"evaluation {epochs.index(self._shown.epoch) + 1} of {len(epochs)}"
-            number = f"image {images.index(self._shown.image) + 1} of {len(images)}"
-            self.border_subtitle = Content(f"{printable(self._paths[self._shown].name)}  {at}  {number}")
+            epochs, images = [epoch for epoch in self._epochs() if epoch], self._images(self._shown.epoch)
+            at = "the first batch as the model sees it"
+            if self._shown.epoch:
+                at = f"evaluation {epochs.index(self._shown.epoch) + 1} of {len(epochs)}"
+                at += f"  image {images.index(self._shown.image) + 1} of {len(images)}"
+            self.border_subtitle = Content(f"{printable(self._paths[self._shown].name)}  {at}")
         if not self.is_current:
             self.refresh()
 
@@ -156,7 +159,7 @@ class PictureView(StripWidget):
         """Return the labeled pictures with their legend, or why there are none."""
         width, height = self.content_size
         if self._shown is None:
-            return [self._text("no sample images yet: each evaluation writes some")]
+            return [self._text("no sample images yet: the first step and each evaluation write some")]
         if width < 2 or height < 2:
             return []
         path = self._paths[self._shown]
@@ -164,7 +167,8 @@ class PictureView(StripWidget):
             image = load_picture(path)
         except (OSError, ValueError, SyntaxError) as error:
             return [self._text(f"{printable(path.name)} cannot be shown: {printable(str(error))[:60]}")]
-        if _NAME.fullmatch(path.name) is None or image.width % 3:
+        match = _NAME.fullmatch(path.name)
+        if match is None or match[1] is None or image.width % 3:
             return self._draw(image, {}, width, height)
         part = image.width // 3
         pictures = [image.crop((at * part, 0, (at + 1) * part, image.height)) for at in _OF_FILE]
@@ -246,7 +250,7 @@ def _places(paths: list[Path]) -> dict[PictureKey, Path]:
     found = {}
     for i, path in enumerate(reversed(paths)):
         match = _NAME.fullmatch(path.name)
-        found[PictureKey(int(match[1]), int(match[2])) if match else PictureKey(10**9 + i, 0)] = path
+        found[PictureKey(int(match[1] or 0), int(match[2] or 0)) if match else PictureKey(10**9 + i, 0)] = path
     return found
 
 

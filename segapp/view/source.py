@@ -10,7 +10,7 @@ from typing import Any
 
 from segapp.run.events import EventReader, StepColumn, StepRun
 from segapp.run.files import open_of_run
-from segapp.run.folder import RunFolder
+from segapp.run.folder import FIRST_BATCH, RunFolder
 from segapp.run.lock import ProcessId
 from segapp.run.state import State, StateFacts, derive_state, event_age_s, is_trainer_alive, starting_since
 from segapp.run.words import printable
@@ -240,17 +240,17 @@ def fold_file(view: View, path: Path, series: Sequence[SeriesReader] = ()) -> No
 
 
 def newest_pictures(folder: Path) -> list[Path]:
-    """Return the sample pictures of a run, at most `_MAX_PICTURES`, newest first."""
+    """Return the sample pictures of a run, at most `_MAX_PICTURES`: of its first batch, then the newest first."""
     try:
         with os.scandir(folder) as entries:
             found = [
-                (entry.stat(follow_symlinks=False).st_mtime, entry.name)
+                (entry.name == FIRST_BATCH, entry.stat(follow_symlinks=False).st_mtime, entry.name)
                 for entry in entries
                 if entry.name.endswith(".png") and entry.name[0] != "." and entry.is_file(follow_symlinks=False)
             ]
     except OSError:
         return []
-    return [folder / name for _, name in sorted(found, reverse=True)[:_MAX_PICTURES]]
+    return [folder / name for *_, name in sorted(found, reverse=True)[:_MAX_PICTURES]]
 
 
 class LogTail:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from segapp.__main__ import main
-from segapp.commands.smoke import Measured, estimate_full_run, report_lines
+from segapp.commands.smoke import Measured, estimate_full_run, measure, report_lines
 from segapp.config import dump_config, validate_config
 from tests.support.runs import events, merged, segapp, train
 
@@ -60,6 +61,26 @@ def test_smoke_predicts_a_run_and_changes_no_file(tiny: dict[str, Any], tmp_path
     files = (path for kind in ("tensorboard", "samples") for path in (run / kind).rglob("*"))
     records = sum(path.stat().st_size for path in [run / "events.jsonl", *files])
     assert records / 4 < full["records_bytes"] < 4 * records
+
+
+def test_disk_of_evaluations_and_steps_is_measured_apart(tmp_path: Path) -> None:
+    """The first batch is drawn once, and curves belong to the steps."""
+    lines = [
+        {"type": "run_start"},
+        {"type": "run_start", "resumed_from_step": 3},
+        *({"type": "step", "step": i, "step_s": 0.5, "data_wait_frac": None} for i in range(1, 8)),
+        *[{"type": "val", "val_s": 2.0, "num_images": 4}] * 2,
+        {"type": "checkpoint", "size_bytes": 11},
+    ]
+    text = "".join(json.dumps({"v": 1, "seq": i, "t": 1.0, **line}) + "\n" for i, line in enumerate(lines, start=1))
+    sizes = {"samples/first_batch.png": 900, "samples/epoch_0001_0.png": 30, "samples/epoch_0002_0.png": 50}
+    for name, size in {**sizes, "tensorboard/curves": 70}.items():
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * size)
+    (tmp_path / "run" / "events.jsonl").write_text(text)
+    found = measure(tmp_path, [torch.device("cpu")])
+    assert (found.samples_bytes, found.step_bytes) == (40, (len(text) + 70) / 7)
 
 
 @pytest.mark.parametrize(

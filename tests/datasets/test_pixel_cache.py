@@ -406,7 +406,7 @@ def test_ranks_share_one_ram_cache(caches: Caches) -> None:
 
 def test_disk_cache_in_the_data_set_is_refused(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches.pairs[0].image.parent))
-    with pytest.raises(ConfigError, match=r"data.cache = disk: .* lies in data.root"):
+    with pytest.raises(ConfigError, match=r"data.cache = disk: .* lies in the data folder"):
         of_config(caches, "disk", Ranks())
 
 

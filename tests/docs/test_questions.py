@@ -18,6 +18,7 @@ QUESTIONS = {
         "a bug | privacy telemetry"
     ),
     "python": "Jupyter | callbacks",
+    "augment": "see augmented images | preview of a batch | visualize augmentation",
     "plan": "how much GPU memory",
     "speed": "how long does training take | FPS frames per second",
     "own-data": "images and masks in folders | custom dataset | COCO polygons | YOLO labelme annotations",

@@ -120,7 +120,10 @@ def test_report_shows_the_values_of_run_and_model(
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
     found = evaluate_split(model, dataset, "val", 3)
     assert len(found.worst) == 3
+    *pictures, first_batch = pictures
     assert len(pictures) == 3 * 4
+    stored = (trained / "samples" / "first_batch.png").read_bytes()
+    assert base64.b64decode(str(first_batch).removeprefix("data:image/png;base64,")) == stored
     ids = {attributes.get("id") for _, attributes in page.tags}
     links = [str(attributes["href"]) for tag, attributes in page.tags if tag == "a"]
     assert {link.removeprefix("#") for link in links} <= ids
@@ -152,7 +155,7 @@ def test_a_class_has_one_color_in_screen_report_and_predictions(
             assert {tuple(color) for color in shown[(ids == number) & (target != 255)].tolist()} == {
                 legend[model.scheme.names[number]]
             }
-    sample = sorted((trained / "samples").glob("*.png"))[-1]  # image, prediction and target side by side
+    sample = sorted((trained / "samples").glob("epoch_*.png"))[-1]  # image, prediction and target side by side
     colors = {tuple(color) for color in cv2.imread(str(sample))[:, 64:, ::-1].reshape(-1, 3).tolist()}
     assert colors & set(legend.values())
     page = write_report(str(trained), tmp_path / "page.html").read_text()
@@ -205,9 +208,11 @@ def build_one(dataset: Any, index: int) -> Any:
 def test_report_without_model_has_the_rest_and_the_reason(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     folder.mkdir()
-    for name in ("events.jsonl", "run.json", "config.yaml"):
+    (folder / "samples").mkdir()
+    for name in ("events.jsonl", "run.json", "config.yaml", "samples/first_batch.png"):
         (folder / name).write_bytes((trained / name).read_bytes())
     page = read(write_report(str(folder)))
+    assert [attributes["alt"] for tag, attributes in page.tags if tag == "img"] == ["first batch of copy"]
     assert (folder / "report.html").is_file()
     assert "No confusion matrix and no images" in page.text
     assert "2 of 2" in page.text
@@ -423,7 +428,9 @@ def test_report_and_compare_commands_write_what_they_say(
         return capsys.readouterr()
 
     assert "written: page.html" in shown("report", str(trained), "--out", "page.html", "--worst", "1")[0]
-    assert len([1 for tag, _ in read(tmp_path / "page.html").tags if tag == "img"]) in (4, 8)  # one image, or two
+    assert len([1 for tag, _ in read(tmp_path / "page.html").tags if tag == "img"]) == 5  # one image, the first batch
+    shown("report", str(trained), "--out", "page.html", "--no-images")
+    assert "img" not in dict(read(tmp_path / "page.html").tags)
     words = ["compare", str(trained), str(trained), "--no-images"]
     assert len(json.loads(shown(*words, "--json")[0])["runs"]) == 2
     assert "best mIoU" in shown(*words)[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 
 from segapp.config import dump_config
@@ -46,6 +48,11 @@ def test_run_whose_ranks_come_and_go_equals_one_device(tiny: dict[str, Any], tmp
         done = trained_by_ranks(*words, cwd=tmp_path, num_ranks=num_ranks, **TRUST)
         assert "Warning" not in done.stderr
         assert not [key for key in final_state(tmp_path / "run")["model"] if key.startswith("module.")]
+    # The main rank has the first three of the five samples; the resumes keep its picture.
+    run, whole = (cv2.imread(str(tmp_path / name / "samples" / "first_batch.png")) for name in ("run", "alone"))
+    assert (run.shape, whole.shape) == ((50, 82, 3), (50, 124, 3))  # 24 x 40 px each, in two rows
+    own = [run[:24, :40], run[:24, 42:], run[26:, :40]]
+    assert all(np.array_equal(tile, whole[:24, 42 * i :][:, :40]) for i, tile in enumerate(own))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=0, abs=1e-12)
     assert [event["seq"] for event in events(tmp_path / "run")] == list(range(1, len(events(tmp_path / "run")) + 1))
     vals = [[(e["loss"], e["miou"], e["num_images"]) for e in events(tmp_path / n, "val")] for n in ("run", "alone")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,15 @@ def test_without_colour_each_class_has_a_letter(run: RecordedRun) -> None:
 
 
 def test_keys_show_other_evaluations_and_other_images(run: RecordedRun) -> None:
+    shutil.copy(run.folder.samples / "epoch_0001_2.png", run.folder.samples / "first_batch.png")
+
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "i")
         assert "epoch_0003_0.png  evaluation 3 of 3  image 1 of 3" in screen_text(app)
-        await press(app, pilot, "down", "left")
+        await press(app, pilot, "left", "left", "left")
+        assert "first_batch.png  the first batch as the model sees it" in screen_text(app)
+        assert "target" not in screen_text(app), "it is no row of three"
+        await press(app, pilot, "right", "right", "right", "down", "left")
         assert "epoch_0002_1.png  evaluation 2 of 3  image 2 of 3" in screen_text(app)
         run.epoch()
         run.draw_samples()

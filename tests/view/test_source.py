@@ -133,9 +133,11 @@ def test_run_without_events_is_shown(tmp_path: Path) -> None:
     assert source.status().age_s is None
 
 
-def test_sample_images_are_newest_first(tmp_path: Path) -> None:
-    for i, name in enumerate(("a.png", "b.png", ".tmp.png", "c.txt")):
+def test_sample_images_are_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture of the first batch, the oldest, is always among them."""
+    monkeypatch.setattr("segapp.view.source._MAX_PICTURES", 3)
+    for i, name in enumerate(("first_batch.png", "0.png", "a.png", "b.png", ".tmp.png", "c.txt")):
         (tmp_path / name).write_bytes(b"")
         os.utime(tmp_path / name, (i, i))
-    assert [path.name for path in newest_pictures(tmp_path)] == ["b.png", "a.png"]
+    assert [path.name for path in newest_pictures(tmp_path)] == ["first_batch.png", "b.png", "a.png"]
     assert newest_pictures(tmp_path / "nothing") == []

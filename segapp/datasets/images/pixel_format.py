@@ -128,7 +128,7 @@ class PixelFormat:
 
         The ends of a band's range become 0 and 255; values outside are clipped.
         """
-        if self.is_rgb8:
+        if self.is_rgb8 and pixels.dtype == np.uint8:
             return pixels
         shown = [0, 1, 2] if self.num_bands >= 3 else [0, 0, 0]
         low, high = np.array(self.ranges, np.float32)[shown].T

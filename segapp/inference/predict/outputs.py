@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,12 +26,12 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat, in_all_bands
 from segapp.datasets.images.raster import GeoTiffWriter
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
+from segapp.inference.drawing import blend, colorize
 from segapp.inference.predict.polygons import CocoFile, PolygonPlan, write_vectors
 from segapp.inference.predict.predictor import Strip
 from segapp.inference.predict.reading import SAVED, Picture, Saved
 from segapp.run.files import open_new, remove_quietly, temporary_name
 
-OVERLAY_ALPHA = 0.5
 PROBABILITY_SCALE = 65_535
 """Stored value of probability 1."""
 CONFIDENCE_SCALE = 255
@@ -75,25 +74,10 @@ def label_table(scheme: ClassScheme, *, label_ids: bool, has_nodata: bool) -> tu
     return np.array(ids, np.min_scalar_type(largest)), nodata
 
 
-def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """Return class ids (H, W) as uint8 RGB colors (H, W, 3); for several classes their mean, for none black."""
-    table = np.array(scheme.palette, dtype=np.uint8)
-    if scheme.multilabel is None:
-        return np.asarray(table[labels])
-    own = (labels[..., None] >> np.arange(scheme.num_classes)) & 1
-    return np.asarray((own @ table.astype(np.int64) // np.maximum(own.sum(-1, keepdims=True), 1)).astype(np.uint8))
-
-
 def labels_of_data(strip: Strip, scheme: ClassScheme) -> NDArray[Any]:
     """Return the class ids (R, W) of a strip; no class at nodata."""
     no_class = np.iinfo(np.uint16).max if scheme.multilabel is None else 0
     return strip.labels if strip.hidden is None else np.where(strip.hidden, no_class, strip.labels.astype(np.int32))
-
-
-def blend(image: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """Return an image (H, W, 3) blended with the colors of its class ids (H, W), except for pixels without a class."""
-    mixed = np.asarray(cv2.addWeighted(image, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0))
-    return mixed if scheme.multilabel is None else np.where((labels != 0)[..., None], mixed, image)
 
 
 class ImageOutputs:

@@ -25,12 +25,12 @@ from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
+from segapp.training import validation
 from segapp.training.batch_split import BatchSplitController
 from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.inbox import Inbox
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.network import ReplicatedNetwork
-from segapp.training.validation import SamplePictures
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import alerts, differing, events, train
 
@@ -424,20 +424,24 @@ def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness)
 def test_sample_images_show_all_three_and_change_nothing(
     alone: tuple[RunConfig, Path], tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Next to each other: the image, the prediction, and the mask with its ignored pixels in black."""
+    """Next to each other: the image, the prediction, and the mask with stripes at its ignored pixels."""
     config, whole = alone
     paths = sorted((whole / "samples").iterdir())
-    assert [path.name for path in paths] == [f"epoch_000{epoch}_{i}.png" for epoch in (1, 2) for i in range(3)]
-    palette = np.array([*seen(whole, "run_start")[0]["palette"], *[(0, 0, 0)] * 253], np.uint8)
-    for number, path in zip((0, 2, 3), paths[3:], strict=True):  # of 4 images
+    names = [f"epoch_000{epoch}_{i}.png" for epoch in (1, 2) for i in range(3)]
+    assert [path.name for path in paths] == [*names, "first_batch.png"]
+    palette = np.array([*seen(whole, "run_start")[0]["palette"], *[(110, 110, 110)] * 253], np.uint8)
+    for number, path in zip((0, 2, 3), paths[3:6], strict=True):  # of 4 images
         image, prediction, truth = np.split(cv2.imread(str(path))[..., ::-1], 3, axis=1)
         assert np.array_equal(image[..., ::-1], cv2.imread(str(tiny_root / "images" / "val" / f"{number:02}.png")))
         mask = cv2.imread(str(tiny_root / "masks" / "val" / f"{number:02}.png"), cv2.IMREAD_UNCHANGED)
-        assert np.array_equal(truth, palette[mask])
+        rows, columns = np.indices(mask.shape)
+        assert np.array_equal(truth, palette[mask] + 80 * ((mask == 255) & ((rows + columns) // 4 % 2 == 1))[..., None])
         assert not np.array_equal(prediction, truth)
         assert {tuple(color) for color in prediction.reshape(-1, 3).tolist()} <= {*map(tuple, palette[:3].tolist())}
     # A disk that takes no picture changes nothing either.
-    monkeypatch.setattr(SamplePictures, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    monkeypatch.setattr(validation, "encode_png", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     assert train(config, tmp_path / "none") == 0
     assert not list((tmp_path / "none").glob("samples/*"))
+    messages = [event["message"] for event in seen(tmp_path / "none", "alert")]
+    assert "there is no picture of the first batch: no space" in messages
     assert not differing(state_of(whole), state_of(tmp_path / "none"))
