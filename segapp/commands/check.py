@@ -148,11 +148,11 @@ def _check_samples(
     import torch
 
     from segapp.assembly.data import build_dataset, build_order
-    from segapp.assembly.network import build_preprocessing, with_statistics
+    from segapp.assembly.network import build_preprocessing, with_weights_defaults
     from segapp.datasets.loader import TrainLoader
     from segapp.inference.drawing import MAX_SAMPLES, draw_batch
 
-    data, order = with_statistics(config)[0].data, None
+    data, order = with_weights_defaults(config)[0].data, None
     try:
         dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)
         if data.sampling != "uniform" and report.num_masks == len(report.targets.frequencies.classes_of_masks):

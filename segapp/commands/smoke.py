@@ -210,7 +210,8 @@ def _num_saves(section: CheckpointConfig, timetable: Timetable, seconds: float, 
     num_due = len(due)
     if section.every_minutes is not None:
         num_due = max(num_due, int(seconds / (60 * section.every_minutes)))
-    return min(num_due, 2 + int(SAVING_SHARE * seconds / save_s)) if save_s else num_due
+    num_made = min(num_due, 2 + int(SAVING_SHARE * seconds / save_s)) if save_s else num_due
+    return num_made + 1  # before the first evaluation
 
 
 def report_lines(config: RunConfig, measured: Measured, full: Mapping[str, Any]) -> list[str]:

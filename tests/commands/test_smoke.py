@@ -116,14 +116,14 @@ def test_smoke_totals_of_a_whole_run_by_hand(tiny: dict[str, Any]) -> None:
     found = estimate_full_run(config, 2, MEASURED, num_train=21, num_val=6, free_bytes=100)
     assert found["steps"] == 10 * 5  # 10 full batches of 2, two of them a step
     assert found["evaluations"] == 3  # epochs 4, 8 and 10
-    assert found["saves"] == 3  # of the four that are due: the first, the last, and 5 % of 28.6 s hold one of 1.25 s
-    assert (found["train_s"], found["eval_s"], found["save_s"]) == (25.0, pytest.approx(3.6), 0.75)
+    assert found["saves"] == 1 + 3  # of the four that are due: the first, the last, and 5 % of 28.6 s hold one of 1.25 s
+    assert (found["train_s"], found["eval_s"], found["save_s"]) == (25.0, pytest.approx(3.6), 1.0)
     slower = dataclasses.replace(MEASURED, step_s=2 * MEASURED.step_s)
     of_slower = estimate_full_run(config, 2, slower, num_train=21, num_val=6, free_bytes=100)
-    assert of_slower["saves"] == 2 + 2  # every 5 epochs and every 20 steps
+    assert of_slower["saves"] == 1 + 2 + 2  # before the first evaluation, every 5 epochs and every 20 steps
     by_minutes = merged(config.model_dump(mode="json"), checkpoint={"every_minutes": 0.07})
     free = dataclasses.replace(MEASURED, copy_s=0.0, save_s=0.0)
-    assert estimate_full_run(by_minutes, 2, free, num_train=21, num_val=6, free_bytes=100)["saves"] == 6  # of 28.6 s
+    assert estimate_full_run(by_minutes, 2, free, num_train=21, num_val=6, free_bytes=100)["saves"] == 7  # of 28.6 s
     assert found["checkpoints_bytes"] == 4000  # two epochs, the best one, and the one being written
     assert found["records_bytes"] == (5 + 10) * 340 + 3 * 5000
     lines = report_lines(config, MEASURED, found)

@@ -42,7 +42,7 @@ class Stored:
     """A predictor whose class is the value of the pixel."""
 
     scheme, pixels, device = SCHEME, RGB8, torch.device("cpu")
-    threshold = None
+    threshold, align_corners = None, False
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         return images[..., 0]
