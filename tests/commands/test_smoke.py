@@ -116,7 +116,7 @@ def test_smoke_totals_of_a_whole_run_by_hand(tiny: dict[str, Any]) -> None:
     found = estimate_full_run(config, 2, MEASURED, num_train=21, num_val=6, free_bytes=100)
     assert found["steps"] == 10 * 5  # 10 full batches of 2, two of them a step
     assert found["evaluations"] == 3  # epochs 4, 8 and 10
-    assert found["saves"] == 1 + 3  # of the four that are due: the first, the last, and 5 % of 28.6 s hold one of 1.25 s
+    assert found["saves"] == 1 + 3  # of four that are due: the first, the last, and 5 % of 28.6 s hold one of 1.25 s
     assert (found["train_s"], found["eval_s"], found["save_s"]) == (25.0, pytest.approx(3.6), 1.0)
     slower = dataclasses.replace(MEASURED, step_s=2 * MEASURED.step_s)
     of_slower = estimate_full_run(config, 2, slower, num_train=21, num_val=6, free_bytes=100)
