@@ -19,6 +19,7 @@ from segapp.config import load_config
 from segapp.errors import ConfigError, DataError, SegappError, StorageError
 from segapp.inference.predict.predictor import check_same_classes
 from segapp.models import build_model
+from segapp.models.by_name import PythonModel
 from segapp.models.weights import load_weights, read_weights_file
 
 
@@ -165,13 +166,14 @@ def test_schema_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> Non
     assert ended.value.code == 10
 
 
+LINEAR = PythonModel(nn.Linear(2, 2), name="linear", num_classes=2, in_channels=3)
 REFUSED = {
     "weights without a name": (
         lambda: build_model("torchvision", "fcn", 2, encoder="resnet18", weights_backbone="IMAGENET"),
         {"key": "model.weights_backbone", "value": "IMAGENET"},
     ),
     "weights of another network": (
-        lambda: load_weights(nn.Linear(2, 2), {"other": torch.zeros(1)}, "a.pt", "model.weights"),
+        lambda: load_weights(LINEAR, {"other": torch.zeros(1)}, "a.pt", "model.weights"),
         {"key": "model.weights", "value": "a.pt"},
     ),
     "a file of the command line": (lambda: read_weights_file("nowhere.pt", "weights"), {"path": "nowhere.pt"}),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
 from segapp.models.by_name import expected_statistics
 from segapp.models.preprocessing import Preprocessing
-from segapp.models.weights import CONFIG_KEY, load_weights, peek_tensors, read_metadata
+from segapp.models.weights import CONFIG_KEY, load_weights, peek_tensors, read_metadata, weights_path
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run
 from segapp.run.words import size
@@ -40,10 +41,12 @@ def build_network(
     num_bands: int = 3,
     with_weights: bool = True,
     weights_file: Path | None = None,
+    class_names: Sequence[str] = (),
 ) -> SegmentationModel:
     """Return the network of a `model` section for images with this number of bands, with or without pretrained weights.
 
-    It has no adapters: see `put_adapters`. `weights_file` is the file from which all its weights will be loaded.
+    It has no adapters: see `put_adapters`. `weights_file` is the file from which all its weights will be loaded. A note
+    is recorded if weights of a run are for as many classes that have other names than `class_names`.
 
     Raises:
         ConfigError: the network cannot be built, needs more memory than there is or than its `weights_file` fills, or
@@ -52,7 +55,7 @@ def build_network(
     """
     weights = section.weights if with_weights else None
     run = None
-    if weights is not None and (Path(weights).is_dir() or is_run(Path("runs") / weights)):
+    if weights is not None and (weights_path(weights).is_dir() or is_run(Path("runs") / weights)):
         run = weights
     elif weights is not None and Path(weights).suffix == ".pt" and (saved := saved_config(weights)) is not None:
         run = weights if saved.model.adapters else None
@@ -73,7 +76,7 @@ def build_network(
             options=section.options,
         )
     if run is not None:
-        load_run_weights(model, run, is_partial=section.partial_weights)
+        load_run_weights(model, run, class_names, is_partial=section.partial_weights)
     return model
 
 
@@ -288,10 +291,8 @@ def with_weights_defaults(config: RunConfig, file: Path | None = None) -> tuple[
     return validate_config(raw), tuple(notes)
 
 
-def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) -> None:
-    """Copy the weights of a run into a network, and record which weights it took.
-
-    Unless `is_partial`, the run must have every tensor of the network.
+def load_run_weights(model: SegmentationModel, run: str, class_names: Sequence[str] = (), *, is_partial: bool) -> None:
+    """Copy the weights of a run into a network, and record which weights it took; see `load_weights`.
 
     Raises:
         CheckpointError: the run has no readable checkpoint, or its network is a different one.
@@ -312,19 +313,10 @@ def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) ->
             value=run,
             path=checkpoint.path,
         ) from None
-    report = load_weights(
-        model, state, run, key, model.backbone_prefix, is_partial=is_partial, in_channels=model.in_channels
-    )
-    wanted = {name for name, _ in model.named_parameters()}
-    missing = {name: reason for name, reason in report.keys.missing.items() if name in wanted}
-    if missing and not is_partial:
-        classes = list(checkpoint.state.get("classes") or ())
-        others = f"; it has {len(classes)} classes, this config {model.num_classes}" if classes else ""
-        raise CheckpointError(
-            f"{key}: run {run} lacks {some_names(missing)} ({next(iter(missing.values()))}){others}: set "
-            "model.partial_weights: true to take what matches",
-            key=key,
-            value=run,
-            path=checkpoint.path,
-        )
-    model.load_reports += (report,)
+    load_weights(model, state, run, key, is_partial=is_partial)
+    classes = checkpoint.state.get("classes") or ()
+    others = [f"{there} -> {here}" for there, here in zip(classes, class_names, strict=False) if there != here]
+    if others and len(classes) == len(class_names):
+        note = f"its classes have other names: {some_names(others, 8)}"
+        *earlier, report = model.load_reports
+        model.load_reports = (*earlier, replace(report, notes=(note,)))

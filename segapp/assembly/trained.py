@@ -26,7 +26,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
-from segapp.models.weights import CONFIG_KEY, load_weights, read_metadata, read_weights_file, sha256_of
+from segapp.models.weights import CONFIG_KEY, load_weights, read_metadata, read_weights_file, sha256_of, weights_path
 from segapp.precision import Precision
 from segapp.run.words import printable
 
@@ -90,8 +90,8 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         CheckpointError: the file is missing, or belongs to another program, config or model.
         ConfigError: the config cannot be used.
     """
-    if config is not None or Path(target).suffix.lower() == ".safetensors":
-        path = Path(target)
+    path = weights_path(target)
+    if config is not None or path.suffix.lower() == ".safetensors":
         return _from_weights(path, _config_of(path) if config is None else load_runnable(config))
     checkpoint = find_checkpoint(target)
     state = checkpoint.state
@@ -120,19 +120,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
         weights_file=path,
     )
     state = read_weights_file(path, "weights")
-    keys = load_weights(model, state, str(path), "weights", model.backbone_prefix).keys
-    # A BatchNorm without saved statistics would use the initial ones; the auxiliary head is not used.
-    needed = [
-        f"{name} ({reason})"
-        for name, reason in keys.missing.items()
-        if not name.endswith("num_batches_tracked") and not name.startswith("aux_classifier.")
-    ]
-    if needed:
-        raise CheckpointError(
-            f"{path} leaves {len(needed)} tensors of {config.model.name} without a value, such as {needed[0]}: "
-            "give weights of the whole model for these classes, or train them first with model.weights",
-            path=path,
-        )
+    load_weights(model, state, str(path), "weights")
     return TrainedState(model, config, scheme, path, sha256_of(path, "weights"), messages=notes)
 
 

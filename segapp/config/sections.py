@@ -191,14 +191,14 @@ class ModelConfig(Section):
     """Encoder of an smp model, e.g. resnet34, or tu- and a timm model; for eomt a timm vision transformer. Change it to
     trade accuracy for speed and memory."""
     weights: Annotated[PathText | None, OnResume] = None
-    """Initial weights of the whole model: name of a torchvision weights enum, a file, or a run; null: random. Change it
-    to fine-tune a trained model."""
+    """Initial weights of the whole model: name of a torchvision weights enum, a file, or a run; null: random. The
+    classifier of another number of classes is left out. Change it to fine-tune a trained model."""
     weights_backbone: Annotated[PathText | None, OnResume] = None
     """Initial weights of the backbone: IMAGENET1K_V1 or DEFAULT (torchvision), imagenet (smp, eomt; DEFAULT for a timm
     model), or a file; null: random. Change it from null unless you have tens of thousands of images."""
     partial_weights: Annotated[bool, OnResume] = False
-    """Load only the tensors of a weights file that match the model. Change it to true for weights with another number
-    of classes or another backbone."""
+    """Load only the tensors of a weights file that match the model; an alert names the modules that stay random. Change
+    it to true for weights of another backbone or decoder."""
     freeze: list[Text] = []
     """Modules that are not trained: backbone, or names or patterns, e.g. [encoder.layer1]. Their BatchNorm and dropout
     stay in evaluation mode. Change it to [backbone] if you have few images."""

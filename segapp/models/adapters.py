@@ -92,13 +92,9 @@ def _chosen_layers(model: SegmentationModel) -> list[str]:
 
 def _reference(model: SegmentationModel, adapted: Sequence[str]) -> BaseReference | None:
     """Return the reference to the backbone's tensors that came from weights files; None if there are none."""
-    prefix = model.backbone_prefix
     taken = {name for report in model.load_reports for name in report.keys.taken}
-    tensors = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if name.startswith(prefix) and (name in taken or name.removeprefix(prefix) in taken)
-    }
+    inside = ((n, tensor) for n, tensor in model.state_dict().items() if n.startswith(model.backbone_prefix))
+    tensors = {name: tensor for name, tensor in inside if name in taken}
     if not tensors:
         return None
     content = hashlib.sha256()

@@ -18,12 +18,7 @@ from segapp.models.from_torchvision import build_torchvision, split_name
 from segapp.models.inspection import inspect_model
 from segapp.models.names import unknown_name
 from segapp.models.network import SegmentationModel
-from segapp.models.weights import (
-    fetch_hub_file,
-    fetch_url,
-    load_weights,
-    read_weights_file,
-)
+from segapp.models.weights import BACKBONE_KEY, fetch_hub_file, fetch_url, load_weights, read_weights_file
 
 
 class PythonModel(SegmentationModel):
@@ -96,9 +91,9 @@ def build_model(
         library: `torchvision`, `smp`, `segapp` for the models of `OWN`, or `python` for a custom model.
         name: the model's name in that library; for a custom model `package.module:factory`.
         num_classes: C, at least 1.
-        in_channels: B, the bands of the images; the first convolution of a weights file for RGB is adapted to them.
+        in_channels: B, the bands of the images; a weights file for RGB is adapted to them.
         weights: for the whole network: a torchvision name (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
-            Tensors with another shape, such as a head for other classes, keep their initialization.
+            The classifier of a file with another number of classes is not used.
         weights_backbone: for the backbone: a name of torchvision (`IMAGENET1K_V1`, `DEFAULT`), one of smp's names for
             its encoders (`imagenet`), or a local file. Loaded before `weights`.
         partial_weights: load only the tensors that match, also from another backbone or a part of one.
@@ -141,7 +136,7 @@ def build_model(
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
     inspect_model(model)
     if weights_backbone is not None:
-        _load(model, "model.weights_backbone", weights_backbone, is_partial=partial_weights)
+        _load(model, BACKBONE_KEY, weights_backbone, is_partial=partial_weights)
     if weights is not None:
         _load(model, "model.weights", weights, is_partial=partial_weights)
     return model.train()
@@ -149,16 +144,16 @@ def build_model(
 
 def _load(model: SegmentationModel, key: str, weights: str, *, is_partial: bool) -> None:
     """Load the weights of a config key, `model.weights` or `model.weights_backbone`, and record the report."""
-    encoder, module, prefix, what = model.encoder_name, model.backbone_module, "", f"backbone {model.encoder_name}"
-    members, files = _torchvision_weights(encoder), {} if model.library == "torchvision" else _hub_files(encoder)
-    if key == "model.weights":
-        module, prefix, what = model, model.backbone_prefix, model.name
-        members, files = _torchvision_weights(f"{model.name.partition('_')[0]}_{encoder}"), {}
+    encoder = model.encoder_name
+    if key == BACKBONE_KEY:
+        what, members = f"backbone {encoder}", _torchvision_weights(encoder)
+        files = {} if model.library == "torchvision" else _hub_files(encoder)
+    else:
+        what, members, files = model.name, _torchvision_weights(f"{model.name.partition('_')[0]}_{encoder}"), {}
     named = {name: partial(fetch_url, each.url, name, key) for name, each in members.items()}
     named |= {name: partial(fetch_hub_file, *file, name, key) for name, file in files.items()}
     state = read_weights_file(_locate(weights, named, f"weights of {what}", key), key)
-    report = load_weights(module, state, weights, key, prefix, is_partial=is_partial, in_channels=model.in_channels)
-    model.load_reports += (report,)
+    load_weights(model, state, weights, key, is_partial=is_partial)
 
 
 def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, key: str) -> Path:
@@ -166,7 +161,7 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
     short = weights.rpartition("Weights.")[2]  # torchvision also spells it ResNet50_Weights.IMAGENET1K_V1
     if short in named:
         return named[short]()
-    if Path(weights).is_file() or "/" in weights or Path(weights).suffix:
+    if Path(weights).exists() or "/" in weights or Path(weights).suffix:
         return Path(weights)
     if not named:
         raise CheckpointError(

@@ -6,18 +6,17 @@ Shapes: N images, B bands, C classes, K feature channels, H x W of the input in 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
+from segapp.models.keys import LoadReport, modules_of
 from segapp.models.names import unknown_name
-from segapp.models.weights import LoadReport
 
 
 @dataclass(frozen=True)
@@ -153,9 +152,9 @@ class SegmentationModel(nn.Module):
             ConfigError: it matches nothing; the message suggests similar names.
         """
         pattern, names = self._resolved(pattern), [name for name, _ in self.named_parameters()]
-        found = [name for name in names if any(fnmatchcase(each, pattern) for each in _with_modules(name))]
+        found = [name for name in names if any(fnmatchcase(each, pattern) for each in modules_of(name))]
         if not found:
-            known = {each for name in names for each in _with_modules(name)}
+            known = {each for name in names for each in modules_of(name)}
             raise unknown_name(key, pattern, "the name, or a pattern of names, of a module or parameter", known)
         return found
 
@@ -206,12 +205,3 @@ class SegmentationModel(nn.Module):
 
     def _resolved(self, pattern: str) -> str:
         return self.backbone_name if pattern == "backbone" else pattern
-
-
-def _with_modules(name: str) -> Iterator[str]:
-    """Yield the names of the modules that contain a parameter, the outermost first, and its own.
-
-    >>> list(_with_modules("encoder.layer1.weight"))
-    ['encoder', 'encoder.layer1', 'encoder.layer1.weight']
-    """
-    return accumulate(name.split("."), lambda outer, inner: f"{outer}.{inner}")

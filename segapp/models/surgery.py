@@ -5,38 +5,75 @@ Shapes: N images, C channels, H x W pixels; O output channels, B bands, k kernel
 
 from __future__ import annotations
 
+import math
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 RGB = 3
 
 
-def first_conv_name(module: nn.Module, in_channels: int) -> str | None:
-    """Return the name of the convolution that gets the image: the first one with this number of input channels."""
+def fitted(
+    value: Tensor, shape: tuple[int, ...], in_channels: int, positions: tuple[list[int], int] | None = None
+) -> Tensor | None:
+    """Return a tensor of a file in the shape that a network has, or None if it is of another network.
+
+    The weight of a convolution that sees the image is adapted from RGB to the bands of the network. A position
+    embedding is resampled to another grid, as in timm.
+
+    Args:
+        value: the tensor.
+        shape: the shape in the network.
+        in_channels: B of the network.
+        positions: for a position embedding, its grid and number of prefix tokens (see `position_grids`).
+    """
+    if value.shape == shape:
+        return value
+    if positions is not None:
+        from timm.layers.pos_embed import resample_abs_pos_embed
+
+        grid, num_prefix = positions
+        # timm takes the other grid for square.
+        is_grid = value.ndim == 3 and math.sqrt(max(value.shape[1] - num_prefix, 0)).is_integer()
+        if is_grid and value.shape[::2] == shape[::2]:
+            return cast(Tensor, resample_abs_pos_embed(value, grid, num_prefix_tokens=num_prefix))
+        return None
+    # A stem may rearrange the pixels of a square before its convolution, which then has 3 channels for each of them.
+    if value.ndim != 4 or value.shape[1] % RGB or value.shape[1] // RGB * in_channels != shape[1]:
+        return None
+    adapted = adapt_first_conv(value, in_channels)
+    return adapted if adapted.shape == shape else None
+
+
+def position_grids(module: nn.Module) -> dict[str, tuple[list[int], int]]:
+    """Return the grid of patches (rows, columns) and the number of prefix tokens of each position embedding of timm."""
+    found = {}
     for name, part in module.named_modules():
-        if isinstance(part, nn.Conv2d) and part.in_channels == in_channels:
-            return str(name)
-    return None
+        grid = getattr(getattr(part, "patch_embed", None), "grid_size", None)
+        if grid is not None and isinstance(getattr(part, "pos_embed", None), nn.Parameter):
+            has_prefix = not getattr(part, "no_embed_class", False)
+            found[f"{name}.pos_embed"] = [*grid], getattr(part, "num_prefix_tokens", 1) if has_prefix else 0
+    return found
 
 
 def adapt_first_conv(weight: Tensor, in_channels: int) -> Tensor:
-    """Return the weight (O, B, k, k) of a first convolution for B bands, from a weight for RGB (O, 3, k, k).
+    """Return the weight (O, mB, k, k) of a first convolution for B bands, from a weight for RGB (O, 3m, k, k).
 
     One band gets the sum over RGB. Other numbers repeat R, G, B in turn, multiplied by 3 / B, which preserves the size
     of the output, as in segmentation_models_pytorch's `patch_first_conv`.
     """
+    by_pixel = weight.reshape(weight.shape[0], -1, RGB, *weight.shape[2:])
     if in_channels == 1:
-        return weight.sum(1, keepdim=True)
-    return weight[:, torch.arange(in_channels) % RGB] * (RGB / in_channels)
+        return by_pixel.sum(2)
+    return (by_pixel[:, :, torch.arange(in_channels) % RGB] * (RGB / in_channels)).flatten(1, 2)
 
 
 def widen_first_conv(module: nn.Module, in_channels: int) -> None:
     """Replace the first convolution of a network for RGB by one for other bands, with random weights, in place."""
-    name = first_conv_name(module, RGB)
-    if in_channels == RGB or name is None:
+    if in_channels == RGB:
         return
-    old = module.get_submodule(name)
-    assert isinstance(old, nn.Conv2d)
+    name, old = next((name, part) for name, part in module.named_modules() if isinstance(part, nn.Conv2d))
     new = nn.Conv2d(
         in_channels,
         old.out_channels,

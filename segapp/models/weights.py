@@ -1,7 +1,7 @@
 """Pretrained weights: fetch files, read their tensors, load them into a network.
 
-Files cannot run code: pickles are read with `weights_only=True`. `keys` maps tensor names; a `LoadReport` lists the
-tensors that a file does not have.
+Files cannot run code: pickles are read with `weights_only=True`. `keys` maps tensor names and says which tensors a
+network requires.
 """
 
 import contextlib
@@ -16,78 +16,31 @@ import urllib.request
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from segapp.bounds import allowed_bytes, check_values
 from segapp.errors import CheckpointError, some_names
-from segapp.models.keys import KeyMap, Shapes, map_keys
-from segapp.models.surgery import RGB, adapt_first_conv, first_conv_name
-from segapp.run.events import Weights
+from segapp.models.keys import AUXILIARY, LoadReport, Shape, check_complete, map_keys
+from segapp.models.network import SegmentationModel
+from segapp.models.surgery import fitted, position_grids
+from segapp.run.folder import is_run
 
 StateDict = dict[str, Tensor]
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "network", "net", "module")
 """Keys under which training scripts store a state dict, the most likely first; up to four may be nested."""
-MAX_NAMES = 100
-"""Maximum number of names of each kind in an event."""
 _MAX_VALUES = 2**22  # in a file of tensors; a state of ten thousand tensors has two hundred thousand
 HUB_FILE = "model.safetensors"
+"""File of weights on the Hugging Face hub, and in a folder of `save_pretrained`."""
+BACKBONE_KEY = "model.weights_backbone"
 CONFIG_KEY = "config"
 """Key of the complete config, as JSON, in a safetensors file's metadata."""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Tensors that a network got from a weights file, and why it did not get the others."""
-
-    source: str
-    keys: KeyMap
-
-    def lines(self) -> tuple[str, str]:
-        r"""Return the report as two lines of text.
-
-        >>> keys = KeyMap("its own names", {"conv.weight": "conv.weight"}, {"fc.bias": "of another head"}, {})
-        >>> print(*LoadReport("a.pt", keys).lines(), sep="\n")
-        weights a.pt: 1 of 1 tensors of the model taken (its own names)
-        weights a.pt: left out fc.bias (of another head); nothing left at initialization
-        """
-        keys = self.keys
-        num_wanted = len(keys.taken) + len(keys.missing)
-        left_out = f"left out {_by_reason(keys.left_out)}" if keys.left_out else "nothing left out"
-        missing = (
-            f"left at initialization {_by_reason(keys.missing)}" if keys.missing else "nothing left at initialization"
-        )
-        return (
-            f"weights {self.source}: {len(keys.taken)} of {num_wanted} tensors of the model taken ({keys.convention})",
-            f"weights {self.source}: {left_out}; {missing}",
-        )
-
-    def as_event(self) -> Weights:
-        """Return the report as a `weights` event."""
-        keys = self.keys
-        return Weights(
-            source=self.source,
-            message="\n".join(self.lines()),
-            num_taken=len(keys.taken),
-            num_tensors=len(keys.taken) + len(keys.missing),
-            left_out=dict(islice(keys.left_out.items(), MAX_NAMES)),
-            missing=dict(islice(keys.missing.items(), MAX_NAMES)),
-        )
-
-
-def _by_reason(reasons: Mapping[str, str], most: int = 3) -> str:
-    groups: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        groups.setdefault(reason, []).append(name)
-    shown = [f"{some_names(names)} ({reason})" for reason, names in groups.items()]
-    return "; ".join(shown[:most]) + (f"; and {len(shown) - most} more reasons" if len(shown) > most else "")
 
 
 def _refused(key: str, path: Path, reason: str, name: str | None = None) -> CheckpointError:
@@ -182,17 +135,23 @@ def sha256_of(path: Path, key: str) -> str:
         raise _refused(key, path, f"{path} cannot be read ({error.strerror})") from error
 
 
+def weights_path(path: str | Path) -> Path:
+    """Return the path of a weights file, in a folder of `save_pretrained` the one with the tensors."""
+    inside = Path(path) / HUB_FILE
+    return inside if inside.is_file() and not is_run(path) else Path(path)
+
+
 def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict:
     """Return the tensors of a weights file, on the CPU.
 
     Accepts a state dict saved by torch.save, directly or under `model` (a segapp checkpoint), `state_dict` and other
-    common keys; or a `.safetensors` file.
+    common keys; or a `.safetensors` file, also by the folder of `save_pretrained`.
 
     Raises:
         CheckpointError: the file is missing or damaged, has no tensors or several state dicts, or has objects other
             than tensors and plain values.
     """
-    path = Path(path)
+    path = weights_path(path)
     if path.suffix.lower() == ".safetensors":
         from safetensors.torch import load_file
 
@@ -326,60 +285,68 @@ def _reading(path: Path, key: str, kind: str) -> Iterator[None]:
 
 
 def load_weights(
-    module: nn.Module,
-    state: StateDict,
-    source: str,
-    key: str,
-    backbone_prefix: str = "",
-    *,
-    is_partial: bool = False,
-    in_channels: int = RGB,
-) -> LoadReport:
-    """Copy the matching tensors of `state` into a network or a backbone, in place, and return the mapping.
+    model: SegmentationModel, state: StateDict, source: str, key: str, *, is_partial: bool = False
+) -> None:
+    """Copy the matching tensors of `state` into a network or its backbone, in place, and record the report.
 
-    A missing head, or a head for other classes, keeps its initialization. The classifier in a backbone's file is not
-    used.
+    Every parameter and every running statistic is required. Counters and tables of indices, which the network computes,
+    may be missing, and so may an auxiliary head and, for a training, the classifier of a file with other classes. They
+    keep their initialization.
 
     Args:
-        module: a whole network, or only a backbone.
+        model: the network.
         state: tensors by name, of the network or its backbone, in any naming that `map_keys` knows.
         source: origin of the tensors, for messages.
-        key: the config key that refers to them.
-        backbone_prefix: prefix of the backbone's tensors in `module`; "" for only a backbone.
-        is_partial: load all tensors that match, also from another backbone.
-        in_channels: B of the network; the first convolution of a file for RGB is adapted to it.
+        key: the config key that refers to them; for `model.weights_backbone`, only the backbone gets tensors.
+        is_partial: load all tensors that match, also from another network.
 
     Raises:
-        CheckpointError: too few tensors match, or they belong to another backbone.
+        CheckpointError: required tensors are missing, or have values that no training can begin with.
     """
-    own = module.state_dict()
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    found = {name: tuple(value.shape) for name, value in state.items()}
+    backbone, in_channels, is_whole = model.backbone_prefix, model.in_channels, key != BACKBONE_KEY
+    own = {n: value for n, value in model.state_dict(keep_vars=True).items() if is_whole or n.startswith(backbone)}
+    counters = {name for name, value in own.items() if not value.is_floating_point()}
+    found, wanted = ({name: tuple(value.shape) for name, value in each.items()} for each in (state, own))
+    grids = position_grids(model)
+
+    def fit(name: str, value: Tensor) -> Tensor | None:
+        return fitted(value, wanted[name], in_channels, grids.get(name))
+
+    def fits(name: str, there: Shape, here: Shape) -> bool:
+        return there == here or fit(name, torch.empty(there, device="meta")) is not None
+
     try:
-        wanted = {name: tuple(value.shape) for name, value in own.items()}
-        keys, stem = _map_keys_and_stem(
-            module, found, wanted, in_channels, backbone=backbone_prefix, optional=buffers, is_partial=is_partial
-        )
+        num_classes = model.num_classes if is_whole else None
+        keys = map_keys(found, wanted, backbone, counters, num_classes=num_classes, fits=fits)
+        # A module that is used at several places has a name for each, of which a file may hold one.
+        given = {id(own[name]) for name in keys.taken}
+        keys = replace(keys, missing={n: reason for n, reason in keys.missing.items() if id(own[n]) not in given})
+        if not is_partial:
+            required = [name for name in own if name not in counters and not name.startswith(AUXILIARY)]
+            check_complete(keys, found, required, backbone, is_trained=_config_key(key) is not None)
+        taken = {name: value for name, there in keys.taken.items() if (value := fit(name, state[there])) is not None}
+        _check_values(taken, own)
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {source} {error}", key=_config_key(key), value=source) from None
-    taken = {name: state[file_name] for name, file_name in keys.taken.items()}
-    if stem is not None:
-        taken[stem] = adapt_first_conv(taken[stem], in_channels)
-        keys = replace(keys, convention=f"{keys.convention}, first convolution adapted from RGB to {in_channels} bands")
-    module.load_state_dict(taken, strict=False)
-    return LoadReport(source, keys)
+    changed = [name for name, there in keys.taken.items() if found[there] != wanted[name]]
+    for names, how in (
+        ([name for name in changed if name not in grids], f"adapted from RGB to {in_channels} bands"),
+        ([name for name in changed if name in grids], "resampled to the grid of this model"),
+    ):
+        if names:
+            keys = replace(keys, convention=f"{keys.convention}, {some_names(names)} {how}")
+    model.load_state_dict(taken, strict=False)  # of the whole model: some encoders of smp override theirs
+    random = tuple(name for name in keys.missing if is_partial and name not in counters)
+    model.load_reports += (LoadReport(source, keys, random),)
 
 
-def _map_keys_and_stem(
-    module: nn.Module, found: Shapes, wanted: Shapes, in_channels: int, **options: Any
-) -> tuple[KeyMap, str | None]:
-    """Return the mapping, and the name of the first convolution's weight if the file has it for RGB instead."""
-    name = None if in_channels == RGB else first_conv_name(module, in_channels)
-    if name is not None:
-        stem = f"{name}.weight"
-        shape = wanted[stem]
-        with contextlib.suppress(CheckpointError):
-            keys = map_keys(found, {**wanted, stem: (shape[0], RGB, *shape[2:])}, **options)
-            if stem in keys.taken:
-                return keys, stem
-    return map_keys(found, wanted, **options), None
+def _check_values(taken: StateDict, own: StateDict) -> None:
+    """Raise CheckpointError for integers instead of floats, as of quantized weights, and for NaN or infinite values."""
+    for name, value in taken.items():
+        if not own[name].is_floating_point():
+            continue
+        if not value.is_floating_point():
+            raise CheckpointError(f"has integers as {name}, for floats: save the weights before they are quantized")
+        is_finite = value.to(own[name].dtype).isfinite()
+        if not is_finite.all() and not (is_finite | ~own[name].isfinite()).all():  # of some networks, inf means unset
+            raise CheckpointError(f"has NaN or infinite values in {name}: give weights from before they diverged")

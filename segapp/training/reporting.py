@@ -16,8 +16,10 @@ from segapp.datasets.cache import PixelCache
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import TrainLoader, wait_advice
 from segapp.datasets.resources import cores_of_rank
+from segapp.errors import some_names
 from segapp.inference.evaluate import Evaluation
 from segapp.memory.counters import DeviceMemoryTracker
+from segapp.models.keys import random_modules
 from segapp.run.events import Alert, EpochStart, EventLog, Heartbeat, Recompute, Step, Val
 from segapp.run.words import size
 from segapp.training.commands import CommandController
@@ -280,8 +282,12 @@ class TrainingReporter:
             "judge": self.controller.split_checker().to_json(),
         }
         self.event_log.emit(facts.start.model_copy(update=present))
-        for report in self.engine.model.load_reports:
+        reports = self.engine.model.load_reports
+        for report in reports:
             self.event_log.emit(report.as_event())
+        if random := random_modules(reports):
+            names = some_names(random, 8)
+            self.alert("weights", f"model.partial_weights: no weights file gives {names}, which stay random")
         for alert in facts.alerts:
             self.event_log.emit(alert)
         self.recompute()

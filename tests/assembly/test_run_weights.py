@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import segmentation_models_pytorch as smp
 import timm
 import torch
 
@@ -16,13 +17,15 @@ from segapp.assembly.network import build_network, build_preprocessing, with_wei
 from segapp.assembly.pairs import build_scheme
 from segapp.assembly.trained import load_trained
 from segapp.commands.export import export_target
-from segapp.config import RunConfig, load_config
+from segapp.config import RunConfig, dump_config, load_config
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
+from segapp.models.weights import weights_path
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
-from tests.support.runs import merged, train
+from segapp.training.step.assembler import StepAssembler
+from tests.support.runs import events, merged, train
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 
@@ -45,8 +48,12 @@ def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunC
 def half(run: tuple[RunConfig, Path]) -> tuple[RunConfig, Path]:
     """A run whose backbone comes from a file for a timm model, which expects 0.5 and not ImageNet's numbers."""
     folder = run[1].with_name("half")
-    torch.save(timm.create_model("test_resnet").state_dict(), folder.with_name("backbone.pt"))
+    state = {
+        name: value for name, value in timm.create_model("test_resnet").state_dict().items() if "layer4" not in name
+    }
+    torch.save(state, folder.with_name("backbone.pt"))
     model = {"encoder": "tu-test_resnet", "weights_backbone": str(folder.with_name("backbone.pt"))}
+    model |= {"partial_weights": True}
     loss = {"align_corners": "auto"}
     config = merged(run[0].model_dump(mode="json"), data={"mean": None, "std": None}, model=model, loss=loss)
     assert train(config, folder) == 0
@@ -145,17 +152,61 @@ def test_weights_of_a_run_are_its_average(
     assert not torch.equal(fresh.encoder.conv1.weight, model.encoder.conv1.weight)
 
 
-def test_other_classes_need_partial_weights(run: tuple[RunConfig, Path]) -> None:
+def test_classifier_of_other_classes_is_left_out(run: tuple[RunConfig, Path]) -> None:
     config, folder = run
     section = config.model.model_copy(update={"weights": str(folder)})
-    with pytest.raises(
-        CheckpointError, match=r"segmentation_head.0.weight.*it has 3 classes, this config 5: set model"
-    ):
-        build_network(section, 5)
-    model = build_network(section.model_copy(update={"partial_weights": True}), 5)
+    model = build_network(section, 5)
     best: dict[str, Any] = torch.load(folder / "checkpoints" / "best.pt", weights_only=True)
-    assert torch.equal(model.decoder.p5.weight, best["ema"]["module"]["decoder.p5.weight"])
-    assert set(model.load_reports[0].keys.missing) == {"segmentation_head.0.weight", "segmentation_head.0.bias"}
+    ends = ("segmentation_head.0.weight", "segmentation_head.0.bias")
+    assert all(
+        torch.equal(value, best["ema"]["module"][name])
+        for name, value in model.state_dict().items()
+        if name not in ends
+    )
+    (report,) = model.load_reports
+    assert report.keys.missing == dict.fromkeys(ends, "for 3 classes there, 5 here")
+    assert (report.random, report.notes) == ((), ())
+    file = folder.with_name("five.yaml")
+    file.write_text(dump_config(merged(config.model_dump(mode="json"), data={"classes": [*"abcde"]})))
+    with pytest.raises(
+        CheckpointError, match=r"weights: .*best\.pt lacks 2 of the .*; train with it as model\.weights$"
+    ):
+        load_trained(str(folder / "checkpoints" / "best.pt"), str(file))
+
+
+def test_classes_of_other_names_get_a_line(run: tuple[RunConfig, Path]) -> None:
+    raw = run[0].model_dump(mode="json")
+    for names, said in (
+        (["ground", "box", "disc"], ()),
+        (["ground", "disc", "tree"], ("its classes have other names: box -> disc, disc -> tree",)),
+        (["ground", "disc", "box", "tree"], ()),
+    ):
+        config = merged(raw, data={"classes": names}, model={"weights": str(run[1])})
+        (report,) = StepAssembler(config, build_scheme(config.data)).build_model(with_weights=True).load_reports
+        assert report.notes == said
+        assert report.as_event().message.splitlines()[2:] == [f"weights {run[1]}: {line}" for line in said]
+
+
+def test_alert_names_the_modules_that_stay_random(half: tuple[RunConfig, Path]) -> None:
+    said = [event["message"] for event in events(half[1], "alert") if event["kind"] == "weights"]
+    assert said == ["model.partial_weights: no weights file gives encoder.model.layer4, which stay random"]
+
+
+@pytest.mark.parametrize("key", ["weights", "weights_backbone"])
+def test_folder_of_save_pretrained_gives_its_tensors(run: tuple[RunConfig, Path], tmp_path: Path, key: str) -> None:
+    theirs = smp.FPN("resnet18", encoder_weights=None, classes=3)
+    theirs.save_pretrained(tmp_path / "net")
+    (tmp_path / "net" / "config.json").write_text('{"_model_class": "Unet", "encoder_name": "none"}')
+    model = build_network(run[0].model.model_copy(update={key: str(tmp_path / "net")}), 3)
+    state = theirs.state_dict()
+    given = [n for n in state if key == "weights" or n.startswith("encoder.")]
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in given)
+    (tmp_path / "fpn.yaml").write_text(dump_config(run[0]))
+    loaded = load_trained(str(tmp_path / "net"), str(tmp_path / "fpn.yaml"))
+    assert all(torch.equal(loaded.model.state_dict()[name], value) for name, value in state.items())
+    assert loaded.path == tmp_path / "net" / "model.safetensors"
+    (tmp_path / "net" / "run.json").write_text("{}")  # a run, whose own checkpoints count
+    assert weights_path(tmp_path / "net") == tmp_path / "net"
 
 
 def test_folder_of_runs_is_not_taken_for_one(run: tuple[RunConfig, Path]) -> None:

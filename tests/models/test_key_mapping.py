@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from segapp.errors import CheckpointError
-from segapp.models.keys import map_keys
+from segapp.models.keys import check_complete, map_keys
 
 V = (4,)
 
@@ -26,10 +28,16 @@ def shapes(text: str) -> dict[str, tuple[int, ...]]:
         ("w v", "back.model.w back.model.v", "w v", "no prefix there, back.model. here"),
         ("e.w e.v", "back.w back.v", "e.w e.v", "e. there, back. here"),
         (
-            "stages.0.w stages.1.w",
-            "stages_0.w stages_1.w",
-            "stages.0.w stages.1.w",
-            "the same names, numbers after an underscore",
+            "stages.0.w stages.1.w stem.conv.w",
+            "back.model.body.stages_0.w back.model.body.stages_1.w back.model.body.stem_conv.w h.w",
+            "stages.0.w stages.1.w stem.conv.w",
+            "no prefix there, back.model.body. here",
+        ),
+        (
+            "d.denselayer1.norm.1.w d.norm.1.w",
+            "d.denselayer1.norm1.w d.norm.1.w",
+            "d.denselayer1.norm.1.w d.norm.1.w",
+            "the same names",
         ),
     ],
 )
@@ -47,41 +55,56 @@ def test_deeper_prefixes_and_numbers_are_not_left_out(found):
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "message"),
+    ("found", "required", "message"),
     [
-        ("h.a", "back.w h.a h.b", None),  # one of two
-        ("h.a h.b", "back.w h.a h.b h.c h.d", None),
-        ("h.a", "back.w h.a h.b h.c", "gives 1 of the 3 tensors of this model's head and none of its backbone"),
-        ("h.a h.b", "back.w h.a h.b h.c h.d h.e", "gives 2 of the 5 tensors"),
-        ("h.a z.b z.c", "back.w h.a h.b h.c", "gives 1 of the 3 tensors"),
-        ("back.w", "back.w h.a h.b h.c", None),
-        ("back.w h.a", "back.w back.v h.a", "another backbone: 1 of 2 tensors are missing .* such as back.v"),
-        ("back.x h.a", "back.w h.a", "another backbone: 1 of 1 tensors are missing"),
-        ("back.w back.v", "back.w back.v back.mean", "another backbone: 1 of 3 tensors"),
+        ("back.w h.a h.b", "back.w h.a h.b", None),
+        ("x.back.w x.h.a", "back.w h.a", None),
+        (
+            "back.w h.b",
+            "back.w h.a h.b h.c",
+            r"lacks 2 of the 4 tensors of this model, such as h\.a \(not in the file\); ",
+        ),
+        (
+            "back.w h.a h.b",
+            "back.w back.v h.a",
+            "lacks 1 of the 3 tensors of this model, such as back.v .*; give weights",
+        ),
+        ("h.a h.b", "back.w h.a h.b", "lacks 1 of the 3 tensors of this model, such as back.w"),
+        (
+            "w",
+            "back.w back.v back.mean",
+            "lacks 2 of the 3 tensors of this backbone, such as back.v .*; give weights of",
+        ),
+        ("w z", "back.w h.a h.b", "lacks 2 of the 3 tensors .*; train with it as model.weights_backbone"),
+        ("back.l1.2.w back.l1.0.w", "back.l1.0.w h.a", r"lacks 1 of the 2 tensors of this model, such as h\.a"),
     ],
 )
-def test_too_little_of_backbone_or_head_is_refused(found, wanted, message):
-    whole = map_keys(shapes(found), shapes(wanted), "back.", is_partial=True)
-    assert set(whole.taken) == {name for name in wanted.split() if name in found.split()}
-    if message is None:
-        assert map_keys(shapes(found), shapes(wanted), "back.") == whole
-    else:
-        with pytest.raises(CheckpointError, match=message):
-            map_keys(shapes(found), shapes(wanted), "back.")
+def test_file_without_a_required_tensor_is_refused(found, required, message):
+    mapped = map_keys(shapes(found), shapes(required) | shapes("back.count h.z"), "back.")
+    assert set(mapped.missing) >= {"back.count", "h.z"}
+    for is_trained in (True, False):
+        if message is None:
+            check_complete(mapped, shapes(found), required.split(), "back.", is_trained=is_trained)
+            continue
+        with pytest.raises(CheckpointError, match=message) as caught:
+            check_complete(mapped, shapes(found), required.split(), "back.", is_trained=is_trained)
+        assert str(caught.value).endswith("model.partial_weights: true to take what matches") == is_trained
 
 
-def test_buffers_may_be_missing_and_do_not_count():
-    wanted = shapes("back.w back.mean h.a h.mean")
-    found = map_keys(shapes("back.w"), wanted, "back.", optional={"back.mean", "h.mean"})
-    assert found.missing == dict.fromkeys(["back.mean", "h.a", "h.mean"], "not in the file")
+def test_counters_do_not_show_whose_file_it_is():
+    wanted = shapes("back.w back.count h.a h.count")
+    found = map_keys(shapes("back.w"), wanted, "back.", {"back.count", "h.count"})
+    assert found.missing == dict.fromkeys(["back.count", "h.a", "h.count"], "not in the file")
     with pytest.raises(CheckpointError, match="holds no tensor of this model"):
-        map_keys(shapes("back.mean"), wanted, "back.", optional={"back.mean", "h.mean"})
+        map_keys(shapes("back.count"), wanted, "back.", {"back.count", "h.count"})
 
 
 @pytest.mark.parametrize(
     ("file", "own", "reasons"),
     [
         ({"h.w": (9, 4), "h.b": (9,)}, {"h.w": (2, 4), "h.b": (2,)}, ["for 9 classes there, 2 here"] * 2),
+        ({"h.w": (10, 4), "h.b": (10,)}, {"h.w": (3, 4), "h.b": (3,)}, ["for 9 classes there, 2 here"] * 2),  # EoMT
+        ({"h.w": (9, 4), "h.b": (9,)}, {"h.w": (4, 4), "h.b": (4,)}, ["9x4 there, 4x4 here", "9 there, 4 here"]),
         ({"h.w": (9, 4), "h.b": (8,)}, {"h.w": (2, 4), "h.b": (2,)}, ["9x4 there, 2x4 here", "8 there, 2 here"]),
         ({"h.w": (9, 4), "h.b": (9,)}, {"h.w": (2, 5), "h.b": (2,)}, ["9x4 there, 2x5 here", "9 there, 2 here"]),
         ({"h.w": (9, 4), "h.b": ()}, {"h.w": (2, 4), "h.b": (2,)}, ["9x4 there, 2x4 here", "a number there, 2 here"]),
@@ -89,11 +112,17 @@ def test_buffers_may_be_missing_and_do_not_count():
 )
 def test_other_shapes_are_other_classes_where_only_they_differ(file, own, reasons):
     there = {f"net.{name}": shape for name, shape in {"back.w": V, **file}.items()}
-    mapped = map_keys(there, {"back.w": V, **own}, "back.")
+    mapped = map_keys(there, {"back.w": V, **own}, "back.", num_classes=2)
     assert mapped.missing == dict(zip(["h.w", "h.b"], reasons, strict=True))
     assert mapped.left_out == dict(zip(["net.h.w", "net.h.b"], reasons, strict=True))
-    partial = map_keys({"h.a": V, "back.w": (9, 3)}, {"h.a": V, "back.w": (2, 3)}, "back.", is_partial=True)
-    assert partial.missing == {"back.w": "9x3 there, 2x3 here"}
+    is_classes = "classes" in reasons[0]
+    assert set(mapped.classifier) == (set(own) if is_classes else set())
+    for is_trained in (True, False):
+        refused = pytest.raises(CheckpointError, match=r"lacks 2 of the 3 tensors .* such as h\.w")
+        with contextlib.nullcontext() if is_classes and is_trained else refused as caught:
+            check_complete(mapped, there, ["back.w", *own], "back.", is_trained=is_trained)
+        if is_classes and not is_trained:
+            assert str(caught.value).endswith("; train with it as model.weights")
 
 
 @pytest.mark.parametrize(
@@ -118,11 +147,11 @@ def test_tensors_left_out_have_their_reason(name, backbone, reason):
 def test_blocks_between_those_taken_are_another_backbone(further, is_refused):
     """Blocks behind the last one taken are parts that a network never runs."""
     own = "l1.2.w l1.0.w l2.0.w"
-    if is_refused:
-        with pytest.raises(CheckpointError, match=f"it has further blocks: {further}"):
-            map_keys(shapes(f"{own} {further}"), shapes(own))
-    else:
-        assert list(map_keys(shapes(f"{own} {further}"), shapes(own)).left_out) == [further]
+    mapped = map_keys(shapes(f"{own} {further}"), shapes(own))
+    assert list(mapped.left_out) == [further]
+    refused = pytest.raises(CheckpointError, match=f"is of a deeper backbone, with further blocks: {further}; give")
+    with refused if is_refused else contextlib.nullcontext():
+        check_complete(mapped, shapes(f"{own} {further}"), own.split(), "", is_trained=True)
 
 
 def test_two_networks_of_a_file_are_refused_unless_one_has_more():
@@ -136,4 +165,4 @@ def test_nearest_name_is_told_for_the_first_eight():
     for own, is_told in (([*far[:7], "weights"], True), ([*far, "weights"], False)):
         with pytest.raises(CheckpointError) as caught:
             map_keys(shapes("weight"), shapes(" ".join(own)))
-        assert ("; nearest: weight there, weights here" in str(caught.value)) == is_told
+        assert ("; nearest: weight (4) there, weights (4) here" in str(caught.value)) == is_told

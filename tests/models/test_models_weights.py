@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import re
 import socket
 import time
 import urllib.error
@@ -16,8 +17,8 @@ from safetensors.torch import save_file
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
 from segapp.models.by_name import expected_statistics
-from segapp.models.keys import KeyMap
-from segapp.models.weights import LoadReport, check_reachable, fetch_hub_file, fetch_url, read_weights_file
+from segapp.models.keys import KeyMap, LoadReport, random_modules
+from segapp.models.weights import check_reachable, fetch_hub_file, fetch_url, load_weights, read_weights_file
 
 BACKBONE = "mobilenet_v3_small"
 
@@ -144,15 +145,78 @@ def test_file_without_tensors_of_the_model_is_refused(tmp_path, tensors, message
         build(weights=str(tmp_path / "weights.pt"))
 
 
-@pytest.mark.parametrize("key", ["weights", "weights_backbone"])
-def test_other_backbone_is_refused_unless_a_part_is_wanted(tmp_path, state, key):
-    torch.save({n: v for n, v in state.items() if not n.startswith("backbone.5.")}, tmp_path / "weights.pt")
-    options = {key: str(tmp_path / "weights.pt")}
-    message = rf"model\.{key}: .*weights\.pt is of another backbone: \d+ of \d+ tensors .* backbone\.5\.block"
-    with pytest.raises(CheckpointError, match=message if key == "weights" else message.replace(r"backbone\.5", "5")):
-        build(**options)
-    (report,) = build(**options, partial_weights=True).load_reports
-    assert {name.removeprefix("backbone.").partition(".")[0] for name in report.keys.missing} == {"5"}
+def without(state, part):
+    return {name: value for name, value in state.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            "running_var",
+            r"lacks \d+ of the \d+ tensors of this \w+, such as backbone\.0\.1\.running_var \(not in the file",
+        ),
+        (".5.block.1.1.", r"lacks 4 of the 2\d\d tensors .* such as backbone\.5\.block\.1\.1\.weight .*; give weights"),
+        (
+            "scale.",
+            r"lacks 1 of the 216 tensors of this model.* classifier\.scale\.1\.weight .* as model\.weights_backbone",
+        ),
+        ("high_classifier", r"lacks 2 of the 216 tensors of this model, such as classifier\.high_classifier\.weight"),
+        ("num_batches_tracked", None),  # which may be missing
+    ],
+)
+def test_one_rule_for_what_a_file_lacks(state, part, message):
+    file = without(state, part)
+    is_of_head = "classifier" in str(message)
+    for key in ("model.weights", "model.weights_backbone", "weights"):
+        model = build()
+        if message is None or (is_of_head and key == "model.weights_backbone"):
+            load_weights(model, file, "a.pt", key)
+            assert all("num_batches" in name for name in model.load_reports[0].keys.missing)
+        else:
+            with pytest.raises(CheckpointError, match=rf"^{key}: a\.pt {message}"):
+                load_weights(model, file, "a.pt", key)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("backbone.1.block.0.0.weight", lambda value: (value * 99).to(torch.int8), "has integers as"),
+        ("classifier.cbr.0.weight", lambda value: value.where(value != value[5, 0], torch.nan), "has NaN or infinite"),
+        ("backbone.0.1.running_var", lambda value: value.double() + 1e300, "has NaN or infinite"),  # in float32
+    ],
+)
+def test_values_that_cannot_be_trained_are_refused(state, name, change, message):
+    for is_partial in (False, True):
+        model = build()
+        with pytest.raises(CheckpointError, match=rf"a\.pt {message}.* {re.escape(name)}"):
+            load_weights(model, state | {name: change(state[name])}, "a.pt", "model.weights", is_partial=is_partial)
+        assert model.load_reports == ()
+
+
+def test_part_of_a_file_is_taken_if_it_is_wanted(tmp_path, state):
+    torch.save(without(without(state, ".5.block.1."), "scale."), tmp_path / "weights.pt")
+    model = build(weights=str(tmp_path / "weights.pt"), partial_weights=True)
+    lost = {name for name in state if ".5.block.1." in name or "scale." in name}
+    assert set(model.load_reports[0].keys.missing) == lost
+    assert random_modules(model.load_reports) == ["backbone.5.block.1", "classifier.scale"]
+    torch.save(without(state, "classifier"), tmp_path / "backbone.pt")
+    both = build(
+        weights_backbone=str(tmp_path / "backbone.pt"), weights=str(tmp_path / "weights.pt"), partial_weights=True
+    )
+    assert random_modules(both.load_reports) == ["classifier.scale"]
+    assert all(value.equal(state[n]) for n, value in both.state_dict().items() if "scale." not in n)
+
+
+def test_auxiliary_head_may_be_missing(tmp_path, state):
+    own = build(name="fcn", encoder="mobilenet_v3_small").state_dict()
+    torch.save(without(own, "aux_classifier"), tmp_path / "fcn.pt")
+    (report,) = build(name="fcn", weights=str(tmp_path / "fcn.pt")).load_reports
+    assert {name.partition(".")[0] for name in report.keys.missing} == {"aux_classifier"}
+    torch.save(own, tmp_path / "fcn.pt")
+    (report,) = build(6, name="fcn", weights=str(tmp_path / "fcn.pt")).load_reports
+    ends = {f"{head}classifier.4.{kind}" for head in ("", "aux_") for kind in ("weight", "bias")}
+    assert report.keys.missing == dict.fromkeys(ends, "for 3 classes there, 6 here")
 
 
 def test_backbone_weights_load_before_whole_weights(tmp_path, state):

@@ -107,7 +107,7 @@ class Weights(_Event):
     source: Text
     """The file, or the name of the weights."""
     message: Message
-    """A summary in two lines."""
+    """A summary in two lines, and a line about classes of other names."""
     num_taken: int
     """Tensors of the model that are in the file."""
     num_tensors: int

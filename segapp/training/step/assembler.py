@@ -149,7 +149,11 @@ class StepAssembler:
             ConfigError: the crop, the batch size or `model.freeze` does not fit the model.
         """
         model = build_network(
-            self.config.model, self.scheme.num_classes, num_bands=self.pixels.num_bands, with_weights=with_weights
+            self.config.model,
+            self.scheme.num_classes,
+            num_bands=self.pixels.num_bands,
+            with_weights=with_weights,
+            class_names=self.scheme.names,
         )
         check_sizes(self.config, model)
         if self.config.train.bn_momentum is not None:
