@@ -106,7 +106,7 @@ def test_values_of_the_weights_stay_with_the_run(
         ("weights_backbone", None, ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))),
     ],
 )
-def test_values_of_the_config_come_from_the_weights_that_are_loaded(
+def test_values_of_the_config_come_from_the_loaded_weights(
     half: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, key: str, weights: str | None, expected: Any
 ) -> None:
     """The corners are aligned as a run did; other whole weights of smp aligned them, and backbones have no logits."""
