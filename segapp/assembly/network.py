@@ -161,8 +161,8 @@ def build_inference(
 def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
     """Raise ConfigError, with the nearest value that works, if the model does not take the crop or the batch size."""
     height, width = config.data.crop_px
-    wanted = model.suitable_size(height, width)
-    if wanted != (height, width):
+    if not model.accepts(height, width):
+        wanted = model.suitable_size(height, width)
         raise ConfigError(
             f"data.crop_px = [{height}, {width}] does not fit {config.model.name}: use [{wanted[0]}, {wanted[1]}]",
             key="data.crop_px",

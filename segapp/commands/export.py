@@ -102,6 +102,7 @@ def _info(trained: TrainedModel, *, argmax: bool) -> ExportInfo:
         multilabel=scheme.multilabel is not None,
         threshold=trained.inference.threshold,
         fixed_size_px=model.fixed_size_px,
+        size_multiple=model.size_multiple,
     )
 
 

@@ -73,8 +73,9 @@ class DataConfig(Section):
     val_split: Annotated[str | None, OnResume] = None
     """Data split for evaluation; null: val. Change it if your split has another name."""
     crop_px: HeightWidth = (512, 512)
-    """Height and width of a training crop, after resize_px and scale. Most models need multiples of 32. Change it if
-    objects are larger than a crop, or to trade context for memory."""
+    """Height and width of a training crop, after resize_px and scale. Many models need multiples of 32, and for others
+    crops are padded to multiples of their stride. Change it if objects are larger than a crop, or to trade context for
+    memory."""
     resize_px: HeightWidth | None = None
     """Height and width at which the model sees each image; null: the size on disk. Predictions have the image's own
     size again, and evaluations compare them at that size. Change it if images are much larger than a crop and the

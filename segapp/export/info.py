@@ -62,6 +62,8 @@ class ExportInfo(BaseModel):
     """A class is predicted if its probability is above this (multilabel)."""
     fixed_size_px: tuple[int, int] | None = None
     """Height and width of the images if the network accepts only one size; None: any size."""
+    size_multiple: int = 1
+    """Images whose height or width is no multiple of this are padded with the mean color at the bottom and right."""
     opset: int | None = None
     """ONNX opset; None in other formats."""
 

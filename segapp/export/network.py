@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from segapp.models.surgery import replace_adaptive_pooling
 class ExportNetwork(nn.Module):
     """Normalization, network, upsampling and optional argmax in one module.
 
-    Images whose size the network does not accept are padded at the bottom and right with the mean color, as in
+    Images whose size is not suitable for the network are padded at the bottom and right with the mean color, as in
     evaluation, and the logits are cropped. The model is copied.
     """
 
@@ -47,7 +46,10 @@ class ExportNetwork(nn.Module):
         Class ids are uint8, or int32 for more than 256 classes.
         """
         seen = self.preprocessing(images.permute(0, 3, 1, 2).contiguous())
-        pixels, is_resized = self._padded(seen), self.preprocessing.resize_px is not None
+        pixels, is_resized = seen, self.preprocessing.resize_px is not None
+        if self._needs_padding:
+            height, width = self.model.suitable_size(*seen.shape[-2:])
+            pixels = F.pad(seen, (0, width - seen.shape[-1], 0, height - seen.shape[-2]))
         logits = self.model.compute_logits(pixels)[0].float()
         # The size of a resized image is fixed, so it is known here if it needs padding.
         is_padded = pixels.shape[-2:] != seen.shape[-2:] if is_resized else self._needs_padding
@@ -69,16 +71,4 @@ class ExportNetwork(nn.Module):
     @property
     def _needs_padding(self) -> bool:
         model = self.model
-        return model.fixed_size_px is None and (model.size_divisor > 1 or model.min_size_px > 1)
-
-    def _padded(self, pixels: Tensor) -> Tensor:
-        if not self._needs_padding:
-            return pixels
-        divisor = self.model.size_divisor
-        sides: list[int] = []
-        for side in (pixels.shape[-1], pixels.shape[-2]):
-            # An int if run, a symbol if traced.
-            least: Any = torch.sym_max(side, self.model.min_size_px) if self.model.min_size_px > 1 else side
-            # Written as a multiple, so that a tracer can divide it by the network's strides.
-            sides += [0, (least + divisor - 1) // divisor * divisor - side]
-        return F.pad(pixels, sides)
+        return model.fixed_size_px is None and (model.size_multiple > 1 or model.min_size_px > 1)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import accelerator_of, wide_dtype
@@ -31,6 +30,7 @@ from segapp.losses import CriterionCE
 from segapp.losses.confusion import View, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import SegmentationScores, counts_for
+from segapp.models.preprocessing import padded
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.scores import SCORES
 
@@ -297,8 +297,7 @@ def count_views(
         separately; and the criterion's statistics, () without one.
     """
     align_corners, criterion = settings.inference.align_corners, settings.criterion
-    padding = (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2])
-    target = F.pad(target, padding, value=settings.ignore_index)
+    target = padded(target, size, settings.ignore_index)
     how: dict[str, Any] = {"align_corners": align_corners, "ignore_index": settings.ignore_index}
     if settings.inference.threshold is not None:
         counts = upsample_label_counts(views, target, settings.inference.threshold, **how)

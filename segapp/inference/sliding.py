@@ -29,7 +29,7 @@ from segapp.losses.confusion import (
     upsample_sets,
 )
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
-from segapp.models.preprocessing import Preprocessing
+from segapp.models.preprocessing import Preprocessing, padded
 from segapp.parallel import sample_masks
 from segapp.places import keep_compiled_code
 from segapp.run.words import first_line
@@ -51,11 +51,11 @@ def _is_of_the_compiler(error: Exception) -> bool:
 class NormalizedInput(nn.Module):
     """Model that takes images as stored in files; copies of uint8 between devices are a quarter of float32's size.
 
-    The inner model takes normalized images (N, B, H, W), with `channels_last` in the NHWC memory format, and returns a
-    tuple whose first entry is the logits.
+    The inner model takes normalized images (N, B, H, W), padded to a suitable size, with `channels_last` in the NHWC
+    memory format, and returns a tuple whose first entry is the logits.
     """
 
-    def __init__(self, model: nn.Module, preprocessing: Preprocessing, *, channels_last: bool = False) -> None:
+    def __init__(self, model: SegmentationModel, preprocessing: Preprocessing, *, channels_last: bool = False) -> None:
         super().__init__()
         self.model = model
         self.preprocessing = preprocessing
@@ -95,8 +95,8 @@ class NormalizedInput(nn.Module):
 
     def normalized(self, images: Tensor) -> Tensor:
         """Return the input of the model."""
-        normalized = self.preprocessing.normalize(images)
-        return normalized.contiguous(memory_format=self.memory_format)
+        size = self.model.suitable_size(*images.shape[-2:])
+        return padded(self.preprocessing.normalize(images), size).contiguous(memory_format=self.memory_format)
 
 
 @contextlib.contextmanager
@@ -164,7 +164,7 @@ class Inference:
         """Return low-resolution logits of stored images (N, B, H, W), and the size to which they are upsampled.
 
         The logits are (N, C, h, w) or a list of views, as `upsample_argmax` and related functions take them. The size
-        (H', W') includes the padding at the bottom and right for models that accept only certain sizes. For
+        (H', W') includes the padding at the bottom and right to a suitable size of the model. For
         images that `data.resize_px` resizes, it is the size of the stored images.
         """
         seen, whole = self.preprocessing(images), (images.shape[-2], images.shape[-1])
@@ -183,7 +183,7 @@ class Inference:
 
     def views_of_input(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
         """Return `views` of images that are preprocessed already."""
-        frame = _padded(images, model.suitable_size(*images.shape[-2:])) if self.window_px is None else images
+        frame = padded(images, model.suitable_size(*images.shape[-2:])) if self.window_px is None else images
         size = (frame.shape[-2], frame.shape[-1])
         if self.window_px is None and self._is_plain:
             return self._logits(model, frame), size
@@ -215,7 +215,7 @@ class Inference:
         frame = model.suitable_size(*window)
         for top, left in window_corners((height, width), window, self.overlap):
             part = images[..., top : top + window[0], left : left + window[1]]
-            yield LogitsTile(self._logits(model, _padded(part, frame)), top, left, window, frame)
+            yield LogitsTile(self._logits(model, padded(part, frame)), top, left, window, frame)
 
     def _logits(self, model: SegmentationModel, images: Tensor) -> Tensor:
         # The weight average of a half-precision model is float32, and is evaluated in float32.
@@ -230,12 +230,6 @@ def _unflipped(tile: LogitsTile, width: int) -> LogitsTile:
     left = width - tile.left - tile.size[1]
     skip = tile.frame[1] - tile.size[1]
     return replace(tile, logits=tile.logits.flip(-1), left=left, skip=skip)
-
-
-def _padded(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return images padded with zeros, the mean color, at the bottom and right."""
-    height, width = images.shape[-2:]
-    return images if (height, width) == size else F.pad(images, (0, size[1] - width, 0, size[0] - height))
 
 
 def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: float) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,6 @@ MIN_SIDE_PX = 64
 MAX_DIVISOR = 256
 MAX_STRIDE = 128
 """Strides are measured exactly if they divide this number or the divisor of the sides."""
-
-Maps = dict[str, list[torch.Size]]
-"""The shapes of a module's outputs with four dimensions, by the name of the module; empty for other outputs."""
 
 
 def inspect_model(model: SegmentationModel) -> None:
@@ -70,14 +68,12 @@ def probabilities_problem(logits_NCHW: Tensor, of_brighter_NCHW: Tensor) -> str 
 
 def _measure(model: SegmentationModel) -> set[str]:
     """Record the measurements of a network in it, and return the names of the parameters without a gradient."""
-    copies: dict[str, SegmentationModel] = {}
+    copy_on = cache(partial(_copy_on, model))
     failures: list[tuple[tuple[int, int], Exception]] = []
     for divisor, size_px in _candidates(model):
         for device in ("meta", "cpu"):
             try:
-                if device not in copies:
-                    copies[device] = _copy_on(device, model)
-                unused = _measure_on(copies[device], model, divisor, size_px)
+                unused = _measure_on(copy_on(device), model, divisor, size_px)
                 model.size_divisor, model.fixed_size_px = divisor, size_px
                 return unused
             except Exception as error:
@@ -112,15 +108,11 @@ def _is_of_meta(error: Exception) -> bool:
 
 def _candidates(model: SegmentationModel) -> Iterator[tuple[int, tuple[int, int] | None]]:
     """Yield divisors of H and W, and the only size (H, W) if there is one, in the order in which they are tried."""
-    divisor = model.size_divisor
-    if model.fixed_size_px is not None:
-        yield divisor, model.fixed_size_px
-        return
-    while divisor <= max(MAX_DIVISOR, model.size_divisor):
-        yield divisor, None
-        divisor *= 2
-    if model.usual_size_px is not None:
-        yield model.size_divisor, model.usual_size_px
+    first, only_px = model.size_divisor, model.fixed_size_px or model.usual_size_px
+    if model.fixed_size_px is None:
+        yield from ((first << n, None) for n in range(9) if n == 0 or first << n <= MAX_DIVISOR)
+    if only_px is not None:
+        yield first, only_px
 
 
 def _sides(divisor: int, min_size_px: int) -> tuple[int, int]:
@@ -138,7 +130,7 @@ def _measure_on(
 ) -> set[str]:
     height_px, width_px = size_px or _sides(divisor, model.min_size_px)
     logits, maps = _run(probe, 1, (height_px, width_px), training=False)
-    min_train_batch = 1
+    model.min_train_batch = 1
     # The sides are exchanged, which shows the axes of a map, and its stride from two differences of lengths.
     exchanged = size_px or (width_px, height_px)
     try:
@@ -146,12 +138,13 @@ def _measure_on(
     except ValueError as error:
         if ONE_VALUE not in str(error):
             raise
-        min_train_batch = 2
+        model.min_train_batch = 2
         logits_all, other_maps = _run(probe, 2, exchanged, training=True)
     gain_px = width_px - height_px
-    strides = set(_strides(logits[0].shape, logits_all[0].shape, gain_px))
-    model.logits_stride = max(strides, default=max(1, round(height_px / logits[0].shape[-2])))
-    model.min_train_batch = min_train_batch
+    of_logits = _strides(logits[0].shape, logits_all[0].shape, gain_px)
+    model.logits_stride = max(of_logits, default=max(1, round(height_px / logits[0].shape[-2])))
+    pairs = [pair for name in maps for pair in zip(maps[name], other_maps.get(name, ()), strict=False)]
+    model.coarsest_stride = math.lcm(model.logits_stride, *(s for pair in pairs for s in _strides(*pair, gain_px)))
     model.called_modules = frozenset({*maps, *other_maps})
     given = [torch.empty_like(logits) for logits in logits_all]  # only the existence of gradients matters
     names, parameters = zip(*probe.named_parameters(), strict=True)
@@ -171,7 +164,7 @@ def _strides(shape: torch.Size, exchanged: torch.Size, gain_px: int) -> Iterator
             yield gain_px // (long - short)
 
 
-def _copy_on(device: str, model: SegmentationModel) -> SegmentationModel:
+def _copy_on(model: SegmentationModel, device: str) -> SegmentationModel:
     """Return a copy of a network whose parameters and buffers are on another device; shared ones stay shared."""
     memo: dict[int, object] = {
         id(value): nn.Parameter(value.detach().to(device, copy=True)) for value in model.parameters()
@@ -182,9 +175,9 @@ def _copy_on(device: str, model: SegmentationModel) -> SegmentationModel:
 
 def _run(
     probe: SegmentationModel, num_images: int, size_px: tuple[int, int], *, training: bool
-) -> tuple[tuple[Tensor, ...], Maps]:
-    """Return the logits for images of zeros, and the maps of all modules that were called."""
-    maps: Maps = {}
+) -> tuple[tuple[Tensor, ...], dict[str, list[torch.Size]]]:
+    """Return the logits for images of zeros, and the shapes of the maps of each called module, by its name."""
+    maps: dict[str, list[torch.Size]] = {}
 
     def note(name: str, output: object) -> None:
         maps.setdefault(name, []).extend([output.shape] if isinstance(output, Tensor) and output.ndim == 4 else [])

@@ -5,8 +5,9 @@ Shapes: N images, B bands, C classes, K feature channels, H x W of the input in 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -50,6 +51,7 @@ class SegmentationModel(nn.Module):
         min_train_batch: smallest N in training mode; 2 if a BatchNorm follows a global pooling, which leaves one value
             per image and channel.
         logits_stride: input pixels per logit along each axis, measured by `inspect_model`.
+        coarsest_stride: smallest multiple of the strides of all feature maps, measured by `inspect_model`.
         load_reports: one report per loaded weights file, the backbone's first.
         frozen_modules: names of the modules that `freeze` keeps in evaluation mode.
         frozen_parameters: names of the parameters that `freeze` has excluded from the training.
@@ -78,7 +80,7 @@ class SegmentationModel(nn.Module):
         self.backbone_name = backbone_name
         self.size_divisor, self.min_size_px = size_divisor, min_size_px
         self.fixed_size_px, self.usual_size_px = fixed_size_px, usual_size_px
-        self.min_train_batch = self.logits_stride = 1
+        self.min_train_batch = self.logits_stride = self.coarsest_stride = 1
         self.load_reports: tuple[LoadReport, ...] = ()
         self.frozen_modules: tuple[str, ...] = ()
         self.frozen_parameters: tuple[str, ...] = ()
@@ -119,9 +121,9 @@ class SegmentationModel(nn.Module):
 
     def check_size(self, height_px: int, width_px: int) -> None:
         """Raise ValueError, with the size to use, if the network does not accept images of this size."""
-        wanted = self.suitable_size(height_px, width_px)
-        if (height_px, width_px) == wanted:
+        if self.accepts(height_px, width_px):
             return
+        wanted = self.suitable_size(height_px, width_px)
         if self.fixed_size_px is not None:
             rule = f"takes {wanted[0]}x{wanted[1]} px only: crop to it with data.crop_px"
             if self.library != "python":
@@ -134,13 +136,28 @@ class SegmentationModel(nn.Module):
             f"images of {height_px}x{width_px} px: {self.library} {self.name} with backbone {self.encoder_name} {rule}"
         )
 
+    def accepts(self, height_px: int, width_px: int) -> bool:
+        """Return True if the network can run on images of this size."""
+        if self.fixed_size_px is not None:
+            return (height_px, width_px) == self.fixed_size_px
+        return all(side >= self.min_size_px and side % self.size_divisor == 0 for side in (height_px, width_px))
+
+    @property
+    def size_multiple(self) -> int:
+        """Sides that are multiples of it are whole cells of every feature map; others stretch maps and move logits."""
+        return math.lcm(self.size_divisor, self.coarsest_stride)
+
     def suitable_size(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Return the smallest (H, W) that the network accepts and that is at least this; a fixed size in any case."""
+        """Return the smallest (H, W), at least this, to which images are padded; a fixed size in any case."""
         if self.fixed_size_px is not None:
             return self.fixed_size_px
-        d = self.size_divisor
-        height_px, width_px = max(height_px, self.min_size_px), max(width_px, self.min_size_px)
-        return -(-height_px // d) * d, -(-width_px // d) * d
+        multiple, least_px = self.size_multiple, self.min_size_px
+        # A traced side is a symbol. Written as a multiple, the tracer can divide it by the network's strides.
+        sides: Iterator[Any] = (
+            torch.sym_max(side, least_px) if least_px > 1 else side for side in (height_px, width_px)
+        )
+        height_px, width_px = ((side + multiple - 1) // multiple * multiple for side in sides)
+        return height_px, width_px
 
     def names_matching(self, pattern: str, key: str) -> list[str]:
         """Return the names of the parameters that a pattern matches, which is the value of a config key.

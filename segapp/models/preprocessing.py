@@ -9,6 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def padded(values: Tensor, size: Sequence[int], value: float = 0) -> Tensor:
+    """Return images or targets (..., H, W) padded to `size` at the bottom and right; 0 is the mean color."""
+    if values.shape[-2:] == tuple(size):
+        return values
+    return F.pad(values, (0, size[1] - values.shape[-1], 0, size[0] - values.shape[-2]), value=value)
+
+
 class Preprocessing(nn.Module):
     """From images as stored in files to the input of a network, in training, evaluation, prediction and export.
 

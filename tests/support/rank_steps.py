@@ -82,6 +82,9 @@ class SmallNet(nn.Module):
     def count_update(self) -> None:
         pass
 
+    def suitable_size(self, *size: int) -> tuple[int, ...]:
+        return size
+
 
 class DroppingNet(SmallNet):
     """SmallNet with dropout of values, channels and samples."""

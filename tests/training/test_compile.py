@@ -19,7 +19,9 @@ from tests.training.test_resume import final_state, stopped_and_resumed
 
 
 def compiled(num_bands: int = 3) -> NormalizedInput:
-    network = NormalizedInput(nn.Conv2d(num_bands, 2, 1), Preprocessing((0.5,) * 3, (0.2,) * 3))
+    model: Any = nn.Conv2d(num_bands, 2, 1)
+    model.suitable_size = lambda *size: size
+    network = NormalizedInput(model, Preprocessing((0.5,) * 3, (0.2,) * 3))
     keys = list(network.state_dict())
     network.compile_training()
     assert list(network.state_dict()) == keys

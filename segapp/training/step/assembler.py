@@ -31,7 +31,7 @@ from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion
 from segapp.models import Critic, SegmentationModel
 from segapp.models.blocks import block_names
-from segapp.models.preprocessing import Preprocessing
+from segapp.models.preprocessing import Preprocessing, padded
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel, SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute
@@ -279,6 +279,7 @@ class StepAssembler:
             update,
             participants=build_distillation(config, network, inner) if isinstance(inner, DistilledInput) else (),
             masks=SampleMasks(model, config.seed) if backend.has_values else None,
+            pad_target=partial(padded, size=model.suitable_size(*config.data.crop_px), value=self.scheme.ignore_index),
             mark=mark,
         )
         _tag_state(engine, backend)

@@ -35,7 +35,7 @@ from segapp.losses import (
     pixel_wise_divergence,
 )
 from segapp.models import Critic, SegmentationModel, critic_input, critic_size
-from segapp.models.preprocessing import Preprocessing
+from segapp.models.preprocessing import Preprocessing, padded
 from segapp.optim import adam, set_lr
 from segapp.parallel import (
     DataParallelModel,
@@ -219,11 +219,14 @@ class Teacher:
         self.sha256 = sha256
         self._on = dict(on)
 
-    def __call__(self, images: Tensor, *, with_nodes: bool) -> tuple[Tensor, Tensor | None]:
-        """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the nodes of the features if asked for."""
+    def __call__(self, images: Tensor, frame_px: Sequence[int], *, with_nodes: bool) -> tuple[Tensor, Tensor | None]:
+        """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the nodes of the features if asked for.
+
+        The model sees the images padded to `frame_px`, as the student does.
+        """
         model, preprocessing = self._on[images.device]
         with torch.inference_mode():
-            heads, features = model.compute_with_features(preprocessing.normalize(images))
+            heads, features = model.compute_with_features(padded(preprocessing.normalize(images), frame_px))
             nodes = node_features(features, PAIR_GRID) if with_nodes and features is not None else None
         # Autograd cannot save an inference tensor for the backward pass, but it can save a copy of these small ones.
         return heads[0].clone(), None if nodes is None else nodes.clone()
@@ -238,8 +241,6 @@ class DistilledInput(NormalizedInput):
 
     `critic_size` has height and width of the critic's input.
     """
-
-    model: SegmentationModel
 
     def __init__(
         self,
@@ -266,7 +267,7 @@ class DistilledInput(NormalizedInput):
         normalized = self.normalized(images)
         with sample_masks(keys):
             heads, features = self.model.compute_with_features(normalized)
-        taught, teacher_nodes = self.teacher(images, with_nodes=PAIR_WISE in factors)
+        taught, teacher_nodes = self.teacher(images, normalized.shape[-2:], with_nodes=PAIR_WISE in factors)
         values: list[Tensor] = []
         maps: tuple[Tensor, ...] = ()
         if PIXEL_WISE in factors:

@@ -51,6 +51,7 @@ class StepEngine:
         update: the update of the network's weights.
         participants: take part in every step in addition to the network.
         masks: makes the keys of the samples' dropout masks; None: dropout draws from the generator of its device.
+        pad_target: pads a target (N, H, W) with ignored pixels, as the network pads its images.
         mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
 
     Attributes:
@@ -66,11 +67,13 @@ class StepEngine:
         *,
         participants: Sequence[StepParticipant] = (),
         masks: SampleMasks | None = None,
+        pad_target: Callable[[Tensor], Tensor] = lambda target: target,
         mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.network, self.criterion, self.update = network, criterion, update
         self.model, self.device, self.ranks = network.model, network.device, network.ranks
         self.participants, self.masks, self._mark = tuple(participants), masks, mark
+        self._pad_target = pad_target
         self.precision, self.guard, self.is_whole = update.precision, BufferGuard(self.model), True
         self.num_frozen = sum(self.model.get_parameter(name).numel() for name in self.model.frozen_parameters)
         self._summed = network.summed(criterion)
@@ -96,6 +99,7 @@ class StepEngine:
             num_samples: samples of the first micro-batch over all ranks, for the result's split; None: only this
                 rank's.
         """
+        batches = [replace(each, target=self._pad_target(each.target)) for each in batches]
         split = self.network.split_of(len(batches[0].indices) if num_samples is None else num_samples)
         if num_pieces > 1:
             batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from segapp.assembly.devices import with_precision
+from segapp.assembly.network import build_preprocessing
 from segapp.assembly.pairs import build_scheme
 from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
@@ -42,6 +45,34 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
             assembler.assemble(parts, layout, ranks=ranks)
     else:
         assert assembler.assemble(parts, layout, ranks=ranks).network.split_of(4) == [1, 3]
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+@pytest.mark.parametrize("split", [(5,), (0, 3, 2)])
+def test_loss_of_crops_between_strides_is_that_of_the_frame_cut(
+    tiny: dict[str, Any], align_corners: bool, split: tuple[int, ...]
+) -> None:
+    config = merged(tiny, data={"crop_px": [27, 35]}, train={"batch_size": 5}, loss={"align_corners": align_corners})
+    assembler = assembler_of(config)
+    layout = StepLayout("dp" if len(split) > 1 else "single", ONE_CPU.devices * len(split), shares=split or None)
+    parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
+    for module in parts.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model, preprocessing = copy.deepcopy(parts.model).train(), build_preprocessing(config.data, torch.float32)
+    engine = assembler.assemble(parts, layout)
+    images = torch.randint(256, (5, 3, 27, 35), dtype=torch.uint8)
+    target = torch.randint(3, (5, 27, 35), dtype=torch.uint8)
+    target[2:, 4:9], target[1, :, -2:] = 255, 255
+    found = engine.step([Batch(images[:5], target[:5], (0, 1, 2, 3, 4))])
+
+    (logits,) = model(F.pad(preprocessing(images), (0, 48 - 35, 0, 32 - 27)))
+    logits = F.interpolate(logits, (32, 48), mode="bilinear", align_corners=align_corners)[..., :27, :35]
+    loss = F.cross_entropy(logits, target.long(), ignore_index=255)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    torch.testing.assert_close(found.loss.float(), loss.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.grad_norm.float(), norm, rtol=1e-4, atol=1e-6)
 
 
 def test_batchnorm_that_cannot_be_synchronised_names_the_key(tiny: dict[str, Any]) -> None:

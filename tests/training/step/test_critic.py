@@ -78,6 +78,9 @@ def test_distance_over_uneven_micro_batches_by_hand() -> None:
 
 def test_student_is_trained_to_high_scores_for_its_maps() -> None:
     class Student(nn.Module):
+        def suitable_size(self, *size: int) -> tuple[int, ...]:
+            return size
+
         def compute_with_features(self, images: Tensor) -> tuple[tuple[Tensor, ...], None]:
             return (images[:, :2],), None
 

@@ -135,16 +135,17 @@ def test_resumed_distillation_is_bitwise_equal(
     assert parts["distillation"]["critic"]["num_steps"] == 3
 
 
-def test_student_and_teacher_have_their_own_mean_and_std(base: dict[str, Any], teacher: Path) -> None:
+def test_student_and_teacher_see_one_frame_with_own_mean_and_std(base: dict[str, Any], teacher: Path) -> None:
     own: Any = {"distill": {"pair_wise": 0, "holistic": 0}, "train": {"precision": "fp32"}}
-    config = student(base, teacher, **own, data={"mean": [0.2, 0.3, 0.4], "std": [0.6, 0.5, 0.4]})
+    config = student(base, teacher, **own, data={"mean": [0.2, 0.3, 0.4], "std": [0.6, 0.5, 0.4], "crop_px": [43, 61]})
     trained, model = read_trained(str(teacher)), build_network(config.model, 3).eval()
     taught = build_teacher(trained, [CPU], torch.float32)
     inner = build_distilled_input(config, model, build_preprocessing(config.data, torch.float32), taught, None, CPU)
-    images = torch.randint(256, (2, 3, 48, 64), dtype=torch.uint8)
+    images = torch.randint(256, (2, 3, 43, 61), dtype=torch.uint8)
     with torch.no_grad():
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in ([0.2, 0.3, 0.4], [0.6, 0.5, 0.4]))
-        logits = model((images / 255 - mean) / std)[0], trained.model((images / 255 - 0.5) / 0.25)[0]
+        seen = [F.pad(each, (0, 3, 0, 5)) for each in ((images / 255 - mean) / std, (images / 255 - 0.5) / 0.25)]
+        logits = model(seen[0])[0], trained.model(seen[1])[0]
         torch.testing.assert_close(inner(images)[1][:, 0], pixel_wise_divergence(*logits))
 
 

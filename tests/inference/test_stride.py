@@ -1,0 +1,92 @@
+"""A logit lies where the stride puts it: more pixels at the right and at the bottom change no label far from them.
+
+Networks that use statistics of the whole image (GroupNorm in smp's FPN, attention, positions of a ViT) or corners
+(`align_corners`) are not in the table, because more pixels change these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp.export.network import ExportNetwork
+from segapp.inference.sliding import Inference
+from segapp.models import SegmentationModel, build_model
+from segapp.models.preprocessing import Preprocessing
+
+NETWORKS: dict[str, tuple[str, str, str, dict[str, Any], int, int]] = {  # strides of the logits and of the coarsest map
+    "lraspp": ("torchvision", "lraspp", "mobilenet_v3_small", {}, 8, 16),
+    "fcn": ("torchvision", "fcn", "mobilenet_v3_small", {"output_stride": 32}, 32, 32),
+    "unet": ("smp", "Unet", "tu-test_resnet", {}, 1, 32),
+    "same padding": (
+        *("smp", "Unet", "tu-tf_efficientnet_lite0"),
+        *({"encoder_depth": 3, "decoder_channels": [8, 8, 4]}, 1, 32),
+    ),
+    "segformer": ("smp", "Segformer", "tu-test_convnext", {}, 4, 32),
+    "pspnet": ("smp", "PSPNet", "tu-test_resnet", {}, 8, 8),
+    "upernet": ("smp", "UPerNet", "tu-test_resnet", {}, 4, 32),
+    "unet++": ("smp", "UnetPlusPlus", "tu-test_resnet", {}, 1, 32),
+    "linknet": ("smp", "Linknet", "tu-test_resnet", {}, 1, 32),
+}
+SIZE, MARGIN = (225, 257), 128
+PREPROCESSING = Preprocessing((0.4, 0.5, 0.6), (0.3, 0.2, 0.25))
+
+
+def without_global_context(model: SegmentationModel) -> SegmentationModel:
+    """Zeroes what is pooled over the whole image, which more pixels rightly change."""
+    for module in model.modules():
+        if isinstance(module, nn.AdaptiveAvgPool2d):
+            module.register_forward_hook(lambda _module, _inputs, output: torch.zeros_like(output))
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def of_inference(model: SegmentationModel, images: Tensor) -> Tensor:
+    inference = Inference(PREPROCESSING, align_corners=False)
+    return inference.probabilities(*inference.views(model, images)).log()
+
+
+def of_export(model: SegmentationModel, images: Tensor) -> Tensor:
+    found: Tensor = ExportNetwork(model, PREPROCESSING, align_corners=False)(images.permute(0, 2, 3, 1))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "logits_of"),
+    [
+        *((key, of_inference) for key in ("lraspp", "fcn", "unet", "same padding", "segformer", "pspnet")),
+        *((key, of_export) for key in ("lraspp", "same padding")),
+        *(pytest.param(key, of_inference, marks=pytest.mark.slow) for key in ("upernet", "unet++", "linknet")),
+    ],
+)
+@torch.no_grad()
+def test_more_pixels_change_no_label_far_from_them(key: str, logits_of: Callable[..., Tensor]) -> None:
+    library, name, encoder, options, stride, coarsest = NETWORKS[key]
+    torch.manual_seed(5)
+    model = without_global_context(build_model(library, name, 5, encoder=encoder, options=options))
+    assert (model.logits_stride, model.coarsest_stride) == (stride, coarsest)
+    largest = SIZE[0] + coarsest, SIZE[1] + coarsest
+    smooth = F.interpolate(torch.rand(1, 3, 8, 9) * 220, largest, mode="bicubic")
+    images = (smooth + torch.randint(0, 30, smooth.shape)).clamp(0, 255).byte()
+
+    def seen_with(more_px: int) -> Tensor:
+        logits = logits_of(model, images[..., : SIZE[0] + more_px, : SIZE[1] + more_px])
+        return logits[0, :, : SIZE[0] - MARGIN, : SIZE[1] - MARGIN]
+
+    found = seen_with(0)
+    mean = found.mean((1, 2), keepdim=True)  # of a random network, one class would win everywhere
+    best = (found - mean).topk(2, 0)
+    is_decided = best.values[0] - best.values[1] > 1e-3
+    assert len(best.indices[0][is_decided].unique()) > 3
+    for more_px in (1, 3, coarsest // 2, coarsest - 1, coarsest):
+        labels = (seen_with(more_px) - mean).argmax(0)
+        assert int((labels != best.indices[0])[is_decided].sum()) == 0, more_px
