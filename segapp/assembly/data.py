@@ -118,7 +118,7 @@ def _transform(
 ) -> TrainTransform | None:
     """Return the transform of images of these sizes; ConfigError if a custom `data.augment` fails.
 
-    An evaluation has none: what happens to every image is in `segapp.models.preprocessing`.
+    An evaluation has none: what happens to every image is in `segapp.datasets.preprocessing`.
     """
     if not is_training:
         return None

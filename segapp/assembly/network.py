@@ -19,13 +19,13 @@ from segapp.compat.torch import TorchDispatchMode, dispatch_modes
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, load_config, validate_config
 from segapp.config.sections import IMAGENET
 from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.datasets.resources import available_bytes
 from segapp.errors import CheckpointError, ConfigError, some_names
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
 from segapp.models.by_name import expected_statistics
-from segapp.models.preprocessing import Preprocessing
 from segapp.models.weights import CONFIG_KEY, load_weights, peek_tensors, read_metadata, weights_path
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.models import SegmentationModel
-from segapp.models.preprocessing import Preprocessing
 from segapp.models.surgery import replace_adaptive_pooling
 
 

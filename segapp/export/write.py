@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 
 from segapp.compat.torch import rename_dynamic_axes, size_oblivious_export
 from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError, RunError, StorageError, cannot_be_written, install_command
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.models import SegmentationModel
-from segapp.models.preprocessing import Preprocessing
 from segapp.run.files import open_new, remove_quietly, temporary_name
 from segapp.run.words import first_line
 

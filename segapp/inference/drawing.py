@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
-from segapp.models.preprocessing import Preprocessing
+from segapp.datasets.preprocessing import Preprocessing
 
 OVERLAY_ALPHA = 0.5
 _STRIPES = (110, 190)

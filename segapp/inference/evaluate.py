@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from segapp.accelerator import accelerator_of, wide_dtype
 from segapp.compat.torch import dispatch_modes
+from segapp.datasets.preprocessing import padded
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
@@ -30,7 +31,6 @@ from segapp.losses import CriterionCE
 from segapp.losses.confusion import View, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import SegmentationScores, counts_for
-from segapp.models.preprocessing import padded
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.scores import SCORES
 

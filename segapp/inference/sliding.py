@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.compat.torch import keep_inductor_in
+from segapp.datasets.preprocessing import Preprocessing, padded
 from segapp.errors import RunError
 from segapp.losses.confusion import (
     LogitsTile,
@@ -29,7 +30,6 @@ from segapp.losses.confusion import (
     upsample_sets,
 )
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
-from segapp.models.preprocessing import Preprocessing, padded
 from segapp.parallel import sample_masks
 from segapp.places import keep_compiled_code
 from segapp.run.words import first_line

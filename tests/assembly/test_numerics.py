@@ -26,11 +26,11 @@ from segapp.config import ModelConfig, RunConfig, TrainConfig, load_config, vali
 from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code
 from segapp.datasets.loader import Batch
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.predict.predictor import predict_image
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
-from segapp.models.preprocessing import Preprocessing
 from segapp.parallel.distributed import Ranks
 from segapp.planning.auto import resolve_auto
 from segapp.run.folder import RunFolder

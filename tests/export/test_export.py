@@ -18,13 +18,13 @@ from timm.layers import create_conv2d
 from torch import nn
 
 from segapp.api import load
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError, RunError
 from segapp.export import write
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.export.write import check_export, open_onnx, write_export
 from segapp.models import SegmentationModel, build_model
-from segapp.models.preprocessing import Preprocessing
 from tests.support.runs import merged, segapp, train
 from tests.training.test_modern_networks import DPT, EOMT, NETWORKS
 

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import RunError
 from segapp.export import write
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.export.write import check_export, write_weights
-from segapp.models.preprocessing import Preprocessing
 from tests.export.test_export import SmallNet, info_of
 
 

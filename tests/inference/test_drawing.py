@@ -15,8 +15,8 @@ from segapp.datasets.files import ImagePair
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.drawing import draw_batch
-from segapp.models.preprocessing import Preprocessing
 
 PALETTE = ((200, 40, 0), (20, 60, 220), (90, 255, 10))
 SCHEME = ClassScheme(("road", "sky", "tree"), PALETTE, ignore_index=1)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from segapp.assembly.paths import split_networks
 from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
-from segapp.models.preprocessing import Preprocessing
 
 SCHEME = ClassScheme(("ground", "box", "disc"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)))
 CPU = torch.device("cpu")

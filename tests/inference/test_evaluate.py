@@ -23,6 +23,7 @@ from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import EvalLoader
 from segapp.datasets.pool import Batch
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.evaluator import EnsembleEvaluator, Evaluator
@@ -31,7 +32,6 @@ from segapp.inference.sliding import Inference, window_corners
 from segapp.inference.workspace import HostLimit, measure_bytes_per_px
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
 from segapp.metrics import ConfusionMatrix
-from segapp.models.preprocessing import Preprocessing
 from tests.support.drawn_data import draw_image, draw_mask
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.export.network import ExportNetwork
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
-from segapp.models.preprocessing import Preprocessing
 
 NETWORKS: dict[str, tuple[str, str, str, dict[str, Any], int, int]] = {  # strides of the logits and of the coarsest map
     "lraspp": ("torchvision", "lraspp", "mobilenet_v3_small", {}, 8, 16),

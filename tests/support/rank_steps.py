@@ -25,9 +25,9 @@ from segapp.assembly.optimizer import build_optimizer
 from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionLovasz
-from segapp.models.preprocessing import Preprocessing
 from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.launch import STORE_VARIABLE

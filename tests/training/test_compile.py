@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch._inductor import codecache
 
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import RunError
 from segapp.inference.sliding import NormalizedInput
-from segapp.models.preprocessing import Preprocessing
 from tests.support.rank_runs import losses
 from tests.support.runs import differing, merged, train
 from tests.training.test_resume import final_state, stopped_and_resumed

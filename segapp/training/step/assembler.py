@@ -26,12 +26,12 @@ from segapp.compat.torch import BatchNorm
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
 from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.preprocessing import Preprocessing, padded
 from segapp.errors import ConfigError
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion
 from segapp.models import Critic, SegmentationModel
 from segapp.models.blocks import block_names
-from segapp.models.preprocessing import Preprocessing, padded
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel, SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute

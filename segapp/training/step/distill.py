@@ -24,6 +24,7 @@ from segapp.assembly.network import build_preprocessing
 from segapp.assembly.pairs import build_pixels
 from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.preprocessing import Preprocessing, padded
 from segapp.datasets.sampling import mix_seed
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import NormalizedInput
@@ -35,7 +36,6 @@ from segapp.losses import (
     pixel_wise_divergence,
 )
 from segapp.models import Critic, SegmentationModel, critic_input, critic_size
-from segapp.models.preprocessing import Preprocessing, padded
 from segapp.optim import adam, set_lr
 from segapp.parallel import (
     DataParallelModel,

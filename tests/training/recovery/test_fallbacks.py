@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from segapp.checkpoint.saver import Position
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import Inference
-from segapp.models.preprocessing import Preprocessing
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz
 from segapp.run.folder import RunFolder

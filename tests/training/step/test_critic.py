@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from segapp.checkpoint.snapshot import snapshot
 from segapp.datasets.pool import Batch
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.models import Critic
 from segapp.models.critic import SelfAttention
-from segapp.models.preprocessing import Preprocessing
 from segapp.optim import adam
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision

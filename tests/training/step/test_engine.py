@@ -20,10 +20,10 @@ from segapp.checkpoint.snapshot import snapshot
 from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice
 from segapp.memory.counters import IDLE
-from segapp.models.preprocessing import Preprocessing
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel, SampleMasks, mask_by_sample, set_recompute
 from segapp.parallel.distributed import Ranks
