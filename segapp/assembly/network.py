@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from segapp.assembly.pairs import band_statistics, build_pixels, build_scheme
+from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.bounds import allowed_bytes
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
 from segapp.compat.torch import TorchDispatchMode, dispatch_modes
@@ -134,11 +134,6 @@ def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None
         checkpoint.state["ema"]["module"].update(base)
 
 
-def build_preprocessing(data: DataConfig, dtype: torch.dtype) -> Preprocessing:
-    """Return the preprocessing of the images of a data section, whose result has this dtype."""
-    return Preprocessing(*band_statistics(data), dtype, build_pixels(data).value_range, data.resize_px)
-
-
 def build_inference(
     data: DataConfig, section: EvalConfig, model: SegmentationModel, precision: Precision, align_corners: bool
 ) -> Inference:
@@ -147,7 +142,7 @@ def build_inference(
     if model.fixed_size_px is not None:
         window = model.fixed_size_px
     return Inference(
-        build_preprocessing(data, precision.input_dtype).to(precision.device),
+        Preprocessing(build_pixels(data), precision.input_dtype).to(precision.device),
         align_corners=align_corners,
         window_px=window,
         overlap=section.slide_overlap,

@@ -33,7 +33,10 @@ def build_scheme(data: DataConfig) -> ClassScheme:
 
 
 def build_pixels(data: DataConfig) -> PixelFormat:
-    """Return bands, type and range of the images of a data section; ConfigError if a needed range is missing."""
+    """Return how the images of a data section are read and prepared; ConfigError if a needed range is missing.
+
+    Mean and standard deviation are ImageNet's by default.
+    """
     if data.dtype != "uint8" and data.value_range is None:
         raise ConfigError(
             f"data.value_range is missing: data.dtype = {data.dtype} has no usual range; segapp check --config FILE "
@@ -43,13 +46,10 @@ def build_pixels(data: DataConfig) -> PixelFormat:
     num_bands = 3 if data.bands is None else len(data.bands)
     ranges = data.value_range
     ranges = ranges * num_bands if ranges and len(ranges) == 1 else ranges
-    return PixelFormat(data.bands, data.dtype, ranges, band_statistics(data)[0])
-
-
-def band_statistics(data: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return `data.mean` and `data.std`, by default ImageNet's, for each band."""
-    num_bands = 3 if data.bands is None else len(data.bands)
-    return per_band(data.mean or IMAGENET[0], num_bands), per_band(data.std or IMAGENET[1], num_bands)
+    mean, std = (
+        per_band(named or usual, num_bands) for named, usual in zip((data.mean, data.std), IMAGENET, strict=True)
+    )
+    return PixelFormat(data.bands, data.dtype, ranges, mean, std, data.resize_px)
 
 
 def build_location(data: DataConfig) -> DataLocation:

@@ -145,11 +145,10 @@ def _check_samples(
     if config.data.sampling == "uniform" and config.data.augment is None and pictures is None:
         return []
     # These import torch and albumentations, which the rest of this command does not need.
-    import torch
-
     from segapp.assembly.data import build_dataset, build_order
-    from segapp.assembly.network import build_preprocessing, with_weights_defaults
+    from segapp.assembly.network import with_weights_defaults
     from segapp.datasets.loader import TrainLoader
+    from segapp.datasets.preprocessing import Preprocessing
     from segapp.inference.drawing import MAX_SAMPLES, draw_batch
 
     data, order = with_weights_defaults(config)[0].data, None
@@ -160,7 +159,7 @@ def _check_samples(
         if pictures is None:
             return []
         loader = TrainLoader(dataset, config.train.batch_size or MAX_SAMPLES, seed=config.seed, order=order)
-        picture = draw_batch(next(loader.epoch(1)), build_preprocessing(data, torch.float32), dataset)
+        picture = draw_batch(next(loader.epoch(1)), Preprocessing(dataset.pixels), scheme)
     except DataError as error:
         message = f"the first batch cannot be drawn: {error}"  # without a picture, other findings report a bad file
         return [] if pictures is None else [DataProblem("error", "batch", report.split, message)]

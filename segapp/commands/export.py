@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 from numpy.typing import NDArray
 
 from segapp import __version__
-from segapp.assembly.pairs import band_statistics, build_pairs, build_pixels, own_data, split_names
+from segapp.assembly.pairs import build_pairs, build_pixels, own_data, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.custom.names import is_component
 from segapp.datasets.images.reading import read_image
@@ -75,7 +75,8 @@ def _info(trained: TrainedModel, *, argmax: bool) -> ExportInfo:
     model, config, scheme = trained.model, trained.config, trained.scheme
     folder = run_of_file(trained.path)
     info = None if folder is None else folder.read_info()
-    pixels, (mean, std) = build_pixels(config.data), band_statistics(config.data)
+    pixels = trained.inference.preprocessing.pixels
+    mean, std = pixels.statistics
     is_rgb = pixels.bands is None
     return ExportInfo(
         segapp_version=__version__,
@@ -95,7 +96,7 @@ def _info(trained: TrainedModel, *, argmax: bool) -> ExportInfo:
         dtype=pixels.dtype,
         value_range=pixels.value_range,
         # A model of one size needs windows over a resized image, which are no part of the file.
-        resize_px=None if model.fixed_size_px is not None else config.data.resize_px,
+        resize_px=None if model.fixed_size_px is not None else pixels.resize_px,
         input=f"images: {pixels.dtype} (batch, height, width, {pixels.num_bands})" + (", RGB" if is_rgb else ""),
         align_corners=config.loss.is_aligned,
         output="labels" if argmax else "logits",

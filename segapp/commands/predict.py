@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.errors import ConfigError, DataError
 from segapp.inference.predict.outputs import OutputPlan
@@ -115,8 +114,7 @@ def build_predictor(networks: Sequence[str], options: PredictOptions) -> Predict
 
 def predictor_of(trained: TrainedModel) -> TrainedPredictor:
     """Return the predictor of a loaded network."""
-    pixels = replace(build_pixels(trained.config.data), is_trained=True)
-    return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device, pixels)
+    return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device)
 
 
 def _member(target: str, options: PredictOptions) -> TrainedPredictor:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.datasets.images.pixel_format import PixelFormat
+
 
 def padded(values: Tensor, size: Sequence[int], value: float = 0) -> Tensor:
     """Return images or targets (..., H, W) padded to `size` at the bottom and right; 0 is the mean color."""
@@ -20,16 +22,12 @@ class Preprocessing(nn.Module):
     """From images as stored in files to the input of a network, in training, evaluation, prediction and export.
 
     Values become (value - low) / (high - low), clipped to 0..1, and are then normalized with mean and standard
-    deviation. Without `ranges`, values are 0 to 255 and are not clipped. NaN, which float images may have for missing
-    data, becomes 0.
+    deviation. Without a `value_range`, values are 0 to 255 and are not clipped. NaN, which float images may have for
+    missing data, becomes 0.
 
     Args:
-        mean: Mean of each band, in 0..1.
-        std: Standard deviation of each band, in 0..1.
+        pixels: What the files hold, and how it is prepared. Crops of a training have been resized with their image.
         dtype: Dtype of the result.
-        ranges: Lowest and highest value of each band; None: 0 and 255.
-        resize_px: Height and width at which the network sees a whole image; None: the image's own. Crops of a training
-            have been resized with their image.
     """
 
     scale: Tensor
@@ -37,21 +35,13 @@ class Preprocessing(nn.Module):
     low: Tensor
     span: Tensor
 
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        dtype: torch.dtype = torch.float32,
-        ranges: Sequence[tuple[float, float]] | None = None,
-        resize_px: tuple[int, int] | None = None,
-    ) -> None:
+    def __init__(self, pixels: PixelFormat, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.dtype, self.resize_px = dtype, resize_px
-        self.has_ranges = ranges is not None
-        top = 255 if ranges is None else 1
+        self.pixels, self.dtype, self.resize_px = pixels, dtype, pixels.resize_px
+        self.has_ranges, (mean, std) = pixels.value_range is not None, pixels.statistics
+        top = 1 if self.has_ranges else 255
         constants = {"scale": [1 / (top * s) for s in std], "shift": [m / s for m, s in zip(mean, std, strict=True)]}
-        if ranges is not None:
-            constants |= {"low": [low for low, _ in ranges], "span": [high - low for low, high in ranges]}
+        constants |= {"low": [low for low, _ in pixels.ranges], "span": [high - low for low, high in pixels.ranges]}
         for name, values in constants.items():
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
 
@@ -71,6 +61,6 @@ class Preprocessing(nn.Module):
         return pixels.mul_(self.scale).sub_(self.shift).to(self.dtype)
 
     def restore(self, inputs: Tensor) -> Tensor:
-        """Return the input (N, B, h, w) of a network in the units of the files, as float32, clipped to `ranges`."""
+        """Return the input (N, B, h, w) of a network in the units of the files, as float32, clipped to their range."""
         pixels = inputs.to(torch.float32).add(self.shift).div_(self.scale)
         return pixels.mul_(self.span).add_(self.low) if self.has_ranges else pixels

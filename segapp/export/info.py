@@ -69,8 +69,8 @@ class ExportInfo(BaseModel):
 
     @property
     def pixels(self) -> PixelFormat:
-        """Bands and dtype of the images."""
-        return PixelFormat(self.bands, self.dtype, self.value_range, self.mean)
+        """What the images hold, and how the file prepares them."""
+        return PixelFormat(self.bands, self.dtype, self.value_range, self.mean, self.std, self.resize_px)
 
     def as_properties(self) -> dict[str, str]:
         """Return each field as JSON text, by name."""

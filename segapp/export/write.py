@@ -158,9 +158,8 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
 
 def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
     """Return the module that is exported for this metadata, in eval mode."""
-    preprocessing = Preprocessing(info.mean, info.std, torch.float32, info.value_range, info.resize_px)
     is_argmax = info.output == "labels"
-    return ExportNetwork(model, preprocessing, align_corners=info.align_corners, argmax=is_argmax).eval()
+    return ExportNetwork(model, Preprocessing(info.pixels), align_corners=info.align_corners, argmax=is_argmax).eval()
 
 
 def check_sizes(model: SegmentationModel) -> tuple[tuple[int, int, int], ...]:

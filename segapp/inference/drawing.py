@@ -13,7 +13,6 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
 from segapp.datasets.preprocessing import Preprocessing
@@ -68,11 +67,11 @@ def resized(size_px: tuple[int, int], image: NDArray[Any], *ids: NDArray[Any]) -
     return [cv2.resize(image, size, interpolation=cv2.INTER_AREA), *small]
 
 
-def draw_batch(batch: Batch, preprocessing: Preprocessing, dataset: SegmentationDataset) -> NDArray[np.uint8]:
+def draw_batch(batch: Batch, preprocessing: Preprocessing, scheme: ClassScheme) -> NDArray[np.uint8]:
     """Return the first samples of a batch as the model sees them, as one RGB picture (H, W, 3) in rows and columns.
 
-    The model's input is turned back to colors, and its target is drawn over it. All is on the host; only pixel format
-    and classes of the data set are used. A large picture is reduced.
+    The model's input is turned back to colors, and its target is drawn over it. All is on the host. A large picture is
+    reduced.
     """
     count, (height, width) = min(len(batch.images), MAX_SAMPLES), batch.target.shape[1:]
     rows = math.ceil(count / math.ceil(math.sqrt(2 * count * height / width)))  # about twice as wide as high
@@ -83,10 +82,10 @@ def draw_batch(batch: Batch, preprocessing: Preprocessing, dataset: Segmentation
     picture = np.full((rows, height + _GAP_PX, columns, width + _GAP_PX, 3), 255, np.uint8)
     for number in range(count):  # one at a time, because normalized crops take much memory
         inputs = preprocessing.normalize(batch.images[number : number + 1])
-        image = dataset.pixels.as_rgb(preprocessing.restore(inputs)[0].permute(1, 2, 0).numpy())
+        image = preprocessing.pixels.as_rgb(preprocessing.restore(inputs)[0].permute(1, 2, 0).numpy())
         image, target = resized((height, width), image, batch.target[number].numpy())
         row, column = divmod(number, columns)
-        picture[row, :height, column, :width] = blend(image, target, dataset.scheme, colorize_target)
+        picture[row, :height, column, :width] = blend(image, target, scheme, colorize_target)
     return picture.reshape(rows * (height + _GAP_PX), -1, 3)[:-_GAP_PX, :-_GAP_PX]
 
 

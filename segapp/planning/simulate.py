@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.assembly.devices import with_precision
-from segapp.assembly.network import build_preprocessing, largest_phase
+from segapp.assembly.network import largest_phase
 from segapp.assembly.own_parts import fp32_part, plain_loss_note
-from segapp.assembly.pairs import build_scheme
+from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.assembly.trained import read_trained
 from segapp.chunks import Mode
 from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_component
 from segapp.datasets.pool import Batch
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import RunError, SegappError
 from segapp.inference.sliding import NormalizedInput
 from segapp.memory.ledger import CUDA_ALLOC_UNIT_BYTES, StorageLedger
@@ -126,7 +127,7 @@ class Simulator:
         config, layout = self.assembler.config, StepLayout("ddp", (torch.device("meta"),))
         dtype = Precision(config.train.precision, torch.device("cpu")).input_dtype
         network = self.assembler.prepare(copy.deepcopy(self._plain), layout)
-        inner = NormalizedInput(network, build_preprocessing(config.data, dtype).to("meta"))
+        inner = NormalizedInput(network, Preprocessing(build_pixels(config.data), dtype).to("meta"))
         return no_samples_problem(inner, images)
 
     def run(

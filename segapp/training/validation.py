@@ -86,7 +86,7 @@ class SamplePictures:
             return ["there is no picture of the first batch: the main rank has no samples"]
         try:
             preprocessing = copy.deepcopy(self.inference.preprocessing).cpu()  # nothing waits for the device
-            write_atomic(path, encode_png(draw_batch(batch, preprocessing, self.dataset)))
+            write_atomic(path, encode_png(draw_batch(batch, preprocessing, self.dataset.scheme)))
         except Exception as error:
             logger.exception("picture of the first batch")
             return [f"there is no picture of the first batch: {first_line(error)}"]

@@ -25,6 +25,7 @@ from segapp.assembly.own_parts import fp32_part
 from segapp.config import ModelConfig, RunConfig, TrainConfig, load_config, validate_config
 from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.loader import Batch
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError
@@ -243,7 +244,7 @@ def test_evaluations_and_sample_pictures_time_no_algorithms(monkeypatch: pytest.
             return (images,)
 
     model: Any = Net()
-    inference = Inference(Preprocessing((0.5,) * 3, (0.5,) * 3))
+    inference = Inference(Preprocessing(PixelFormat(mean=(0.5,) * 3, std=(0.5,) * 3)))
     batch = Batch(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.zeros(1, 4, 4, dtype=torch.uint8), (0,))
     evaluate(model, [batch], EvaluationSettings(inference, 3, 255, torch.device("cpu")))
     predict_image(model, inference, np.zeros((4, 4, 3), np.uint8), torch.device("cpu"))

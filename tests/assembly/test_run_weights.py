@@ -13,11 +13,12 @@ import torch
 
 import segapp
 from segapp.assembly.data import build_dataset
-from segapp.assembly.network import build_network, build_preprocessing, with_weights_defaults
-from segapp.assembly.pairs import build_scheme
+from segapp.assembly.network import build_network, with_weights_defaults
+from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.assembly.trained import load_trained
 from segapp.commands.export import export_target
 from segapp.config import RunConfig, dump_config, load_config
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.models.weights import weights_path
@@ -131,7 +132,7 @@ def test_padding_of_a_crop_is_near_zero_for_the_network(run: tuple[RunConfig, Pa
     sample = build_dataset(data, build_scheme(data), "train", is_training=True, seed=0)[0, 0]
     is_padding = (sample.target == 255).all(1)
     assert 20 < is_padding.sum() < 90
-    normal = build_preprocessing(data, torch.float32)(sample.image[None])[0, :, is_padding]
+    normal = Preprocessing(build_pixels(data), torch.float32)(sample.image[None])[0, :, is_padding]
     assert normal.abs().max() < 1 / 255 / min(STD)
 
 

@@ -66,7 +66,7 @@ def test_module_matches_network_on_images_padded_by_hand():
     model, size = network("smp", "Linknet", "tu-test_resnet"), (37, 53)
     info = info_of(model)
     images = torch.randint(0, 256, (2, *size, 3), dtype=torch.uint8)
-    found = ExportNetwork(model, Preprocessing(info.mean, info.std))(images)
+    found = ExportNetwork(model, Preprocessing(info.pixels))(images)
     mean, std = torch.tensor(info.mean).view(1, 3, 1, 1), torch.tensor(info.std).view(1, 3, 1, 1)
     normalized = (images.permute(0, 3, 1, 2) / 255 - mean) / std
     padded = F.pad(normalized, (0, 64 - size[1], 0, 64 - size[0]))
@@ -118,7 +118,7 @@ def test_sizes_within_a_network_are_divided_exactly(tmp_path):
     compute = open_onnx(tmp_path / "x.onnx")
     for size in [(1, 128, 160), (1, 61, 75), (3, 37, 54), (2, 131, 165), (1, 239, 191)]:
         images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
-        expected = ExportNetwork(model, Preprocessing(info.mean, info.std))(torch.from_numpy(images)).numpy()
+        expected = ExportNetwork(model, Preprocessing(info.pixels))(torch.from_numpy(images)).numpy()
         np.testing.assert_allclose(compute(images), expected, rtol=0, atol=1e-5)
 
 
@@ -141,7 +141,7 @@ def test_pt2_file_gives_labels_and_metadata(tmp_path):
     assert properties == info.as_properties()
     for size in ((1, 41, 67), (2, 1, 179), (2, 133, 5)):
         images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
-        expected = ExportNetwork(model, Preprocessing(info.mean, info.std))(torch.from_numpy(images)).argmax(1)
+        expected = ExportNetwork(model, Preprocessing(info.pixels))(torch.from_numpy(images)).argmax(1)
         labels = compute(images)
         assert labels.dtype == np.uint8
         assert labels.shape == size
@@ -266,5 +266,5 @@ def test_every_family_exports_and_runs_at_odd_sizes(name, format, tmp_path):
     compute = open_onnx(path) if format == "onnx" else run_pt2(path)[0]
     for size in ((1, 61, 75), (3, 129, 64)):
         images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
-        expected = ExportNetwork(model, Preprocessing(info.mean, info.std))(torch.from_numpy(images)).numpy()
+        expected = ExportNetwork(model, Preprocessing(info.pixels))(torch.from_numpy(images)).numpy()
         np.testing.assert_allclose(compute(images), expected, atol=1e-4 * max(1.0, found.max_logit))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import RunError
 from segapp.export import write
@@ -123,7 +124,8 @@ def test_values_are_scaled_by_hand_and_missing_ones_are_lowest():
     normalized = torch.from_numpy((values - info.mean) / info.std).permute(0, 3, 1, 2)
     with torch.no_grad():
         expected = F.interpolate(model(normalized)[0], (8, 12), mode="bilinear", align_corners=True)
-    found = ExportNetwork(model, Preprocessing(info.mean, info.std, ranges=ranges))(torch.from_numpy(images).float())
+    pixels = PixelFormat((1, 2, 3), "float32", ranges, info.mean, info.std)
+    found = ExportNetwork(model, Preprocessing(pixels))(torch.from_numpy(images).float())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 

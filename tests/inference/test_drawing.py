@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.files import ImagePair
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
@@ -26,11 +24,10 @@ RANGES: tuple[Range, ...] = ((0, 1000), (100, 600), (50, 2050), (0, 10))
 
 def drawn(images: NDArray[Any], target: NDArray[Any], scheme: ClassScheme, pixels: PixelFormat = RGB8) -> NDArray[Any]:
     """The picture of images (N, B, H, W) in fp16, whose mean and std differ per band."""
-    dataset = SegmentationDataset([ImagePair(Path("x.png"), None, "x")], scheme, pixels=pixels)
     mean, std = ((0.5, 0.1, 0.3, 0.7)[: pixels.num_bands], (0.2, 0.3, 0.1, 0.4)[: pixels.num_bands])
-    preprocessing = Preprocessing(mean, std, torch.float16, pixels.value_range)
+    preprocessing = Preprocessing(replace(pixels, mean=mean, std=std), torch.float16)
     batch = Batch(torch.from_numpy(images), torch.from_numpy(target), tuple(range(len(images))))
-    return draw_batch(batch, preprocessing, dataset).astype(int)
+    return draw_batch(batch, preprocessing, scheme).astype(int)
 
 
 def stripes(height: int, width: int) -> NDArray[Any]:

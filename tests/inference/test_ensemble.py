@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.assembly.paths import split_networks
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError
@@ -22,7 +23,7 @@ from segapp.models import SegmentationModel, build_model
 
 SCHEME = ClassScheme(("ground", "box", "disc"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)))
 CPU = torch.device("cpu")
-NORMALS = [([0.48, 0.45, 0.4], [0.22, 0.22, 0.22]), ([0.5, 0.5, 0.5], [0.5, 0.4, 0.3])]
+NORMALS = [((0.48, 0.45, 0.4), (0.22, 0.22, 0.22)), ((0.5, 0.5, 0.5), (0.5, 0.4, 0.3))]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,8 @@ def models() -> list[SegmentationModel]:
 
 
 def predictor(model: SegmentationModel, at: int, **inference: Any) -> TrainedPredictor:
-    return TrainedPredictor(
-        model, Inference(Preprocessing(*NORMALS[at]), align_corners=at == 0, **inference), SCHEME, CPU
-    )
+    preprocessing = Preprocessing(PixelFormat(None, "uint8", None, *NORMALS[at]))
+    return TrainedPredictor(model, Inference(preprocessing, align_corners=at == 0, **inference), SCHEME, CPU)
 
 
 def plain_mean(models: list[SegmentationModel], images: np.ndarray) -> Tensor:

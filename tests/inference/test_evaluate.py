@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import EvalLoader
 from segapp.datasets.pool import Batch
@@ -35,7 +36,7 @@ from segapp.metrics import ConfusionMatrix
 from tests.support.drawn_data import draw_image, draw_mask
 
 CPU = torch.device("cpu")
-NORMALIZER = Preprocessing((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+NORMALIZER = Preprocessing(PixelFormat(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)))
 WHOLE = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE(weight=torch.tensor([1.0, 2.0, 3.0])))
 
 
@@ -351,7 +352,7 @@ def test_bands_match_numpy_in_float64(dtype: str) -> None:
     values = np.random.default_rng(0).uniform(-100, 9000, (2, 4, 5, 7))
     stored = (values.clip(0) if dtype == "uint16" else values).astype(dtype)
     images = torch.from_numpy(stored.copy())
-    found = Preprocessing(MEAN, STD, ranges=RANGES)(images)
+    found = Preprocessing(PixelFormat((1, 2, 3), "float32", RANGES, MEAN, STD))(images)
     low, high = np.array(RANGES).T.reshape(2, 1, 4, 1, 1)
     mean, std = (np.array(each).reshape(1, 4, 1, 1) for each in (MEAN, STD))
     expected = (((stored.astype(np.float64) - low) / (high - low)).clip(0, 1) - mean) / std
@@ -362,5 +363,5 @@ def test_bands_match_numpy_in_float64(dtype: str) -> None:
 def test_pixels_without_data_become_the_low_end_of_the_range() -> None:
     values = [float("nan"), float("inf"), -float("inf"), -3.4e38]
     images = torch.tensor(values).view(1, 1, 1, 4)
-    found = Preprocessing([0.0], [1.0], ranges=[(0.0, 10.0)])(images)
+    found = Preprocessing(PixelFormat((1,), "float32", ((0.0, 10.0),), (0.0,), (1.0,)))(images)
     assert found.flatten().tolist() == [0.0, 1.0, 0.0, 0.0]

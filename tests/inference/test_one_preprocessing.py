@@ -15,7 +15,7 @@ from PIL import Image
 
 import segapp
 from segapp.assembly.data import build_dataset
-from segapp.assembly.pairs import band_statistics, build_pixels
+from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.export import export_target
 from segapp.commands.predict import predictor_of
@@ -93,7 +93,7 @@ def write_geotiff(path: Path, image: np.ndarray) -> None:
 def by_hand(trained: TrainedModel, image: np.ndarray) -> torch.Tensor:
     """Logits (C, H, W) in float64 of the stored bands of an upright image, whole, with 0 for nodata once normalized."""
     data, model = trained.config.data, trained.model.double()
-    mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in band_statistics(data))
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in build_pixels(data).statistics)
     low, high = torch.tensor(build_pixels(data).ranges, dtype=torch.float64).T.reshape(2, -1, 1, 1)
     pixels = torch.from_numpy(image.astype(np.float64)).permute(2, 0, 1)[None]
     size = data.resize_px or image.shape[:2]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.export.network import ExportNetwork
 from segapp.inference.sliding import Inference
@@ -34,7 +35,7 @@ NETWORKS: dict[str, tuple[str, str, str, dict[str, Any], int, int]] = {  # strid
     "linknet": ("smp", "Linknet", "tu-test_resnet", {}, 1, 32),
 }
 SIZE, MARGIN = (225, 257), 128
-PREPROCESSING = Preprocessing((0.4, 0.5, 0.6), (0.3, 0.2, 0.25))
+PREPROCESSING = Preprocessing(PixelFormat(mean=(0.4, 0.5, 0.6), std=(0.3, 0.2, 0.25)))
 
 
 def without_global_context(model: SegmentationModel) -> SegmentationModel:

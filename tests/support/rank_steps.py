@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from segapp.assembly.optimizer import build_optimizer
 from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.pool import Batch
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import NormalizedInput
@@ -118,7 +119,7 @@ def engine_of(
     device = own_device()
     model = build().double().to(device)
     mask_by_sample(model)
-    inner = NormalizedInput(model, Preprocessing(MEAN, STD, torch.float64).to(device))  # type: ignore[arg-type]
+    inner = NormalizedInput(model, Preprocessing(PixelFormat(mean=MEAN, std=STD), torch.float64).to(device))  # type: ignore[arg-type]
     network = TrainedNetwork(model, inner, device)  # type: ignore[arg-type]
     if ranks is not None:
         convert_sync_batchnorm(model)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._inductor import codecache
 
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import RunError
 from segapp.inference.sliding import NormalizedInput
@@ -21,7 +22,7 @@ from tests.training.test_resume import final_state, stopped_and_resumed
 def compiled(num_bands: int = 3) -> NormalizedInput:
     model: Any = nn.Conv2d(num_bands, 2, 1)
     model.suitable_size = lambda *size: size
-    network = NormalizedInput(model, Preprocessing((0.5,) * 3, (0.2,) * 3))
+    network = NormalizedInput(model, Preprocessing(PixelFormat(mean=(0.5,) * 3, std=(0.2,) * 3)))
     keys = list(network.state_dict())
     network.compile_training()
     assert list(network.state_dict()) == keys

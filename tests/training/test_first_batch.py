@@ -115,7 +115,7 @@ def test_later_starts_keep_the_first_picture(
 
 def test_batch_that_cannot_be_drawn_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inference: Any = type("Inference", (), {"preprocessing": torch.nn.Identity()})
-    dataset: Any = [0, 1, 2]
+    dataset: Any = type("Images", (list,), {"scheme": None})([0, 1, 2])
     samples = validation.SamplePictures(tmp_path, dataset, inference, torch.device("cpu"))
     empty = Batch(torch.zeros(0, 3, 5, 7), torch.zeros(0, 5, 7), ())
     assert samples.draw_first(empty) == ["there is no picture of the first batch: the main rank has no samples"]

@@ -1,4 +1,4 @@
-"""The pixels of a data set: the bands of a file that are read, their dtype, and the range of their values.
+"""The pixels of a data set: what is read of a file, and how it becomes the input of a model.
 
 Commands that only look at files use this module, so torch is imported only for a torch dtype.
 
@@ -40,15 +40,18 @@ class StoredPixels:
 
 @dataclass(frozen=True)
 class PixelFormat:
-    """The pixels of every image of a data set."""
+    """What happens to every image of a data set: files are read by it, and `Preprocessing` prepares them."""
 
     # Bands of a file that are read, in this order, counted from 1; None: any 8-bit image, converted to RGB
     bands: tuple[int, ...] | None = None
     dtype: str = "uint8"  # dtype of the values: uint8, uint16, int16 or float32
     # For each band, the values that normalization maps to 0 and 1; None: 0 and 255
     value_range: tuple[Range, ...] | None = None
-    # Mean of each band in 0..1, which padding and pixels without data get; None: 0.5
+    # Mean of each band in 0..1, which padding and pixels without data get, and standard deviation; None: 0.5 and 1
     mean: tuple[float, ...] | None = field(default=None, compare=False)
+    std: tuple[float, ...] | None = field(default=None, compare=False)
+    # Height and width at which the model sees a whole image; None: the image's own
+    resize_px: tuple[int, int] | None = field(default=None, compare=False)
     is_trained: bool = field(default=False, compare=False)  # of a finished training, whose keys cannot be changed
 
     @property
@@ -136,10 +139,15 @@ class PixelFormat:
         return np.asarray(np.rint(np.nan_to_num(scaled, nan=0.0).clip(0, 255)), np.uint8)
 
     @property
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each band in 0..1."""
+        return self.mean or (0.5,) * self.num_bands, self.std or (1.0,) * self.num_bands
+
+    @property
     def fill(self) -> tuple[float, ...]:
         """The mean of each band as stored in files: the value of padding and of pixels without data."""
-        means = self.mean or (0.5,) * self.num_bands
-        values = [low + m * (high - low) for (low, high), m in zip(self.ranges, means, strict=True)]
+        mean, _ = self.statistics
+        values = [low + m * (high - low) for (low, high), m in zip(self.ranges, mean, strict=True)]
         return tuple(values if self.dtype == "float32" else map(round, values))
 
     def fill_nodata(self, stored: Pixels, nodata: float | None) -> tuple[Pixels, NDArray[np.bool_] | None]:

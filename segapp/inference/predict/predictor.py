@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.accelerator import accelerator_of, gpu_of
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
@@ -58,11 +58,10 @@ class TrainedPredictor:
         inference: Inference,
         scheme: ClassScheme,
         device: torch.device,
-        pixels: PixelFormat = RGB8,
     ) -> None:
         self.model, self.inference, self.scheme, self.device = model, inference, scheme, device
         self.threshold = inference.threshold
-        self.pixels = pixels
+        self.pixels = replace(inference.preprocessing.pixels, is_trained=True)
         self.needs_whole, self.align_corners = inference.needs_whole, inference.align_corners
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:

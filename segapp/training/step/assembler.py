@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from segapp.assembly.criterion import criterion_of
 from segapp.assembly.devices import uses_channels_last
-from segapp.assembly.network import build_network, build_preprocessing, check_sizes, put_adapters
+from segapp.assembly.network import build_network, check_sizes, put_adapters
 from segapp.assembly.optimizer import build_optimizer, build_parameter_groups
 from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import TrainedState
@@ -261,7 +261,7 @@ class StepAssembler:
         if backend is None:
             backend = RealDevices(gradient_as_bucket_view=config.parallel.gradient_as_bucket_view)
         precision = Precision(config.train.precision, device)
-        preprocessing = build_preprocessing(config.data, precision.input_dtype).to(device)
+        preprocessing = Preprocessing(build_pixels(config.data), precision.input_dtype).to(device)
         inner = self._inner(parts, layout, backend, preprocessing)
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)
         network = self._network(model, inner, layout, backend, ranks or Ranks(), criterion, precision)

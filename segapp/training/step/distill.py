@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from segapp.accelerator import wide_dtype
 from segapp.assembly.devices import uses_channels_last
-from segapp.assembly.network import build_preprocessing
 from segapp.assembly.pairs import build_pixels
 from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -368,7 +367,7 @@ def build_teacher(
     model, data = trained.model.eval().requires_grad_(False), trained.config.data
     return Teacher(
         {
-            device: (put(model, device), build_preprocessing(data, input_dtype).to(device))
+            device: (put(model, device), Preprocessing(build_pixels(data), input_dtype).to(device))
             for device in dict.fromkeys(devices)
         },
         trained.sha256,

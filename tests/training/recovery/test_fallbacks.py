@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from segapp.checkpoint.saver import Position
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import Inference
 from segapp.parallel.distributed import Ranks
@@ -28,7 +29,7 @@ from segapp.training.recovery import (
 )
 from tests.support.runs import events
 
-WHOLE = Inference(Preprocessing((0.5,) * 3, (0.25,) * 3))
+WHOLE = Inference(Preprocessing(PixelFormat(mean=(0.5,) * 3, std=(0.25,) * 3)))
 """Whole images."""
 
 PAIRS = [

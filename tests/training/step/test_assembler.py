@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from segapp.assembly.devices import with_precision
-from segapp.assembly.network import build_preprocessing
-from segapp.assembly.pairs import build_scheme
+from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.recompute import RecomputedBlock
@@ -59,7 +59,7 @@ def test_loss_of_crops_between_strides_is_that_of_the_frame_cut(
     for module in parts.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    model, preprocessing = copy.deepcopy(parts.model).train(), build_preprocessing(config.data, torch.float32)
+    model, preprocessing = copy.deepcopy(parts.model).train(), Preprocessing(build_pixels(config.data))
     engine = assembler.assemble(parts, layout)
     images = torch.randint(256, (5, 3, 27, 35), dtype=torch.uint8)
     target = torch.randint(3, (5, 27, 35), dtype=torch.uint8)

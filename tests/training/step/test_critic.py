@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.checkpoint.snapshot import snapshot
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.pool import Batch
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.models import Critic
@@ -87,7 +88,7 @@ def test_student_is_trained_to_high_scores_for_its_maps() -> None:
     critic, teacher = build().critic, Mock(return_value=(torch.rand(3, 2, 8, 8), None))
     student: Any = Student()
     sizes: Any = {"temperature": 1.0, "align_corners": True, "critic_size": (8, 8), "channels_last": False}
-    preprocessing = Preprocessing((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    preprocessing = Preprocessing(PixelFormat(mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3)))
     inner = DistilledInput(
         student, preprocessing, teacher, critic, factors={"holistic": 0.5}, autocast=contextlib.nullcontext, **sizes
     )

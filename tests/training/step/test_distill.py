@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from segapp import failpoints
-from segapp.assembly.network import build_network, build_preprocessing
+from segapp.assembly.network import build_network
+from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, dump_config
+from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import CheckpointError, ConfigError, RunError, SegappError
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.precision import Precision
@@ -140,7 +142,7 @@ def test_student_and_teacher_see_one_frame_with_own_mean_and_std(base: dict[str,
     config = student(base, teacher, **own, data={"mean": [0.2, 0.3, 0.4], "std": [0.6, 0.5, 0.4], "crop_px": [43, 61]})
     trained, model = read_trained(str(teacher)), build_network(config.model, 3).eval()
     taught = build_teacher(trained, [CPU], torch.float32)
-    inner = build_distilled_input(config, model, build_preprocessing(config.data, torch.float32), taught, None, CPU)
+    inner = build_distilled_input(config, model, Preprocessing(build_pixels(config.data)), taught, None, CPU)
     images = torch.randint(256, (2, 3, 43, 61), dtype=torch.uint8)
     with torch.no_grad():
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in ([0.2, 0.3, 0.4], [0.6, 0.5, 0.4]))

@@ -19,6 +19,7 @@ from segapp.assembly.optimizer import build_optimizer
 from segapp.checkpoint.snapshot import snapshot
 from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.pool import Batch
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import NormalizedInput
@@ -69,7 +70,7 @@ def engine_of(
     torch.manual_seed(0)
     numbers = Precision(precision, CPU)
     model = numbers.prepare(TinyNet(*extra))
-    inner = NormalizedInput(model, Preprocessing(MEAN, STD, numbers.input_dtype))  # type: ignore[arg-type]
+    inner = NormalizedInput(model, Preprocessing(PixelFormat(mean=MEAN, std=STD), numbers.input_dtype))  # type: ignore[arg-type]
     network = TrainedNetwork(model, inner, CPU, ranks)  # type: ignore[arg-type]
     groups = [{"params": numbers.master_weights(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
     update = WeightUpdate(
@@ -245,7 +246,7 @@ def dropping_engine(num_devices: int = 1, mode: Any = "lockstep", criterion: Any
     model: Any = TinyNet(nn.Dropout2d(0.2), inside, DropPath(0.2)).double()
     mask_by_sample(model)
     set_recompute(model, [("body.2",), (), ("body.2",)][:num_devices])
-    inner = NormalizedInput(model, Preprocessing(MEAN, STD, torch.float64))
+    inner = NormalizedInput(model, Preprocessing(PixelFormat(mean=MEAN, std=STD), torch.float64))
     network = TrainedNetwork(model, inner, CPU)
     if num_devices > 1:
         network = ReplicatedNetwork(model, DataParallelModel(inner, ["cpu"] * num_devices, mode=mode, **split), CPU)
