@@ -21,12 +21,19 @@ from segapp.config.sections import IMAGENET
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.datasets.resources import available_bytes
-from segapp.errors import CheckpointError, ConfigError, some_names
+from segapp.errors import CheckpointError, ConfigError, SegappError, some_names
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
 from segapp.models.by_name import expected_statistics
-from segapp.models.weights import CONFIG_KEY, load_weights, peek_tensors, read_metadata, weights_path
+from segapp.models.weights import (
+    CONFIG_KEY,
+    load_weights,
+    peek_tensors,
+    read_metadata,
+    read_weights_file,
+    weights_path,
+)
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run
 from segapp.run.words import size
@@ -255,6 +262,13 @@ def saved_config(weights: str) -> RunConfig | None:
     return None
 
 
+def _has_head_of_smp(weights: str) -> bool:
+    """Return True for weights of a whole network of smp; False for a file that cannot be read, reported elsewhere."""
+    with contextlib.suppress(SegappError, OSError):
+        return any("segmentation_head." in name for name in read_weights_file(weights))
+    return False
+
+
 def with_weights_defaults(config: RunConfig, file: Path | None = None) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config with the keys that it leaves to its weights, and notes about values that may surprise.
 
@@ -277,8 +291,7 @@ def with_weights_defaults(config: RunConfig, file: Path | None = None) -> tuple[
         notes = [f"{', '.join(taken)}: the weights {source} expect these, not ImageNet's"] * ((mean, std) != IMAGENET)
     if is_aligned == "auto":
         whole = file or model.weights
-        of_library = model.library == "smp" if saved is None else saved.loss.is_aligned
-        is_aligned = whole is not None and of_library
+        is_aligned = whole is not None and (_has_head_of_smp(str(whole)) if saved is None else saved.loss.is_aligned)
         notes += [f"loss.align_corners = true: the weights {whole} were trained with aligned corners"] * is_aligned
     raw = config.model_dump(mode="json")
     raw["data"] |= {"mean": data.mean or mean, "std": data.std or std}

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from segapp.custom.loading import shown_error
 from segapp.errors import ConfigError
 from segapp.models.names import check_options, timm_options, unknown_name
 from segapp.models.network import SegmentationModel
@@ -123,8 +124,8 @@ def _construct(architecture: Any, name: str, encoder: str, num_classes: int, arg
     except Exception as error:  # smp and timm raise exceptions of any type for wrong arguments
         given = f" and options {arguments}" if arguments else ""
         raise ConfigError(
-            f"model.encoder: smp {name} cannot be built with {encoder}{given}: {error}; change the encoder or the "
-            "options",
+            f"model.encoder: smp {name} cannot be built with {encoder}{given}: {shown_error(error)}; change the "
+            "encoder or the options",
             key="model.encoder",
         ) from error
 

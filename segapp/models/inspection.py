@@ -14,16 +14,19 @@ import copy
 import math
 from collections.abc import Iterator
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from segapp.compat.torch import TorchDispatchMode
 from segapp.custom.loading import shown_error
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm over a single value."""
+_LOOK_UPS = {torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.embedding, torch.ops.aten.gather}
 MIN_SIDE_PX = 64
 MAX_DIVISOR = 256
 MAX_STRIDE = 128
@@ -81,8 +84,24 @@ def _measure(model: SegmentationModel) -> set[str]:
                 # Errors of sizes repeat on the CPU. Custom code may refuse the meta device in words of its own.
                 if not _is_of_meta(error) and (model.library != "python" or len(failures) > 2):
                     break
-    (height_px, width_px), cause = next((each for each in failures if not _is_of_meta(each[1])), failures[-1])
+    said = [each for each in failures if not _is_of_meta(each[1])] or failures[-1:]
+    # At other sizes than the only one that the library names, a network may fail for no other reason than the size.
+    (height_px, width_px), cause = next((each for each in said if each[0] == model.usual_size_px), said[0])
     raise _refusal(model, f"on images of {height_px}x{width_px} px: {shown_error(cause)}") from cause
+
+
+class _LookUps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes look-ups by index, such as in a table of relative positions that is made for images of one size.
+
+    Only values show that an index is out of bounds: on the meta device, any look-up succeeds.
+    """
+
+    were_made = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operator."""
+        self.were_made |= func.overloadpacket in _LOOK_UPS
+        return func(*args, **(kwargs or {}))
 
 
 def _refusal(model: SegmentationModel, failure: str) -> ConfigError:
@@ -129,7 +148,12 @@ def _measure_on(
     probe: SegmentationModel, model: SegmentationModel, divisor: int, size_px: tuple[int, int] | None
 ) -> set[str]:
     height_px, width_px = size_px or _sides(divisor, model.min_size_px)
-    logits, maps = _run(probe, 1, (height_px, width_px), training=False)
+    with _LookUps() as look_ups:  # type: ignore[no-untyped-call]
+        logits, maps = _run(probe, 1, (height_px, width_px), training=False)
+    if look_ups.were_made and size_px is None and model.usual_size_px is not None:
+        long_px = -(-2 * max(model.usual_size_px) // divisor) * divisor
+        for sides in ((height_px, long_px), (long_px, height_px)):
+            _run(_copy_on(model, "cpu"), 1, sides, training=False)
     model.min_train_batch = 1
     # The sides are exchanged, which shows the axes of a map, and its stride from two differences of lengths.
     exchanged = size_px or (width_px, height_px)

@@ -26,6 +26,7 @@ AUXILIARY = "aux_classifier."
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")  # torch 0.3 had dots in names of modules
 _CLASSIFIERS = ("fc", "_fc", "linear", "classifier", "head", "heads", "last_linear", "head_drop", "head_norm")
+_OTHER_HEAD = "of another head"
 _OTHER_HEADS = ("classifier", "aux_classifier", "decoder", "segmentation_head", "decode_head", "auxiliary_head")
 
 
@@ -38,6 +39,7 @@ class KeyMap:
     left_out: Mapping[str, str]  # name in the file -> reason why it is not used
     missing: Mapping[str, str]  # name in the network -> reason why it keeps its initialization
     classifier: Collection[str] = ()  # the missing ones that differ from the file only in the number of classes
+    further: Collection[str] = ()  # the names that tensors of another head would have in the network
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def map_keys(
         if name not in used
     }
     missing = {name: shapes.get(name, "not in the file") for name in wanted if name not in taken}
-    return KeyMap(renaming.convention, taken, left_out, missing, () if classes is None else tuple(pairs))
+    further = [targets[name] for name, reason in left_out.items() if reason == _OTHER_HEAD]
+    return KeyMap(renaming.convention, taken, left_out, missing, () if classes is None else tuple(pairs), further)
 
 
 def check_complete(keys: KeyMap, found: Shapes, required: Sequence[str], backbone: str, *, is_trained: bool) -> None:
@@ -179,6 +182,9 @@ def check_complete(keys: KeyMap, found: Shapes, required: Sequence[str], backbon
     taken = {name: there for name, there in keys.taken.items() if name.startswith(backbone)}
     if further := _further_blocks(taken, found):
         problem = f"is of a deeper backbone, with further blocks: {some_names(further)}"
+        raise CheckpointError(f"{problem}; give weights of this {what}, change the model{advice}")
+    if what == "model" and keys.further:
+        problem = f"is of a larger head, with further tensors: {some_names([*keys.further])}"
         raise CheckpointError(f"{problem}; give weights of this {what}, change the model{advice}")
 
 
@@ -319,4 +325,4 @@ def _unused_reason(name: str, target: str | None, backbone: str) -> str:
         return "the backbone's own classifier"
     if first == AUXILIARY.rstrip("."):
         return "this model has no auxiliary head (model.aux)"
-    return "of another head" if first in _OTHER_HEADS else "this model has no such tensor"
+    return _OTHER_HEAD if first in _OTHER_HEADS else "this model has no such tensor"

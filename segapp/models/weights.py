@@ -321,6 +321,8 @@ def load_weights(
         # A module that is used at several places has a name for each, of which a file may hold one.
         given = {id(own[name]) for name in keys.taken}
         keys = replace(keys, missing={n: reason for n, reason in keys.missing.items() if id(own[n]) not in given})
+        heads = tuple(f"{name}." for name, _ in model.named_children())
+        keys = replace(keys, further=[name for name in keys.further if name.startswith(heads)])
         if not is_partial:
             required = [name for name in own if name not in counters and not name.startswith(AUXILIARY)]
             check_complete(keys, found, required, backbone, is_trained=_config_key(key) is not None)
@@ -341,12 +343,13 @@ def load_weights(
 
 
 def _check_values(taken: StateDict, own: StateDict) -> None:
-    """Raise CheckpointError for integers instead of floats, as of quantized weights, and for NaN or infinite values."""
+    """Raise CheckpointError for values other than floats, as of quantized weights, and for NaN or infinite ones."""
     for name, value in taken.items():
         if not own[name].is_floating_point():
             continue
-        if not value.is_floating_point():
-            raise CheckpointError(f"has integers as {name}, for floats: save the weights before they are quantized")
+        if not value.is_floating_point() or value.layout != torch.strided:
+            kind = value.layout if value.layout != torch.strided else value.dtype
+            raise CheckpointError(f"has {kind} as {name}, for floats: save the weights before they are converted")
         is_finite = value.to(own[name].dtype).isfinite()
         if not is_finite.all() and not (is_finite | ~own[name].isfinite()).all():  # of some networks, inf means unset
             raise CheckpointError(f"has NaN or infinite values in {name}: give weights from before they diverged")

@@ -102,6 +102,7 @@ def test_values_of_the_weights_stay_with_the_run(
         ("weights", "runs/half", ((0.5,) * 3, (0.5,) * 3)),
         ("weights", "runs/teacher/checkpoints/last.pt", (MEAN, STD)),
         ("weights", "runs/smp.pt", ((0.5,) * 3, (0.5,) * 3)),
+        ("weights", "runs/classifier.pt", ((0.5,) * 3, (0.5,) * 3)),
         ("weights_backbone", "runs/teacher/checkpoints/best.pt", (MEAN, STD)),
         ("weights_backbone", "teacher", ((0.5,) * 3, (0.5,) * 3)),  # which names no run there
         ("weights_backbone", None, ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))),
@@ -112,10 +113,11 @@ def test_values_of_the_config_come_from_the_loaded_weights(
 ) -> None:
     """The corners are aligned as a run did; other whole weights of smp aligned them, and backbones have no logits."""
     monkeypatch.chdir(half[1].parents[1])
-    torch.save({}, "runs/smp.pt")
+    torch.save({"encoder.fc.weight": torch.ones(1), "segmentation_head.0.bias": torch.ones(1)}, "runs/smp.pt")
+    torch.save({"encoder.fc.weight": torch.ones(1)}, "runs/classifier.pt")
     plain = half[0].model_dump(mode="json")
     model = {"encoder": "tu-test_resnet", "weights_backbone": None, key: weights}
-    is_aligned = key == "weights" and weights != "runs/half"
+    is_aligned = key == "weights" and weights not in ("runs/half", "runs/classifier.pt")
     for named in ({}, {"std": (0.7, 0.8, 0.9)}):
         config, notes = with_weights_defaults(merged(plain, model=model, data={"mean": None, "std": None, **named}))
         assert (config.data.mean, config.data.std) == (expected[0], named.get("std", expected[1]))

@@ -60,6 +60,7 @@ def test_safetensors_of_a_run_load_into_torchvision(folder, tiny_root, tmp_path)
     assert (json.loads(about["run"]), json.loads(about["run_id"])) == ("run", about_run["id"])
     assert json.loads(about["config"])["model"]["name"] == "lraspp_mobilenet_v3_large"
     assert not {"input", "output", "opset"} & about.keys()
+    assert json.loads(about["size_multiple"]) == 16  # it accepts any size
 
     theirs = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=3)
     theirs.load_state_dict(load_file(tmp_path / "net.safetensors"))

@@ -98,7 +98,7 @@ def test_signal_in_evaluation_or_save_resumes_exactly(new_run: NewRun, invariant
 @case("R12", how="SIGKILL in a run's first evaluation", passes="the steps before are saved; exact")
 @pytest.mark.faults
 def test_kill_in_the_first_evaluation_costs_no_step(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run(checkpoint={"every_epochs": 2})
+    run = new_run(checkpoint={"every_epochs": 3}, eval={"every_epochs": 2})
     done = run.train(failpoints="eval.batch=1:kill")
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert run.events("val") == []

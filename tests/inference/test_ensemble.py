@@ -73,6 +73,8 @@ def test_ensemble_is_the_mean_of_plain_softmax_maps(models: list[SegmentationMod
     assert (ensemble.labels(images) == expected.argmax(1).numpy()).mean() > 0.999
     assert not np.allclose(found, predictor(models[0], 0).probabilities(images), atol=1e-3)
     members = [predictor(model, i) for i, model in enumerate(models)]
+    assert ensemble.align_corners, "one of them does"
+    assert not EnsemblePredictor([("net1", members[1])]).align_corners
     assert plan_workspace(ensemble).max_px <= min(plan_workspace(member).max_px for member in members) * 1.05
 
 

@@ -125,6 +125,29 @@ def test_shared_layers_of_a_library_keep_their_values(monkeypatch: pytest.Monkey
         assert model.eval()(images)[0].equal(original.eval().compute_logits(images)[0])
 
 
+class Positions(nn.Module):
+    """Adds a value for each row and column of its map, of which there are twelve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.table = nn.Conv2d(3, 2, 8, stride=8), nn.Parameter(torch.zeros(12))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.patches(images)
+        rows, columns = (self.table[torch.arange(side, device=features.device)] for side in features.shape[-2:])
+        return features + rows[:, None] + columns
+
+
+def test_table_for_one_size_makes_it_the_only_size() -> None:
+    """Sizes that the probe tries run on the meta device, where no index is out of bounds."""
+    model = PythonModel(Positions(), name="own:Positions", num_classes=2, in_channels=3)
+    model.usual_size_px = 96, 80
+    inspect_model(model)
+    assert model.fixed_size_px == (96, 80)
+    model.fixed_size_px, model.size_divisor, model.coarsest_stride = None, 6, 4
+    assert (model.size_multiple, model.suitable_size(13, 12)) == (12, (24, 12))
+
+
 @pytest.mark.parametrize(
     ("refusal", "reason"), [("no way", "AssertionError: no way"), ("", "AssertionError: assert self.refusal is None")]
 )

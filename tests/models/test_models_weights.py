@@ -181,9 +181,11 @@ def test_one_rule_for_what_a_file_lacks(state, part, message):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("backbone.1.block.0.0.weight", lambda value: (value * 99).to(torch.int8), "has integers as"),
+        ("backbone.1.block.0.0.weight", lambda value: (value * 99).to(torch.int8), "has torch.int8 as"),
         ("classifier.cbr.0.weight", lambda value: value.where(value != value[5, 0], torch.nan), "has NaN or infinite"),
         ("backbone.0.1.running_var", lambda value: value.double() + 1e300, "has NaN or infinite"),  # in float32
+        ("backbone.0.0.weight", lambda value: value.to_sparse(), "has torch.sparse_coo as"),
+        ("backbone.0.0.weight", lambda value: value.to(torch.complex64), "has torch.complex64 as"),
     ],
 )
 def test_values_that_cannot_be_trained_are_refused(state, name, change, message):
@@ -195,17 +197,30 @@ def test_values_that_cannot_be_trained_are_refused(state, name, change, message)
 
 
 def test_part_of_a_file_is_taken_if_it_is_wanted(tmp_path, state):
-    torch.save(without(without(state, ".5.block.1."), "scale."), tmp_path / "weights.pt")
+    part = without(without(without(state, ".5.block.1."), "scale."), "num_batches_tracked")
+    torch.save(part, tmp_path / "weights.pt")
     model = build(weights=str(tmp_path / "weights.pt"), partial_weights=True)
     lost = {name for name in state if ".5.block.1." in name or "scale." in name}
-    assert set(model.load_reports[0].keys.missing) == lost
+    counters = {name for name in state if name.endswith("num_batches_tracked")}
+    assert set(model.load_reports[0].keys.missing) == lost | counters
+    assert set(model.load_reports[0].random) == lost - counters
     assert random_modules(model.load_reports) == ["backbone.5.block.1", "classifier.scale"]
     torch.save(without(state, "classifier"), tmp_path / "backbone.pt")
     both = build(
         weights_backbone=str(tmp_path / "backbone.pt"), weights=str(tmp_path / "weights.pt"), partial_weights=True
     )
     assert random_modules(both.load_reports) == ["classifier.scale"]
-    assert all(value.equal(state[n]) for n, value in both.state_dict().items() if "scale." not in n)
+    assert all(value.equal(state[n]) for n, value in both.state_dict().items() if not re.search("scale.|_tracked", n))
+
+
+def test_file_of_a_larger_head_is_refused(tmp_path):
+    larger = build_model("smp", "Unet", 3, encoder="resnet18", options={"decoder_attention_type": "scse"})
+    torch.save(larger.state_dict(), tmp_path / "scse.pt")
+    arguments = {"encoder": "resnet18", "weights": str(tmp_path / "scse.pt")}
+    with pytest.raises(CheckpointError, match=r"larger head, with further tensors: decoder\.blocks\.0\.attention1"):
+        build_model("smp", "Unet", 3, **arguments)
+    (report,) = build_model("smp", "Unet", 3, **arguments, partial_weights=True).load_reports
+    assert report.random == ()
 
 
 def test_auxiliary_head_may_be_missing(tmp_path, state):

@@ -45,6 +45,7 @@ from segapp.training.step.distill import (
     build_distillation,
     build_distilled_input,
     build_teacher,
+    check_frame,
     check_teacher,
     distilled_criterion,
 )
@@ -156,6 +157,8 @@ class StepAssembler:
             class_names=self.scheme.names,
         )
         check_sizes(self.config, model)
+        if self.teacher is not None:
+            check_frame(self.config.data.crop_px, model, self.teacher.model)
         if self.config.train.bn_momentum is not None:
             for module in model.modules():
                 if isinstance(module, BatchNorm):

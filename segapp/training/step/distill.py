@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import wide_dtype
@@ -214,8 +215,14 @@ class Teacher:
     every step.
     """
 
-    def __init__(self, on: Mapping[torch.device, tuple[SegmentationModel, Preprocessing]], sha256: str = "") -> None:
-        self.sha256 = sha256
+    def __init__(
+        self,
+        on: Mapping[torch.device, tuple[SegmentationModel, Preprocessing]],
+        sha256: str = "",
+        *,
+        align_corners: bool = True,
+    ) -> None:
+        self.sha256, self.align_corners = sha256, align_corners
         self._on = dict(on)
 
     def __call__(self, images: Tensor, frame_px: Sequence[int], *, with_nodes: bool) -> tuple[Tensor, Tensor | None]:
@@ -270,7 +277,7 @@ class DistilledInput(NormalizedInput):
         values: list[Tensor] = []
         maps: tuple[Tensor, ...] = ()
         if PIXEL_WISE in factors:
-            values.append(pixel_wise_divergence(heads[0], taught, self._temperature, align_corners=self._align_corners))
+            values.append(self._pixel_wise(heads[0], taught, normalized.shape[-2:]))
         if features is not None and teacher_nodes is not None:
             values.append(pair_wise_difference(node_features(features, PAIR_GRID), teacher_nodes))
         if self.critic is not None:
@@ -281,6 +288,15 @@ class DistilledInput(NormalizedInput):
                 real = critic_input(normalized, taught, self._critic_size)
             maps = (real, fake.detach())
         return heads, torch.stack(values, 1), maps
+
+    def _pixel_wise(self, logits: Tensor, taught: Tensor, size: Sequence[int]) -> Tensor:
+        own, other = self._align_corners, self.teacher.align_corners
+        if own != other:  # their logits lie at the same places only at the size of the images
+            logits, taught = (
+                F.interpolate(values.float(), size, mode="bilinear", align_corners=is_aligned)
+                for values, is_aligned in ((logits, own), (taught, other))
+            )
+        return pixel_wise_divergence(logits, taught, self._temperature, align_corners=own)
 
 
 class TeacherIdentity(StepParticipant):
@@ -321,7 +337,7 @@ def _factors(config: RunConfig) -> dict[str, float]:
 
 
 def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme) -> None:
-    """Raise ConfigError if the teacher does not suit the student: its classes, its library, its images, its crops."""
+    """Raise ConfigError if the teacher does not suit the student: its classes, its library, its images."""
     found = trained.path
     if list(trained.scheme.names) != list(scheme.names):
         pairs = zip(trained.scheme.names, scheme.names, strict=False)
@@ -345,11 +361,17 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
             "the same data.bands and data.dtype",
             key="distill.teacher",
         )
-    crop = config.data.crop_px
-    wanted = trained.model.suitable_size(*crop)
-    if wanted != crop:
+
+
+def check_frame(crop_px: tuple[int, int], student: SegmentationModel, teacher: SegmentationModel) -> None:
+    """Raise ConfigError if the teacher would pad the crops further than the student, or takes only other sizes."""
+    frame = student.suitable_size(*crop_px)
+    wanted = teacher.suitable_size(*frame)
+    if wanted != frame:
+        is_common = student.suitable_size(*wanted) == wanted
         raise ConfigError(
-            f"data.crop_px = {list(crop)} does not suit the teacher {trained.config.model.name}: use {list(wanted)}",
+            f"data.crop_px = {list(crop_px)}, which {student.name} sees as {list(frame)}, does not suit the teacher "
+            f"{teacher.name}: use {list(wanted) if is_common else 'another teacher'}",
             key="data.crop_px",
         )
 
@@ -371,6 +393,7 @@ def build_teacher(
             for device in dict.fromkeys(devices)
         },
         trained.sha256,
+        align_corners=trained.config.loss.is_aligned,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,11 +22,12 @@ from segapp.config import RunConfig, dump_config
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import CheckpointError, ConfigError, RunError, SegappError
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
+from segapp.models import SegmentationModel
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
-from segapp.training.step.distill import build_distilled_input, build_teacher
+from segapp.training.step.distill import build_distilled_input, build_teacher, check_frame
 from tests.support.runs import differing, events, merged, segapp, train
 
 DP = {"mode": "dp", "devices": ["cpu"] * 3}
@@ -144,11 +147,38 @@ def test_student_and_teacher_see_one_frame_with_own_mean_and_std(base: dict[str,
     taught = build_teacher(trained, [CPU], torch.float32)
     inner = build_distilled_input(config, model, Preprocessing(build_pixels(config.data)), taught, None, CPU)
     images = torch.randint(256, (2, 3, 43, 61), dtype=torch.uint8)
+    shapes: list[torch.Size] = []
+    for one in (model, taught._on[CPU][0]):
+        next(each for each in one.modules() if isinstance(each, torch.nn.Conv2d)).register_forward_pre_hook(
+            lambda _, inputs: shapes.append(inputs[0].shape)
+        )
     with torch.no_grad():
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in ([0.2, 0.3, 0.4], [0.6, 0.5, 0.4]))
         seen = [F.pad(each, (0, 3, 0, 5)) for each in ((images / 255 - mean) / std, (images / 255 - 0.5) / 0.25)]
+        found = inner(images)[1][:, 0]
+        assert shapes == [(2, 3, 48, 64)] * 2
         logits = model(seen[0])[0], trained.model(seen[1])[0]
-        torch.testing.assert_close(inner(images)[1][:, 0], pixel_wise_divergence(*logits))
+        torch.testing.assert_close(found, pixel_wise_divergence(*logits))
+        taught.align_corners = True  # each network's logits lie where its own loss put them
+        full = [
+            F.interpolate(each, (48, 64), mode="bilinear", align_corners=is_aligned)
+            for each, is_aligned in zip(logits, (False, True), strict=True)
+        ]
+        torch.testing.assert_close(inner(images)[1][:, 0], pixel_wise_divergence(*full))
+
+
+def test_crops_that_the_teacher_sees_at_another_size_are_refused() -> None:
+    def network(fixed_size_px: tuple[int, int] | None = None, divisor: int = 1) -> Any:
+        model = Mock(spec=SegmentationModel, fixed_size_px=fixed_size_px, min_size_px=1, size_multiple=divisor)
+        model.suitable_size = functools.partial(SegmentationModel.suitable_size, model)
+        model.name = f"of{divisor}"
+        return model
+
+    check_frame((50, 70), network(divisor=16), network(divisor=8))
+    with pytest.raises(ConfigError, match=r"\[50, 70\], which of16 sees as \[64, 80\], .* of32: use \[64, 96\]"):
+        check_frame((50, 70), network(divisor=16), network(divisor=32))
+    with pytest.raises(ConfigError, match=r"sees as \[256, 256\], .* use another teacher"):
+        check_frame((224, 224), network(divisor=128), network((224, 224)))
 
 
 def test_unusable_teacher_is_refused(base: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
