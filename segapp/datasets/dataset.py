@@ -19,13 +19,13 @@ from torch import Tensor
 
 from segapp.custom.loading import shown_error
 from segapp.datasets.cache import PixelCache
-from segapp.datasets.files import MAX_PIXELS, ImagePair, check_pair, check_same_size, read_header, shown
+from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown, turn_of_mask
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.images.reading import read_with_nodata
 from segapp.datasets.images.windows import LARGE_PX, Windows, image_windows, load_ignored, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks, without_nodata
-from segapp.datasets.orientation import Turns, upright
+from segapp.datasets.orientation import upright
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import READERS, side_by_side
 from segapp.datasets.sampling import SampleKey, mix_seed
@@ -242,7 +242,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         """Return a mask (H, W) as it lies on the upright image; raise DataError for another size."""
         choice = self.scheme.mask_orientation
         if pair.mask is not None and (mask.shape != image_px or choice == "raw"):
-            mask = upright(mask, Turns(choice).turn(*check_pair(pair, self.pixels), pair.name))
+            mask = upright(mask, turn_of_mask(pair, choice))
         check_same_size(pair, image_px, mask.shape)
         return mask
 

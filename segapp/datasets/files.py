@@ -439,6 +439,12 @@ def check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[Header, Fit]:
     return image, fit
 
 
+def turn_of_mask(pair: ImagePair, choice: str | None) -> int:
+    """Return the EXIF orientation that makes the masks of a pair upright; `choice`: `data.mask_orientation`."""
+    image = read_header(pair.image)
+    return Turns(choice).turn(image, fit_of_mask(image, read_header(pair.masks[0])), pair.name)
+
+
 def check_pixels(path: Path, stored: StoredPixels | None, pixels: PixelFormat) -> None:
     """Raise DataError for an image that cannot be read in a format without loss."""
     problem = None if stored is None else pixels.problem(stored)

@@ -19,6 +19,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence
+from PIL.TiffImagePlugin import BITSPERSAMPLE
 
 from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown
 from segapp.datasets.images.pixel_format import in_all_bands
@@ -127,7 +128,7 @@ def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
     check_complete(data, image, path)
     try:
         frames = ImageSequence.Iterator(open_bytes(data, path))
-        planes = np.dstack([np.asarray(ImageOps.exif_transpose(frame)) for frame in frames])
+        planes = np.dstack([unscaled(np.asarray(ImageOps.exif_transpose(frame)), frame, data) for frame in frames])
         nodata = nodata_of(image) or None  # but 0 is a pixel without a class
     except Exception as error:  # as above
         raise damaged(path, error) from error
@@ -196,9 +197,8 @@ def whole_ids(values: NDArray[Any], path: Path, nodata: float | None = None) -> 
 
 def unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]:
     """Return the ids as stored: Pillow scales gray values of 2 and 4 bits to 0..255."""
-    if image.format == "PNG" and image.mode == "L" and data[24] in {2, 4}:  # bit depth in IHDR
-        return ids // (85 if data[24] == 2 else 17)
-    return ids
+    bits = data[24] if image.format == "PNG" else getattr(image, "tag_v2", {}).get(BITSPERSAMPLE, (8,))[0]  # in IHDR
+    return ids // (85 if bits == 2 else 17) if image.mode == "L" and bits in {2, 4} else ids
 
 
 def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme, nodata: float | None = None) -> Ids:
@@ -209,18 +209,13 @@ def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme, nodata: float 
     if ids.ndim == 3:
         return _ids_of_colors(ids, path, scheme, nodata)
     table = _table(path, scheme)
-    if nodata is not None and 0 <= nodata <= 65_535 and table[int(nodata)] != UNKNOWN_ID:
-        nodata = None
-    ignored: NDArray[np.bool_] | None = None
-    if ids.dtype == np.uint8 and nodata is None:
+    stored = ids
+    ids, ignored = _with_ignored(stored, path, scheme, nodata)
+    if ignored is None:
         table = table[:256]
     else:
-        ids, ignored = whole_ids(ids, path, nodata)
-        if scheme.ignore_index < 0:
-            ignored = ignored | (ids == scheme.ignore_index)
-        outside = ~ignored & ((ids < 0) | (ids > 65_535))
-        if outside.any():
-            raise unknown_ids_error(path, scheme, count_values(ids[outside]))
+        if (~ignored & ((ids < 0) | (ids > 65_535))).any():
+            raise unknown_ids_error(path, scheme, count_ids(stored, path, scheme, nodata))
         ids = np.where(ignored, 0, ids).astype(np.uint16)
     unused = scheme.unused_id
     usable = np.where(table == UNKNOWN_ID, unused, table).astype(scheme.dtype)
@@ -228,8 +223,26 @@ def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme, nodata: float 
     if ignored is not None:
         mapped[ignored] = scheme.ignore_index
     if (mapped == unused).any():
-        raise unknown_ids_error(path, scheme, count_values(ids if ignored is None else ids[~ignored]))
+        raise unknown_ids_error(path, scheme, count_ids(stored, path, scheme, nodata))
     return mapped
+
+
+def _with_ignored(
+    ids: NDArray[Any], path: Path, scheme: ClassScheme, nodata: float | None
+) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+    """Return the ids (H, W) of a mask as integers, and which are ignored whatever the table says; None for none."""
+    if nodata is not None and 0 <= nodata <= 65_535 and _table(path, scheme)[int(nodata)] != UNKNOWN_ID:
+        nodata = None
+    if ids.dtype == np.uint8 and nodata is None:
+        return ids, None
+    ids, is_missing = whole_ids(ids, path, nodata)
+    return ids, is_missing | (ids == scheme.ignore_index) if scheme.ignore_index < 0 else is_missing
+
+
+def count_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme, nodata: float | None = None) -> dict[int, int]:
+    """Return id -> number of pixels of the ids (H, W) of a mask, as `train_ids` reads them: without ignored pixels."""
+    ids, ignored = _with_ignored(ids, path, scheme, nodata)
+    return count_values(ids if ignored is None else ids[~ignored])
 
 
 def _table(path: Path, scheme: ClassScheme) -> NDArray[np.int16]:

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import ImagePair, declared_nodata, shown
+from segapp.datasets.files import ImagePair, declared_nodata, shown, turn_of_mask
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, in_all_bands
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.images.windows import Windows, load_ignored, load_missing, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import Ids, UnknownIdsError, all_unknown, without_nodata
+from segapp.datasets.masks import Ids, UnknownIdsError, all_unknown, read_masks, without_nodata
+from segapp.datasets.orientation import upright
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError, accepted_words, some_names
@@ -81,7 +82,10 @@ class MaskCounts:
 
 def count_files(pair: ImagePair, scheme: ClassScheme, missing: NDArray[np.bool_] | Windows | None) -> MaskCounts:
     """Return the counts of the mask files of a pair; `missing` is the mask of nodata of the image."""
-    counts = count_mask(mask_blocks(pair.masks, scheme), scheme, missing, load_ignored(pair, None))
+    has_ignored = missing is not None or pair.valid_area is not None
+    turn = turn_of_mask(pair, scheme.mask_orientation) if has_ignored else 1  # both lie as the upright image
+    blocks = mask_blocks(pair.masks, scheme) if turn == 1 else [upright(read_masks(pair.masks, scheme), turn)]
+    counts = count_mask(blocks, scheme, missing, load_ignored(pair, None))
     if pair.valid_area is not None and counts.outside_px == math.prod(counts.size):
         problem = "the valid area is empty, every pixel is 0: correct the file, or leave its image out"
         raise DataError(f"{shown(pair.valid_area)}: {problem}", key="data.valid_area", path=pair.valid_area)

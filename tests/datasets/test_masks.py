@@ -150,15 +150,24 @@ def test_grey_and_palette_masks_keep_their_ids(scheme: ClassScheme, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("bits", "color_type"), [(1, 0), (2, 0), (4, 0), (8, 0), (16, 0), (1, 3), (2, 3), (4, 3), (8, 3)]
+    ("bits", "color_type"),
+    [(1, 0), (2, 0), (4, 0), (8, 0), (16, 0), (1, 3), (2, 3), (4, 3), (8, 3), *((each, None) for each in (1, 2, 4, 8))],
 )
-def test_every_png_depth_keeps_the_ids(bits: int, color_type: int, tmp_path: Path) -> None:
+def test_every_bit_depth_keeps_the_ids(bits: int, color_type: int | None, tmp_path: Path) -> None:
+    """Of PNGs, and of TIFFs as GDAL writes them with NBITS."""
     count = min(1 << bits, 12)
     ids = np.random.default_rng(bits).integers(0, count, (9, 16))
-    path = tmp_path / "a.png"
-    path.write_bytes(png(ids, bits, color_type))
-    scheme = class_scheme("folder", classes=names(12))
-    np.testing.assert_array_equal(read_mask(path, scheme), ids)
+    path = tmp_path / ("a.tif" if color_type is None else "a.png")
+    if color_type is None:
+        rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
+        profile = {"driver": "GTiff", "height": 9, "width": 16, "count": 1, "dtype": "uint8", "nbits": bits}
+        with rasterio.open(path, "w", **profile, transform=rasterio.Affine.scale(2)) as file:
+            file.write(ids.astype(np.uint8), 1)
+    else:
+        path.write_bytes(png(ids, bits, color_type))
+    for multilabel in (None, "bits"):
+        scheme = class_scheme("folder", classes=names(4 if multilabel else 12), multilabel=multilabel)
+        np.testing.assert_array_equal(read_mask(path, scheme), ids)
     np.testing.assert_array_equal(stored_pixels(path, as_rgb=False)[0], ids)
 
 

@@ -27,8 +27,9 @@ from segapp.datasets.targets import count_files
 from segapp.errors import ConfigError, DataError
 from segapp.parallel.distributed import Ranks
 from segapp.session.trainer import _frequencies
+from tests.support.drawn_folders import with_orientation
 
-FIELDS = {"04": (61, 47, 30, 23, 19), "07": (53, 71, 20, 44, 18), "20": (45, 59, 30, 12, 15)}
+FIELDS = {"04": (61, 47, 30, 23, 19), "07": (53, 71, 20, 44, 18), "s/20": (45, 59, 30, 12, 15)}
 """Name -> height, width, center and radius in pixels; the last field is cut off at two borders."""
 COLORS = np.array([(9, 0, 0), (0, 9, 0), (0, 0, 9), (255, 255, 255)], np.uint8)
 
@@ -73,6 +74,15 @@ def draw(root: Path, kind: str, split: str = "train") -> dict[str, tuple[np.ndar
     return found
 
 
+def turn(root: Path, name: str) -> None:
+    """Stores a photo as a camera on its side does, with masks that were drawn on the stored pixels."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for path in root.glob(f"*/**/{name}.png"):
+        pixels = with_orientation(np.asarray(Image.open(path)), 6)
+        Image.fromarray(pixels).save(path, **({"exif": exif} if path.is_relative_to(root / "images") else {}))
+
+
 def data_of(root: Path, kind: str = "ids", **keys: Any) -> DataConfig:
     if kind == "colors":
         keys |= {"rgb_masks": True, "palette": COLORS.tolist()}
@@ -90,10 +100,12 @@ def dataset_of(data: DataConfig, **options: Any) -> SegmentationDataset:
 @pytest.mark.parametrize("format", ["folder", "list"])
 def test_labels_outside_are_ignored_and_images_are_kept(format: str, kind: str, tmp_path: Path) -> None:
     drawn = draw(tmp_path, kind)
+    turn(tmp_path, "04")
     keys = {"valid_area": "fov/*_fov.png"} if format == "list" else {}
     keys |= {"mask_dir": "masks/{class}/{split}"} if (format, kind) == ("folder", "files") else {}
     dataset = dataset_of(data_of(tmp_path, kind, format=format, **keys))
-    assert [pair.image.stem for pair in dataset.pairs] == [*drawn]
+    assert [pair.name.removeprefix("images/train/") for pair in dataset.pairs] == [*drawn]
+    assert "1 of 3 photos have the size of their mask or annotation only before" in "".join(dataset.notes)
     for index, (image, target) in enumerate(drawn.values()):
         sample = dataset[(0, index)]
         np.testing.assert_array_equal(sample.image.numpy().transpose(1, 2, 0), image)
@@ -106,9 +118,9 @@ def test_labels_outside_are_ignored_and_images_are_kept(format: str, kind: str, 
 
 def test_one_file_serves_all_images_of_its_size(tmp_path: Path) -> None:
     draw(tmp_path, "ids")
-    for name in ("07", "20"):
-        for path in (tmp_path / f"images/train/{name}.png", tmp_path / f"masks/train/{name}.png"):
-            path.write_bytes((tmp_path / path.parent.parent.name / "train/04.png").read_bytes())
+    for name in ("07", "s/20"):
+        for folder in (tmp_path / "images/train", tmp_path / "masks/train"):
+            (folder / f"{name}.png").write_bytes((folder / "04.png").read_bytes())
     save(tmp_path / "area.png", field_of("04").T.copy().T * np.uint8(255))
     lines = [f"images/train/{name}.png masks/train/{name}.png\n" for name in FIELDS]
     (tmp_path / "train.txt").write_text("".join(lines))
@@ -133,7 +145,8 @@ def test_windows_and_blocks_ignore_what_the_whole_does(
     tags = [(42113, "s", 0, "0", True)] if has_nodata else []
     pairs, targets = [], []
     for name, (image, target) in draw(tmp_path, "ids").items():
-        own = [tmp_path / f"image{name}.tif", tmp_path / f"mask{name}.tif", tmp_path / f"area{name}.{suffix}"]
+        stem = name.replace("/", "_")
+        own = [tmp_path / f"image{stem}.tif", tmp_path / f"mask{stem}.tif", tmp_path / f"area{stem}.{suffix}"]
         image[:, 20:24] = 0
         tifffile.imwrite(own[0], image, photometric="rgb", tile=(16, 16), extratags=tags)
         tifffile.imwrite(own[1], np.asarray(Image.open(tmp_path / f"masks/train/{name}.png")), tile=(32, 16))
@@ -192,7 +205,7 @@ def test_crops_do_not_aim_outside(tmp_path: Path) -> None:
     for name in FIELDS:
         ids = np.zeros(field_of(name).shape, np.uint8)
         ids[0, -2:] = 2  # in a corner, outside each field
-        ids[FIELDS[name][2], FIELDS[name][3]] = 1 if name == "07" else 2 if name == "20" else 0
+        ids[FIELDS[name][2], FIELDS[name][3]] = 1 if name == "07" else 2 if name == "s/20" else 0
         save(tmp_path / f"masks/train/{name}.png", ids)
     data = data_of(tmp_path, crop_px=(16, 16), scale=(1, 1), sampling="class-balanced", hflip=0, photometric=False)
     dataset = dataset_of(data, is_training=True)
@@ -223,7 +236,7 @@ Change = Callable[[Path], object]
 
 
 def masks_beside(area: Path) -> list[Path]:
-    return sorted(area.parents[2].glob("masks/train/*.png"))
+    return sorted(area.parents[2].glob("masks/train/**/*.png"))
 
 
 @pytest.mark.parametrize(
@@ -231,6 +244,11 @@ def masks_beside(area: Path) -> list[Path]:
     [
         (lambda area: area.unlink(), {}, r"07_fov\.png does not exist: .* data\.valid_area"),
         (lambda area: save(area, np.ones((53, 70), np.uint8)), {}, "07_fov.png: .* 70x53 pixels"),
+        (
+            lambda area: (turn(area.parents[2], "07"), save(area, np.ones((71, 53), np.uint8))),
+            {},
+            "07_fov.png: .* 53x71 pixels.* has 71x53 .*EXIF orientation",
+        ),
         (
             lambda area: [save(each, np.zeros(np.shape(Image.open(each)), np.uint8)) for each in masks_beside(area)],
             {},

@@ -39,7 +39,8 @@ SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 
 class Blur:
     """A predictor whose answer depends on the 5 x 5 pixels around each; holds what it was asked."""
 
-    def __init__(self, capacity_px: int = 10**9) -> None:
+    def __init__(self, capacity_px: int = 10**9, power: int = 1) -> None:
+        self.power = power  # of a large one, no class is probable, as with several labels
         self.scheme, self.device = SCHEME, torch.device("cpu")
         self.pixels, self.threshold, self.needs_whole = RGB8, None, False
         self.capacity_px, self.align_corners = capacity_px, False
@@ -51,7 +52,7 @@ class Blur:
             raise torch.OutOfMemoryError("no room")
         smooth = np.stack([cv2.blur(image, (5, 5)) for image in images]).astype(np.float32)
         scores = torch.from_numpy(smooth.transpose(0, 3, 1, 2) / 25)
-        return scores.softmax(1).numpy()
+        return scores.softmax(1).numpy() ** self.power
 
     def labels(self, images: np.ndarray) -> np.ndarray:
         return self.probabilities(images).argmax(1).astype(np.uint8)
@@ -302,19 +303,26 @@ def test_large_scene_is_not_decoded_whole(
 
 @geo
 @pytest.mark.parametrize(
-    ("scheme", "label_ids", "nodata"),
+    ("scheme", "label_ids", "nodata", "in_color"),
     [
-        (SCHEME, False, 255),
-        (replace(SCHEME, ignore_index=1), False, 255),
-        (replace(SCHEME, ignore_index=7), False, 7),
-        (replace(SCHEME, label_map={255: 0, 7: 1, 9: 2}, ignore_index=-1), True, 254),
-        (replace(SCHEME, names=tuple(map(str, range(256))), palette=((1, 2, 3),) * 256, ignore_index=300), False, 300),
-        (replace(SCHEME, multilabel="bits", ignore_index=-1), False, 254),
+        (SCHEME, False, 255, 255),
+        (replace(SCHEME, ignore_index=1), False, 255, 255),
+        (replace(SCHEME, ignore_index=7), False, 7, 7),
+        (replace(SCHEME, ignore_index=4), True, 255, 4),
+        (replace(SCHEME, label_map={255: 0, 7: 1, 9: 2}, ignore_index=-1), True, 254, 255),
+        (
+            replace(SCHEME, names=(*map(str, range(256)),), palette=((1, 2, 3),) * 256, ignore_index=300),
+            False,
+            300,
+            None,
+        ),
+        (replace(SCHEME, multilabel="bits", ignore_index=-1), False, 254, None),
     ],
 )
 def test_results_of_geotiffs_declare_nodata(
-    scheme: ClassScheme, label_ids: bool, nodata: int, scene: tuple[Path, NDArray[np.uint16]], tmp_path: Path
-) -> None:
+    scheme: ClassScheme, label_ids: bool, nodata: int, in_color: int | None, scene: tuple[Path, NDArray[np.uint16]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """Three areas without data, of which one is in all bands that are used."""
     import rasterio
 
@@ -346,8 +354,9 @@ def test_results_of_geotiffs_declare_nodata(
             expected, at = np.array(scheme.file_ids)[labels] if label_ids else labels, "labels/s.tif"
         assert found[at][0] == nodata
         np.testing.assert_array_equal(found[at][1][0], np.where(hidden, nodata, expected))
-    assert found["overlay/s.tif"][0] is None
-    assert not found["overlay/s.tif"][1][:, hidden].any()
+    for kind, own in ("overlay", None), ("color", in_color):
+        assert found[f"{kind}/s.tif"][0] == own
+        assert (found[f"{kind}/s.tif"][1][:, hidden] == (own or 0)).all()
     shapes = json.loads((tmp_path / "out" / "polygons" / "s.geojson").read_text())["features"]
     sizes = Counter[int]()
     for one in shapes:
@@ -357,7 +366,8 @@ def test_results_of_geotiffs_declare_nodata(
 
 
 @geo
-def test_confidence_without_data_is_0_and_other_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("power", "nodata"), [(1, 0), (40, 0), (40, None)])
+def test_confidence_without_data_is_0_and_other_is_not(power: int, nodata: int | None, tmp_path: Path) -> None:
     """An 8-bit TIFF without a place, in tiles; a pixel that is black in one band has data."""
     import rasterio
 
@@ -366,19 +376,23 @@ def test_confidence_without_data_is_0_and_other_is_not(tmp_path: Path) -> None:
     profile = {"driver": "GTiff", "height": 160, "width": 140, "count": 3, "dtype": "uint8", "photometric": "rgb"}
     with (
         pytest.warns(rasterio.errors.NotGeoreferencedWarning),
-        rasterio.open(tmp_path / "s.tif", "w", **profile, nodata=0) as file,
+        rasterio.open(tmp_path / "s.tif", "w", **profile, nodata=nodata) as file,
     ):
         file.write(np.moveaxis(image, -1, 0))
     plan = OutputPlan(tmp_path, SCHEME, ("confidence", "probabilities"), polygons=PolygonPlan("coco"))
-    tally = predict_files(Blur(), find_images([tmp_path / "s.tif"])[0], plan, workspace=Workspace(MIN_SIDE_PX**2))
-    assert tally.notes[-1] == "s: 15.6% of the pixels are nodata, and so in the results"
+    predictor = Blur(power=power)
+    tally = predict_files(predictor, find_images([tmp_path / "s.tif"])[0], plan, workspace=Workspace(MIN_SIDE_PX**2))
+    said = "s: 15.6% of the pixels are nodata, and so in the results"
+    assert (said in tally.notes) == (nodata is not None)
     hidden = np.zeros((160, 140), bool)
-    hidden[40:90, 30:100] = True
+    hidden[40:90, 30:100] = nodata is not None
     filled = np.where(hidden[..., None], 128, image).astype(np.uint8)
-    expected = Blur().probabilities(filled[None])[0]
-    with rasterio.open(tmp_path / "confidence" / "s.tif") as written:
-        assert written.nodata == 0
-        by_hand = np.rint(expected.max(0) * 255).clip(1)
+    expected = predictor.probabilities(filled[None])[0]
+    with rasterio.open(tmp_path / "confidence" / ("s.png" if nodata is None else "s.tif")) as written:
+        assert written.nodata == nodata
+        by_hand = np.rint(expected.max(0) * 255)
+        assert ((by_hand == 0) & ~hidden).any() == (power == 40)
+        by_hand = by_hand if nodata is None else by_hand.clip(1)
         np.testing.assert_array_equal(written.read(1), np.where(hidden, 0, by_hand))
     stored = np.load(tmp_path / "probabilities" / "s.npz")["probabilities"]
     np.testing.assert_array_equal(stored, np.where(hidden[..., None], 0, np.rint(np.moveaxis(expected, 0, -1) * 65535)))

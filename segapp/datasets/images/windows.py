@@ -27,7 +27,7 @@ from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import bands_of, pixels_of, read_with_nodata
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import Ids, UnknownIdsError, count_values, read_masks, train_ids, unknown_ids_error
+from segapp.datasets.masks import Ids, UnknownIdsError, count_ids, read_masks, train_ids, unknown_ids_error
 from segapp.datasets.resources import READERS, evenly_spread, side_by_side
 from segapp.errors import DataError, some_names
 
@@ -142,9 +142,9 @@ def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
     except UnknownIdsError:  # of one block
         present, nodata = Counter[int](), declared_nodata(paths[0])
         for rows in windows.row_blocks():
-            present.update(count_values(_stored_ids(paths[0], scheme, (rows, slice(0, windows.shape[1])))))
-        known = {value: count for value, count in present.items() if value != nodata}
-        raise unknown_ids_error(paths[0], scheme, known) from None
+            ids = _stored_ids(paths[0], scheme, (rows, slice(0, windows.shape[1])))
+            present.update(count_ids(ids, paths[0], scheme, nodata))
+        raise unknown_ids_error(paths[0], scheme, present) from None
 
 
 PERCENTILES = (0.5, 99.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import tifffile
 from segapp.assembly.data import build_dataset
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config.sections import DataConfig
-from segapp.datasets.dataset import compute_class_frequencies
 from segapp.datasets.files import ImagePair
 from segapp.datasets.images import windows as windows_module
 from segapp.datasets.images.pixel_format import PixelFormat
@@ -21,10 +21,11 @@ from segapp.datasets.images.reading import read_with_nodata
 from segapp.datasets.images.windows import image_windows, mask_blocks, measure_ranges, nodata_note
 from segapp.datasets.inspection import check_ranges, examine
 from segapp.datasets.layouts.formats import class_scheme
-from segapp.datasets.masks import read_mask
+from segapp.datasets.masks import UnknownIdsError, read_mask
 from segapp.datasets.targets import ignored_note, read_targets
 from segapp.errors import DataError
 from segapp.parallel.distributed import Ranks
+from segapp.session.trainer import _frequencies
 
 pytest.importorskip("rasterio", reason="the extra geo is not installed")
 
@@ -69,6 +70,21 @@ def test_value_that_no_pixel_can_have_is_no_nodata(tag: str, tmp_path: Path) -> 
     filled, missing = read_with_nodata(path)
     np.testing.assert_array_equal(filled, FOUR_PIXELS)
     assert not np.any(missing)
+
+
+@pytest.mark.parametrize("photometric", ["palette", "miniswhite"])
+def test_colors_of_stored_values_are_no_nodata(photometric: str, tmp_path: Path) -> None:
+    """The color of index 3 is (7, 7, 7), of 7 it is (3, 3, 3); an inverted file shows 248 for its 7, and 7 for 248."""
+    ids = np.array([[3, 7, 248, 5], [0, 3, 7, 255]], np.uint8)
+    colors = 255 - np.arange(256)
+    colors[[3, 7]] = (7, 3) if photometric == "palette" else (252, 248)
+    options = {"colormap": np.array([colors * 257] * 3, np.uint16)} if photometric == "palette" else {}
+    for nodata in ("3", "7"):
+        tags = [(42113, "s", 0, nodata, True)]
+        tifffile.imwrite(tmp_path / "a.tif", ids, photometric=photometric, extratags=tags, **options)
+        filled, missing = read_with_nodata(tmp_path / "a.tif")
+        np.testing.assert_array_equal(filled, np.repeat(colors[ids][..., None], 3, 2))
+        assert missing is None
 
 
 def draw(root: Path, dtype: str = "float32", nodata: float = -9999, count: int = 5) -> list[ImagePair]:
@@ -125,9 +141,15 @@ def test_label_is_ignored_where_all_bands_have_no_data(
     ids = np.concatenate([target_of(pair, multilabel).ravel() for pair in pairs])
     valid = ids[ids != scheme.ignore_index]
     by_hand = [np.sum(valid >> c & 1) for c in range(2)] if multilabel else np.bincount(valid, minlength=3)
-    counts = compute_class_frequencies(trained)
+    trained.targets = None  # counted and kept in the cache
+    counts = _frequencies(trained, scheme)
     assert (counts.pixels, counts.ignored_px) == (tuple(by_hand), ids.size - valid.size)
     assert counts.nodata_px == sum(range(5, 10)) * SIZE[0]
+    second = build_dataset(
+        data.model_copy(update={"bands": [2]}), scheme, "train", is_training=False, seed=0, ranks=Ranks()
+    )
+    second.targets = None
+    assert _frequencies(second, scheme).nodata_px == counts.nodata_px + sum(7 * (53 - left) for left in range(5, 10))
     darker = data.model_copy(update={"mean": [0.1, 0.1, 0.2]})  # another mean has other records
     other = build_dataset(darker, scheme, "train", is_training=False, seed=0, ranks=Ranks())
     np.testing.assert_allclose(other.read(4)[0][0, 0], [10, 10, 20], rtol=1e-6)
@@ -138,6 +160,10 @@ def test_label_is_ignored_where_all_bands_have_no_data(
     assert said == report.ignored
     assert said is not None
     assert "nodata of the images (13.2%; gdal_edit.py" in said
+    values = np.full((*SIZE, 3), 50)
+    values[:, :20] = 0
+    write(pairs[3].image, stored(values, "float32", -9999), -9999)  # with more pixels without data than 8 columns
+    assert _frequencies(trained, scheme).nodata_px == counts.nodata_px + 12 * SIZE[0]
 
 
 @pytest.mark.parametrize(("dtype", "nodata"), NODATA)
@@ -198,6 +224,7 @@ SCHEMES: dict[str, Any] = {
         ("classes", "uint16", [0, 65535, 2, 1], 65535, [0, 255, 2, 1]),
         ("label_map", "uint8", [3, 4, 3, 0], 3, [0, 1, 0, 0]),
         ("label_map", "uint8", [3, 4, 3, 9], 9, [0, 1, 0, -1]),
+        ("label_map", "int16", [3, 4, -1, 9], 9, [0, 1, -1, -1]),
         ("rgb", "uint8", [[0] * 3, [9, 8, 7], [5] * 3, [5] * 3], 5, [0, 1, 255, 255]),
         ("rgb", "uint8", [[0] * 3, [9, 8, 7], [0] * 3, [0] * 3], 0, [0, 1, 0, 0]),
         ("bits", "uint8", [0, 3, 200, 1], 200, [0, 3, -1, 1]),
@@ -213,6 +240,14 @@ def test_nodata_of_masks_is_ignored_unless_it_is_a_class(
     path = write(tmp_path / "m.tif", np.array([values] * 3, dtype), nodata)
     np.testing.assert_array_equal(read_mask(path, own), [expected] * 3)
     np.testing.assert_array_equal(np.concatenate([*mask_blocks([path], own)]), [expected] * 3)
+    if scheme in ("classes", "label_map"):
+        wrong = write(tmp_path / "w.tif", np.array([values, [77] * 4, values], dtype), nodata)
+        kept = [value for value in values if value not in {nodata, -1, math.nan} - {0, 3}]
+        for read in (lambda: read_mask(wrong, own), lambda: [*mask_blocks([wrong], own)]):
+            with pytest.raises(UnknownIdsError) as found:
+                read()
+            assert found.value.present == Counter([*kept, *kept, 77, 77, 77, 77])
+            assert found.value.unknown == {77: 4}
     undeclared = write(tmp_path / "u.tif", np.array([values] * 3, dtype))
     if nodata in (0, 3):
         np.testing.assert_array_equal(read_mask(undeclared, own), [expected] * 3)

@@ -26,7 +26,7 @@ from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import UnknownIdsError, read_mask
 from segapp.errors import DataError
 
-pytest.importorskip("rasterio", reason="the extra geo is not installed")
+rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
 
 SIZE = (203, 317)
 SCHEME = class_scheme("folder", classes=["a", "b", "c"])
@@ -165,8 +165,11 @@ def test_rotated_and_palette_tiffs_are_read_whole(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "rotated.tif", np.zeros((*SIZE, 3), np.uint8), extratags=[(274, "H", 1, 6, True)])
     palette = np.zeros((3, 256), np.uint16)
     tifffile.imwrite(tmp_path / "palette.tif", np.zeros(SIZE, np.uint8), photometric="palette", colormap=palette)
-    assert image_windows(tmp_path / "rotated.tif", RGB8, 1) is None
-    assert image_windows(tmp_path / "palette.tif", RGB8, 1) is None
+    profile = {"driver": "GTiff", "height": 9, "width": 16, "count": 1, "dtype": "uint8", "nbits": 4}
+    with rasterio.open(tmp_path / "scaled.tif", "w", **profile, transform=rasterio.Affine.scale(2)) as file:
+        file.write(np.arange(144, dtype=np.uint8).reshape(1, 9, 16) % 16)  # shown as grays from 0 to 255
+    for name in ("rotated", "palette", "scaled"):
+        assert image_windows(tmp_path / f"{name}.tif", RGB8, 1) is None
 
 
 def test_images_beyond_the_pixel_limit_are_allowed_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,5 +285,6 @@ def test_fields_of_view_are_used_if_each_image_has_one(kind: str, valid_area: st
     print(*result.lines, sep="\n")
     assert config.data.valid_area == valid_area
     assert any("data.valid_area" in line and "fov" in line for line in result.lines) == (kind != "objects")
+    assert any(line.startswith("not used: ") and "fov/" in line for line in result.lines) == (valid_area is None)
     for stem, target in targets_read(config).items() if valid_area else ():
         np.testing.assert_array_equal(target == config.data.ignore_index, field(NAMES.index(stem)) == 0)
