@@ -74,12 +74,12 @@ def draw(root: Path, kind: str, split: str = "train") -> dict[str, tuple[np.ndar
     return found
 
 
-def turn(root: Path, name: str) -> None:
+def turn(root: Path, name: str, orientation: int) -> None:
     """Stores a photo as a camera on its side does, with masks that were drawn on the stored pixels."""
     exif = Image.Exif()
-    exif[0x0112] = 6
+    exif[0x0112] = orientation
     for path in root.glob(f"*/**/{name}.png"):
-        pixels = with_orientation(np.asarray(Image.open(path)), 6)
+        pixels = with_orientation(np.asarray(Image.open(path)), orientation)
         Image.fromarray(pixels).save(path, **({"exif": exif} if path.is_relative_to(root / "images") else {}))
 
 
@@ -100,10 +100,11 @@ def dataset_of(data: DataConfig, **options: Any) -> SegmentationDataset:
 @pytest.mark.parametrize("format", ["folder", "list"])
 def test_labels_outside_are_ignored_and_images_are_kept(format: str, kind: str, tmp_path: Path) -> None:
     drawn = draw(tmp_path, kind)
-    turn(tmp_path, "04")
+    turn(tmp_path, "04", 6)
+    turn(tmp_path, "07", 3)
     keys = {"valid_area": "fov/*_fov.png"} if format == "list" else {}
     keys |= {"mask_dir": "masks/{class}/{split}"} if (format, kind) == ("folder", "files") else {}
-    dataset = dataset_of(data_of(tmp_path, kind, format=format, **keys))
+    dataset = dataset_of(data_of(tmp_path, kind, format=format, mask_orientation="raw", **keys))
     assert [pair.name.removeprefix("images/train/") for pair in dataset.pairs] == [*drawn]
     assert "1 of 3 photos have the size of their mask or annotation only before" in "".join(dataset.notes)
     for index, (image, target) in enumerate(drawn.values()):
@@ -111,8 +112,11 @@ def test_labels_outside_are_ignored_and_images_are_kept(format: str, kind: str, 
         np.testing.assert_array_equal(sample.image.numpy().transpose(1, 2, 0), image)
         np.testing.assert_array_equal(sample.target.numpy(), target)
     assert dataset.targets is not None
-    ignored = [np.isin(target, (-1, 255)) for _, target in drawn.values()]
-    assert dataset.targets.frequencies.ignored_px == sum(int(each.sum()) for each in ignored)
+    targets = np.concatenate([target.ravel() for _, target in drawn.values()])
+    valid = targets[~np.isin(targets, (-1, 255))]
+    sets = 1 << valid if kind in ("ids", "colors") else valid
+    assert dataset.targets.frequencies.pixels == tuple(int((sets >> number & 1).sum()) for number in range(3))
+    assert dataset.targets.frequencies.ignored_px == targets.size - valid.size
     assert dataset.targets.frequencies.outside_px == sum(int((~field_of(name)).sum()) for name in drawn)
 
 
@@ -245,7 +249,7 @@ def masks_beside(area: Path) -> list[Path]:
         (lambda area: area.unlink(), {}, r"07_fov\.png does not exist: .* data\.valid_area"),
         (lambda area: save(area, np.ones((53, 70), np.uint8)), {}, "07_fov.png: .* 70x53 pixels"),
         (
-            lambda area: (turn(area.parents[2], "07"), save(area, np.ones((71, 53), np.uint8))),
+            lambda area: (turn(area.parents[2], "07", 6), save(area, np.ones((71, 53), np.uint8))),
             {},
             "07_fov.png: .* 53x71 pixels.* has 71x53 .*EXIF orientation",
         ),

@@ -59,8 +59,7 @@ def read_with_nodata(
     A TIFF that can be read in windows may have more than `max_pixels`.
     """
     stored, tags = _read(path, pixels, max_pixels)
-    is_plain = tags is not None and tags.has_plain_values and tags.dtype == pixels.dtype
-    return pixels.fill_nodata(stored, tags.nodata if tags is not None and is_plain else None)
+    return pixels.fill_nodata(stored, tags.nodata if tags is not None and tags.has_plain_values else None)
 
 
 def _read(path: Path, pixels: PixelFormat, max_pixels: int) -> tuple[Pixels, TiffTags | None]:

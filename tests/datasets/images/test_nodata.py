@@ -37,9 +37,10 @@ FOUR_PIXELS = np.array([[[7, 5, 9], [7, 0, 9], [0, 0, 0], [0, 0, 3]]])
 """All data; the second band, all bands and the first two without, if 0 means that; bands 3 and 1 are used."""
 
 
-def write(path: Path, pixels: np.ndarray, nodata: float | str | None = None) -> Path:
+def write(path: Path, pixels: np.ndarray, nodata: float | str | None = None, orientation: int = 1) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     tags = [] if nodata is None else [(42113, "s", 0, str(nodata), True)]
+    tags += [] if orientation == 1 else [(274, "H", 1, orientation, True)]
     rgb = pixels.ndim == 3 and pixels.shape[2] == 3
     tifffile.imwrite(path, pixels, photometric="rgb" if rgb else "minisblack", extratags=tags)
     return path
@@ -97,7 +98,9 @@ def draw(root: Path, dtype: str = "float32", nodata: float = -9999, count: int =
         values[30:, :, 1] = 0
         mask = rng.integers(0, 3, SIZE).astype(np.uint8)
         mask[:3] = 255
-        image = write(root / f"images/train/{number}.tif", stored(values, dtype, nodata), nodata)
+        way = -1 if number == 3 else 1  # stored upside down, and the mask was drawn on it
+        pixels = stored(values[::way, ::way], dtype, nodata)
+        image = write(root / f"images/train/{number}.tif", pixels, nodata, 3 if way < 0 else 1)
         pairs.append(ImagePair(image, write(root / f"masks/train/{number}.tif", mask), str(number)))
     return pairs
 
@@ -105,7 +108,8 @@ def draw(root: Path, dtype: str = "float32", nodata: float = -9999, count: int =
 def target_of(pair: ImagePair, multilabel: bool = False) -> np.ndarray:
     """The target by hand."""
     assert pair.mask is not None
-    ids = tifffile.imread(pair.mask).astype(int)
+    way = -1 if pair.name == "3" else 1
+    ids = tifffile.imread(pair.mask)[::way, ::way].astype(int)
     if multilabel:
         ids = np.where(ids == 255, -1, ids)
     ids[:, : 5 + int(pair.name)] = -1 if multilabel else 255
@@ -124,6 +128,7 @@ def test_label_is_ignored_where_all_bands_have_no_data(
     pairs = draw(tmp_path / "d")
     sets = {"multilabel": "bits", "classes": ["a", "b"], "ignore_index": 255} if multilabel else {"classes": [*"abc"]}
     keys = {"dtype": "float32", "bands": [1, 2, 3], "value_range": [[0, 100]], "cache": cache, "crop_px": [32, 32]}
+    keys["mask_orientation"] = "raw"
     data = DataConfig(format="folder", root=str(tmp_path / "d"), **keys, **sets)
     scheme = build_scheme(data)
     trained, scored = (
@@ -162,8 +167,8 @@ def test_label_is_ignored_where_all_bands_have_no_data(
     assert "nodata of the images (13.2%; gdal_edit.py" in said
     values = np.full((*SIZE, 3), 50)
     values[:, :20] = 0
-    write(pairs[3].image, stored(values, "float32", -9999), -9999)  # with more pixels without data than 8 columns
-    assert _frequencies(trained, scheme).nodata_px == counts.nodata_px + 12 * SIZE[0]
+    write(pairs[2].image, stored(values, "float32", -9999), -9999)  # it had 7 columns without data
+    assert _frequencies(trained, scheme).nodata_px == counts.nodata_px + 13 * SIZE[0]
 
 
 @pytest.mark.parametrize(("dtype", "nodata"), NODATA)
