@@ -139,7 +139,8 @@ class _Examined:
             self.ids = error
             self.problems += (("ids", str(error), sum(error.unknown.values())),)
         except DataError as error:
-            self.problems += ((kind, str(error), 0),)
+            if all(str(error) != message for _, message, _ in self.problems):  # a photo is read for its mask too
+                self.problems += ((kind, str(error), 0),)
 
 
 def examine(

@@ -234,6 +234,10 @@ def test_check_says_the_share_outside(tmp_path: Path, tiny: dict[str, Any], caps
         f"({outside / num_px:.1%}), value 255 (data.ignore_index)"
     )
     assert not [path for group in report["files"]["not_used"] for path in group if path.startswith("fov")]
+    (tmp_path / "images/val/04.png").write_bytes(b"damaged")
+    check_data(config, as_json=True)
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [each["kind"] for each in found if "val/04.png" in each["message"]] == ["unreadable"]
 
 
 Change = Callable[[Path], object]
