@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from statistics import mean
@@ -42,6 +43,7 @@ Group = TypeVar("Group")
 _MAX_PROBED_PX = 40_000_000
 _FEW_VALUES = 64
 _THUMBNAIL_PX = 48
+_MAX_SHIFT_PX = 16  # of thumbnails, by which fields of view lie elsewhere than in the first image
 _MAX_FAMILIES = 40
 MIN_COVERAGE = 0.5  # share of the images that must have a mask
 CLOSE = 0.9  # if the second hypothesis has at least this share of the first's confidence, the user must choose
@@ -64,7 +66,9 @@ class Probe:
     num_values: int | None = None
     mask_likeness: float = 1.0
     thumbnail: NDArray[np.int32] | None = None
-    is_field: bool = False  # one value besides 0, in much of the image, but not in its corners
+    is_field: bool = (
+        False  # one value besides 0, in one piece of a quarter of the image or more, but not in its corners
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -93,22 +97,31 @@ def probe(path: Path) -> Probe | None:
     mask_likeness = 1.0 if num_values <= _FEW_VALUES else 0.7 if is_flat else 0.15
     small = numbers[np.ix_(rows, columns)]
     has_black_corners = not small[:: len(small) - 1, :: len(small) - 1].any()
-    is_field = num_values == 2 and has_black_corners and bool(np.mean(small > 0) > 0.4)
+    inside = np.pad(small > 0, 1)
+    is_one_piece = all(np.diff(inside, axis=axis).sum(axis).max() <= 2 for axis in (0, 1))  # in each row and column
+    is_field = num_values == 2 and has_black_corners and is_one_piece and bool(inside.mean() > 0.25)
     return Probe(header, num_values, mask_likeness, small, is_field)
 
 
 def are_all_alike(probes: list[Probe]) -> bool:
     """Return True for three or more nearly equal masks with at least two values: fields of view, also shifted ones."""
-    shown = [found.thumbnail for found in probes if found.thumbnail is not None]
-    if all(found.is_field for found in probes):
-        centers = [np.argwhere(each).mean(0).round().astype(int) for each in shown]
-        shown = [np.roll(each, centers[0] - center, (0, 1)) for each, center in zip(shown, centers, strict=True)]
-    if len(shown) < 3:
+    first, *others = [found.thumbnail for found in probes if found.thumbnail is not None]
+    if len(others) < 2:
         return False
-    first = shown[0]
+    shifts = range(-_MAX_SHIFT_PX, _MAX_SHIFT_PX + 1) if all(found.is_field for found in probes) else (0,)
     _, counts = np.unique(first, return_counts=True)
     minority = 1 - counts.max() / first.size
-    return minority > 0.04 and all(np.mean(other == first) > 0.96 for other in shown[1:])
+    return minority > 0.04 and all(
+        any(_agreement(first, other, shift) > 0.96 for shift in product(shifts, repeat=2)) for other in others
+    )
+
+
+def _agreement(one: NDArray[np.int32], other: NDArray[np.int32], shift_px: tuple[int, int]) -> float:
+    """Return the share of equal pixels where a thumbnail lies on another one that is moved down and to the right."""
+    on_one, on_other = (
+        tuple(slice(max(0, sign * px), len(one) + min(0, sign * px)) for px in shift_px) for sign in (1, -1)
+    )
+    return float(np.mean(one[on_one] == other[on_other]))
 
 
 @dataclass(frozen=True)
@@ -393,7 +406,12 @@ def with_valid_areas(root: Path, chosen: Layout, found: Sequence[Layout]) -> Lay
         areas = {pair.image: pair.mask for pair in other.pairs if other is not chosen}
         masks = [probe(root / pair.mask) for pair in evenly(other.pairs, _NUM_PROBED)]
         fields = [mask for mask in masks if mask is not None and mask.is_field]
-        if all(pair.image in areas for pair in chosen.pairs) and len(fields) == len(masks) and are_all_alike(fields):
+        if len(fields) < max(3, len(masks)):
+            continue
+        if not are_all_alike(fields):
+            note = f"if the masks in {other.name} are fields of view, name them as data.valid_area: it ignores the rest"
+            return replace(chosen, notes=(*chosen.notes, note))
+        if all(pair.image in areas for pair in chosen.pairs):
             pairs = tuple(replace(pair, valid_area=areas[pair.image]) for pair in chosen.pairs)
             note = f"pixels outside the fields of view in {other.name} are ignored (data.valid_area)"
             return replace(chosen, pairs=pairs, notes=(*chosen.notes, note))

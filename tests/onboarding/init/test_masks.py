@@ -266,13 +266,20 @@ def test_a_folder_named_after_the_data_set_decides(tmp_path: Path) -> None:
         assert proposed(tmp_path / folder, tmp_path / f"{folder}.yaml")[0].data.classes[:2] == names
 
 
-@pytest.mark.parametrize(("kind", "valid_area"), [("all", "*"), ("gap", None), ("inverted", None), ("objects", None)])
+@pytest.mark.parametrize(
+    ("kind", "valid_area"),
+    [("all", "*"), ("far", "*"), ("gap", None), ("inverted", None), ("objects", None), ("unlike", None)],
+)
 def test_fields_of_view_are_used_if_each_image_has_one(kind: str, valid_area: str | None, tmp_path: Path) -> None:
     rows, columns = np.ogrid[: SIZE[0], : SIZE[1]]
 
     def field(number: int) -> np.ndarray:
         row, column = (23, 30) if kind == "inverted" else (21 + number % 5, 36 - 2 * number)
+        if kind == "far":  # cut off by the border of the image
+            row, column = 17 + 2 * (number % 5), 36 - 2 * number
         inside = (rows - row) ** 2 + (columns - column) ** 2 < 21**2
+        if kind == "unlike":
+            inside &= columns < column + (5, 14, 9)[number % 3]
         if kind == "objects":
             inside &= (rows + columns + 7 * number) % 29 < 20
         return np.where(inside != (kind == "inverted"), np.uint8(255), np.uint8(0))
