@@ -176,22 +176,26 @@ def _attention(
 
     They keep their inputs, the output and one number per token and head. In half precision torch prefers cuDNN's kernel
     on Hopper and Blackwell (`check_prefer_cudnn_attention` in ATen/native/transformers/cuda/sdp_utils.cpp) and flash
-    attention before them; both lay out the output like the query. In float32 only the memory-efficient kernel is
-    possible. As on CUDA, float64 and inputs without four dimensions have no such kernel.
+    attention before them; both lay out the output like the query. In float32, and for a mask that is trained, such as a
+    table of relative positions, only the memory-efficient kernel is possible. As on CUDA, float64 and inputs without
+    four dimensions have no such kernel.
     """
     if query.dim() != 4 or query.dtype == torch.float64 or options.get("enable_gqa"):
         return attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+    is_trained_mask = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
     kernel = attention_cudnn
-    if query.dtype == torch.float32:
+    if query.dtype == torch.float32 or is_trained_mask:
         kernel = attention_efficient
         if attn_mask is not None:
             num_keys = key.shape[2]
             if num_keys % _MASK_ALIGNMENT:
                 attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
             attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
-    has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    has_gradient = is_trained_mask or (
+        torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    )
     kept = query, key, value, attn_mask, has_gradient
     return kernel(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
 

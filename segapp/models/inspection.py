@@ -84,6 +84,8 @@ def _measure(model: SegmentationModel) -> set[str]:
                 # Errors of sizes repeat on the CPU. Custom code may refuse the meta device in words of its own.
                 if not _is_of_meta(error) and (model.library != "python" or len(failures) > 2):
                     break
+        if next(model.parameters()).is_meta and _is_of_meta(failures[-1][1]):
+            break  # a network without values cannot be tried on the CPU
     said = [each for each in failures if not _is_of_meta(each[1])] or failures[-1:]
     # At other sizes than the only one that the library names, a network may fail for no other reason than the size.
     (height_px, width_px), cause = next((each for each in said if each[0] == model.usual_size_px), said[0])

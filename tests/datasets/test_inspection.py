@@ -228,12 +228,12 @@ FITTING = {
 @pytest.mark.parametrize(
     ("values", "ends", "expected"),
     [
-        ([9] * 505 + [0] * 485 + [5] * 10, (4, 6), "error: band 6: 99.0% of the values are clipped to [4, 6] (mea"),
-        ([9] * 989 + [5] * 11, (4, 6), "warning: band 6: 98.9% of the values are clipped to [4, 6] (measured: 5 to 9)"),
-        ([-9] * 500 + [7] * 500, (-8, 7), "warning: band 6: 50.0% of the values are clipped to [-8, 7]"),
-        ([math.nan] * 990 + [3] * 9 + [math.inf], (0, 1), "error: band 6: 100.0% of the values are clipped"),
-        ([0, 199] * 500, (0, 10_000), "warning: band 6: the values fill under 2% of [0, 10000] (measured: 0 to 199)"),
-        ([7] * 1000, (0, 255), "warning: band 6: the values fill under 2% of [0, 255] (measured: 7 to 7)"),
+        ([9] * 505 + [0] * 485 + [5] * 10, (4, 6), "error: band 9: 99.0% of the values are clipped to [4, 6] (mea"),
+        ([9] * 989 + [5] * 11, (4, 6), "warning: band 9: 98.9% of the values are clipped to [4, 6] (measured: 5 to 9)"),
+        ([-9] * 500 + [7] * 500, (-8, 7), "warning: band 9: 50.0% of the values are clipped to [-8, 7]"),
+        ([math.nan] * 990 + [3] * 9 + [math.inf], (0, 1), "error: band 9: 100.0% of the values are clipped"),
+        ([0, 199] * 500, (0, 10_000), "warning: band 9: the values fill under 2% of [0, 10000] (measured: 0 to 199)"),
+        ([7] * 1000, (0, 255), "warning: band 9: the values fill under 2% of [0, 255] (measured: 7 to 7)"),
     ],
 )
 def test_band_that_does_not_fit_its_range_is_named(
@@ -241,7 +241,7 @@ def test_band_that_does_not_fit_its_range_is_named(
 ) -> None:
     """Other bands are silent: 49.9 % clipped, all values at the ends, a bright dot, 2 % filled, only NaN."""
     bands = [*FITTING.values(), [math.nan] * 1000, values]
-    pixels = PixelFormat((1, 2, 3, 4, 5, 6), "float32", (*FITTING, (0, 1), ends))
+    pixels = PixelFormat((3, 1, 2, 4, 8, 9), "float32", (*FITTING, (0, 1), ends))
     (found,) = compare_ranges(np.array_split(np.array(bands, np.float32).T, 3), pixels)
     assert ": ".join(found).startswith(expected)
 

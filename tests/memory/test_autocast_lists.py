@@ -69,6 +69,7 @@ def test_each_kind_casts_as_cuda_does():
         "sum of integers": "int64",
         "norm": single,
         "norm over a dimension": single,
+        "gradient of an attention mask": single,
         "addcmul of half": half,
         "addcmul with one float32": single,
         "grid_sample": single,

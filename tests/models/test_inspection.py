@@ -144,6 +144,10 @@ def test_table_for_one_size_makes_it_the_only_size() -> None:
     model.usual_size_px = 96, 80
     inspect_model(model)
     assert model.fixed_size_px == (96, 80)
+    shapes_only = copy.deepcopy(model).to("meta")
+    shapes_only.fixed_size_px = None
+    with pytest.raises(ConfigError, match=r"cannot run on images of 65x193 px: .* meta tensor"):
+        inspect_model(shapes_only)  # its values are not there, and a guess would be wrong
     model.fixed_size_px, model.size_divisor, model.coarsest_stride = None, 6, 4
     assert (model.size_multiple, model.suitable_size(13, 12)) == (12, (24, 12))
 

@@ -6,6 +6,7 @@ The pairs run with `pytest -m slow tests/models/test_model_table.py`, on one cor
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -94,15 +95,13 @@ def test_table_has_every_model_and_many_families() -> None:
 
 @pytest.mark.parametrize("pair", one_of_each(), ids="/".join)
 def test_encoder_takes_the_sides_of_the_page(pair: tuple[str, str, str]) -> None:
-    with torch.device("cpu" if pair[2].startswith("mit") else "meta"):  # mit reads values while it is built
-        assert sides(built(*pair)) == TABLE[pair]
+    assert sides(built(*pair)) == TABLE[pair]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [pair for pair in TABLE if pair not in RUNNING], ids="/".join)
 def test_pair_without_sides_is_refused(pair: tuple[str, str, str]) -> None:
-    place = torch.device("cpu" if pair[2].startswith("mit") else "meta")
-    with place, pytest.raises(ConfigError, match=f"smp {pair[1]} (cannot be built with|with backbone) {pair[2]}"):
+    with pytest.raises(ConfigError, match=f"smp {pair[1]} (cannot be built with|with backbone) {pair[2]}"):
         built(*pair)
 
 
@@ -181,3 +180,4 @@ def test_pair_does_all_that_a_run_does(pair: tuple[str, str, str], tiny_root: Pa
     assert found.agreement >= 0.9999
     assert found.max_difference is not None
     assert found.max_difference < 1e-4 * max(1.0, found.max_logit)
+    shutil.rmtree(tmp_path)  # the files of all pairs would take 100 GB

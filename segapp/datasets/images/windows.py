@@ -215,11 +215,12 @@ def nodata_note(paths: Sequence[Path], pixels: PixelFormat) -> str | None:
     values, shares = set[str](), []
     for path in evenly_spread(paths, _MAX_IMAGES):
         with contextlib.suppress(DataError):  # reported when the image is used
-            if (nodata := declared_nodata(path)) is not None:
+            nodata, share = declared_nodata(path), 0.0
+            if nodata is not None and (share := float(np.isnan(_spread_pixels(path, pixels)).all(1).mean())):
                 values.add(f"{nodata:.7g}")
-                shares.append(float(np.isnan(_spread_pixels(path, pixels)).all(1).mean()))
+            shares.append(share)
     what = f"of the pixels of the images are nodata ({some_names(sorted(values), 3)})"
-    return f"{fmean(shares):.1%} {what}: ignored; gdal_edit.py -unsetnodata FILE makes them data" if shares else None
+    return f"{fmean(shares):.1%} {what}: ignored; gdal_edit.py -unsetnodata FILE makes them data" if values else None
 
 
 def _range(values: np.ndarray, *, is_whole: bool) -> Range:
@@ -236,6 +237,7 @@ def compare_ranges(samples: Sequence[Pixels], pixels: PixelFormat) -> list[tuple
     are, as in a CT window, or they fill less than 2 % of the range. NaN and infinite values do not count.
     """
     found: dict[Literal["error", "warning"], list[str]] = {"error": [], "warning": []}
+    names = pixels.bands or (1, 2, 3)
     for band, (low, high) in enumerate(pixels.ranges if samples else ()):
         values = np.concatenate([each[np.isfinite(each[:, band]), band] for each in samples])
         ends = np.percentile(values, (0, *PERCENTILES, 100)) if values.size else (low, low, high, high)
@@ -243,7 +245,7 @@ def compare_ranges(samples: Sequence[Pixels], pixels: PixelFormat) -> list[tuple
         clipped = np.count_nonzero((values < low) | (values > high)) / max(1, values.size)
         if clipped >= 0.5 or min(last, high) - max(first, low) < 0.02 * (high - low):
             what = f"{clipped:.1%} of the values are clipped to" if clipped >= 0.5 else "the values fill under 2% of"
-            line = f"band {band + 1}: {what} [{low:.10g}, {high:.10g}] (measured: {first:.5g} to {last:.5g})"
+            line = f"band {names[band]}: {what} [{low:.10g}, {high:.10g}] (measured: {first:.5g} to {last:.5g})"
             found["error" if clipped >= 0.99 else "warning"].append(line)
     return [(severity, some_names(lines, 3)) for severity, lines in found.items() if lines][:1]
 

@@ -187,6 +187,9 @@ def test_range_is_that_of_the_data(
     (found,) = check_ranges("train", pairs, scheme, PixelFormat((1, 3), dtype, ((200, 210),) * 2))
     assert "100.0% of the values are clipped to [200, 210] (measured: 1 to 99)" in found.message
     assert f"13.2% of the pixels of the images are nodata ({nodata:.7g}): " in str(nodata_note(paths, pixels))
+    whole = [write(tmp_path / f"{i}.tif", np.full((*SIZE, 3), 7, dtype), (None, 5, None)[i]) for i in range(3)]
+    assert f"8.3% of the pixels of the images are nodata ({nodata:.7g}): " in str(nodata_note(paths + whole, pixels))
+    assert nodata_note(whole, pixels) is None
 
 
 def test_same_area_without_data_is_no_likeness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ def main() -> None:
     with simulation(ledger):
         single = torch.zeros(2, 3, 8, 8, device=DEVICE)
         half, double, whole = single.bfloat16(), single.double(), single.int()
+        table = torch.zeros(8, 8, device=DEVICE, requires_grad=True)  # such as of relative positions
         grid, weight = torch.zeros(2, 4, 4, 2, device=DEVICE), torch.zeros(8, 8, device=DEVICE, requires_grad=True)
         half_weight = torch.zeros(8, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         with torch.autocast("simgpu", torch.bfloat16):
@@ -56,6 +57,9 @@ def main() -> None:
                 "sum of integers": whole.sum,
                 "norm": lambda: torch.ops.aten.norm.Scalar(half, 2),
                 "norm over a dimension": lambda: torch.ops.aten.norm.ScalarOpt_dim(half, 2, [1]),
+                "gradient of an attention mask": lambda: torch.autograd.grad(
+                    F.scaled_dot_product_attention(half, half, half, table).sum(), table
+                )[0],
                 "addcmul of half": lambda: torch.addcmul(half, half, half),
                 "addcmul with one float32": lambda: torch.addcmul(half, half, single),
                 "grid_sample": lambda: F.grid_sample(half, grid),
