@@ -26,13 +26,6 @@ NETWORKS = [
     *((name, "tu-test_resnet") for name in STRIDES if name != "DPT"),
     ("DPT", "tu-vit_tiny_patch16_224"),
     ("PSPNet", "mobilenet_v2"),  # one stage of the encoder runs, and its result is not used
-    *(
-        pytest.param(name, encoder, marks=pytest.mark.slow)
-        for encoder in ("resnet18", "mit_b0", "tu-convnext_atto", "efficientnet-b0")
-        for name in STRIDES
-        if name != "DPT"
-        and not (encoder == "mit_b0" and name in ("UnetPlusPlus", "Linknet"))  # smp refuses these pairs
-    ),
 ]
 
 
@@ -173,24 +166,6 @@ def test_unknown_name_is_refused_with_the_nearest(name, kwargs, message):
 def test_names_are_those_of_every_installed_smp_architecture():
     assert [*smp_architectures()] == [cls.__name__ for cls in smp.MODEL_ARCHITECTURES_MAPPING.values()]
     assert set(smp_architectures()) == set(STRIDES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoder", list(smp.encoders.get_encoder_names()))
-@pytest.mark.parametrize("name", ["Unet", "FPN", "PSPNet", "DeepLabV3Plus"])
-def test_every_smp_encoder_is_refused_or_obeys_its_size_rule(name, encoder):
-    # Shapes only, as the largest have hundreds of millions of parameters; mit reads values while it is built.
-    with torch.device("cpu" if encoder.startswith("mit") else "meta"):
-        try:
-            model = build_model("smp", name, 3, encoder=encoder).eval()
-        except ConfigError:
-            if name != "DeepLabV3Plus":  # some encoders cannot be dilated
-                raise
-            return
-        sizes = [(96, 96), (160, 96)] if model.size_divisor > 1 else [(96, 96), (97, 65), (75, 130)]
-        for height_px, width_px in sizes:
-            (logits,) = model(torch.zeros(1, 3, height_px, width_px))
-            assert logits.shape[-2:] == (height_px // model.logits_stride, width_px // model.logits_stride)
 
 
 @pytest.mark.parametrize("option", ["checkpoint_path", "pretrained", "pretrained_cfg_overlay", "cache_dir", "kwargs"])
