@@ -116,7 +116,7 @@ def are_all_alike(probes: list[Probe]) -> bool:
     )
 
 
-def _agreement(one: NDArray[np.int32], other: NDArray[np.int32], shift_px: tuple[int, int]) -> float:
+def _agreement(one: NDArray[np.int32], other: NDArray[np.int32], shift_px: tuple[int, ...]) -> float:
     """Return the share of equal pixels where a thumbnail lies on another one that is moved down and to the right."""
     on_one, on_other = (
         tuple(slice(max(0, sign * px), len(one) + min(0, sign * px)) for px in shift_px) for sign in (1, -1)
