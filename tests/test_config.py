@@ -186,7 +186,7 @@ def test_bad_config_is_one_clear_error(tmp_path: Path, text: str, expected: str)
 @pytest.mark.parametrize(
     ("key", "accepted", "refused"),
     [
-        ("schedule.warmup_steps", [0], [-1]),
+        ("schedule.warmup_steps", [0, "5%", "0.5%", "100%"], [-1, "-5%", "100.5%", "5 %", "share"]),
         ("train.batch_size", [1, 65536], [0, 65537]),
         ("data.workers", [0, 512], [-1, 513]),
         ("data.hflip", [0, 1], [-0.01, 1.01, NAN]),

@@ -34,6 +34,7 @@ def rate(step: int, **schedule: object) -> float:
         (63, {"name": "wsd", "options": {"decay_ratio": 0.5, "decay_type": "sqrt"}}, 0.1 * (1 - math.sqrt(12 / 50))),
         (1, {"name": "constant", "warmup_steps": 4}, 0.0001),
         (3, {"name": "constant", "warmup_steps": 4}, 0.05005),
+        (3, {"name": "constant", "warmup_steps": "4%"}, 0.05005),  # of 100 steps
     ],
 )
 def test_learning_rates_by_hand(step, schedule, expected):

@@ -15,7 +15,7 @@ import torch
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.bounds import allowed_bytes
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
-from segapp.compat.torch import TorchDispatchMode, dispatch_modes
+from segapp.compat.torch import BatchNorm, TorchDispatchMode, dispatch_modes
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, load_config, validate_config
 from segapp.config.sections import IMAGENET
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -260,6 +260,19 @@ def saved_config(weights: str) -> RunConfig | None:
         config = state[CONFIG_KEY]
         return validate_config(json.loads(config) if isinstance(config, str) else config)
     return None
+
+
+def suited_momentum(model: SegmentationModel, num_passes: int, *, is_thawed: bool) -> float | None:
+    """Return the momentum of all BatchNorm layers that suits a run of `num_passes` forward passes; None: their own.
+
+    Running statistics are averages over about the last 1 / momentum passes. As the weights change, a hundredth of the
+    run is the longest window, or ten passes, as with torch's own 0.1. No layer gets less than it has, and layers that
+    are frozen for the whole run do not count.
+    """
+    layers = [module for module in model.train().modules() if isinstance(module, BatchNorm)]
+    own = [each.momentum for each in layers if each.momentum is not None and (each.training or is_thawed)]
+    least = min(0.1, 100 / max(1, num_passes))
+    return round(max(least, *own), 5) if own and min(own) < least else None
 
 
 def _has_head_of_smp(weights: str) -> bool:

@@ -109,7 +109,7 @@ def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, step
     shape: Shape = build_part(
         SCHEDULES[section.name].factory, "schedule.name", section.options, offered=offered, is_built_in=True
     )
-    return warmed_up(shape, section.warmup_steps)
+    return warmed_up(shape, section.num_warmup_steps(total_steps))
 
 
 def build_plateau(section: ScheduleConfig, lr: float, *, larger_is_better: bool) -> Plateau | None:

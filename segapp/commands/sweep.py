@@ -177,6 +177,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> tuple[Path, list
     path = _folder_of(names[0] if names else _default_name(list(bases)))
     grid = [(label, settings) for label in bases for settings in combinations(axes, len(bases))]
     loaded = _loaded(bases, grid)
+    common = _common_momentum(loaded)
     first = [next(config for (label, _), config in zip(grid, loaded, strict=True) if label == each) for each in bases]
     differing = {line.partition(":")[0] for config in first[1:] for line in changed_keys(first[0], config)}
     kind = "fold" if differing <= {"name", *FOLD_KEYS} else "config"
@@ -187,9 +188,25 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> tuple[Path, list
         name = run_name([*own.values()], {key: value for key, value in settings.items() if key in varying}, runs)
         overrides = [f"{key}={text}" for key, text in settings.items()]
         values = dict(zip(settings, parse_overrides(overrides).values(), strict=True))
+        if common and config.train.bn_momentum == "auto":
+            overrides, config = [*overrides, common], load_config(bases[label], [*overrides, common])
         given = ["--config", bases[label], *overrides]
         runs[name] = SweepRun(name, RunFolder(path / name), {**own, **values}, config, given)
     return path, list(runs.values())
+
+
+def _common_momentum(configs: Sequence[RunConfig]) -> str | None:
+    """Return the override with one `train.bn_momentum` for the runs that leave it to their length; None: no need."""
+    different = {
+        tuple(each.model_dump_json() for each in (config.data, config.model, config.train)): config
+        for config in configs
+        if config.train.bn_momentum == "auto" and config.train.batch_size
+    }
+    if len(different) < 2:
+        return None
+    from segapp.session.trainer import common_momentum
+
+    return f"train.bn_momentum={json.dumps(common_momentum(list(different.values())))}"
 
 
 def _matching(pattern: str) -> list[str]:

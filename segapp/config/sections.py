@@ -39,6 +39,7 @@ from segapp.config.values import (
     RunName,
     Section,
     Seed,
+    Share,
     Text,
     Transforms,
     Workers,
@@ -327,11 +328,17 @@ class ScheduleConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end (poly, cosine, wsd), or the lowest one (plateau). Change it if the last
     epochs no longer improve the model."""
-    warmup_steps: Count = 0
-    """Steps of linear warm-up, from 0.001 of the learning rate. Change it to 500 to 1500 for transformers, and if
-    the loss jumps at the beginning."""
+    warmup_steps: Count | Share = 0
+    """Steps of linear warm-up, from 0.001 of the learning rate, or their share of the run, such as 5%. Change it to 500
+    to 1500 for transformers, and if the loss jumps at the beginning."""
 
     _checked = checked_options(SCHEDULES)
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Return the steps of the warm-up in a run of `total_steps`."""
+        if isinstance(self.warmup_steps, int):
+            return self.warmup_steps
+        return round(float(self.warmup_steps.removesuffix("%")) / 100 * total_steps)
 
 
 class TrainConfig(Section):
@@ -360,9 +367,10 @@ class TrainConfig(Section):
     """Decay of the moving average of the weights, which evaluation uses and best.pt contains; the first steps use a
     smaller decay; null: no average. Change it to 0.999 for long runs; it needs the memory of one copy of the
     weights."""
-    bn_momentum: PositiveFraction | None = None
-    """Momentum of all BatchNorm layers; null: the model's own, usually 0.1. Change it if the model's is 0.01, as in
-    MobileNetV3, and the run has only hundreds of steps."""
+    bn_momentum: PositiveFraction | Literal["auto"] | None = "auto"
+    """Momentum of all BatchNorm layers, the weight of a batch in their running statistics; null: the model's own. auto:
+    the model's own, raised to at most 0.1 if it is less than 100 / (steps x accumulate), as the 0.01 of MobileNetV3 is
+    in a run of fewer than 10,000 steps. Change it if batches are small and the validation loss jumps."""
     hang_timeout_s: Annotated[NonNegativeFloat, OnResume] = 600.0
     """Time without progress after which the run fails and writes all stacks to RUN/stacks.log; a data worker that does
     not answer for a fifth of it fails the run, too; 0: never. Change it if a step or an evaluation batch takes minutes,

@@ -518,7 +518,7 @@ optim:
 schedule:
   name: poly
   power: 0.9
-  warmup_steps: {min(500, max(20, epochs * steps // 20))}  # 5 % of the run, at most 500
+  warmup_steps: 5%
 train:
   epochs: {epochs}  # about {epochs * steps} steps, {steps} per epoch
   batch_size: {batch}  # {batch_reason}"""

@@ -124,18 +124,17 @@ def _check_before_start(request: TrainRequest) -> None:
         return
     path, state = saved
     config, _ = with_weights_defaults(config, path)
-    config = _with_saved(config, state, "precision") if config.train.precision == "auto" else config
-    if not config.train.batch_size:
-        config = _with_saved(config, state, "batch_size", "accumulate")
+    config = _with_saved(config, state, *(() if config.train.batch_size else ("batch_size", "accumulate")))
     is_limited = request.limit is not None  # with a limit, the number of images does not matter
     num_train = state["data"]["num_train"] if is_limited else count_images(config.data, split_names(config.data)[0])
     check_resumable(state, path, config, num_train, list(build_scheme(config.data).names))
 
 
 def _with_saved(config: RunConfig, state: Mapping[str, Any], *keys: str) -> RunConfig:
-    """Return the config with the values that a checkpoint's training had for automatic keys of `train`."""
+    """Return the config with the values that a checkpoint's training had for these and other automatic keys."""
+    automatic = [key for key in ("precision", "bn_momentum") if getattr(config.train, key) == "auto"]
     try:
-        kept = {key: state["config"]["train"][key] for key in keys}
+        kept = {key: state["config"]["train"][key] for key in (*keys, *automatic)}
     except (KeyError, TypeError):  # `check_resumable` says what is wrong with the checkpoint
         return config
     return config.model_copy(update={"train": config.train.model_copy(update=kept)})
@@ -364,8 +363,8 @@ def _restored_trainer(
     folder, ranks = context.folder, context.ranks
     checkpoint = load_to_resume(ranks, folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint)
     config = request.config
-    if checkpoint is not None and config.train.precision == "auto":
-        config = _with_saved(config, checkpoint.state, "precision")
+    if checkpoint is not None:
+        config = _with_saved(config, checkpoint.state)
     config, notes = with_weights_defaults(config, None if checkpoint is None else checkpoint.file)
     if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
         print("planning the memory (some seconds)", flush=True)

@@ -78,13 +78,13 @@ def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
     if is_component(section.name):
         return []
     _, total_steps, _ = run_length(config.train, num_batches)
-    share = section.warmup_steps / max(total_steps, 1)
+    share = section.num_warmup_steps(total_steps) / max(total_steps, 1)
     if share <= 0.2:
         return []
     rises = "all" if share >= 1 else f"{share:.0%}"
     return [
         f"schedule.warmup_steps = {section.warmup_steps}: the learning rate rises towards optim.lr for {rises} of "
-        f"the {total_steps} steps of this run: set it to {total_steps // 20}, or train longer"
+        f"the {total_steps} steps of this run: set it to 5%, or train longer"
     ]
 
 

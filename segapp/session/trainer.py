@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,24 +14,24 @@ import torch
 
 from segapp.assembly.data import build_dataset, build_load_options, build_order
 from segapp.assembly.devices import DevicePlan
-from segapp.assembly.network import build_inference, fill_in_base
+from segapp.assembly.network import build_inference, fill_in_base, suited_momentum
 from segapp.assembly.optimizer import build_plateau, build_schedule
 from segapp.assembly.own_parts import part_hashes
-from segapp.assembly.pairs import build_scheme, check_splits_apart, split_names
+from segapp.assembly.pairs import build_scheme, check_splits_apart, count_images, split_names
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
-from segapp.config import LiveSettings, RunConfig, config_hash
+from segapp.config import LiveSettings, RunConfig, config_hash, dump_config
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.inspection import check_ranges
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.own_data import OwnPair
-from segapp.datasets.sampling import Order
+from segapp.datasets.sampling import Order, num_batches
 from segapp.datasets.targets import ClassFrequencies, cached_frequencies, class_weights
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError, DataError, SegappError
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.models.network import BaseReference
+from segapp.models.network import BaseReference, SegmentationModel
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import RunStart
 from segapp.run.words import announce
@@ -43,7 +45,7 @@ from segapp.training.inbox import Inbox, applied_after
 from segapp.training.progress import Timetable
 from segapp.training.recovery import OomPolicy, fallbacks_after
 from segapp.training.reporting import cache_notes
-from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts
+from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts, set_momentum
 from segapp.training.step.engine import StepEngine
 from segapp.training.trainer import Trainer
 from segapp.training.validation import SamplePictures, Validation
@@ -95,6 +97,11 @@ def build_trainer(
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
     split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.locations)
     assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
+    momentum_note = None
+    if config.train.bn_momentum == "auto":
+        config, momentum_note = _with_momentum(config, parts.model, len(train_set))
+        if ranks.is_main:
+            context.folder.write_config(dump_config(config))
     engine = assembler.assemble(parts, layout, ranks=ranks, mark=context.device_memory.mark)
     step = 0 if checkpoint is None else checkpoint.step
     controller = build_controller(config, context, devices, engine, saved_plan, split, step)
@@ -125,6 +132,7 @@ def build_trainer(
         )
         notes = start_notes(scheme, (train_set.targets, val_set.targets))
         notes += [*cache_notes("training", train_set.cache), *cache_notes("validation", val_set.cache)]
+        notes += [momentum_note] if momentum_note else []
         notes += _base_notes(config, engine.model.base, is_new=checkpoint is None)
         facts = dataclasses.replace(facts, alerts=alerts, notes=notes)
     return Trainer(
@@ -141,6 +149,32 @@ def build_trainer(
         ),
         config_hash=config_hash(config),
     )
+
+
+def _with_momentum(config: RunConfig, model: SegmentationModel, num_images: int) -> tuple[RunConfig, str | None]:
+    """Set the momentum that suits the run in a model; return the config with it, and a note on a raised one."""
+    train, note = config.train, None
+    per_epoch = num_batches(num_images, train.batch_size, drop_last=True)
+    num_passes = run_length(train, per_epoch)[1] * train.accumulate
+    momentum = suited_momentum(model, num_passes, is_thawed=config.model.freeze_epochs is not None)
+    if momentum is not None:
+        set_momentum(model, momentum)
+        note = (
+            f"train.bn_momentum = {momentum:g}: with the model's own, the statistics of BatchNorm are of more than a "
+            f"hundredth of the {num_passes} forward passes of this run, in which the weights change"
+        )
+    return config.model_copy(update={"train": train.model_copy(update={"bn_momentum": momentum})}), note
+
+
+def common_momentum(configs: Sequence[RunConfig]) -> float | None:
+    """Return the momentum for all runs of a sweep with `train.bn_momentum: auto`: the one that suits the shortest."""
+    found: list[float] = []
+    for config in configs:
+        with contextlib.suppress(SegappError):  # reported by the run
+            model = StepAssembler(config, build_scheme(config.data)).build_model(with_weights=False)
+            resolved, _ = _with_momentum(config, model, count_images(config.data, split_names(config.data)[0]))
+            found += [each for each in (resolved.train.bn_momentum,) if isinstance(each, float)]
+    return max(found, default=None)
 
 
 def _base_notes(config: RunConfig, base: BaseReference | None, *, is_new: bool) -> list[str]:

@@ -37,7 +37,7 @@ from tests.support.fake_smi import FOUR, SLICED, Card, smi_of
 from tests.support.live_runs import seen, small, wait_for
 from tests.support.programs import Program, start
 from tests.support.recorded_runs import RecordedRun
-from tests.support.runs import differing, events
+from tests.support.runs import differing, events, merged
 
 GRID = ("--config", "tiny.yaml", "seed=0..2", "train.epochs=1")
 SLOW = {"SEGAPP_FAILPOINTS": "train.step=sleep:0.15"}
@@ -128,6 +128,18 @@ def test_each_run_gets_its_own_complete_config(place: Path) -> None:
     assert (config.optim.lr, config.seed, config.train.epochs) == (0.003, 1, 1)
     assert json.loads((path / "sweep.json").read_text())["lr0.003-seed1"]["optim.lr"] == 0.003
     assert names(["other", "seed=1,2"], ["tiny.yaml"]) == ["seed1", "seed2"]
+
+
+def test_runs_of_all_lengths_have_one_momentum(place: Path, tiny: dict[str, Any]) -> None:
+    """Of MobileNetV3's 0.01 and the head's 0.1. The own values would suit 20,000 steps, but not 2,000."""
+    for name, value in (("mobile", "auto"), ("named", 0.3)):
+        (place / f"{name}.yaml").write_text(dump_config(merged(tiny, train={"bn_momentum": value})))
+    path, runs = plan_sweep(["train.epochs=400,4000", "seed=0,1"], ["mobile.yaml", "named.yaml", "tiny.yaml"])
+    save_sweep(path, runs)
+    found = {run.name: load_config(run.stored_config).train.bn_momentum for run in runs}
+    assert found == {name: 0.3 if name.startswith("named") else 0.1 for name in found}
+    assert [run.words[-1] for run in runs if not run.name.startswith("named")] == ["train.bn_momentum=0.1"] * 8
+    assert {run.config.train.bn_momentum for run in plan_sweep(["seed=0..2"], ["mobile.yaml"])[1]} == {"auto"}
 
 
 def test_problems_of_all_runs_are_listed_together(place: Path) -> None:

@@ -40,7 +40,9 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
     ("sections", "kind", "words"),
     [
         ({"schedule": {"warmup_steps": 60}}, None, ""),
-        ({"schedule": {"warmup_steps": 61}}, "schedule", "for 20% of the 300 steps of this run: set it to 15,"),
+        ({"schedule": {"warmup_steps": 61}}, "schedule", "for 20% of the 300 steps of this run: set it to 5%,"),
+        ({"schedule": {"warmup_steps": "20%"}}, None, ""),
+        ({"schedule": {"warmup_steps": "20.4%"}}, "schedule", "warmup_steps = 20.4%: the learning rate rises"),
         ({"schedule": {"warmup_steps": 45}, "train": {"steps": 3}}, "schedule", "for all of the 3 steps of this run"),
         ({"data": {"crop_px": [96, 128]}}, None, ""),  # data.scale reaches 2
         ({"data": {"crop_px": [96, 160]}}, "data", "(at most 48 x 64 px, enlarged by at most 2 (data.scale))"),

@@ -124,6 +124,13 @@ class RealDevices:
         return wrap_ddp(network, device, gradient_as_bucket_view=self._as_views, find_unused_parameters=has_unused)
 
 
+def set_momentum(model: nn.Module, momentum: float) -> None:
+    """Set the momentum of all BatchNorm layers of a model."""
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            module.momentum = momentum
+
+
 class StepAssembler:
     """Builds the training step of a config, on any devices.
 
@@ -159,10 +166,8 @@ class StepAssembler:
         check_sizes(self.config, model)
         if self.teacher is not None:
             check_frame(self.config.data.crop_px, model, self.teacher.model)
-        if self.config.train.bn_momentum is not None:
-            for module in model.modules():
-                if isinstance(module, BatchNorm):
-                    module.momentum = self.config.train.bn_momentum
+        if isinstance(self.config.train.bn_momentum, float):  # auto waits for the length of the run
+            set_momentum(model, self.config.train.bn_momentum)
         put_adapters(self.config.model, model)
         if self.config.model.freeze:
             model.freeze(self.config.model.freeze)
