@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from segapp.errors import SegappError
+from segapp.onboarding.candidates import CONVERTERS, find_conversions
 from segapp.onboarding.conversion import write_files
-from segapp.onboarding.init import CONVERTERS, InitRequest, find_conversions, propose_config
+from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.tree import survey_tree
 from tests.fuzz.targets import mutate
 from tests.support import drawn_annotations as drawn

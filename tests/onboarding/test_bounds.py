@@ -13,8 +13,9 @@ import pytest
 
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.annotations import find_cvat
+from segapp.onboarding.candidates import CONVERTERS
 from segapp.onboarding.conversion import write_files
-from segapp.onboarding.init import CONVERTERS, InitRequest, propose_config
+from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.tree import survey_tree
 from tests.support import drawn_annotations as drawn
 from tests.support.drawn_folders import draw_image
