@@ -184,7 +184,10 @@ def _attention(
         return attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
-    is_trained_mask = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    has_gradient, is_trained_mask = (
+        torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
+        for inputs in ((query, key, value, attn_mask), (attn_mask,))
+    )
     kernel = attention_cudnn
     if query.dtype == torch.float32 or is_trained_mask:
         kernel = attention_efficient
@@ -193,9 +196,6 @@ def _attention(
             if num_keys % _MASK_ALIGNMENT:
                 attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
             attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
-    has_gradient = is_trained_mask or (
-        torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    )
     kept = query, key, value, attn_mask, has_gradient
     return kernel(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
 

@@ -126,21 +126,24 @@ def test_shared_layers_of_a_library_keep_their_values(monkeypatch: pytest.Monkey
 
 
 class Positions(nn.Module):
-    """Adds a value for each row and column of its map, of which there are twelve."""
+    """Adds a value for each row and column of its map, of which there may be twelve along an axis."""
 
-    def __init__(self) -> None:
+    def __init__(self, axis: int) -> None:
         super().__init__()
-        self.patches, self.table = nn.Conv2d(3, 2, 8, stride=8), nn.Parameter(torch.zeros(12))
+        self.patches = nn.Conv2d(3, 2, 8, stride=8)
+        self.tables = nn.ParameterList(torch.zeros(12 if each == axis else 999) for each in (0, 1))
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.patches(images)
-        rows, columns = (self.table[torch.arange(side, device=features.device)] for side in features.shape[-2:])
+        places = (torch.arange(side, device=features.device) for side in features.shape[-2:])
+        rows, columns = (table[each] for table, each in zip(self.tables, places, strict=True))
         return features + rows[:, None] + columns
 
 
-def test_table_for_one_size_makes_it_the_only_size() -> None:
+@pytest.mark.parametrize("axis", [0, 1])
+def test_table_for_one_size_makes_it_the_only_size(axis: int) -> None:
     """Sizes that the probe tries run on the meta device, where no index is out of bounds."""
-    model = PythonModel(Positions(), name="own:Positions", num_classes=2, in_channels=3)
+    model = PythonModel(Positions(axis), name="own:Positions", num_classes=2, in_channels=3)
     model.usual_size_px = 96, 80
     inspect_model(model)
     assert model.fixed_size_px == (96, 80)
