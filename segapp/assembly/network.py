@@ -61,11 +61,12 @@ def build_network(
         CheckpointError: its weights cannot be used.
     """
     weights = section.weights if with_weights else None
-    run = None
-    if weights is not None and (weights_path(weights).is_dir() or is_run(Path("runs") / weights)):
+    run = saved = None
+    if weights is not None and weights_path(weights).is_file():
+        saved = saved_config(weights)
+        run = weights if saved is not None and saved.model.adapters and Path(weights).suffix == ".pt" else None
+    elif weights is not None and (Path(weights).is_dir() or is_run(Path("runs") / weights)):
         run = weights
-    elif weights is not None and Path(weights).suffix == ".pt" and (saved := saved_config(weights)) is not None:
-        run = weights if saved.model.adapters else None
     most_bytes = available_bytes() or 2**63
     if weights_file is not None:  # whose values may have half of the bytes of float32
         most_bytes = min(most_bytes, allowed_bytes(file_bytes=weights_file.stat().st_size // 8))
@@ -84,6 +85,8 @@ def build_network(
         )
     if run is not None:
         load_run_weights(model, run, class_names, is_partial=section.partial_weights)
+    elif saved is not None:
+        _note_other_names(model, _saved(weights_path(str(weights)), "classes"), class_names)
     return model
 
 
@@ -252,14 +255,18 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
 
 def saved_config(weights: str) -> RunConfig | None:
     """Return the config of the training of a run, a checkpoint or an exported file; None for other weights."""
-    path = Path(weights)
+    path = weights_path(weights)
     with contextlib.suppress(Exception):  # foreign and damaged files are reported when they are loaded
         if not path.is_file():
             return load_config(find_run(weights).config_yaml)
-        state = read_metadata(path) if path.suffix.lower() == ".safetensors" else peek_tensors(path)
-        config = state[CONFIG_KEY]
-        return validate_config(json.loads(config) if isinstance(config, str) else config)
+        return validate_config(_saved(path, CONFIG_KEY))
     return None
+
+
+def _saved(file: Path, key: str) -> Any:
+    """Return a value that a checkpoint or an exported file of segapp holds next to its tensors."""
+    value = (read_metadata(file) if file.suffix.lower() == ".safetensors" else peek_tensors(file))[key]
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def suited_momentum(model: SegmentationModel, num_passes: int, *, is_thawed: bool) -> float | None:
@@ -304,8 +311,12 @@ def with_weights_defaults(config: RunConfig, file: Path | None = None) -> tuple[
         notes = [f"{', '.join(taken)}: the weights {source} expect these, not ImageNet's"] * ((mean, std) != IMAGENET)
     if is_aligned == "auto":
         whole = file or model.weights
-        is_aligned = whole is not None and (_has_head_of_smp(str(whole)) if saved is None else saved.loss.is_aligned)
-        notes += [f"loss.align_corners = true: the weights {whole} were trained with aligned corners"] * is_aligned
+        if saved is not None:
+            is_aligned, why = whole is not None and saved.loss.is_aligned, "were trained with it"
+        else:
+            is_aligned = whole is not None and model.library == "smp" and _has_head_of_smp(str(whole))
+            why = "have the names of smp, whose heads align corners; set false if they were trained without it"
+        notes += [f"loss.align_corners = true: the weights {whole} {why}"] * is_aligned
     raw = config.model_dump(mode="json")
     raw["data"] |= {"mean": data.mean or mean, "std": data.std or std}
     raw["loss"]["align_corners"] = is_aligned
@@ -335,7 +346,11 @@ def load_run_weights(model: SegmentationModel, run: str, class_names: Sequence[s
             path=checkpoint.path,
         ) from None
     load_weights(model, state, run, key, is_partial=is_partial)
-    classes = checkpoint.state.get("classes") or ()
+    _note_other_names(model, checkpoint.state.get("classes") or (), class_names)
+
+
+def _note_other_names(model: SegmentationModel, classes: Sequence[str], class_names: Sequence[str]) -> None:
+    """Record a note in the last report of a network if its weights are for as many classes of other names."""
     others = [f"{there} -> {here}" for there, here in zip(classes, class_names, strict=False) if there != here]
     if others and len(classes) == len(class_names):
         note = f"its classes have other names: {some_names(others, 8)}"

@@ -28,7 +28,7 @@ from segapp.bounds import allowed_bytes, check_values
 from segapp.errors import CheckpointError, some_names
 from segapp.models.keys import AUXILIARY, LoadReport, Shape, check_complete, map_keys
 from segapp.models.network import SegmentationModel
-from segapp.models.surgery import fitted, position_grids
+from segapp.models.surgery import RGB, fitted, position_grids
 from segapp.run.folder import is_run
 
 StateDict = dict[str, Tensor]
@@ -310,7 +310,8 @@ def load_weights(
     grids = position_grids(model)
 
     def fit(name: str, value: Tensor) -> Tensor | None:
-        return fitted(value, wanted[name], in_channels, grids.get(name))
+        bands = in_channels if name.startswith(backbone) else RGB  # no other convolution sees the image
+        return fitted(value, wanted[name], bands, grids.get(name))
 
     def fits(name: str, there: Shape, here: Shape) -> bool:
         return there == here or fit(name, torch.empty(there, device="meta")) is not None

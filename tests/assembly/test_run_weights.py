@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -177,17 +178,19 @@ def test_classifier_of_other_classes_is_left_out(run: tuple[RunConfig, Path]) ->
         load_trained(str(folder / "checkpoints" / "best.pt"), str(file))
 
 
-def test_classes_of_other_names_get_a_line(run: tuple[RunConfig, Path]) -> None:
+def test_classes_of_other_names_get_a_line(run: tuple[RunConfig, Path], tmp_path: Path) -> None:
     raw = run[0].model_dump(mode="json")
+    export_target(str(run[1]), tmp_path / "net.safetensors", format=None, argmax=False)
     for names, said in (
         (["ground", "box", "disc"], ()),
         (["ground", "disc", "tree"], ("its classes have other names: box -> disc, disc -> tree",)),
         (["ground", "disc", "box", "tree"], ()),
     ):
-        config = merged(raw, data={"classes": names}, model={"weights": str(run[1])})
-        (report,) = StepAssembler(config, build_scheme(config.data)).build_model(with_weights=True).load_reports
-        assert report.notes == said
-        assert report.as_event().message.splitlines()[2:] == [f"weights {run[1]}: {line}" for line in said]
+        for weights in (run[1], run[1] / "checkpoints/last.pt", tmp_path / "net.safetensors"):
+            config = merged(raw, data={"classes": names}, model={"weights": str(weights)})
+            (report,) = StepAssembler(config, build_scheme(config.data)).build_model(with_weights=True).load_reports
+            assert report.notes == said
+            assert report.as_event().message.splitlines()[2:] == [f"weights {weights}: {line}" for line in said]
 
 
 def test_alert_names_the_modules_that_stay_random(half: tuple[RunConfig, Path]) -> None:
@@ -196,11 +199,19 @@ def test_alert_names_the_modules_that_stay_random(half: tuple[RunConfig, Path]) 
 
 
 @pytest.mark.parametrize("key", ["weights", "weights_backbone"])
-def test_folder_of_save_pretrained_gives_its_tensors(run: tuple[RunConfig, Path], tmp_path: Path, key: str) -> None:
+def test_folder_of_save_pretrained_gives_its_tensors(
+    run: tuple[RunConfig, Path], tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = smp.FPN("resnet18", encoder_weights=None, classes=3)
     theirs.save_pretrained(tmp_path / "net")
     (tmp_path / "net" / "config.json").write_text('{"_model_class": "Unet", "encoder_name": "none"}')
-    model = build_network(run[0].model.model_copy(update={key: str(tmp_path / "net")}), 3)
+    shutil.copytree(run[1], tmp_path / "runs" / "net")  # a run of the same name, which is not the folder
+    monkeypatch.chdir(tmp_path)
+    model = build_network(run[0].model.model_copy(update={key: "net"}), 3)
+    config = merged(run[0].model_dump(mode="json"), model={key: "net"}, loss={"align_corners": "auto"})
+    assert with_weights_defaults(config)[0].loss.align_corners == (key == "weights")
+    fcn = {"library": "torchvision", "name": "fcn"}  # which has no head of smp
+    assert not with_weights_defaults(merged(config.model_dump(mode="json"), model=fcn))[0].loss.align_corners
     state = theirs.state_dict()
     given = [n for n in state if key == "weights" or n.startswith("encoder.")]
     assert all(torch.equal(model.state_dict()[name], state[name]) for name in given)

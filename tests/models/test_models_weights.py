@@ -213,6 +213,15 @@ def test_part_of_a_file_is_taken_if_it_is_wanted(tmp_path, state):
     assert all(value.equal(state[n]) for n, value in both.state_dict().items() if not re.search("scale.|_tracked", n))
 
 
+def test_only_convolutions_of_the_backbone_are_adapted(tmp_path):
+    """The weight of this head has three times the channels, as that of a convolution over RGB has for one band."""
+    state = build(in_channels=1).state_dict()
+    name = "classifier.high_classifier.weight"
+    torch.save(state | {name: torch.randn(3, 3 * state[name].shape[1], 1, 1)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"classifier\.high_classifier\.weight"):
+        build(in_channels=1, weights=str(tmp_path / "other.pt"))
+
+
 def test_file_of_a_larger_head_is_refused(tmp_path):
     larger = build_model("smp", "Unet", 3, encoder="resnet18", options={"decoder_attention_type": "scse"})
     torch.save(larger.state_dict(), tmp_path / "scse.pt")
