@@ -158,13 +158,14 @@ def test_student_and_teacher_see_one_frame_with_own_mean_and_std(base: dict[str,
         found = inner(images)[1][:, 0]
         assert shapes == [(2, 3, 48, 64)] * 2
         logits = model(seen[0])[0], trained.model(seen[1])[0]
-        torch.testing.assert_close(found, pixel_wise_divergence(*logits))
+        close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-7)
+        close(found, pixel_wise_divergence(*logits, align_corners=False))
         taught.align_corners = True  # each network's logits lie where its own loss put them
         full = [
             F.interpolate(each, (48, 64), mode="bilinear", align_corners=is_aligned)
             for each, is_aligned in zip(logits, (False, True), strict=True)
         ]
-        torch.testing.assert_close(inner(images)[1][:, 0], pixel_wise_divergence(*full))
+        close(inner(images)[1][:, 0], pixel_wise_divergence(*full))
 
 
 def test_crops_that_the_teacher_sees_at_another_size_are_refused() -> None:
