@@ -36,7 +36,7 @@ NETWORKS: dict[str, tuple[str, str, str, dict[str, Any], int, int]] = {  # strid
     "linknet": ("smp", "Linknet", "tu-test_resnet", {}, 1, 32),
 }
 SIZE, MARGIN = (225, 257), 128
-PREPROCESSING = Preprocessing(PixelFormat(mean=(0.4, 0.5, 0.6), std=(0.3, 0.2, 0.25)))
+PREPROCESSING = Preprocessing(PixelFormat(mean=(0.4, 0.6, 0.2), std=(0.3, 0.2, 0.25)))
 
 
 def without_global_context(model: SegmentationModel) -> SegmentationModel:
@@ -80,12 +80,17 @@ def test_more_pixels_change_no_label_far_from_them(key: str, logits_of: Callable
 
 
 def assert_labels_stay(
-    model: SegmentationModel, logits_of: Callable[..., Tensor], size: tuple[int, int], margin: int
+    model: SegmentationModel,
+    logits_of: Callable[..., Tensor],
+    size: tuple[int, int],
+    margin: int,
+    *,
+    sees_all: bool = False,
 ) -> None:
     """Compare the labels at least `margin` pixels from the right and the bottom of images of more and more pixels.
 
-    How much a network sees of pixels that are so far away is measured at one size. Where the best two logits are closer
-    than that, its label is free to change.
+    With `sees_all`, a network may look at the whole image. Then a label is free to change where the best two logits are
+    closer than what other colors in the last pixels change.
     """
     coarsest = model.size_multiple
     largest = size[0] + coarsest, size[1] + coarsest
@@ -98,13 +103,11 @@ def assert_labels_stay(
     own = images[..., : size[0], : size[1]]
     found, other = seen(own), own.clone()
     other[..., -coarsest:, :], other[..., -coarsest:] = 128, 128
-    from_afar = float((seen(other) - found).abs().max())
+    least_gap = 1e-3 + (4 * float((seen(other) - found).abs().max()) if sees_all else 0)
     mean = found.mean((1, 2), keepdim=True)  # of a random network, one class would win everywhere
     best = (found - mean).topk(2, 0)
-    is_decided = best.values[0] - best.values[1] > 1e-3 + 4 * from_afar
-    if is_decided.float().mean() < 0.5:
-        pytest.skip("most labels depend on the whole image")
-    assert len(best.indices[0][is_decided].unique()) == model.num_classes
+    is_decided = best.values[0] - best.values[1] > least_gap
+    assert sees_all or len(best.indices[0][is_decided].unique()) > 3
     for more_px in (1, 3, coarsest // 2, coarsest - 1, coarsest):
         labels = (seen(images[..., : size[0] + more_px, : size[1] + more_px]) - mean).argmax(0)
         assert int((labels != best.indices[0])[is_decided].sum()) == 0, more_px
@@ -114,5 +117,17 @@ def assert_labels_stay(
 @pytest.mark.parametrize("pair", [pair for pair in RUNNING if "*" not in TABLE[pair]], ids="/".join)
 @torch.no_grad()
 def test_labels_stay_for_every_network_of_the_page(pair: tuple[str, str, str]) -> None:
+    """Also, pixels of the mean color are worth as much as none, whatever a network looks at."""
     torch.manual_seed(5)
-    assert_labels_stay(without_global_context(built(*pair)), of_inference, (353, 417), 256)
+    model = without_global_context(built(*pair))
+    height, width = model.suitable_size(353, 417)
+    images = torch.randint(0, 256, (1, 3, height, width), dtype=torch.uint8)
+    for less_px in (1, 3, model.size_multiple - 1):
+        shown = images[..., : height - less_px, : width - less_px]
+        colored = torch.tensor([102, 153, 51], dtype=torch.uint8).view(3, 1, 1).expand(1, 3, height, width).clone()
+        colored[..., : height - less_px, : width - less_px] = shown
+        found, expected = (
+            of_inference(model, each)[..., : height - less_px, : width - less_px] for each in (shown, colored)
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02)  # LayerNorm enlarges rounded zeros
+    assert_labels_stay(model, of_inference, (353, 417), 256, sees_all=True)
