@@ -399,20 +399,22 @@ def history(run: str | Path) -> History:
 
 def _read_history(path: Path) -> History:
     """Return the evaluations of a run from its events."""
-    from segapp.run.events import EventReader, StepRun, Val, parse_event
+    from segapp.run.events import EventReader, RunStart, StepRun, Val, parse_event
     from segapp.run.folder import RunFolder
 
     loss, classes, rows = EpochLoss(), list[str](), list[Evaluated]()
+    start: RunStart | None = None
     for item in chain.from_iterable(EventReader(RunFolder(path).events).skim()):
         if isinstance(item, StepRun):
             loss.add(item.epoch, item.step, item.loss)
             continue
         loss.add_event(item)
         if item["type"] == "run_start":
-            classes, resumed = item.get("classes") or [], item.get("resumed_from_step")
+            start = cast(RunStart, parse_event(item))
+            classes, resumed = start.classes, start.resumed_from_step
             rows = rows if resumed is None else [row for row in rows if row.step <= resumed]
         elif item["type"] == "val":
-            val = cast(Val, parse_event(item))
+            val = cast(Val, parse_event(item)).with_foreground(start)
             rows.append(
                 Evaluated(
                     epoch=val.epoch,

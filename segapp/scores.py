@@ -1,8 +1,11 @@
-"""The table of an evaluation's scores, and their text form in all viewers.
+"""The table of an evaluation's scores, the scores of single classes, and their text form in all viewers.
 
 A score in the table appears, without further code, in `segapp eval` and its JSON, in `val` events, the console,
 trackers, `segapp status`, reports and the Python API, and may be `checkpoint.monitor`. A score with `is_headline` also
 appears in comparisons and the charts of reports, and in lines and TUI panes that have room for a few scores.
+
+Scores of one class, `iou:NAME` and `dice:NAME`, may be `checkpoint.monitor` too. They are not stored: `score_by_name`
+takes them from the IoU of the classes.
 """
 
 import math
@@ -19,8 +22,6 @@ class Score:
     """Name in events, JSON, config and Python."""
     title: str
     """Name in the TUI and in reports."""
-    spec: str = ".4f"
-    """Format of a finite value."""
     larger_is_better: bool = True
     """Direction, for the best checkpoint and the plateau schedule."""
     is_headline: bool = False
@@ -32,6 +33,8 @@ SCORES: Mapping[str, Score] = {
     for score in (
         Score("miou", "mIoU", is_headline=True),
         Score("mean_dice", "mean Dice", is_headline=True),
+        Score("miou_foreground", "foreground mIoU"),
+        Score("mean_dice_foreground", "foreground Dice", is_headline=True),
         Score("pixel_accuracy", "pixel accuracy", is_headline=True),
         Score("loss", "loss", larger_is_better=False, is_headline=True),
         Score("mean_precision", "mean precision"),
@@ -39,7 +42,11 @@ SCORES: Mapping[str, Score] = {
         Score("frequency_weighted_iou", "frequency-weighted IoU"),
     )
 }
-"""Name -> score, in the order in which they are shown. All but the loss are fields of `metrics.SegmentationScores`."""
+"""Name -> score, in the order in which they are shown. The loss and the means over the foreground are computed apart;
+all others are fields of `metrics.SegmentationScores`."""
+
+FOREGROUND = ("miou_foreground", "mean_dice_foreground")
+"""The means over all classes but the background; None for data without a background."""
 
 HEADLINES: Mapping[str, Score] = {name: score for name, score in SCORES.items() if score.is_headline}
 
@@ -47,24 +54,107 @@ HEADLINES: Mapping[str, Score] = {name: score for name, score in SCORES.items() 
 OTHER_HEADLINES = tuple(score for name, score in HEADLINES.items() if name not in ("miou", "loss"))
 """Scores next to mIoU, all of which are shares; mIoU and loss have separate places in tables and charts."""
 
+CLASS_SCORES: Mapping[str, str] = {"iou": "IoU", "dice": "Dice"}
+"""The kinds of scores of one class, by the word before the first colon of their names."""
+CLASS_SCORE_PATTERN = rf"^({'|'.join(CLASS_SCORES)}):"
 
-def score_of(event: Mapping[str, Any], name: str) -> Any:
-    """Return a score of a `val` event as stored in the file: a field of the event, or an entry of its `scores`."""
-    return event[name] if name in event else (event.get("scores") or {}).get(name)
+
+def is_background(name: str) -> bool:
+    """Return True for the usual names of the class of pixels without an object, which gets no polygons."""
+    return name.strip("_ ").lower() in {"background", "bg"}
 
 
-def scores_text(values: Mapping[str, float | None], iou: Sequence[float | None], *, has_loss: bool = True) -> str:
+def foreground_of(classes: Sequence[str]) -> Sequence[str]:
+    """Return the names of all classes but the background, which is class 0 or none; empty without a background.
+
+    >>> foreground_of(["_background_", "crack"]), foreground_of(["road", "background"])
+    (['crack'], ())
+    """
+    return classes[1:] if classes and is_background(classes[0]) else ()
+
+
+def score_named(name: str) -> Score:
+    """Return a score of the table, a score of one class, or one that only a later version knows."""
+    kind, _, class_name = name.partition(":")
+    title = f"{CLASS_SCORES[kind]} of {class_name}" if kind in CLASS_SCORES else name
+    return SCORES.get(name, Score(name, title))
+
+
+def dice_of(iou: float | None) -> float | None:
+    """Return the Dice coefficient of a class from its IoU, a share."""
+    return 2 * iou / (1 + iou) if iou is not None and iou >= 0 else None
+
+
+def foreground_means(iou: Sequence[float | None]) -> dict[str, float | None]:
+    """Return the scores `FOREGROUND` from the IoU of all classes, of which the first is the background."""
+    columns = iou[1:], map(dice_of, iou[1:])
+    known = [[value for value in column if value is not None] for column in columns]
+    return {name: sum(each) / len(each) if each else None for name, each in zip(FOREGROUND, known, strict=True)}
+
+
+def table_of(scores: Any, foreground: Sequence[str], loss: float | None = None) -> dict[str, float | None]:
+    """Return all scores of the table from `metrics.SegmentationScores`; without a `foreground`, its means are None."""
+    apart = {"loss": loss, **(foreground_means(scores.iou) if foreground else dict.fromkeys(FOREGROUND))}
+    return {name: apart[name] if name in apart else getattr(scores, name) for name in SCORES}
+
+
+def score_by_name(
+    name: str, values: Mapping[str, float | None], iou: Sequence[float | None], classes: Sequence[str]
+) -> float | None:
+    """Return a score of an evaluation; None if it does not exist.
+
+    Args:
+        name: a name in `SCORES`, or `iou:NAME` or `dice:NAME` for one class; everything after the first colon is the
+            name of the class.
+        values: the scores of the table.
+        iou: IoU of each class.
+        classes: names of the classes, in the order of `iou`.
+
+    >>> score_by_name("dice:a:b", {}, [0.9, 0.5], ["a", "a:b"])
+    0.6666666666666666
+    """
+    kind, _, class_name = name.partition(":")
+    if kind not in CLASS_SCORES:
+        return values.get(name)
+    value = dict(zip(classes, iou, strict=False)).get(class_name)
+    return dice_of(value) if kind == "dice" else value
+
+
+def scored_of(name: str, iou: Sequence[Any]) -> tuple[int, int] | None:
+    """Return the number of classes with an IoU that a mean averages over, and of all its classes; None for no mean."""
+    averaged = iou[1:] if name in FOREGROUND else iou if name in ("miou", "mean_dice") else None
+    return None if averaged is None else (count_scored(averaged), len(averaged))
+
+
+def scores_text(
+    values: Mapping[str, float | None],
+    iou: Sequence[float | None],
+    foreground: Sequence[str] = (),
+    *,
+    has_loss: bool = True,
+) -> str:
     """Return the headline scores of an evaluation, by name, as a line; a computed loss of None was not finite.
+
+    With a background and one other class, the Dice of that class replaces the pixel accuracy, which is high wherever
+    the background is large.
 
     >>> scores_text({"miou": 0.5, "pixel_accuracy": 0.75, "loss": None}, [0.5, None])
     'mIoU 0.5000 over 1 of 2 classes  mean Dice -  pixel accuracy 0.7500  loss not finite'
+    >>> scores_text({"miou": 0.5, "mean_dice_foreground": 0.25, "loss": 1.0}, [0.8, 0.2], ["crack"])
+    'mIoU 0.5000 over 2 of 2 classes  mean Dice -  Dice of crack 0.2500  loss 1.0000'
     """
     parts = []
     for name, score in HEADLINES.items():
-        value = values.get(name)
-        shown = loss_text(value, is_known=has_loss and name == "loss", spec=score.spec)
-        over = f" over {of_classes(count_scored(iou), len(iou))}" if name == "miou" else ""
-        parts.append(f"{score.title} {shown}{over}")
+        shown = loss_text(values.get(name), is_known=has_loss and name == "loss")
+        over = scored_of(name, iou)
+        if name in FOREGROUND and len(foreground) == 1:
+            parts.append(f"Dice of {foreground[0]} {shown}")
+        elif name in FOREGROUND and foreground and over is not None:
+            parts.append(f"{score.title} {shown} over {of_classes(*over, 'foreground classes')}")
+        elif name == "miou" and over is not None:
+            parts.append(f"{score.title} {shown} over {of_classes(*over)}")
+        elif name not in FOREGROUND and not (name == "pixel_accuracy" and len(foreground) == 1):
+            parts.append(f"{score.title} {shown}")
     return "  ".join(parts)
 
 
@@ -89,9 +179,9 @@ def count_scored(iou: Any) -> int:
     return sum(math.isfinite(as_float(value)) for value in iou) if isinstance(iou, Sequence) else 0
 
 
-def of_classes(num_scored: int, num_classes: int) -> str:
-    """Return the classes of a mean as text: 17 of 19 classes."""
-    return f"{num_scored} of {num_classes} classes"
+def of_classes(num_scored: int, num_classes: int, kind: str = "classes") -> str:
+    """Return the classes of a mean as text: 17 of 19 classes, or of another kind of them."""
+    return f"{num_scored} of {num_classes} {kind}"
 
 
 def with_count(shown: str, num_scored: int | None, num_classes: int | None) -> str:
@@ -117,9 +207,9 @@ def score_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def is_best_candidate(miou: Any, loss: Any) -> bool:
-    """Return True if an evaluation may be the best of a run: its mIoU and its loss are finite numbers."""
-    return math.isfinite(as_float(miou)) and math.isfinite(as_float(loss))
+def is_best_candidate(value: Any, loss: Any) -> bool:
+    """Return True if an evaluation may be the best of a run: its monitored score and its loss are finite numbers."""
+    return math.isfinite(as_float(value)) and math.isfinite(as_float(loss))
 
 
 def best_shown(values: Iterable[float | None]) -> frozenset[int]:

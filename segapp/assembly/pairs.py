@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from segapp.config import DataConfig
+from segapp.config import DataConfig, RunConfig
 from segapp.config.sections import IMAGENET
 from segapp.custom.loading import DataSource, build_part
 from segapp.custom.names import is_component
@@ -15,7 +15,8 @@ from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.schemes import PUBLISHED, ClassScheme
 from segapp.datasets.own_data import OwnData
-from segapp.errors import ConfigError, DataError, some_names
+from segapp.errors import ConfigError, DataError, closest_words, some_names
+from segapp.scores import FOREGROUND, SCORES
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
@@ -30,6 +31,26 @@ def build_scheme(data: DataConfig) -> ClassScheme:
         multilabel=data.multilabel,
     )
     return replace(scheme, mask_orientation=data.mask_orientation)
+
+
+def check_monitor(config: RunConfig) -> None:
+    """Raise ConfigError if the data have no such score as `checkpoint.monitor` names."""
+    scheme, name = build_scheme(config.data), config.checkpoint.monitor
+    kind, _, class_name = name.partition(":")
+    if name in FOREGROUND and not scheme.foreground:
+        mean, first = name.removesuffix("_foreground"), scheme.names[0]
+        why = (
+            "with several classes per pixel, none is the background"
+            if scheme.multilabel
+            else (f"class 0 is {first!r}, which is no name of a background")
+        )
+        problem = f"{why}: use {mean}, or dice:NAME for the class that matters"
+    elif name in SCORES or class_name in scheme.names:
+        return
+    else:
+        nearest = closest_words(class_name, scheme.names) or list(scheme.names)
+        problem = f"no class has the name {class_name!r}: use {kind}:{some_names(nearest, 8)}"
+    raise ConfigError(f"checkpoint.monitor = {name}: {problem}", key="checkpoint.monitor", value=name)
 
 
 def build_pixels(data: DataConfig) -> PixelFormat:

@@ -179,10 +179,11 @@ def score_lines(scored: ScoredSplit) -> list[str]:
     lines = class_table(trained.scheme.names, found.scores)
     if groups:
         iou = group_iou(found.matrix, tuple(groups.values()))
-        over = of_classes(count_scored(iou), len(iou)).replace("classes", "groups")
+        over = of_classes(count_scored(iou), len(iou), "groups")
         lines.append(f"groups: mIoU {_cell(mean_of_known(iou))} over {over}")
         lines += [f"  {line}" for line in iou_table(tuple(groups), iou)]
-    scores = scores_text(found.values(), found.scores.iou, has_loss=len(scored.networks) == 1)
+    foreground, has_loss = list(map(printable, trained.scheme.foreground)), len(scored.networks) == 1
+    scores = scores_text(found.values(trained.scheme), found.scores.iou, foreground, has_loss=has_loss)
     made_by = f"{printable(trained.path.name)}, step {trained.step}"
     if len(scored.networks) > 1:
         made_by = f"mean of {len(scored.networks)}: {', '.join(map(printable, scored.networks))}"
@@ -223,7 +224,7 @@ def as_json(scored: ScoredSplit) -> dict[str, Any]:
             for name, each in scored.networks.items()
         ],
         "num_images": found.num_images,
-        **found.values(),
+        **found.values(trained.scheme),
         "num_scored": count_scored(found.scores.iou),
         "num_classes": len(found.scores.iou),
         "classes": list(trained.scheme.names),

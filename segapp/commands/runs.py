@@ -16,9 +16,9 @@ from segapp.run.events import CommandAnswer, EventReader
 from segapp.run.folder import RunFolder, find_run, is_sweep, run_folders
 from segapp.run.state import read_tail
 from segapp.run.words import aligned, dots, duration, printable
-from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
+from segapp.scores import FOREGROUND, NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
-from segapp.view.runs import RunSummary, list_runs, run_state, summarize
+from segapp.view.runs import Ranking, RunSummary, list_runs, run_state, summarize
 from segapp.view.source import fold_file
 from segapp.view.view import View
 from segapp.waiting import lines_while
@@ -49,6 +49,8 @@ def print_runs(root: Path, *, as_json: bool) -> None:
 def _row(summary: RunSummary) -> tuple[str, ...]:
     facts = summary.as_json()
     reason = (facts["reason"] or "") if summary.state == "failed" else ""
+    ranking = Ranking([facts])
+    best, score = ranking.text(facts, score_text(ranking.value(facts))), ranking.score
     return (
         facts["name"],
         summary.state,
@@ -56,7 +58,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
         "-" if facts["step"] is None else f"{facts['step']}/{facts['steps']}" if facts["steps"] else str(facts["step"]),
         loss_text(facts["loss"], is_known=facts["loss_epoch"] is not None),
         with_count(score_text(facts["miou"]), facts["num_scored"], facts["num_classes"]),
-        with_count(score_text(facts["best_miou"]), facts["best_num_scored"], facts["num_classes"]),
+        best if score.name == "miou" or best == "-" else f"{best} {printable(score.title)}",
         duration(facts["age_s"]),
         reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 3]}...",
     )
@@ -72,13 +74,15 @@ def print_status(run: str, *, as_json: bool) -> None:
     for key, epoch in (("loss", "loss_epoch"), ("val_loss", "val_epoch")):
         if facts[key] is None and facts[epoch] is not None:
             known[key] = NOT_FINITE
-    within = ("loss_epoch", "num_scored", "best_num_scored")  # these are part of other lines
+    # These are part of other lines.
+    within = ("loss_epoch", "num_scored", "num_scored_foreground", "best_num_scored", "best_over")
     shown = {key: value for key, value in known.items() if value not in (None, [], {}) and key not in within}
     devices = shown.pop("devices", [])
     scores = shown.pop("scores", {})
     oom = shown.pop("last_oom", None)
     rows = [(key, _text(key, value) + _made_of(key, facts)) for key, value in shown.items()]
-    rows += [(key, _text(key, value)) for key, value in scores.items() if value is not None and key not in facts]
+    more = {key: value for key, value in scores.items() if value is not None and key not in facts}
+    rows += [(key, _text(key, value) + _made_of(key, facts)) for key, value in more.items()]
     if oom is not None:
         rows.append(("last_oom", f"{oom['device']} in {oom['phase']} after step {oom['step']}: {oom['action']}"))
         rows.append(("report", str(oom["path"] or "-")))
@@ -89,6 +93,8 @@ def _made_of(key: str, facts: Mapping[str, Any]) -> str:
     """Return the source of a score in `segapp status`; empty for other values."""
     if key == "loss":
         return f" (training, mean of epoch {facts['loss_epoch']})"
+    if key in FOREGROUND:
+        return f" over {of_classes(facts['num_scored_foreground'], facts['num_classes'] - 1, 'foreground classes')}"
     num_scored = {"miou": facts["num_scored"], "best_miou": facts["best_num_scored"]}.get(key)
     return "" if num_scored is None else f" over {of_classes(num_scored, facts['num_classes'] or num_scored)}"
 

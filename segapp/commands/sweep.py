@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from segapp.assembly.pairs import check_monitor
 from segapp.commands.spawn import TrainerProcess, spawn_trainer
 from segapp.config import RunConfig, changed_keys, dump_config, find_config, load_config, load_runnable
 from segapp.config.load import parse_overrides
@@ -33,10 +34,10 @@ from segapp.run.files import check_tree, make_durable_directory, write_atomic
 from segapp.run.folder import RunFolder, is_run, is_sweep
 from segapp.run.lock import check_locks
 from segapp.run.words import aligned, first_line, printable
-from segapp.scores import with_count
+from segapp.scores import SCORES
 from segapp.session.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
-from segapp.view.runs import run_state, summarize
+from segapp.view.runs import Ranking, run_state, summarize
 
 MAX_RUNS = 10_000
 """Maximum number of runs of a sweep."""
@@ -309,8 +310,10 @@ def _loaded(bases: Mapping[str, str], grid: Sequence[tuple[str, Mapping[str, str
     for label, settings in grid:
         words = [f"{key}={text}" for key, text in settings.items()]
         try:
-            found.append(load_runnable(bases[label], words))
-            name_trackers(found[-1].log)
+            config = load_runnable(bases[label], words)
+            name_trackers(config.log)
+            check_monitor(config)
+            found.append(config)
         except ConfigError as error:
             first, *rest = str(error).splitlines()
             for line in rest or [first]:
@@ -436,7 +439,7 @@ def _started(run: SweepRun, environment: Mapping[str, str]) -> TrainerProcess:
 
 
 def setting_lines(runs: Sequence[SweepRun]) -> list[str]:
-    """Return a table with the best mIoU of each setting, the best first: mean ± deviation over seeds and folds."""
+    """Return a table of the settings, the best first: mean ± deviation of the ranking score over seeds and folds."""
     keys = [key for key in runs[0].settings if len({json.dumps(run.settings[key]) for run in runs}) > 1]
     keys = [key for key in keys if key not in REPETITIONS]
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
@@ -444,24 +447,28 @@ def setting_lines(runs: Sequence[SweepRun]) -> list[str]:
         setting = tuple(_shown(run.settings[key]) for key in keys)
         facts = summarize(run.folder.path).shown if run.state == "finished" else {"best_epoch": None}
         groups.setdefault(setting, []).extend([] if facts["best_epoch"] is None else [facts])
-    found = list(groups.items())
-    found.sort(key=lambda each: -statistics.fmean(_mious(each[1])) if each[1] else 1.0)
+    ranking = Ranking(facts for group in groups.values() for facts in group)
+    found = [(setting, group, [ranking.value(facts) or 0.0 for facts in group]) for setting, group in groups.items()]
+    found.sort(key=lambda each: ranking.order(statistics.fmean(each[2])) if each[2] else math.inf)
     num_runs = len(runs) // len(groups)
-    rows = [(*(setting or ("all runs",)), f"{len(group)} of {num_runs}", _mean_text(group)) for setting, group in found]
-    return aligned([(*(keys or ["setting"]), "RUNS", "BEST MIOU"), *rows])
+    rows = [
+        (
+            *(setting or ("all runs",)),
+            f"{len(group)} of {num_runs}",
+            ranking.text(group[0], _mean(values)) if group else "-",
+        )
+        for setting, group, values in found
+    ]
+    title = ranking.score.title
+    heading = title.upper() if ranking.score.name in SCORES else printable(title)  # the name of a class stays as it is
+    lines = aligned([(*(keys or ["setting"]), "RUNS", f"BEST {heading}"), *rows])
+    return [*lines, *([printable(ranking.note)] if ranking.note else [])]
 
 
-def _mious(group: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [facts["best_miou"] or 0.0 for facts in group]
-
-
-def _mean_text(group: Sequence[Mapping[str, Any]]) -> str:
-    """Return the mean ± the sample deviation of the best mIoU of several runs, with the number of classes."""
-    if not group:
-        return "-"
-    mious = _mious(group)
-    deviation = f" ± {statistics.stdev(mious):.4f}" if len(mious) > 1 else ""
-    return with_count(f"{statistics.fmean(mious):.4f}{deviation}", group[0]["best_num_scored"], group[0]["num_classes"])
+def _mean(values: Sequence[float]) -> str:
+    """Return the mean ± the sample deviation of several runs."""
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.4f}{deviation}"
 
 
 def _shown(value: Any) -> str:

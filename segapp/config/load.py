@@ -29,6 +29,7 @@ from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import MAX_CHARS, MAX_NODES, parse_yaml
 from segapp.custom.trust import check_known
 from segapp.errors import ConfigError, SegappError, closest_words, without_secrets
+from segapp.scores import CLASS_SCORES
 
 MAX_PROBLEMS = 50
 """Maximum number of listed problems; further ones are only counted."""
@@ -106,7 +107,10 @@ def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
             if is_config_name(word):
                 raise ConfigError(f"{word!r} is a config: write --config {word}", path=word)
             raise ConfigError(f"override {word!r} is not KEY=VALUE, e.g. train.batch_size=4", value=word)
-        parsed[path], _ = parse_yaml(text, f"override {key}", key=key)
+        if path == ("checkpoint", "monitor") and text.startswith(tuple(f"{kind}:" for kind in CLASS_SCORES)):
+            parsed[path] = text  # the name of a class may hold ": " or " #", which YAML would read as its own signs
+        else:
+            parsed[path], _ = parse_yaml(text, f"override {key}", key=key)
     return parsed
 
 

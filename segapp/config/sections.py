@@ -44,12 +44,12 @@ from segapp.config.values import (
     Transforms,
     Workers,
 )
-from segapp.scores import SCORES
+from segapp.scores import CLASS_SCORE_PATTERN, SCORES
 
 if TYPE_CHECKING:
     ScoreName = str
 else:
-    ScoreName = Literal[tuple(SCORES)]
+    ScoreName = Literal[tuple(SCORES)] | Annotated[str, Field(pattern=CLASS_SCORE_PATTERN)]
 
 MAX_LABELS = 31
 """Maximum number of classes of `data.multilabel`: a target holds them as the bits of an int32."""
@@ -464,8 +464,9 @@ class CheckpointConfig(Section):
     """Time between SIGTERM and SIGKILL on your scheduler (SLURM, Kubernetes: 30). A save that takes longer raises an
     alert. Change it to the value of your scheduler."""
     monitor: ScoreName = "miou"
-    """Evaluation score that selects best.pt. Lower is better for loss. Change it to mean_dice or another score that you
-    report."""
+    """Evaluation score that selects best.pt and ranks runs. Lower is better for loss. miou and mean_dice are means over
+    all classes. The means over the foreground leave out class 0 if it is named background; iou:NAME and dice:NAME are
+    scores of one class. Change it to dice:NAME if one class matters, or to another score that you report."""
 
 
 class LogConfig(Section):

@@ -13,6 +13,7 @@ from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
 from segapp.custom.names import COMPONENT_PATTERN
 from segapp.errors import closest_words, did_you_mean
+from segapp.scores import CLASS_SCORE_PATTERN, CLASS_SCORES
 
 LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
 """Fields that hold a list of sections -> the class of an entry."""
@@ -182,6 +183,8 @@ def _accepted(member: dict[str, Any]) -> str:
         return str(member["const"])
     if member.get("pattern") == COMPONENT_PATTERN:
         return "package.module:factory"
+    if member.get("pattern") == CLASS_SCORE_PATTERN:
+        return " | ".join(f"{kind}:CLASS" for kind in CLASS_SCORES)
     if kind in ("integer", "number"):
         least = [
             f" {sign} {member[key]}" for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">")) if key in member

@@ -32,10 +32,11 @@ from segapp.losses.confusion import View, upsample_confusion, upsample_label_cou
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import SegmentationScores, counts_for
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
-from segapp.scores import SCORES
+from segapp.scores import score_by_name, score_named, table_of
 
 if TYPE_CHECKING:
     from segapp.datasets.dataset import LargeBatch, TensorOnDisk
+    from segapp.datasets.layouts.schemes import ClassScheme
     from segapp.datasets.pool import Batch
     from segapp.losses import AdditiveCriterion
     from segapp.models import SegmentationModel
@@ -99,14 +100,14 @@ class Evaluation:
     matrix: Tensor = field(compare=False)
     notes: Sequence[str] = ()  # for the user, such as the use of tiles
 
-    def values(self) -> dict[str, float | None]:
+    def values(self, scheme: ClassScheme) -> dict[str, float | None]:
         """Return all scores of the table `segapp.scores.SCORES`: name -> value, None if there is no finite value."""
-        return {name: self.loss if name == "loss" else getattr(self.scores, name) for name in SCORES}
+        return table_of(self.scores, scheme.foreground, self.loss)
 
-    def monitored(self, name: str) -> float | None:
+    def monitored(self, name: str, scheme: ClassScheme) -> float | None:
         """Return the value that decides which checkpoint is best; larger is better."""
-        value = self.values()[name]
-        return value if value is None or SCORES[name].larger_is_better else -value
+        value = score_by_name(name, self.values(scheme), self.scores.iou, scheme.names)
+        return value if value is None or score_named(name).larger_is_better else -value
 
 
 class EvaluationCounts:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import open_bytes, read_bytes, shown
 from segapp.datasets.images.reading import decode
-from segapp.datasets.layouts.schemes import is_background
 from segapp.errors import DataError, install_command
 from segapp.onboarding.class_files import find_class_files
 from segapp.onboarding.conversion import (
@@ -37,6 +36,7 @@ from segapp.onboarding.conversion import (
 from segapp.onboarding.encoding import FileFit, name_clash
 from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import Tree
+from segapp.scores import is_background
 
 _YOLO_LINE = re.compile(rb"\s*\d+(\s+-?[\d.]+(e-?\d+)?){6,}\s*")
 _CVAT_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")

@@ -34,7 +34,6 @@ from tqdm import tqdm
 from segapp.bounds import check_memory
 from segapp.datasets.files import MAX_PIXELS, read_header, shown
 from segapp.datasets.images.raster import read_description
-from segapp.datasets.layouts.schemes import is_background
 from segapp.datasets.orientation import Size, Turns, fit_of, upright
 from segapp.datasets.walk import composed
 from segapp.errors import ConfigError, DataError, storage_errors
@@ -44,6 +43,7 @@ from segapp.onboarding.layout import Drawing, DrawnMask, Layout, Mask, Pair
 from segapp.onboarding.tree import Tree, parse_file, split_said
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import first_line
+from segapp.scores import is_background
 
 MAX_CLASSES = 255
 MARK = "segapp-annotation"

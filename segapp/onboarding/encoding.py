@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from segapp.datasets.files import shown
-from segapp.datasets.layouts.schemes import Color, is_background
+from segapp.datasets.layouts.schemes import Color
 from segapp.errors import DataError
 from segapp.onboarding.class_files import ClassFile, described, is_void, recognise
 from segapp.onboarding.content import IGNORED, MAX_COLORS, MaskContent, Value
 from segapp.onboarding.layout import open_question
+from segapp.scores import is_background
 
 _INSTANCE_STEP = 1000  # in most instance masks, a pixel's value is class x this + number of the instance
 _INSTANCES = (

@@ -22,8 +22,8 @@ from segapp.report.run_report import read_run_report, without_events
 from segapp.run import words
 from segapp.run.folder import RunFolder, find_run, runs_of
 from segapp.run.words import printable
-from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
-from segapp.view.runs import differing_settings, read_settings, summarize
+from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, score_text, with_count
+from segapp.view.runs import Ranking, differing_settings, read_settings, summarize
 
 MAX_CLASSES = 20
 """Number of classes in the terminal: the classes with the largest differences."""
@@ -74,7 +74,7 @@ def compare_runs(
     iou = [row["iou"] for row in rows] if same is None else [run["iou"] for run in same["runs"]]
     classes = list(dict.fromkeys(name for each in iou for name in each))
     shown = [name for name in classes if any(each.get(name) is not None for each in iou)]
-    note = note_of_means(rows, common)
+    note = " ".join(filter(None, (Ranking(rows).note, note_of_means(rows, common)))) or None
     if out is not None:
         reports = [read_run_report(folder.path) for folder in folders]
         values = {
@@ -142,10 +142,18 @@ def _mean_over(row: Mapping[str, Any], classes: Sequence[str]) -> float | None:
 
 def key_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the state and `RunSummary.figures` of runs as lines of text: title -> text of each run."""
+    ranking = Ranking(runs)
+    miou = [with_count(_percent(row["best_miou"]), row["num_scored"], len(row["iou"])) for row in runs]
+    form = _percent if ranking.score.larger_is_better else score_text
     return {
         "state": [row["state"] for row in runs],
-        "best mIoU": [with_count(_percent(row["best_miou"]), row["num_scored"], len(row["iou"])) for row in runs],
-        **{score.title: [_percent(row["scores"].get(score.name)) for row in runs] for score in OTHER_HEADLINES},
+        f"best {ranking.score.title}": [ranking.text(row, form(ranking.value(row))) for row in runs],
+        **({} if ranking.score.name == "miou" else {"mIoU": miou}),
+        **{
+            score.title: [_percent(row["scores"].get(score.name)) for row in runs]
+            for score in OTHER_HEADLINES
+            if any(row["scores"].get(score.name) is not None for row in runs)
+        },
         "at epoch": [f"{row['best_epoch'] or '-'} of {row['epochs']}" for row in runs],
         "last mIoU": [with_count(_percent(row["last_miou"]), row["last_num_scored"], len(row["iou"])) for row in runs],
         "loss of the last epoch": [loss_text(row["last_loss"], is_known=row["steps"] > 0) for row in runs],

@@ -23,7 +23,7 @@ from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.files import read_of_run
 from segapp.run.folder import FIRST_BATCH
 from segapp.run.words import number, printable
-from segapp.scores import OTHER_HEADLINES, SCORES
+from segapp.scores import OTHER_HEADLINES, SCORES, dice_of, table_of
 from segapp.view import wording
 from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
@@ -107,7 +107,8 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "classes": class_rows(report, evaluation),
         "evaluation": evaluation,
         "headlines": OTHER_HEADLINES,
-        "scores": [score for name, score in SCORES.items() if name not in ("miou", "loss")],
+        "scores": table_of(evaluation.scores, view.start.foreground) if evaluation else {},
+        "titles": {name: score.title for name, score in SCORES.items() if name != "miou"},
         "why_not": why_not,
         "first_batch": None,
         "palette": list(zip(names, view.start.palette or (), strict=False)),
@@ -163,7 +164,8 @@ def _miou_chart(report: RunReport) -> Markup:
     curves = miou_curves([report])
     for color, score in enumerate(OTHER_HEADLINES, start=1):
         values = vals.values(score.name)
-        curves.append(ChartCurve(score.title, vals.values("step"), values, color % charts.NUM_COLORS, True))
+        if np.isfinite(values).any():
+            curves.append(ChartCurve(score.title, vals.values("step"), values, color % charts.NUM_COLORS, True))
     return charts.line_chart(curves, Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX))
 
 
@@ -187,9 +189,8 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
             scores = evaluation.scores
             iou, recall, precision = scores.iou[i], scores.recall[i], scores.precision[i]
             frequency = scores.frequency[i]
-        dice = None if iou is None else 2 * iou / (1 + iou)
         color = view.start.palette[i] if view.start and view.start.palette and i < len(view.start.palette) else None
-        rows.append(ReportedClass(name, iou, change, dice, recall, precision, frequency, color))
+        rows.append(ReportedClass(name, iou, change, dice_of(iou), recall, precision, frequency, color))
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
 
 

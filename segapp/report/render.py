@@ -11,7 +11,7 @@ from segapp.errors import storage_errors
 from segapp.run import words
 from segapp.run.files import write_atomic
 from segapp.run.words import printable
-from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
+from segapp.scores import NOT_FINITE, count_scored, of_classes, scored_of, with_count
 
 
 def render(template: str, values: dict[str, Any]) -> str:
@@ -24,6 +24,7 @@ def render(template: str, values: dict[str, Any]) -> str:
         number=lambda value: words.number(value, 4),
         with_count=with_count,
         of_classes=lambda iou: of_classes(count_scored(iou), len(iou)),
+        over=lambda iou, name: "" if (over := scored_of(name, iou)) is None else f", {of_classes(*over)}",
         loss=lambda value, is_known: NOT_FINITE if value is None and is_known else words.number(value, 4),
         percent=lambda value: "-" if value is None else f"{100 * value:.1f} %",
         gib=words.gib,

@@ -24,7 +24,7 @@ from segapp.assembly.data import data_timeout_s
 from segapp.assembly.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
 from segapp.assembly.network import with_weights_defaults
 from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
-from segapp.assembly.pairs import build_scheme, count_images, split_names
+from segapp.assembly.pairs import build_scheme, check_monitor, count_images, split_names
 from segapp.checkpoint.training_state import (
     LoadedCheckpoint,
     check_resumable,
@@ -119,6 +119,7 @@ def _check_before_start(request: TrainRequest) -> None:
     """Refuse unusable custom components and impossible resumes before the run folder is changed."""
     config = request.config
     check_parts(config)
+    check_monitor(config)
     saved = saved_state(request.folder, request.checkpoint)
     if saved is None:
         return

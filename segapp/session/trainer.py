@@ -35,7 +35,7 @@ from segapp.models.network import BaseReference, SegmentationModel
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import RunStart
 from segapp.run.words import announce
-from segapp.scores import SCORES
+from segapp.scores import score_named
 from segapp.session.request import ImageLimit
 from segapp.session.start_checks import run_length, start_alerts, start_notes
 from segapp.training.batch_split import BatchSplitController
@@ -145,7 +145,7 @@ def build_trainer(
         controller=controller,
         oom_policy=oom_policy,
         plateau=build_plateau(
-            config.schedule, config.optim.lr, larger_is_better=SCORES[config.checkpoint.monitor].larger_is_better
+            config.schedule, config.optim.lr, larger_is_better=score_named(config.checkpoint.monitor).larger_is_better
         ),
         config_hash=config_hash(config),
     )
@@ -202,6 +202,8 @@ def _facts(
     epochs, _, steps_per_epoch = run_length(config.train, len(loader))
     start = RunStart(
         classes=list(scheme.names),
+        monitor=config.checkpoint.monitor,
+        has_background=bool(scheme.foreground),
         palette=[(int(r), int(g), int(b)) for r, g, b in scheme.palette],
         num_params=sum(p.numel() for p in engine.model.parameters()),
         devices=_device_facts(context, devices),

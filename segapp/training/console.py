@@ -64,7 +64,8 @@ class PlainReporter:
             case Step():
                 self._show_step(event)
             case Val():
-                scores = scores_text({name: event.score(name) for name in HEADLINES}, event.iou)
+                foreground = [] if self._start is None else list(map(printable, self._start.foreground))
+                scores = scores_text({name: event.score(name) for name in HEADLINES}, event.iou, foreground)
                 self._line(f"epoch {event.epoch}  val  {scores}")
             case Heartbeat(num_evaluated=int(done)) if time.monotonic() - self._last_line_s >= EVERY_S:
                 self._last_line_s = time.monotonic()

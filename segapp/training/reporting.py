@@ -375,7 +375,7 @@ class TrainingReporter:
 
     def validation(self, evaluation: Evaluation, val_s: float) -> None:
         """Emit `val` with the time of the evaluation without pauses, and an alert for each note."""
-        at, values = self.progress.position, evaluation.values()
+        at, values = self.progress.position, evaluation.values(self.val_set.scheme)
         event = {
             "epoch": at.epoch,
             "step": at.step,

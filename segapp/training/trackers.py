@@ -19,7 +19,7 @@ from segapp.errors import ConfigError, without_secrets
 from segapp.run.events import Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.run.words import first_line, printable
-from segapp.scores import SCORES, count_scored
+from segapp.scores import SCORES, count_scored, score_named
 
 _FILES_OF_WANDB = ("wandb/settings", ".wandb/settings", "config-defaults.yaml")
 _OFF = {"tensorboard": "false", "wandb": "null", "mlflow": "null"}
@@ -38,8 +38,8 @@ class Tracker(Protocol):
 class TrackerListener:
     """Sends events to a tracker."""
 
-    def __init__(self, name: str, tracker: Tracker, classes: Sequence[str]) -> None:
-        self.name, self.classes = name, list(classes)
+    def __init__(self, name: str, tracker: Tracker, classes: Sequence[str], monitor: str = "miou") -> None:
+        self.name, self.classes, self._monitor = name, list(classes), score_named(monitor)
         self._tracker: Tracker | None = tracker
         self._step = 0
         self._status = "failed"
@@ -59,8 +59,10 @@ class TrackerListener:
                 values = {f"val/{name}": event.score(name) for name in SCORES}
                 values["val/num_scored"] = count_scored(event.iou)
                 self._scalars(values | {f"iou/{n}": iou for n, iou in zip(self.classes, event.iou, strict=True)})
-                if event.miou is not None:
-                    self._best["best_miou"] = max(event.miou, self._best.get("best_miou", -math.inf))
+                value, name = event.score(self._monitor.name, self.classes), f"best_{self._monitor.name}"
+                if value is not None:
+                    better = max if self._monitor.larger_is_better else min
+                    self._best[name] = better(value, self._best.get(name, value))
             case Memory():
                 names = [device.device or f"device {i}" for i, device in enumerate(event.devices)]
                 peaks = zip(names, event.devices, strict=True)
@@ -177,16 +179,19 @@ class MlflowTracker:
         import time
 
         now_ms = int(time.time() * 1000)
-        # MLflow does not allow other characters in the names of metrics.
-        names = [re.sub(r"[^A-Za-z0-9_\-./ ]", "_", tag) for tag in values]
-        metrics = [self._metric(n, value, now_ms, step) for n, value in zip(names, values.values(), strict=True)]
+        metrics = [self._metric(_name_of_mlflow(tag), value, now_ms, step) for tag, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
         """Tag the run with the best scores, and end it."""
         for key, value in best.items():
-            self._client.set_tag(self._id, key, f"{value:.6f}")
+            self._client.set_tag(self._id, _name_of_mlflow(key), f"{value:.6f}")
         self._client.set_terminated(self._id, self._ENDS.get(status, "FAILED"))
+
+
+def _name_of_mlflow(tag: str) -> str:
+    """Return a name for a metric or a tag: MLflow does not allow other characters."""
+    return re.sub(r"[^A-Za-z0-9_\-./ ]", "_", tag)
 
 
 def make_trackers(
@@ -214,7 +219,7 @@ def make_trackers(
             raise ConfigError(
                 f"log.{name} cannot be used: {printable(what)[:300]}: fix it, or set log.{name}: {_OFF[name]}"
             ) from None
-        listeners.append(TrackerListener(name, tracker, classes))
+        listeners.append(TrackerListener(name, tracker, classes, config.checkpoint.monitor))
 
     if log.tensorboard:
         purge = None if step is None else step + 1

@@ -424,7 +424,7 @@ class Trainer:
             if evaluation.loss is None and not self.engine.update.is_loss_scale_falling:
                 self._end_diverged(f"the validation loss is not finite after step {self.position.step}")
             self.position.is_evaluated = True
-            value = evaluation.monitored(settings.monitor)
+            value = evaluation.monitored(settings.monitor, self.validation.scheme)
             is_best = self.progress.best.note(value, epoch)
             if self.plateau is not None:
                 self.plateau.observe(value if value is None or self.plateau.larger_is_better else -value)
@@ -491,10 +491,13 @@ class Trainer:
             CheckpointError: it does not fit this training.
         """
         self.engine.load_state_dict(state)
-        self.progress.restore(Position(**state["position"]), Best(**state["best"]))
-        if self.plateau is not None:
-            self.plateau.load_state_dict(state["plateau"])
         saved, present = state["config"], self.facts.config
+        # The best value of another score is no measure for this one.
+        has_same_monitor = saved["checkpoint"]["monitor"] == self.settings.monitor
+        self.progress.restore(Position(**state["position"]), Best(**state["best"]) if has_same_monitor else Best())
+        if self.plateau is not None:
+            best = {} if has_same_monitor else {"best": None, "num_bad": 0}
+            self.plateau.load_state_dict(state["plateau"] | best)
         settings = LiveSettings(**state["settings"])
         self.oom_policy.fallbacks = MemoryFallbacks.from_json(state.get("fallbacks", {}))
         if saved["train"].get("recompute", "off") != present["train"]["recompute"]:

@@ -106,7 +106,7 @@ class Validation:
         samples: SamplePictures | None = None,
     ) -> None:
         self.loader = loader
-        self._engine, self._inference, self._scheme = engine, inference, scheme
+        self._engine, self._inference, self.scheme = engine, inference, scheme
         self._samples = samples
         self._others = engine.network.further_devices
         self._host = HostLimit(engine.ranks.world_size * (1 + len(self._others)))
@@ -141,8 +141,8 @@ class Validation:
     def _settings(self, fallbacks: MemoryFallbacks) -> EvaluationSettings:
         return EvaluationSettings(
             fallbacks.adapted(self._inference),
-            self._scheme.num_classes,
-            self._scheme.ignore_index,
+            self.scheme.num_classes,
+            self.scheme.ignore_index,
             self._engine.device,
             self._engine.criterion.task,
             is_single=fallbacks.is_eval_single,

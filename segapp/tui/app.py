@@ -572,7 +572,7 @@ def run_ui(
         how = printable("; ".join([*app.sent_on_leaving, *ended])) or "the training continues"
         text = f"left {shown.name} ({how}); to see it again: segapp attach {shown.argument}"
         with contextlib.suppress(OSError):
-            print(finished_line(shown.view.best, shown.argument) if status.state == "finished" else text)
+            print(finished_line(shown.view.best_words, shown.argument) if status.state == "finished" else text)
     return 0
 
 

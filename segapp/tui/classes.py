@@ -110,10 +110,11 @@ def _row_content(row: ClassRow, widths: tuple[int, int], *, is_selected: bool) -
 def classes_title(view: View, wanted: str, width: int) -> Content:
     """Return the title of the pane: mean, best, and the search."""
     last, best = view.vals.last, view.best
+    shown = f"best {best_miou(best, last)}" if best and last and view.monitor.name == "miou" else view.best_words
     parts = [
         LinePart(0, "3 Classes", "bold"),
         LinePart(1, f"e{last.epoch} mIoU {number(last.miou)}") if last else None,
-        LinePart(2, f"best {best_miou(best, last)}", "$text-success") if best and last else None,
+        LinePart(2, shown, "$text-success") if shown else None,
         LinePart(3, of_classes(count_scored(last.iou), len(last.iou)), "$text-muted") if last else None,
         LinePart(1, f"/{wanted}", "$text-warning") if wanted else None,
     ]

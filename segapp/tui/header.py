@@ -263,7 +263,7 @@ def banner(
         problems |= {
             "failed": (ended, "$text-error bold"),
             "stopped": (ended, "$text-warning bold"),
-            "finished": (finished_line(view.best, run), "$text-success bold"),
+            "finished": (finished_line(view.best_words, run), "$text-success bold"),
         }
     if word in problems:
         return Content.styled(*problems[word])

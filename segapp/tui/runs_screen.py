@@ -16,12 +16,11 @@ from textual.widgets import Input, OptionList
 
 from segapp.run.folder import RunFolder
 from segapp.run.words import age, duration, number, plural, printable
-from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.chart import RunsChart
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, SearchLine, drawable, set_title
-from segapp.view.runs import FollowedRun, RunList, differing_settings
+from segapp.view.runs import FollowedRun, Ranking, RunList, differing_settings
 from segapp.view.wording import clip, fit_cells, loss, setup
 
 PREVIEW_WIDTH, SIDE = 140, 60
@@ -82,7 +81,7 @@ class RunsScreen(Screen[RunFolder | None]):
         shown = [run for run in self.runs.runs if wanted.casefold() in run.name.casefold()]
         if shown != self._shown:
             self._list(shown)
-        made_of = [(run.summary.settings, run.summary.shown["best_miou"]) for run in shown]
+        made_of = [(run.summary.settings, run.summary.shown["best_score"]) for run in shown]
         if made_of != self._columns_of and not is_reading:
             self._columns, self._columns_of, self._drawn = columns_of(shown), made_of, {}
         self._show_rows()
@@ -93,7 +92,10 @@ class RunsScreen(Screen[RunFolder | None]):
         where = printable(_shown_path(self.runs.root))
         count = f"{plural(len(self.runs.runs), 'run')} in {where}{of_sweeps}, {live} training"
         found = f"  /{wanted}: {len(shown)}" if wanted else ""
-        title = Content.assemble(("segapp  ", "$text-muted"), (count, "bold"), (found, "$text-muted"))
+        ranking = Ranking(run.summary.shown for run in shown)
+        named = ranking.note or ("" if ranking.score.name == "miou" else f"BEST is {ranking.score.title}")
+        by = f"  {printable(named)}" if named else ""
+        title = Content.assemble(("segapp  ", "$text-muted"), (count, "bold"), (found + by, "$text-muted"))
         self.query_one("#runs-title", LiteralText).show(title)
         self.query_one("#runs-header", LiteralText).show(run_row(None, self._row_cells, self._columns))
         self.query_one("#runs-keys", keys.KeyBar).offer(self.KEYS)
@@ -180,14 +182,19 @@ class Column(NamedTuple):
 def columns_of(runs: Sequence[FollowedRun]) -> list[Column]:
     """Return the columns of runs: name, state, results, and the settings in which the runs differ."""
     shown = [run.summary.shown for run in runs]
-    counts = {(facts["best_num_scored"], facts["num_classes"]) for facts in shown if facts["best_miou"]}
-    best = {num: max(facts["best_miou"] or 0 for facts in shown if facts["num_classes"] == num) for _, num in counts}
+    ranking = Ranking(shown)
+    ranked = [(facts, value) for facts in shown if (value := ranking.value(facts)) is not None]
+    best = {
+        num: min((value for facts, value in ranked if facts["num_classes"] == num), key=ranking.order)
+        for num in {facts["num_classes"] for facts, _ in ranked}
+    }
+    has_counts = len({ranking.text(facts, "") for facts, _ in ranked}) > 1
 
     def best_text(run: FollowedRun) -> str:
         facts = run.summary.shown
-        star = "★" if facts["best_miou"] and facts["best_miou"] == best.get(facts["num_classes"]) else ""
-        score = star + number(facts["best_miou"])
-        return with_count(score, facts["best_num_scored"], facts["num_classes"]) if len(counts) > 1 else score
+        value = ranking.value(facts)
+        score = ("★" if value and value == best.get(facts["num_classes"]) else "") + number(value)
+        return ranking.text(facts, score) if has_counts else score
 
     def live(name: str, form: Callable[[float | None], str]) -> Callable[[FollowedRun], str]:
         return lambda run: form(run.summary.shown[name]) if run.summary.state in ("live", "busy") else "-"
@@ -198,7 +205,7 @@ def columns_of(runs: Sequence[FollowedRun]) -> list[Column]:
         Column("SWEEP", 1, min(max([0, *(len(run.sweep) for run in runs)]), 20), lambda run: run.sweep, "$text-muted"),
         Column("STATE", 0, 9, lambda run: run.summary.state if run.is_read else "reading"),
         Column("EPOCH", 3, -9, lambda run: run.summary.progress),
-        Column("BEST", 1, -14 if len(counts) > 1 else -6, best_text),
+        Column("BEST", 1, -14 if has_counts else -6, best_text),
         Column("MIOU", 7, -6, lambda run: number(run.summary.shown["miou"])),
         Column("LOSS", 5, -10, lambda run: loss(run.summary.shown["loss"]) if run.summary.shown["loss_epoch"] else "-"),
         *_setting_columns(runs),

@@ -13,7 +13,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -34,7 +34,7 @@ from segapp.run.state import (
     read_tail,
     starting_since,
 )
-from segapp.scores import SCORES, count_scored
+from segapp.scores import SCORES, Score, count_scored, score_named, scored_of, with_count
 from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
 from segapp.view.source import LiveSource, fold_file
@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = ("seed", "log.", "checkpoint.", "data.workers", "data.cache", 
 _NUM_POINTS = 64
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
-_VERSION = 5
+_VERSION = 6
 """Increase it if `facts_of` or the fold changes, so that summaries of an earlier version are not used."""
 
 _SETTLED_S = 2.0
@@ -105,6 +105,7 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
     start, step, last, best, end = view.start, view.step, view.vals.last, view.best, view.end
     peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
     classes = start.classes if start else []
+    over = scored_of(view.monitor.name, best.iou) if best else None
     shown = {
         "phase": view.phase,
         "epoch": view.epoch,
@@ -122,9 +123,13 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
         "val_loss": last.loss if last else None,  # None if it was not finite
         **_fields(last, "miou"),
         "num_scored": count_scored(last.iou) if last else None,  # the classes of which `miou` is the mean
+        "num_scored_foreground": count_scored(last.iou[1:]) if last and start and start.foreground else None,
         **_fields(last, "pixel_accuracy"),
         "scores": {name: last.score(name) for name in SCORES} if last else {},
-        "best_miou": best.miou if best else None,  # of the evaluations whose loss is finite
+        "monitor": view.monitor.name if start else None,
+        "best_score": view.monitored(best) if best else None,  # what `monitor` names, of the best evaluation
+        "best_over": list(over) if over else None,  # its classes with an IoU and in all, if it is a mean
+        "best_miou": best.miou if best else None,
         "best_num_scored": count_scored(best.iou) if best else None,
         "best_epoch": best.epoch if best else None,
         "checkpoint": view.checkpoint.model_dump(include={"path", "epoch", "step"}) if view.checkpoint else None,
@@ -138,7 +143,8 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
         "last_alert": view.last_alerts[-1].message if view.last_alerts else None,
     }
     figures = {
-        "best_miou": shown["best_miou"],
+        **{name: shown[name] for name in ("monitor", "best_score", "best_over", "best_miou")},
+        **{name: shown[name] for name in ("best_num_scored", "num_classes")},
         "num_scored": shown["best_num_scored"],  # the classes that have an IoU in `iou`
         "best_epoch": shown["best_epoch"],
         "scores": {name: best.score(name) for name in SCORES} if best else {},
@@ -169,6 +175,36 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
     kept = ([None if math.isnan(value) else value for value in values[::-every][::-1].tolist()] for values in points)
     curves = dict(zip(("epoch", "miou", "loss"), kept, strict=True))
     return {"shown": shown, "figures": figures, "times": times, "curves": curves}
+
+
+class Ranking:
+    """The score that ranks runs: what all of them name in `checkpoint.monitor`, mIoU if they name different ones."""
+
+    def __init__(self, runs: Iterable[Mapping[str, Any]]) -> None:
+        self._names = sorted({facts["monitor"] for facts in runs if facts["monitor"] is not None})
+        self.score: Score = score_named(self._names[0] if len(self._names) == 1 else "miou")
+        self._is_monitored = len(self._names) == 1
+
+    @property
+    def note(self) -> str | None:
+        """A sentence if the runs name different scores."""
+        if len(self._names) < 2:
+            return None
+        return f"The runs name different scores in checkpoint.monitor ({', '.join(self._names)}): mIoU ranks them."
+
+    def value(self, facts: Mapping[str, Any]) -> float | None:
+        """Return the score of a run's best evaluation; None without one."""
+        value: float | None = facts["best_score" if self._is_monitored else "best_miou"]
+        return value
+
+    def text(self, facts: Mapping[str, Any], shown: str) -> str:
+        """Return the shown score of a run, with the number of its classes if it is a mean over some."""
+        over = facts["best_over"] if self._is_monitored else (facts["best_num_scored"], facts["num_classes"])
+        return shown if over is None else with_count(shown, *over)
+
+    def order(self, value: float) -> float:
+        """Return a number that is lower for a better value."""
+        return -value if self.score.larger_is_better else value
 
 
 def _fields(source: object | None, *names: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 from segapp.memory.peaks import PeakModel
 from segapp.memory.split_check import SplitChecker, usable_mib
 from segapp.run import events
-from segapp.run.words import printable, share_text
-from segapp.scores import EpochLoss, as_float, is_best_candidate
+from segapp.run.words import number, printable, share_text
+from segapp.scores import EpochLoss, Score, as_float, is_best_candidate, score_named
 from segapp.view.history import Evaluations, LossHistory
 from segapp.view.wording import LogLine, log_line
 
@@ -106,7 +106,9 @@ class View:
     """Split -> highest allocation of each device with it, MiB."""
     vals: Evaluations = field(default_factory=Evaluations)
     best: events.Val | None = None
-    """The evaluation with the highest mIoU, among those with a finite loss."""
+    """The first with the best monitored score, among the evaluations with a finite loss since `ranked_from_step`."""
+    ranked_from_step: int = -1
+    """Step of the last resume with another `checkpoint.monitor`; -1 without one."""
     checkpoint: events.Checkpoint | None = None
     marks: list[Mark] = field(default_factory=list)
     gpu0: Gpu0 = field(default_factory=Gpu0)
@@ -143,6 +145,30 @@ class View:
         """Time of the last start, step or end of a training; 0 if there was none."""
         ends = (self.start, self.end)
         return max(*(event.t for event in ends if event is not None), self.last_step_s or 0.0, self.moved_s or 0.0)
+
+    @property
+    def monitor(self) -> Score:
+        """The score that selects the best evaluation."""
+        named = self.start.monitor if self.start is not None else None
+        return score_named(named or "miou")
+
+    def monitored(self, val: events.Val) -> float | None:
+        """Return the monitored score of an evaluation."""
+        return val.score(self.monitor.name, self.start.classes if self.start is not None else ())
+
+    def best_of(self, vals: Iterable[events.Val]) -> events.Val | None:
+        """Return the first evaluation with the best monitored score; None if there is none."""
+        values = [(val, as_float(self.monitored(val))) for val in vals if val.step > self.ranked_from_step]
+        ranked = [(val, value) for val, value in values if is_best_candidate(value, val.loss)]
+        sign = 1 if self.monitor.larger_is_better else -1
+        return max(ranked, key=lambda each: sign * each[1], default=(None,))[0]
+
+    @property
+    def best_words(self) -> str | None:
+        """The best evaluation in words, best mIoU 0.476 at epoch 3; None without one."""
+        if self.best is None:
+            return None
+        return f"best {printable(self.monitor.title)} {number(self.monitored(self.best))} at epoch {self.best.epoch}"
 
     @property
     def num_devices(self) -> int:
@@ -414,6 +440,8 @@ class EventFold:
         view = self.view
         view.num_starts += 1
         view.first_start_s = event.t if view.first_start_s is None else view.first_start_s
+        if view.start is not None and view.start.monitor not in (None, event.monitor):
+            view.ranked_from_step = event.resumed_from_step or 0
         view.start = event
         view.classes = [printable(name) for name in event.classes]
         view.end, view.phase, view.evaluating, view.recompute = None, "start", None, None
@@ -433,7 +461,7 @@ class EventFold:
         view.history.drop_after(step)
         view.loss.drop_after(step)
         view.vals.drop_after(step)
-        view.best = _best(view.vals)
+        view.best = view.best_of(view.vals)
         view.marks = [mark for mark in view.marks if mark.step <= step]
         if self._raw_step is not None and self._raw_step["step"] > step:
             self._raw_step = None
@@ -446,10 +474,10 @@ class EventFold:
         self._note_split(event.split)
 
     def _fold_val(self, event: events.Val) -> None:
-        view = self.view
+        view, event = self.view, event.with_foreground(self.view.start)
         view.vals.append(event)
         view.evaluating = None
-        view.best = _best([event] if view.best is None else [view.best, event])
+        view.best = view.best_of([event] if view.best is None else [view.best, event])
 
     def _fold_checkpoint(self, event: events.Checkpoint) -> None:
         self.view.checkpoint = event
@@ -554,8 +582,3 @@ class EventFold:
         events.RunEnd: _fold_end,
     }
     """The method for each type of event that is parsed in full."""
-
-
-def _best(vals: Iterable[events.Val]) -> events.Val | None:
-    candidates = [val for val in vals if is_best_candidate(val.miou, val.loss)]
-    return max(candidates, key=lambda val: val.miou or 0.0, default=None)

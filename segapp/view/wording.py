@@ -76,10 +76,9 @@ def best_miou(best: events.Val, last: events.Val) -> str:
     return f"{number(best.miou) if has_same else miou(best)} e{best.epoch}"
 
 
-def finished_line(best: events.Val | None, run: str) -> str:
+def finished_line(best: str | None, run: str) -> str:
     """Return the result of a finished run and the next commands in one line; `run` is the argument that names it."""
-    found = "finished" if best is None else f"best mIoU {number(best.miou)} at epoch {best.epoch}"
-    return f"{found} · segapp eval {run} · segapp report {run}"
+    return f"{best or 'finished'} · segapp eval {run} · segapp report {run}"
 
 
 def setup(settings: Mapping[str, Any]) -> str:

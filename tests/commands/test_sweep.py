@@ -147,6 +147,10 @@ def test_problems_of_all_runs_are_listed_together(place: Path) -> None:
         plan_sweep(["optim.lrr=1,2", "train.epochs=1,many", "schedule.min_lr=0,1.0"], ["tiny.yaml"])
     text = str(refused.value)
     assert "8 of the 8 runs have a problem, and none was started" in text
+    with pytest.raises(
+        ConfigError, match=r"1 of the 3 runs .*\n.*use dice:disc \(run tiny checkpoint.monitor=dice:disk"
+    ):
+        plan_sweep(["checkpoint.monitor=miou,dice:disk,dice:disc"], ["tiny.yaml"])
     assert text.count("unknown key optim.lrr: did you mean optim.lr?") == 1
     assert "train.epochs = 'many'" in text
     assert "(run tiny optim.lrr=1 train.epochs=many" in text

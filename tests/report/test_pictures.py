@@ -76,7 +76,8 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
         "best_epoch": 2, "last_loss": 2.0,
         "last_val_loss": pytest.approx(0.3), "epochs": 3, "steps": 3, "images_per_s": 12.5,
         "duration_s": pytest.approx(90.1), "num_params": 11_200_000, "peak_mib": 6144.0, "iou": {"a": 0.75, "b": None},
-        "last_miou": 0.5, "last_num_scored": 1,
+        "last_miou": 0.5, "last_num_scored": 1, "monitor": "miou", "best_score": 0.75, "best_over": [1, 2],
+        "best_num_scored": 1, "num_classes": 2,
     }  # fmt: skip
     assert {**summary.figures, "scores": {}} == expected | {"scores": {}}
     scores = summary.figures["scores"]

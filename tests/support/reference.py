@@ -29,6 +29,7 @@ from segapp.docs.pages import FOLDER, find_page
 from segapp.run import folder as folder_module
 from segapp.run.events import types as event_types
 from segapp.run.folder import RunFolder
+from segapp.scores import CLASS_SCORE_PATTERN, CLASS_SCORES
 from tests.support import ROOT
 from tests.support.pictures import PICTURES
 
@@ -146,6 +147,8 @@ def values_of(node: dict[str, Any], definitions: dict[str, Any]) -> str:
         is_plain = "properties" in node or not isinstance(inner, dict)
         return "mapping" if is_plain else f"mapping to {_in_brackets(values_of(inner, definitions))}"
     if kind == "string":
+        if node.get("pattern") == CLASS_SCORE_PATTERN:
+            return " or ".join(f"`{kind}:CLASS`" for kind in CLASS_SCORES)
         return "custom component" if node.get("pattern") == COMPONENT_PATTERN else "text"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {node[key]}" for key, sign in signs.items() if key in node]

@@ -54,6 +54,22 @@ def stopped_and_resumed(config: RunConfig, folder: Path, failpoint: str) -> None
     assert resume(config, folder) == 0
 
 
+def test_best_of_another_monitor_is_forgotten(base: dict[str, Any], tmp_path: Path) -> None:
+    """A loss, counted downward, is below every mIoU: with the best mIoU kept, no evaluation would be the best."""
+    plateau = {"name": "plateau", "options": {"patience": 1, "gamma": 0.5}}
+    config = merged(base, train={"epochs": 1}, schedule=plateau)
+    assert train(config, tmp_path / "run") == 0
+    config = merged(base, train={"epochs": 2}, schedule=plateau, checkpoint={"monitor": "loss"})
+    assert resume(config, tmp_path / "run") == 0
+    first, second = events(tmp_path / "run", "val")
+    assert first["miou"] > 0
+    state = final_state(tmp_path / "run")
+    assert state["best"] == {"value": pytest.approx(-second["loss"]), "epoch": 2, "evaluations_since": 0}
+    assert state["plateau"]["best"] == pytest.approx(second["loss"])
+    assert [event["is_best"] for event in events(tmp_path / "run", "checkpoint")][-1]
+    assert [event["monitor"] for event in events(tmp_path / "run", "run_start")] == ["miou", "loss"]
+
+
 @pytest.fixture(scope="module")
 def reference(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """Three epochs of three steps: micro-batches of two of ten images, the last step has one; BatchNorm and dropout."""

@@ -5,7 +5,7 @@ Colors are RGB in 0..255.
 
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from segapp.datasets.layouts.palettes import Palettes
 from segapp.datasets.walk import composed
 from segapp.errors import ConfigError
+from segapp.scores import foreground_of
 
 Color = tuple[int, int, int]
 
@@ -55,11 +56,6 @@ def bit_palette(num_colors: int, *, first: int = 0) -> tuple[Color, ...]:
 def _spread(index: int) -> int:
     """Return every third bit of the index, placed from bit 7 downwards."""
     return sum((index >> 3 * bit & 1) << 7 - bit for bit in range(8))
-
-
-def is_background(name: str) -> bool:
-    """Return True for the usual names of the class of pixels without an object, which gets no polygons."""
-    return name.strip("_ ").lower() in {"background", "bg"}
 
 
 @dataclass(frozen=True)
@@ -141,6 +137,11 @@ class ClassScheme:
     def num_classes(self) -> int:
         """The number of classes."""
         return len(self.names)
+
+    @property
+    def foreground(self) -> Sequence[str]:
+        """Names of the classes but the background; empty without one, and with several classes per pixel."""
+        return () if self.multilabel is not None else foreground_of(self.names)
 
     @property
     def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.int16] | np.dtype[np.int32]:

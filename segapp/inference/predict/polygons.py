@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from scipy.spatial import KDTree  # type: ignore[import-untyped]
 
 from segapp.datasets.images.raster import IDENTITY, Georeference, crs_name, outlines
-from segapp.datasets.layouts.schemes import ClassScheme, is_background
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, StorageError, accepted_words, storage_errors
 from segapp.inference.predict.reading import InputFile, Picture
 from segapp.run.files import write_atomic
+from segapp.scores import is_background
 
 PolygonFormat = Literal["geojson", "gpkg", "coco"]
 POLYGON_FORMATS: tuple[PolygonFormat, ...] = get_args(PolygonFormat)

@@ -1,11 +1,12 @@
 """The event types: a closed union of pydantic models, one per `type` of a line in events.jsonl."""
 
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from segapp.run.words import encodable
-from segapp.scores import score_of
+from segapp.scores import FOREGROUND, foreground_means, foreground_of, score_by_name
 
 VERSION = 1
 """The `v` of every line that this program writes; readers skip lines of other versions."""
@@ -93,11 +94,20 @@ class RunStart(_Event):
     """Trained parameters; fewer than `num_params` if `model.freeze` applies."""
     freeze_epochs: int | None = None
     """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
+    monitor: Text | None = None
+    """The score that `checkpoint.monitor` names; None: written by an earlier version, which ranked by mIoU."""
+    has_background: bool | None = None
+    """True if class 0 is the background, which the means over the foreground leave out; None: its name tells."""
     palette: list[tuple[int, int, int]] | None = None
     """RGB color of each class in the sample images."""
     judge: dict[str, Any] | None = None
     """All facts that determine if a batch split fits, as JSON: the rules of this training, the memory of each device,
     the measured peaks, the splits that failed (`segapp.memory.split_check.SplitChecker`)."""
+
+    @property
+    def foreground(self) -> Sequence[str]:
+        """Names of the classes but the background; empty without a background."""
+        return () if self.has_background is False else foreground_of(self.classes)
 
 
 class Weights(_Event):
@@ -217,10 +227,16 @@ class Val(_Event):
     num_images: int | None = None
     val_s: float | None = None
 
-    def score(self, name: str) -> float | None:
-        """Return a score by its name; None if it is not known."""
-        value: float | None = score_of(vars(self), name)
-        return value
+    def score(self, name: str, classes: Sequence[str] = ()) -> float | None:
+        """Return a score by its name; None if it is not known. `iou:NAME` and `dice:NAME` need the classes."""
+        values: dict[str, float | None] = {**(self.scores or {}), **vars(self)}
+        return score_by_name(name, values, self.iou, classes)
+
+    def with_foreground(self, start: RunStart | None) -> Self:
+        """Return the event with the means over the foreground, which earlier versions did not write."""
+        if start is None or not start.foreground or FOREGROUND[0] in (self.scores or {}):
+            return self
+        return self.model_copy(update={"scores": {**(self.scores or {}), **foreground_means(self.iou)}})
 
 
 class Checkpoint(_Event):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from segapp.run.events import Alert, Device, Event, Heartbeat, RunEnd, RunStart, Step
+from segapp.run.events import Alert, Device, Event, Heartbeat, RunEnd, RunStart, Step, Val
 from segapp.training.console import PlainReporter, iou_table
 
 START = RunStart(
@@ -54,6 +54,16 @@ def test_stop_with_a_checkpoint_says_how_to_continue() -> None:
     end = RunEnd(status="stopped", reason="stopped by SIGINT: a checkpoint was saved", exit_code=75)
     assert lines(end)[-1] == "stopped: stopped by SIGINT: a checkpoint was saved; --resume continues from it"
     assert "--resume" not in lines(RunEnd(status="stopped", reason="stopped by SIGINT", exit_code=130))[-1]
+
+
+def test_evaluation_line_names_the_object() -> None:
+    """The scores are over one class more than the object; with a background for several labels it is no background."""
+    val = Val(epoch=1, step=2, loss=0.5, miou=0.6, iou=[0.9, 0.3], pixel_accuracy=0.97)
+    start = START.model_copy(update={"classes": ["bg", "a: \x1b[2Jb"]})
+    assert "Dice of a: \\x1b[2Jb 0.4615  loss" in lines(start, val.with_foreground(start))[-1]
+    several = start.model_copy(update={"has_background": False})
+    assert "pixel accuracy 0.9700" in lines(several, val.with_foreground(several))[-1]
+    assert val.with_foreground(several) == val
 
 
 def test_hostile_names_send_no_control_codes() -> None:

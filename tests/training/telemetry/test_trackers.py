@@ -38,12 +38,13 @@ class Notes:
         self.told.append((status, dict(best)))
 
 
-def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("monitor", "best"), [("miou", 0.25), ("loss", 0.5), ("dice:road", 2 / 3)])
+def test_logged_values_are_finite_named_and_sent_once(monitor: str, best: float) -> None:
     notes = Notes()
-    listener = TrackerListener("x", notes, ["road", "sky"])
+    listener = TrackerListener("x", notes, ["road", "sky"], monitor)
     listener.handle(Step(epoch=1, step=3, loss=math.nan, lr=0.1))
     for step, miou in ((4, 0.25), (5, 0.125)):
-        listener.handle(Val(epoch=1, step=step, loss=0.5, miou=miou, iou=[0.5, None]))
+        listener.handle(Val(epoch=1, step=step, loss=0.5 * (step - 3), miou=miou, iou=[2 * miou, None]))
     listener.handle(Memory(devices=[DeviceMemory(device="cuda:0", peak_mib=7.0), DeviceMemory()]))
     listener.handle(RunEnd(status="finished"))
     listener.close()
@@ -51,9 +52,9 @@ def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
     assert notes.told == [
         (3, {"train/lr": 0.1}),
         (4, {"val/loss": 0.5, "val/miou": 0.25, "val/num_scored": 1, "iou/road": 0.5}),
-        (5, {"val/loss": 0.5, "val/miou": 0.125, "val/num_scored": 1, "iou/road": 0.5}),
+        (5, {"val/loss": 1.0, "val/miou": 0.125, "val/num_scored": 1, "iou/road": 0.25}),
         (5, {"memory/0_cuda:0_peak_mib": 7.0}),
-        ("finished", {"best_miou": 0.25}),
+        ("finished", {f"best_{monitor}": pytest.approx(best)}),
     ]
 
 
