@@ -120,6 +120,7 @@ def build_trainer(
         to_adopt=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
     )
     facts = _facts(config, context, devices, engine, train_loader, len(val_set))
+    facts = dataclasses.replace(facts, is_trial=limit is not None)
     if not is_second_trial:
         alerts = start_alerts(
             config,

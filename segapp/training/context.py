@@ -93,6 +93,8 @@ class TrainingFacts:
     """Sentences for the user before the first step."""
     notes: Sequence[str] = ()
     """The same, but for usual things."""
+    is_trial: bool = False
+    """True for a training on a few images, whose scores say nothing."""
 
 
 def first_split(

@@ -20,10 +20,11 @@ from segapp.errors import some_names
 from segapp.inference.evaluate import Evaluation
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.models.keys import random_modules
-from segapp.run.events import Alert, EpochStart, EventLog, Heartbeat, Recompute, Step, Val
+from segapp.run.events import Alert, EpochStart, EventLog, EventReader, Heartbeat, Recompute, Step, Val
 from segapp.run.words import size
 from segapp.training.commands import CommandController
 from segapp.training.context import TrainerSettings, TrainingFacts
+from segapp.training.learning import LearningWatch
 from segapp.training.progress import Timetable, TrainingProgress
 from segapp.training.recovery import OomPolicy
 from segapp.training.step.engine import StepEngine, StepResult
@@ -270,9 +271,15 @@ class TrainingReporter:
         self._choice: RecomputeChoice | None = None
         self._blocks: list[list[str]] = []
         self._data_watch = DataWatch(self.train_loader, self.val_set)
+        self._loss_sum, self._num_losses = 0.0, 0
+        """Of the steps since the last evaluation, without non-finite losses."""
 
     def run_start(self, facts: TrainingFacts, resumed_from_step: int | None) -> None:
         """Emit `run_start`, and `weights` for every file of pretrained weights."""
+        self._learning = LearningWatch(facts.start, facts.config)
+        if self.event_log.writer is not None:
+            events = EventReader(self.event_log.writer.path).read_kinds("val", "alert")
+            self._learning.replay(events, resumed_from_step or 0)
         live = self.controller.settings
         present = {
             "resumed_from_step": resumed_from_step,
@@ -333,6 +340,8 @@ class TrainingReporter:
     def step(self, result: StepResult, lr: float) -> None:
         """Emit `step` and begin a new interval; only here the training waits for the device, to read the tensors."""
         loss, norm = float(result.loss), float(result.grad_norm)
+        if math.isfinite(loss):
+            self._loss_sum, self._num_losses = self._loss_sum + loss, self._num_losses + 1
         at, clock, scaler = self.progress.position, self.clock, self.engine.precision.scaler
         elapsed_s = clock.elapsed_s()
         # Settings that the time of a step depends on and that may change within a run.
@@ -382,13 +391,21 @@ class TrainingReporter:
             "iou": evaluation.scores.iou,
             "precision": evaluation.scores.precision,
             "recall": evaluation.scores.recall,
+            "steps_loss": self._loss_sum / self._num_losses if self._num_losses else None,
             "num_images": evaluation.num_images,
             "val_s": val_s,
             "scores": {name: value for name, value in values.items() if name not in Val.model_fields},
         }
         known = {name: value for name, value in values.items() if name in Val.model_fields}
-        self.event_log.emit(Val.model_validate(event | known))
+        self._loss_sum, self._num_losses = 0.0, 0
+        self._val = Val.model_validate(event | known)
+        self.event_log.emit(self._val)
         self.alert("memory", *evaluation.notes)
+
+    def learning(self, evaluation: Evaluation, *, is_last: bool) -> None:
+        """Emit what the last evaluation says about the learning of the run."""
+        for alert in self._learning.observe(self._val, evaluation.scores.frequency, is_last=is_last):
+            self.event_log.emit(alert)
 
     def _split(self) -> list[int] | None:
         split = self.controller.batch_split.current

@@ -219,9 +219,8 @@ class Trainer:
             while not self.progress.is_complete:
                 self.train_epoch()
                 self._evaluate_and_save()
-                patience = self.settings.early_stop
-                if patience is not None and self.progress.best.evaluations_since >= patience:
-                    reason = f"no better {self.settings.monitor} for {patience} evaluations"
+                if self._is_early_stop:
+                    reason = f"no better {self.settings.monitor} for {self.settings.early_stop} evaluations"
                     break
                 is_between = self.position.batch == 0 and not self.progress.is_complete
                 if self.controller.requests.stop is not None and is_between:
@@ -411,6 +410,11 @@ class Trainer:
         at, timetable = self.position, self.settings.timetable
         return not at.is_evaluated and timetable.is_evaluation_due(at.epoch, at.step, is_epoch_end=self._is_epoch_end)
 
+    @property
+    def _is_early_stop(self) -> bool:
+        patience = self.settings.early_stop
+        return patience is not None and self.progress.best.evaluations_since >= patience
+
     def _evaluate_and_save(self) -> None:
         """Evaluate if it is due, move to the next epoch at the end of one, and save if it is due."""
         settings, epoch, is_best = self.settings, self.position.epoch, False
@@ -426,6 +430,9 @@ class Trainer:
             self.position.is_evaluated = True
             value = evaluation.monitored(settings.monitor, self.validation.scheme)
             is_best = self.progress.best.note(value, epoch)
+            if not self.facts.is_trial:
+                is_last = self.position.step >= settings.timetable.num_steps or self._is_early_stop
+                self.reporter.learning(evaluation, is_last=is_last)
             if self.plateau is not None:
                 self.plateau.observe(value if value is None or self.plateau.larger_is_better else -value)
         finished = epoch if self._is_epoch_end else None
@@ -492,8 +499,8 @@ class Trainer:
         """
         self.engine.load_state_dict(state)
         saved, present = state["config"], self.facts.config
-        # The best value of another score is no measure for this one.
-        has_same_monitor = saved["checkpoint"]["monitor"] == self.settings.monitor
+        old, new = (config.get("checkpoint", {}).get("monitor", "miou") for config in (saved, present))
+        has_same_monitor = old == new  # the best value of another score is no measure for this one
         self.progress.restore(Position(**state["position"]), Best(**state["best"]) if has_same_monitor else Best())
         if self.plateau is not None:
             best = {} if has_same_monitor else {"best": None, "num_bad": 0}

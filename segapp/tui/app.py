@@ -50,7 +50,7 @@ from segapp.view.plot import CLASS, metric_names, metric_title
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
-from segapp.view.wording import LogLine, event_text, finished_line, setup
+from segapp.view.wording import LogLine, chosen, event_text, finished_line, setup
 
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes with and without new events; the lines above change at every tick."""
@@ -251,8 +251,8 @@ class MonitorApp(App[None]):
             return False
         line = width - 2
         unseen = self.shown.unseen()
-        about = setup(self.shown.settings())
-        head = header.header(view, status, name, line, about=about, is_readonly=self.readonly)
+        about, began = setup(self.shown.settings()), chosen(self.shown.settings())
+        head = header.header(view, status, name, line, about=about, began=began, is_readonly=self.readonly)
         self._text("head").show(head)
         self._text("progress").show(header.progress_line(view, status, line))
         run = self.shown

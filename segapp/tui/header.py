@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -89,8 +90,20 @@ def state_content(view: View, status: Status) -> Content:
     return Content.styled(f"{dot} {word.upper()}{phase}", STATE_STYLES[word])
 
 
-def header(view: View, status: Status, name: str, width: int, *, about: str, is_readonly: bool) -> Content:
-    """Return the first line: name, state, what is trained, position, and the age of the last event if it is not new."""
+def header(
+    view: View,
+    status: Status,
+    name: str,
+    width: int,
+    *,
+    about: str,
+    began: Mapping[str, str] | None = None,
+    is_readonly: bool,
+) -> Content:
+    """Return the first line: name, state, what is trained, position, and the age of the last event if it is not new.
+
+    `about` and `began` are `wording.setup` and `wording.chosen` of the config.
+    """
     start, muted = view.start, "$text-muted" if status.has_old_numbers else ""
     parts = [
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
@@ -101,6 +114,7 @@ def header(view: View, status: Status, name: str, width: int, *, about: str, is_
         LinePart(4, _steps(view), muted) if view.at_step is not None and start is not None else None,
         LinePart(5, f"lr {learning_rate(view.lr)}", muted) if view.lr is not None else None,
         LinePart(7, printable(start.precision)) if start is not None and start.precision is not None else None,
+        *(LinePart(8, f"{key} {PurePath(text).name}") for key, text in (began or {}).items()),
         LinePart(7, f"up {duration(_up_s(view, status))}") if start is not None else None,
         LinePart(6, "read-only", "$text-warning") if is_readonly else None,
         LinePart(3, age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")

@@ -21,7 +21,7 @@ from segapp.tui.chart import RunsChart
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, SearchLine, drawable, set_title
 from segapp.view.runs import FollowedRun, Ranking, RunList, differing_settings
-from segapp.view.wording import clip, fit_cells, loss, setup
+from segapp.view.wording import chosen, clip, fit_cells, loss, setup
 
 PREVIEW_WIDTH, SIDE = 140, 60
 """Minimum columns of a terminal with a preview of the selected run, and the columns of the preview."""
@@ -244,7 +244,8 @@ def run_row(run: FollowedRun | None, width: int, columns: Sequence[Column]) -> C
 def preview(run: FollowedRun, columns: Sequence[Column]) -> Content:
     """Return all columns of a run, one below the other, and why it ended."""
     reason = run.summary.times["reason"] if run.summary.facts.end_status else None
-    rows = {column.title: column.text(run) for column in columns if column.width} | ({"END": reason} if reason else {})
+    rows = {column.title: column.text(run) for column in columns if column.width} | chosen(run.summary.settings)
+    rows |= {"END": reason} if reason else {}
     lines = [Content.assemble((f"{title:<14} ", "$text-muted"), printable(text)) for title, text in rows.items()]
     return Content("\n").join([Content.styled(setup(run.summary.settings), "$text-accent"), *lines])
 

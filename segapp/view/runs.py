@@ -39,6 +39,7 @@ from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
 from segapp.view.source import LiveSource, fold_file
 from segapp.view.view import EventFold, View
+from segapp.view.wording import chosen
 
 _WITHOUT_EFFECT = ("seed", "log.", "checkpoint.", "data.workers", "data.cache", "data.root")
 """Beginnings of the config keys that do not change the results of a run."""
@@ -93,6 +94,8 @@ class RunSummary:
             "id": info.id if info else None,
             **_fields(process, "host", "pid"),
             "began_s": info.created_s if info else None,
+            **dict.fromkeys(("weights", "bn_momentum")),
+            **chosen(self.settings),
             "age_s": self.facts.event_age_s,
             **self.shown,
             "reason": self.times["reason"] if is_over else None,

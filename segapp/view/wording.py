@@ -89,6 +89,19 @@ def setup(settings: Mapping[str, Any]) -> str:
     return printable(" · ".join(str(part) for part in parts if part))
 
 
+def chosen(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the initial `weights` and the `bn_momentum` of a run as text, without unknown ones."""
+    named = settings.get("model.weights") or settings.get("model.weights_backbone")
+    # A custom model may load weights of its own.
+    is_random = "model.weights" in settings and settings.get("model.library") != "python"
+    momentum = settings.get("train.bn_momentum", "auto")  # auto: no process has resolved it yet
+    found = {
+        "weights": printable(str(named)) if named else "random" if is_random else "",
+        "bn_momentum": f"{momentum:g}" if isinstance(momentum, float) else "of the model" if momentum is None else "",
+    }
+    return {key: text for key, text in found.items() if text}
+
+
 def fit_cells(text: str, width: int) -> str:
     """Return the text in exactly `width` cells: cut with an ellipsis, or padded; wide characters count as two."""
     if width <= 0:

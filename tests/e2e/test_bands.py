@@ -23,7 +23,7 @@ from segapp.export.write import open_onnx
 from segapp.inference.predict.reading import find_images
 from segapp.parallel.distributed import Ranks
 from tests.support.band_data import write_band_data
-from tests.support.runs import events, merged, train
+from tests.support.runs import alerts, events, merged, train
 
 pytest.importorskip("rasterio", reason="the extra geo is not installed")
 
@@ -89,7 +89,7 @@ def test_pixels_are_compared_with_those_of_the_training(
         train(config_of(data, data={"value_range": clipped}), tmp_path / "refused")
     assert refused.value.exit_code == 3
     assert train(config_of(data, data={"value_range": narrow}, train={"steps": 1}), tmp_path / "other") == 0
-    said = [each["message"].partition(" fill")[0] for each in events(tmp_path / "other", "alert")]
+    said = [each["message"].partition(" fill")[0] for each in alerts(tmp_path / "other")]
     assert said == ["train: band 4: the values", "val: band 4: the values"]
     for number in range(3):
         image = tifffile.imread(Path(data["root"]) / f"images/val/{number}.tif") + np.array([4001, 0, 0, 0], np.uint16)

@@ -80,8 +80,9 @@ def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def alerts(folder: Path) -> list[dict[str, Any]]:
-    """Returns the alerts of a run but those about its config and data, which short runs of drawn scenes deserve."""
-    return [alert for alert in events(folder, "alert") if alert["kind"] not in ("classes", "schedule", "precision")]
+    """Returns the alerts of a run but those about config, data and learning, which short runs deserve."""
+    usual = ("classes", "learning", "precision", "schedule")
+    return [alert for alert in events(folder, "alert") if alert["kind"] not in usual]
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

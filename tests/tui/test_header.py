@@ -35,15 +35,19 @@ def view() -> View:
 
 
 def test_first_line_leaves_out_the_least_important(view: View) -> None:
-    about = "deeplabv3_resnet50 - camvid - sgd 0.02"
+    about, began = "deeplabv3_resnet50 - camvid - sgd 0.02", {"weights": "w/lite.pth", "bn_momentum": "0.05"}
 
     def line(width: int, status: Status = LIVE) -> str:
-        return ascii_text(header.header(view, status, "a-run", width, about=about, is_readonly=True).plain)
+        shown = header.header(view, status, "a-run", width, about=about, began=began, is_readonly=True)
+        return ascii_text(shown.plain)
 
-    known = f"segapp  a-run  * LIVE train  {about}  epoch 3/8  step 10/20  lr 5.0e-3  up 1m40s"
-    whole = f"{known}  read-only"
+    known = (
+    whole = f"{known}  weights lite.pth  bn_momentum 0.05  up 1m40s  read-only"
+    )
+    whole = f"{known}  up 1m40s  read-only"
     assert line(len(whole)) == whole
-    for left_out in ("segapp  ", "up 1m40s  ", "  read-only", "  lr 5.0e-3", "  step 10/20", f"{about}  "):
+    parts = ("bn_momentum 0.05  ", "weights lite.pth  ", "up 1m40s  ", "  read-only", "  lr 5.0e-3", "  step 10/20")
+    for left_out in ("segapp  ", *parts, f"{about}  "):
         before, whole = len(whole), whole.replace(left_out, "")
         assert line(before - 1) == whole
     assert line(len("a-run  * LIVE train")) == "a-run  * LIVE train"

@@ -101,11 +101,11 @@ def test_best_of_one_run_is_named_in_every_view(tmp_path: Path, capsys: pytest.C
     assert "<b>18.2 %</b><span>best Dice of crack: x, epoch 3<" in page
     print_runs(tmp_path, as_json=False)
     assert "0.1818 Dice of crack: x" in capsys.readouterr().out
+    folder.write_config("model: {library: smp, weights: null, weights_backbone: null}\ntrain: {bn_momentum: 0.05}\n")
     print_status(str(folder.path), as_json=False)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert {"monitor dice:crack: x", "best_score 0.181818", "miou_foreground 0.175 over 2 of 2 foreground classes"} <= {
-        *lines
-    }
+    assert {"monitor dice:crack: x", "best_score 0.181818", "weights random", "bn_momentum 0.05"} <= {*lines}
+    assert "miou_foreground 0.175 over 2 of 2 foreground classes" in lines
     print_runs(tmp_path, as_json=True)
     (facts,) = json.loads(capsys.readouterr().out)
     assert (facts["monitor"], facts["best_miou"], facts["best_epoch"]) == ("dice:crack: x", 0.7, 3)

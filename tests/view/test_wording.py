@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from segapp.run.events import (
@@ -21,7 +23,7 @@ from segapp.run.events import (
     Val,
     Weights,
 )
-from segapp.view.wording import event_text, log_line
+from segapp.view.wording import chosen, event_text, log_line
 
 START = RunStart(classes=["road"], num_params=11_249_000, batch_size=8, epochs=1, steps_per_epoch=20, t=5.0,
                  devices=[Device(device="cuda:0"), Device(device="cuda:1")])  # fmt: skip
@@ -78,6 +80,22 @@ def test_events_are_logged_word_by_word(event: Event, kind: str, text: str) -> N
     line = log_line(event, ["road", "sky", "pole"], BEFORE)
     assert line is not None
     assert line == (event.t, kind, text, event)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({}, {}),  # no config was read
+        ({"model.weights": None, "model.weights_backbone": None, "train.bn_momentum": None},
+         {"weights": "random", "bn_momentum": "of the model"}),
+        ({"model.weights": None, "model.weights_backbone": "DEFAULT", "train.bn_momentum": 0.1},
+         {"weights": "DEFAULT", "bn_momentum": "0.1"}),
+        ({"model.weights": "a\x1b/run", "train.bn_momentum": "auto"}, {"weights": "a\\x1b/run"}),
+        ({"model.library": "python", "model.weights": None, "train.bn_momentum": 0.0512}, {"bn_momentum": "0.0512"}),
+    ],
+)  # fmt: skip
+def test_chosen_weights_and_momentum(settings: dict[str, Any], shown: dict[str, str]) -> None:
+    assert chosen(settings) == shown
 
 
 def test_steps_and_answered_cancellations_have_no_line() -> None:

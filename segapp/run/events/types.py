@@ -224,6 +224,8 @@ class Val(_Event):
     """Recall per class; None for a class that is not in the target."""
     scores: dict[str, float | None] | None = None
     """Scores without a separate field: name, as in `segapp.scores.SCORES`, -> value."""
+    steps_loss: float | None = None
+    """Mean training loss of the `step` events since the last evaluation or start; None without a finite one."""
     num_images: int | None = None
     val_s: float | None = None
 
@@ -346,6 +348,10 @@ class Alert(_Event):
     """Group of the alert: `non_finite`, `checkpoint`, `storage`, `oom`, ..."""
     message: Message
     step: int | None = None
+    reason: Literal["one_class", "unpredicted", "overfitting"] | None = None
+    """Reason of an alert of the kind `learning`."""
+    classes: list[Text] | None = None
+    """The classes that an alert of the kind `learning` names as not predicted."""
 
 
 class Oom(_Event):
