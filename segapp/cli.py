@@ -513,16 +513,24 @@ def init(
         str | None,
         option("--mask-orientation", "raw: masks fit photos as stored, if sizes do not tell.", "HOW"),
     ] = None,
+    gpus: Annotated[
+        str | None,
+        option("--gpus", "GPUs to write the config for, as in plan. Default: the ones of this machine.", "SIZES"),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the config and its file lists.")] = False,
+    json_out: JsonFlag = False,
 ) -> None:
     """Write a config for your data folder, with the reason for each choice. The folder itself is not changed.
 
     If the folder can be read in several ways, the exit code is 3, and the message names the option to use.
     """
+    from segapp.commands.plan import gpu_specs
     from segapp.onboarding.init import InitRequest, init_folder
 
     chosen = {"masks": masks, "unlabelled": unlabelled, "mask_orientation": mask_orientation}
-    init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, **chosen))
+    specs = None if gpus is None else gpu_specs(gpus)
+    request = InitRequest(root, out, force, layout, val_share, group, folds, seed, gpus=specs, is_tried=True, **chosen)
+    init_folder(request, as_json=json_out)
 
 
 @app.command()

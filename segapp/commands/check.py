@@ -24,7 +24,7 @@ from segapp.assembly.pairs import (
     split_names,
     split_note,
 )
-from segapp.config import DataConfig, RunConfig
+from segapp.config import DataConfig, LossConfig, RunConfig
 from segapp.custom.names import is_component
 from segapp.datasets.files import ImagePair, refuse_in_data, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
@@ -76,6 +76,7 @@ def check_data(config: RunConfig, *, as_json: bool, pictures: Path | None = None
             crop_px=data.crop_px,
             resize_px=data.resize_px,
             pixels=measured or RGB8,
+            counts_pixels=_counts_pixels(config.loss),
             threads=max(1, round(usable_cores())),
             progress=lambda: progress(next(read)),
         )
@@ -168,6 +169,11 @@ def _check_samples(
         write_atomic(pictures / FIRST_BATCH, encode_png(picture))
     print(f"written: {shown(pictures / FIRST_BATCH)}", file=sys.stderr)
     return []
+
+
+def _counts_pixels(loss: LossConfig) -> bool:
+    """Return True if every pixel counts alike in a loss, whatever its class."""
+    return loss.class_weights is None and all(term.name in ("ce", "bce") for term in loss.by_key().values())
 
 
 def _measure(

@@ -23,7 +23,7 @@ MAX_GPUS = 64
 def print_plan(config_name: str | None, overrides: Sequence[str], gpus: str | None, *, as_json: bool = False) -> None:
     """Plan the memory of a config, and print it."""
     config = load_runnable(named_config(config_name, overrides, "name a config"), overrides)
-    specs = _gpu_specs(gpus)
+    specs = gpu_specs(gpus)
     if gpus == "here" and config.train.precision == "auto":
         from segapp.accelerator import CUDA
         from segapp.assembly.devices import with_precision
@@ -34,7 +34,8 @@ def print_plan(config_name: str | None, overrides: Sequence[str], gpus: str | No
     print(json.dumps(plan_as_json(plan), indent=2) if as_json else "\n".join(plan_lines(plan)))
 
 
-def _gpu_specs(gpus: str | None) -> tuple[GpuSpec, ...]:
+def gpu_specs(gpus: str | None) -> tuple[GpuSpec, ...]:
+    """Return the GPUs of `--gpus`; None or "here": those of this machine, largest free memory first."""
     if gpus is not None and gpus != "here":
         return parse_gpus(gpus)
     from segapp.memory.gpus import visible_gpus

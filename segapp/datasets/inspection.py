@@ -42,8 +42,9 @@ from segapp.datasets.targets import (
 )
 from segapp.errors import DataError
 
-RARE_FRAC = 1e-4
-"""Classes with a smaller share of the training pixels are reported as rare."""
+RARE_FRAC, IGNORABLE_FRAC = 1e-4, 1e-2
+"""Classes with a smaller share of the training pixels are reported as rare; the larger limit is for a loss in which
+pixels count alike, because a model that never predicts 1 % of the pixels is almost right by it."""
 
 _SHRINK = 16
 """Factor by which blocks of large images are reduced before they are compared."""
@@ -150,6 +151,7 @@ def examine(
     crop_px: tuple[int, int],
     resize_px: tuple[int, int] | None = None,
     pixels: PixelFormat = RGB8,
+    counts_pixels: bool = False,
     threads: int = 2,
     progress: Callable[[], None] = lambda: None,
 ) -> list[SplitReport]:
@@ -161,6 +163,7 @@ def examine(
         crop_px: height and width of a training crop.
         resize_px: height and width to which images are resized first; None: not resized.
         pixels: bands and type of the images.
+        counts_pixels: every pixel counts alike in the loss, whatever its class.
         threads: number of files decoded at a time.
         progress: called once per pair.
     """
@@ -181,7 +184,8 @@ def examine(
         findings = [*_of_turns(name, pairs, scheme), *_of_pairs(name, pairs), *twice[name]]
         if not is_training:
             findings += _lookalikes(name, pairs, first_split, examined[first_split], twice[name])
-        findings += _of_targets(targets, scheme, is_training=is_training)
+        rare_frac = IGNORABLE_FRAC if counts_pixels else RARE_FRAC
+        findings += _of_targets(targets, scheme, rare_frac, is_training=is_training)
         if is_training:
             findings += _of_crop(name, pairs, crop_px, resize_px)
         sizes = Counter(pair.size for pair in pairs if pair.size is not None)
@@ -432,7 +436,7 @@ def _twice(
     return DataProblem(severity, "leak" if is_leak else "duplicate", split, f"{what} {move}", each.pair, first.pair)
 
 
-def _of_targets(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> list[DataProblem]:
+def _of_targets(targets: Targets, scheme: ClassScheme, rare_frac: float, *, is_training: bool) -> list[DataProblem]:
     """Return an error if nothing can be learned from the masks, else warnings about missing and rare classes."""
     split = targets.split
     problem = nothing_to_learn(targets, scheme, is_training=is_training)
@@ -441,13 +445,14 @@ def _of_targets(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> 
     counts, total = targets.frequencies.pixels, targets.valid_px if is_training else 0
     messages = [absent_note(targets, scheme)]
     rare = [
-        f"{name} ({count / total:.1e})"
+        f"{name} has {100 * count / total:.2g} %"
         for name, count in zip(scheme.names, counts, strict=True)
-        if 0 < count < RARE_FRAC * total
+        if 0 < count < rare_frac * total
     ]
     if rare:
+        cure = "loss.plus=[{name: dice}]" if rare_frac == IGNORABLE_FRAC else "data.sampling=class-balanced"
         messages.append(
-            f"{split}: rare classes, by share of the pixels: {', '.join(rare)}: consider loss.class_weights"
+            f"{split}: {', '.join(rare)} of the pixels: a model that never predicts so few is almost right: add {cure}"
         )
     if has_shades(targets, scheme):
         messages.append(ignored_note(targets, scheme))

@@ -147,7 +147,7 @@ def _load(model: SegmentationModel, key: str, weights: str, *, is_partial: bool)
     encoder = model.encoder_name
     if key == BACKBONE_KEY:
         what, members = f"backbone {encoder}", _torchvision_weights(encoder)
-        files = {} if model.library == "torchvision" else _hub_files(encoder)
+        files = {} if model.library == "torchvision" else hub_files(encoder)
     else:
         what, members, files = model.name, _torchvision_weights(f"{model.name.partition('_')[0]}_{encoder}"), {}
     named = {name: partial(fetch_url, each.url, name, key) for name, each in members.items()}
@@ -198,7 +198,7 @@ def expected_statistics(library: str, name: str, encoder: str | None, weights: s
     return IMAGENET if expected is None else (tuple(expected.mean), tuple(expected.std))
 
 
-def _hub_files(encoder: str) -> dict[str, tuple[str, str | None]]:
+def hub_files(encoder: str) -> dict[str, tuple[str, str | None]]:
     """Return repository and revision of an encoder's named weights; for a timm model, `imagenet` and `DEFAULT`."""
     import timm
     from segmentation_models_pytorch.encoders import encoders

@@ -76,18 +76,15 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
     import huggingface_hub
     from huggingface_hub import constants
 
-    cached = huggingface_hub.try_to_load_from_cache(repo_id, HUB_FILE, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached)
-    url = huggingface_hub.hf_hub_url(repo_id, HUB_FILE, revision=revision)
+    if (cached := _cached_hub_file(repo_id, revision)) is not None:
+        return cached
     try:
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        check_reachable(url)
+        _reachable_hub_url(repo_id, revision)
         return Path(huggingface_hub.hf_hub_download(repo_id, filename=HUB_FILE, revision=revision))
     except Exception as error:  # the hub's client passes on exceptions of its HTTP library
         folder = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
         advice = f"copy {folder} from a machine that has it"
+        url = huggingface_hub.hf_hub_url(repo_id, HUB_FILE, revision=revision)
         raise _refused(key, folder, _not_fetched(f"{HUB_FILE} of {repo_id}", url, error, advice, key), name) from error
 
 
@@ -117,13 +114,50 @@ def check_reachable(url: str, timeout_s: float = 2.0) -> None:
         raise outcome[0]
 
 
+def hub_problem(repo_id: str, revision: str | None) -> str | None:
+    """Return why the weights of a repository on the Hugging Face hub cannot be had; None if they can.
+
+    They can if they are cached, or if the hub answers a request for their headers within ten seconds.
+    """
+    import huggingface_hub
+
+    try:
+        if _cached_hub_file(repo_id, revision) is None:
+            huggingface_hub.get_hf_file_metadata(_reachable_hub_url(repo_id, revision))
+    except Exception as error:  # as in `fetch_hub_file`
+        return _reason(error)
+    return None
+
+
+def _cached_hub_file(repo_id: str, revision: str | None) -> Path | None:
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(repo_id, HUB_FILE, revision=revision)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _reachable_hub_url(repo_id: str, revision: str | None) -> str:
+    """Return the address of the weights; raise OSError if the hub cannot be reached."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise OSError("HF_HUB_OFFLINE is set")
+    url = huggingface_hub.hf_hub_url(repo_id, HUB_FILE, revision=revision)
+    check_reachable(url)
+    return url
+
+
 def _not_fetched(what: str, url: str, error: Exception, advice: str, key: str) -> str:
-    lines = str(getattr(error, "reason", None) or error).strip().splitlines()
-    reason = re.sub(r"https?://\S+", "the address", lines[0]) if lines else type(error).__name__
     return (
-        f"{what} is not on this machine and could not be downloaded from {url.partition('://')[2]} ({reason}); "
+        f"{what} is not on this machine and could not be downloaded from {url.partition('://')[2]} ({_reason(error)}); "
         f"{advice}, or give the path of a copy as {key}"
     )
+
+
+def _reason(error: Exception) -> str:
+    lines = str(getattr(error, "reason", None) or error).strip().splitlines()
+    return re.sub(r"https?://\S+", "the address", lines[0]) if lines else type(error).__name__
 
 
 def sha256_of(path: Path, key: str) -> str:

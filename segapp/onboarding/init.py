@@ -11,9 +11,11 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
@@ -21,17 +23,21 @@ from segapp.datasets.files import ImagePair, check_pairs, refuse_in_data, shared
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.images.windows import measure_pixels, nodata_note
 from segapp.datasets.layouts.formats import DATASETS
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.orientation import Turns
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
+from segapp.memory.plan import GpuSpec
 from segapp.onboarding.candidates import MAX_SHOWN, choose, confirm, evidence_of, find_candidates
 from segapp.onboarding.class_files import find_class_files
 from segapp.onboarding.content import IGNORED, MAX_HEADERS, read_contents
 from segapp.onboarding.conversion import refuse_foreign, write_files
 from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import MASKS, UNLABELLED, Classes, MaskChoices, read_classes
+from segapp.onboarding.fingerprint import measure
 from segapp.onboarding.hypotheses import with_valid_areas
 from segapp.onboarding.layout import Layout, Pair, evenly
-from segapp.onboarding.proposal import Facts, config_text
+from segapp.onboarding.machine import find_machine, time_step, weights_problem
+from segapp.onboarding.proposal import CPU_ENCODER, GPU_ENCODER, Facts, config_text, data_text
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
@@ -50,6 +56,9 @@ class InitRequest(MaskChoices):
     folds: int | None = None
     seed: int = 0
     mask_orientation: str | None = None
+    gpus: Sequence[GpuSpec] | None = None
+    is_tried: bool = False
+    """Look for pretrained weights, and time a few steps of the config."""
 
     def check(self) -> None:
         """Raise ConfigError if the value of an option is not possible, or conflicts with another one."""
@@ -65,10 +74,11 @@ class InitRequest(MaskChoices):
 
 @dataclass(frozen=True)
 class InitResult:
-    """The configs that were written, and lines that describe the folder."""
+    """The configs that were written, lines that describe the folder, and the facts behind the first config."""
 
     configs: tuple[Path, ...]
     lines: tuple[str, ...]
+    facts: Facts
 
 
 def propose_config(request: InitRequest) -> InitResult:
@@ -123,8 +133,8 @@ def propose_config(request: InitRequest) -> InitResult:
     masks = set() if chosen.writes == "masks" else {each for pair in trained for each in (pair.mask, pair.valid_area)}
     used = {pair.image for pair in trained} | masks | {*chosen.sources, facts.classes.source}
     lines += unused_lines(tree, unused_files(tree, used))
-    write_configs(facts, division, paths, out)
-    return InitResult(tuple(paths), tuple(lines))
+    facts = write_configs(facts, division, paths, out, is_tried=request.is_tried)
+    return InitResult(tuple(paths), (*lines, f"device: {facts.machine.device}"), facts)
 
 
 def _written(
@@ -200,11 +210,15 @@ def _facts(
     if (nodata := nodata_note(images, pixels or RGB8)) is not None:
         classes = replace(classes, notes=(*classes.notes, nodata))
     leads_outside = tree.leads_outside and uses_root
-    return Facts(name, root, format, keys, division, classes, content, pixels, leads_outside=leads_outside)
+    machine = find_machine(choices.gpus)
+    return Facts(name, root, format, keys, division, classes, content, machine, pixels, leads_outside=leads_outside)
 
 
-def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -> None:
-    """Write lists and configs; each config is loaded and its pairs are found before anything is renamed into place."""
+def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: Path, *, is_tried: bool) -> Facts:
+    """Write lists and configs; return the facts with what was measured for the first config.
+
+    Each config is loaded and its pairs are found before anything is renamed into place.
+    """
     lists, stage = out.with_name(f"{out.stem}-lists"), out.with_name(f".{out.name}.partial")
     new_lists = stage / lists.name
     with storage_errors(paths[0]):
@@ -217,9 +231,11 @@ def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: 
                 new_lists.mkdir()
                 for name, pairs in division.lists.items():
                     write_atomic(new_lists / f"{name}.txt", _listed(pairs))
+            fold = None if len(paths) == 1 else 0
+            facts = _measured(replace(facts, fold=fold), stage / paths[0].name, new_lists, is_tried=is_tried)
             for number, path in enumerate(paths):
-                fold = replace(facts, name=f"{facts.name}-fold{number}", fold=number) if len(paths) > 1 else facts
-                write_atomic(stage / path.name, config_text(fold))
+                fold = None if len(paths) == 1 else number
+                write_atomic(stage / path.name, config_text(replace(facts, fold=fold)))
                 _check_draft(stage / path.name, facts.root, new_lists)
             if facts.format == "list":
                 if lists.exists():
@@ -229,19 +245,37 @@ def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: 
                 os.replace(stage / path.name, path)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
+    return facts
 
 
-def _check_draft(draft: Path, root: Path, lists: Path) -> None:
-    """Raise an error, without the name of the temporary folder, if a config with its lists has no pairs."""
+def _measured(facts: Facts, draft: Path, lists: Path, *, is_tried: bool) -> Facts:
+    """Return the facts with the fingerprint of the training masks and, if it is tried, what this machine offers."""
+    write_atomic(draft, data_text(facts))
+    scheme, pairs = _check_draft(draft, facts.root, lists)
+    facts = replace(facts, fingerprint=measure(pairs, scheme, facts.pixels or RGB8, facts.content.median_px))
+    if is_tried:
+        encoder = GPU_ENCODER if facts.machine.num_gpus else CPU_ENCODER
+        facts = replace(facts, weights_problem=weights_problem(encoder.name))
+    if is_tried and facts.machine.is_here:
+        write_atomic(draft, config_text(facts))
+        facts = replace(facts, step_s=time_step(load_config(draft), scheme))
+    return facts
+
+
+def _check_draft(draft: Path, root: Path, lists: Path) -> tuple[ClassScheme, Sequence[ImagePair]]:
+    """Return the classes and the training pairs of a config with its lists.
+
+    An error, without the name of the temporary folder, is raised if it cannot be loaded or has no pairs.
+    """
     try:
         data = load_config(draft, [f"data.list_dir={json.dumps(str(lists))}"] if lists.exists() else []).data
-        build_scheme(data)
-        for split in split_names(data):
-            if not build_pairs(data, split):
-                raise DataError(f"split {split} is empty")
+        scheme, pairs = build_scheme(data), {split: build_pairs(data, split) for split in split_names(data)}
+        if empty := [split for split, own in pairs.items() if not own]:
+            raise DataError(f"split {empty[0]} is empty")
     except SegappError as error:
         message = str(error).replace(f"{draft.parent.name}/", "")
         raise error.reworded(f"no config can be written for {shown(root)}: {message}") from error
+    return scheme, pairs[split_names(data)[0]]
 
 
 def _listed(pairs: Sequence[Pair]) -> bytes:
@@ -255,9 +289,12 @@ def _listed(pairs: Sequence[Pair]) -> bytes:
     return b"".join(lines)
 
 
-def init_folder(request: InitRequest) -> None:
-    """Write the configs of a request; print the findings and the next commands."""
+def init_folder(request: InitRequest, *, as_json: bool) -> None:
+    """Write the configs of a request; print the findings and the next commands, or everything as JSON."""
     result = propose_config(request)
+    if as_json:
+        print(json.dumps(as_dict(result), indent=2))
+        return
     print(*map(printable, result.lines), sep="\n")
     first = result.configs[0]
     print(f"written: {', '.join(map(str, result.configs))}")
@@ -265,6 +302,26 @@ def init_folder(request: InitRequest) -> None:
     if len(result.configs) > 1:
         train = f"segapp sweep {' '.join(map(str, result.configs))}"
     print(f"next: segapp check --config {first}; {train}")
+
+
+def as_dict(result: InitResult) -> dict[str, Any]:
+    """Return what `init` found and measured as plain values for `--json`."""
+    facts, content = result.facts, result.facts.content
+    return {
+        "configs": [shown(path) for path in result.configs],
+        "lines": [printable(line) for line in result.lines],
+        "classes": list(facts.classes.names),
+        "images": {
+            "train": len(facts.division.train),
+            "val": len(facts.division.val),
+            "sizes": [{"size_px": list(size), "images": n} for size, n in Counter(content.sizes_px).most_common()],
+            "pixels": (facts.pixels or RGB8).layout,
+        },
+        "fingerprint": None if facts.fingerprint is None else asdict(facts.fingerprint),
+        "device": facts.machine.device,
+        "weights_problem": facts.weights_problem,
+        "step_s": facts.step_s,
+    }
 
 
 def _check_place(root: Path, out: Path) -> None:

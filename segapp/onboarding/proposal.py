@@ -14,14 +14,34 @@ from segapp.datasets.files import shown
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values
 from segapp.datasets.layouts.formats import DATASETS
-from segapp.memory.gpus import visible_gpus
 from segapp.onboarding.content import MaskContent
 from segapp.onboarding.division import Division
 from segapp.onboarding.encoding import Classes
-from segapp.run.words import printable
+from segapp.onboarding.fingerprint import Fingerprint
+from segapp.onboarding.machine import Machine
+from segapp.run.words import aligned, duration, printable
 
 LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device
-RARE_SHARE = 0.01  # share of the pixels below which class weights are proposed
+MIN_KEPT = 0.98
+"""Least Dice that every class must keep at a model's output stride: less costs more than models differ by."""
+RARE_SHARE = 0.01
+WITHOUT_WEIGHTS = "random weights need several times the steps (segapp docs results)"
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder of smp, the widths of a Unet's decoder, and a learning rate of AdamW that was tried with a batch."""
+
+    name: str
+    decoder_channels: tuple[int, ...]
+    lr: float
+    batch: int
+
+
+GPU_ENCODER = Encoder("resnet50", (256, 128, 64, 32, 16), 5e-4, 8)
+CPU_ENCODER = Encoder("tu-tf_efficientnet_lite0", (96, 64, 48, 32, 16), 1e-3, 4)
+RANDOM_CPU_ENCODER = Encoder("resnet18", (96, 64, 48, 32, 16), 2e-3, 4)
+"""Learns faster from random weights than networks of depthwise convolutions (page `results`)."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +58,22 @@ class Facts:
     division: Division
     classes: Classes
     content: MaskContent
+    machine: Machine
     pixels: PixelFormat | None = None
     leads_outside: bool = False
     fold: int | None = None
+    fingerprint: Fingerprint | None = None
+    weights_problem: str | None = "they were not looked for"
+    """Why ImageNet weights cannot be had; None if they can."""
+    step_s: float | None = None
+    """Seconds of a training step on this machine."""
+
+    @property
+    def encoder(self) -> Encoder:
+        """The encoder for the machine and its weights."""
+        if self.machine.num_gpus:
+            return GPU_ENCODER
+        return RANDOM_CPU_ENCODER if self.weights_problem else CPU_ENCODER
 
 
 def config_text(facts: Facts) -> str:
@@ -48,14 +81,34 @@ def config_text(facts: Facts) -> str:
     content, division = facts.content, facts.division
     height, width = content.median_px
     header = [
+        f"For {facts.machine.device}",
         f"Made by segapp init from {shown(facts.root)}",
         f"Format {facts.format}, images of about {height} x {width}",
         f"{content.num_masks} of {content.num_all} masks were read. Review class names, crop_px and epochs first;",
         "check the data: segapp check --config FILE",
         *division.lines,
         *(f"note: {note}" for note in facts.classes.notes),
+        *fingerprint_lines(facts),
     ]
-    return "".join(f"{line}\n" for line in (*(f"# {printable(line)}" for line in header), *_lines(facts)))
+    return "".join(f"# {printable(line)}\n" for line in header) + data_text(facts) + "\n".join(_lines(facts)) + "\n"
+
+
+def data_text(facts: Facts) -> str:
+    """Return the beginning of a config: its name, and what says how the data are read."""
+    lines = (f"name: {json.dumps(facts.name, ensure_ascii=False)}", *_data_lines(facts))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def fingerprint_lines(facts: Facts) -> list[str]:
+    """Return the measurements of the masks as a table."""
+    found = facts.fingerprint
+    if found is None:
+        return []
+    rows = [["class", "pixels", *(f"{grid_px} px" for grid_px in found.kept)]]
+    for number, name in enumerate(facts.classes.names):
+        kept = (dice[number] for dice in found.kept.values())
+        rows.append([name, f"{found.shares[number]:.2%}", *("-" if d is None else f"{d:.3f}" for d in kept)])
+    return [f"{found.num_masks} masks: pixels of each class, and the Dice that it keeps on a grid", *aligned(rows)]
 
 
 def _line(text: str, reason: str = "") -> str:
@@ -63,73 +116,98 @@ def _line(text: str, reason: str = "") -> str:
     return f"{text}  # {printable(reason)}" if reason else text
 
 
-_GPU_MODEL = """\
-  name: deeplabv3_resnet50  # accurate; deeplabv3_mobilenet_v3_large is five times faster
-  weights_backbone: IMAGENET1K_V1  # downloaded once; null trains from scratch"""
-_CPU_MODEL = "  name: lraspp_mobilenet_v3_large  # no GPU here: the fastest model, from scratch"
-
-
 def _lines(facts: Facts) -> Iterator[str]:
-    """Yield the sections of a config, each without its last line break."""
-    content, num_train = facts.content, len(facts.division.train)
-    seen = visible_gpus()
-    num_gpus = len(seen.gpus)
-    (height, width), crop_reason = _crop(content)
-    batch, batch_reason = _batch(num_gpus, num_train, f" ({seen.message})" if seen.cure else "")
-    steps = max(1, num_train // batch)
-    wanted = 20_000 if num_gpus else 2_000
-    epochs = min(300, max(10, round(wanted / steps)))
-    yield f"name: {json.dumps(facts.name, ensure_ascii=False)}"
-    yield from _data_lines(facts)
-    yield f"  crop_px: [{height}, {width}]  # {crop_reason}"
+    """Yield the lines after those of the data set: what follows from the fingerprint and the machine."""
+    content, num_train, num_gpus, encoder = (
+        facts.content,
+        len(facts.division.train),
+        facts.machine.num_gpus,
+        facts.encoder,
+    )
+    cap = (768 if min(content.median_px) >= 900 else 512) if num_gpus else 256
+    yield f"  crop_px: {_crop(content, cap)}  # multiples of 32 that 90 % of the images reach, at most {cap}"
+    yield from _augmentation_lines(facts)
     if sum(h * w * 4 for h, w in content.sizes_px) / len(content.sizes_px) * num_train < 2 << 30:
         yield "  cache: ram  # the decoded data set needs less than 2 GiB"
-    yield "model:\n  library: torchvision"
-    yield _GPU_MODEL if num_gpus else _CPU_MODEL
-    yield "loss:"
-    yield "  name: ce"
-    counts = [count for value, count in content.pixels.items() if facts.classes.class_of(value) is not None]
-    rarest = min(counts, default=0) / max(1, sum(counts))
-    if len(counts) > 1 and rarest < RARE_SHARE:
-        yield f"  class_weights: enet  # the rarest class has {rarest:.2%} of the pixels"
+    yield from _model_lines(facts)
+    yield from _loss_lines(facts)
+    batch = min(encoder.batch * max(1, num_gpus), max(1, num_train))
+    reason = f"{encoder.batch} for each of {num_gpus} GPUs; the largest that fits: segapp plan --config FILE"
+    steps = max(1, num_train // batch)
+    epochs = max(10, round((20_000 if num_gpus else 2_000) / steps))
     yield f"""\
 optim:
   name: adamw
-  lr: {5e-4 * math.sqrt(batch / 8):.1e}  # 5e-4 x sqrt(batch_size / 8)
+  lr: {encoder.lr * math.sqrt(batch / encoder.batch):.1e}  # {encoder.lr:g} x sqrt(batch_size / {encoder.batch})
   weight_decay: 0.01
 schedule:
   name: poly
   power: 0.9
   warmup_steps: 5%
 train:
-  epochs: {epochs}  # about {epochs * steps} steps, {steps} per epoch
-  batch_size: {batch}  # {batch_reason}"""
-    yield f"eval:\n  every_epochs: {max(1, epochs // 20)}  # about twenty evaluations"
+  epochs: {epochs}  # {epochs * steps:,} steps, {steps} per epoch; {_time(facts, epochs * steps)}
+  batch_size: {batch}  # {reason if num_gpus else "small, because there is no GPU"}
+eval:
+  every_epochs: {max(1, epochs // 20)}  # about twenty evaluations"""
     largest_px = max(h * w for h, w in content.sizes_px)
     if largest_px > LARGE_PX:
         yield f"  slide: true  # windows of crop_px: the largest image has {largest_px / 1e6:.0f} Mpx"
 
 
-def _crop(content: MaskContent) -> tuple[tuple[int, int], str]:
-    """Return height and width of the crop, multiples of 32 that 90 % of the images reach, and the reason."""
-    cap = 768 if min(content.median_px) >= 900 else 512
-    sides = []
-    for axis in (0, 1):
-        lengths = sorted(size[axis] for size in content.sizes_px)
-        small = lengths[len(lengths) // 10]
-        sides.append(max(32, min(cap, small // 32 * 32)))
-    return (sides[0], sides[1]), f"a multiple of 32 that 90 % of the images reach, at most {cap}"
+def _crop(content: MaskContent, cap: int) -> list[int]:
+    """Return height and width of the crop."""
+    lengths = (sorted(size[axis] for size in content.sizes_px) for axis in (0, 1))
+    return [max(32, min(cap, own[len(own) // 10] // 32 * 32)) for own in lengths]
 
 
-def _batch(num_gpus: int, num_train: int, note: str) -> tuple[int, str]:
-    per_device = 8 if num_gpus else 4
-    batch = min(per_device * max(1, num_gpus), max(1, num_train))
-    if num_gpus:
-        return (
-            batch,
-            f"{per_device} for each of {num_gpus} GPUs{note}; the largest that fits: segapp plan --config FILE",
-        )
-    return batch, f"small, because there is no GPU{note}"
+def _time(facts: Facts, num_steps: int) -> str:
+    if facts.step_s is None:
+        return "segapp train --smoke --config FILE measures their time"
+    return (
+        f"about {duration(facts.step_s * num_steps)} at {facts.step_s:.2g} s, measured in three steps without loading"
+    )
+
+
+def _augmentation_lines(facts: Facts) -> Iterator[str]:
+    """Yield vertical flips and quarter turns if the classes lie in the images as in their mirror images."""
+    found = facts.fingerprint
+    if found is None or found.has_up:
+        yield "  # no vertical flips: the classes know up from down, or fewer than 50 masks have one of them"
+        return
+    flips = "{HorizontalFlip: {}}, {VerticalFlip: {}}" if found.has_sides else "{D4: {}}"
+    yield _line(
+        f"  augment: [{{ScaledCrop: {{scale: [0.5, 2.0]}}}}, {flips}, {{PhotometricChange: {{}}}}]",
+        f"{'vertical flips' if found.has_sides else 'flips and quarter turns'}: the classes lie alike in both images",
+    )
+
+
+def _model_lines(facts: Facts) -> Iterator[str]:
+    """Yield the model with the coarsest logits on which every class keeps its Dice, and the loss."""
+    found, encoder, problem = facts.fingerprint, facts.encoder, facts.weights_problem
+    kept = {stride_px: 1.0 if found is None else found.least_kept(stride_px) for stride_px in (4, 8)}
+    yield "model:"
+    if problem and not facts.machine.num_gpus and kept[8] >= MIN_KEPT:
+        yield "  library: torchvision"
+        yield f"  name: lraspp_mobilenet_v3_large  # stride 8: each class keeps a Dice of {kept[8]:.3f} or more"
+    else:
+        name = "DeepLabV3Plus" if kept[4] >= MIN_KEPT else "Unet"
+        reason = "or more there" if kept[4] >= MIN_KEPT else "only there, so logits have full resolution"
+        yield f"  library: smp\n  name: {name}  # stride 4: a class keeps a Dice of {kept[4]:.3f} {reason}"
+        yield f"  encoder: {encoder.name}"
+        if name == "Unet":
+            yield f"  options: {{decoder_channels: {list(encoder.decoder_channels)}}}"
+    named = "imagenet  # here, or downloaded once" if problem is None else f"null  # {WITHOUT_WEIGHTS}: {problem}"
+    yield printable(f"  weights_backbone: {named}")
+
+
+def _loss_lines(facts: Facts) -> Iterator[str]:
+    """Yield a loss in which rare classes count: by weights if classes are many, which Dice learns slowly."""
+    shares = [share for share in (facts.fingerprint.shares if facts.fingerprint else ()) if share]
+    yield "loss:\n  name: ce"
+    if len(shares) > 2 and min(shares) < RARE_SHARE:
+        yield f"  class_weights: enet  # the rarest of {len(shares)} classes has {min(shares):.2%} of the pixels"
+    else:
+        yield "  plus: [{name: dice}]  # every class counts alike, however few its pixels"
 
 
 def _data_lines(facts: Facts) -> Iterator[str]:

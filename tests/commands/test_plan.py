@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from segapp.commands.plan import _gpu_specs, print_plan
+from segapp.commands.plan import gpu_specs, print_plan
 from segapp.errors import ConfigError
 from segapp.memory.plan import GpuSpec
 from tests.support.fake_smi import FOUR, SLICED, Card, fake_smi, smi_of
@@ -50,7 +50,7 @@ def test_gpus_of_this_machine_are_ordered_by_free_memory(monkeypatch, tmp_path):
     }
     smi_of(tmp_path, tuple(Card(f"GPU-{each}", "A", *mib) for each, mib in sizes.items()), monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert _gpu_specs("here") == (GpuSpec(24564.0, "GPU 0"), GpuSpec(11000.0, "GPU 1"), GpuSpec(24000.0, "GPU 2"))
+    assert gpu_specs("here") == (GpuSpec(24564.0, "GPU 0"), GpuSpec(11000.0, "GPU 1"), GpuSpec(24000.0, "GPU 2"))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_plan_is_for_the_gpus_that_cuda_shows(monkeypatch, capsys, tmp_path, car
     smi_of(tmp_path, cards, monkeypatch)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [gpu.total_mib for gpu in _gpu_specs("here")] == sizes
+    assert [gpu.total_mib for gpu in gpu_specs("here")] == sizes
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"--gpus here: CUDA_VISIBLE_DEVICES='{visible}'" if said else "")
@@ -86,7 +86,7 @@ def test_plan_without_visible_gpus_says_why(monkeypatch, tmp_path, script, visib
         smi_of(tmp_path, FOUR, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ConfigError, match=r"^--gpus here: ") as caught:
-        _gpu_specs("here")
+        gpu_specs("here")
     for word in [*words, "or name the GPUs, such as --gpus 3x24220MiB"]:
         assert word in str(caught.value)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -13,12 +16,15 @@ from segapp.__main__ import main
 from segapp.config import RunConfig, load_config
 from segapp.datasets.layouts.formats import DataLocation, find_pairs
 from segapp.errors import ConfigError, DataError
+from segapp.memory.plan import GpuSpec
 from segapp.onboarding.init import InitRequest, propose_config
+from segapp.run.words import duration
 from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, listing, names_read, proposed
 from tests.support.fake_smi import FOUR, smi_of
 from tests.support.runs import segapp
 
 NAMES = "abcdefg"
+ONE_GPU = [GpuSpec(24_000.0)]
 
 
 def draw_split(root: Path, val: str = "hij") -> None:
@@ -34,22 +40,30 @@ def test_values_of_the_config_come_from_the_images(tmp_path: Path, monkeypatch: 
     draw_split(tmp_path / "d")
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert (config.data.crop_px, config.data.workers, config.data.cache) == ((32, 64), "auto", "ram")
-    assert (config.train.batch_size, config.train.epochs, config.eval.every_epochs) == (4, 300, 15)
+    assert (config.train.batch_size, config.train.epochs, config.eval.every_epochs) == (4, 2000, 100)
     assert (config.schedule.warmup_steps, config.eval.slide) == ("5%", False)
     Image.new("RGB", (3301, 2500), (90, 120, 30)).save(tmp_path / "d/images/val/h.jpg")
     draw_mask(tmp_path / "d/masks/val/h.png", size=(2500, 3301))
     assert proposed(tmp_path / "d", tmp_path / "made.yaml", force=True)[0].eval.slide
 
 
-@pytest.mark.parametrize(("size", "crop"), [((700, 1000), [512, 512]), ((901, 1000), [768, 768])])
-def test_large_images_have_a_large_crop_if_both_sides_are_large(
-    size: tuple[int, int], crop: list[int], tmp_path: Path
+@pytest.mark.parametrize(
+    ("size", "gpus", "crop"),
+    [
+        ((700, 1000), ONE_GPU, [512, 512]),
+        ((901, 1000), ONE_GPU, [768, 768]),
+        ((901, 1000), None, [256, 256]),
+        ((200, 400), None, [192, 256]),
+    ],
+)
+def test_crop_is_what_the_device_can_afford(
+    size: tuple[int, int], gpus: list[GpuSpec] | None, crop: list[int], tmp_path: Path
 ) -> None:
     for name in NAMES:
         draw_mask(tmp_path / "d/masks" / f"{name}.png", size=size)
         (tmp_path / "d/images").mkdir(exist_ok=True)
         Image.new("RGB", size[::-1], (90, 120, 30)).save(tmp_path / "d/images" / f"{name}.jpg")
-    assert list(proposed(tmp_path / "d", tmp_path / "made.yaml")[0].data.crop_px) == crop
+    assert list(proposed(tmp_path / "d", tmp_path / "made.yaml", gpus=gpus)[0].data.crop_px) == crop
 
 
 def test_images_linked_from_another_disk_are_allowed_and_warned(tmp_path: Path) -> None:
@@ -71,26 +85,112 @@ def test_demo_data_are_recognised_as_cityscapes(tmp_path: Path) -> None:
 def test_real_camvid_is_recognised(camvid: Path, tmp_path: Path) -> None:
     config = load_config(propose_config(InitRequest(camvid, tmp_path / "x.yaml")).configs[0])
     assert config.data.format == "camvid"
-    assert config.data.crop_px == (352, 480)
-    assert config.loss.class_weights == "enet"
+    assert (config.data.crop_px, config.model.name) == ((256, 256), "Unet")
+    assert (config.loss.class_weights, config.loss.plus, config.data.augment) == ("enet", [], None)
+    text = (tmp_path / "x.yaml").read_text()
+    assert re.search(r"\n# class +pixels +4 px +8 px +16 px +32 px\n", text)
+    assert re.search(r"\n# pole +1\.08% +0\.750 +0\.473 ", text)  # IoU 0.602 at stride 4, measured independently
+    assert "class_weights: enet  # the rarest of 11 classes has 0.25% of the pixels" in text
 
 
 @pytest.mark.parametrize(
-    ("visible", "batch_size", "reason"),
+    ("visible", "batch_size", "device"),
     [
-        ("GPU-2,GPU-9", 7, "8 for each of 2 GPUs; the largest that fits"),
-        ("GPU-2,7", 7, "8 for each of 1 GPUs (CUDA_VISIBLE_DEVICES='GPU-2,7' ends for CUDA at '7'"),
-        ("NoDev", 4, "small, because there is no GPU (CUDA_VISIBLE_DEVICES='NoDev' hides every GPU: unset it"),
+        ("GPU-2,GPU-9", 7, "the 2 GPUs of this machine\n"),
+        ("GPU-2,7", 7, "the 1 GPUs of this machine (CUDA_VISIBLE_DEVICES='GPU-2,7' ends for CUDA at '7'"),
+        (
+            "NoDev",
+            4,
+            "the CPU of this machine, which has no GPU (CUDA_VISIBLE_DEVICES='NoDev' hides every GPU",
+        ),
     ],
 )
-def test_batch_is_for_the_gpus_that_cuda_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, batch_size: int, reason: str
+def test_first_comment_names_the_device_that_is_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, batch_size: int, device: str
 ) -> None:
     smi_of(tmp_path, FOUR, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     draw_split(tmp_path / "d")  # seven to train with
     assert proposed(tmp_path / "d", tmp_path / "made.yaml")[0].train.batch_size == batch_size
-    assert f"\n  batch_size: {batch_size}  # {reason}" in (tmp_path / "made.yaml").read_text()
+    assert (tmp_path / "made.yaml").read_text().startswith(f"# For {device}")
+
+
+def test_gpus_of_another_machine_are_assumed_and_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The config for a GPU fits it by the plan, and its model trains; no time is printed that was not measured."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    draw_split(tmp_path / "d")
+    out = tmp_path / "made.yaml"
+    with pytest.raises(SystemExit):
+        main(["init", str(tmp_path / "d"), "--out", str(out), "--gpus", "2x24GiB,11GiB", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["device"] == "3 GPUs (24.0 GiB, 24.0 GiB, 11.0 GiB), as --gpus says"
+    assert said["step_s"] is None
+    config = load_config(out)
+    assert (config.train.batch_size, config.model.encoder, config.optim.lr) == (7, "resnet50", 4.7e-4)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--config", str(out), "--gpus", "11GiB"])
+    assert ended.value.code == 0
+    small = ["train.steps=2", "train.batch_size=2", "eval.every_epochs=9", "parallel.mode=single"]
+    assert segapp("train", "--config", out, "--run", tmp_path / "run", "--plain", *small, cwd=tmp_path).returncode == 0
+
+
+def striped(folder: Path, width_px: int, num_classes: int = 2, *, share: float = 0.4) -> Path:
+    """Draws eight images of vertical stripes of the last class; the first of the others fills the rest."""
+    for number in range(8):
+        mask = np.zeros((96, 320), np.uint8)
+        for extra in range(1, num_classes - 1):
+            mask[:32, (extra - 1) * 96 : extra * 96] = extra
+        for left in range(3 + number, 320, round(width_px / share)):
+            mask[:, left : left + width_px] = num_classes - 1
+        for part, pixels in (("images", 90 + 100 * (mask > 0)), ("masks", mask)):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / part / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("width_px", "is_cached", "model"),
+    [
+        (100, False, ("torchvision", "lraspp_mobilenet_v3_large", None, 2e-3)),
+        (100, True, ("smp", "DeepLabV3Plus", "tu-tf_efficientnet_lite0", 1e-3)),
+        (17, False, ("smp", "DeepLabV3Plus", "resnet18", 2e-3)),
+        (3, False, ("smp", "Unet", "resnet18", 2e-3)),
+        (3, True, ("smp", "Unet", "tu-tf_efficientnet_lite0", 1e-3)),
+    ],
+)
+def test_model_has_the_coarsest_stride_that_keeps_every_class(
+    width_px: int, is_cached: bool, model: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder depends on the weights that can be had; the config says the Dice that decided, and the time."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    problem = None if is_cached else "no route to host"
+    monkeypatch.setattr("segapp.onboarding.init.weights_problem", lambda encoder: problem)
+    config, result, _ = proposed(striped(tmp_path / "d", width_px), tmp_path / "made.yaml", is_tried=True)
+    section = config.model
+    assert (section.library, section.name, section.encoder, config.optim.lr) == model
+    assert section.weights_backbone == ("imagenet" if is_cached else None)
+    assert ("no route to host" in (tmp_path / "made.yaml").read_text()) == (not is_cached)
+    assert result.facts.fingerprint is not None
+    stride = 8 if section.library == "torchvision" else 4
+    assert f"keeps a Dice of {result.facts.fingerprint.least_kept(stride):.3f}" in (tmp_path / "made.yaml").read_text()
+    found = re.search(r"(\d[\d,]*) steps, .*; about (\w+) at ([\d.]+) s", (tmp_path / "made.yaml").read_text())
+    assert found is not None
+    assert result.facts.step_s == pytest.approx(float(found[3]), rel=0.06)
+    assert found[2] == duration(result.facts.step_s * int(found[1].replace(",", "")))
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "share", "loss"),
+    [(2, 0.004, (None, ["dice"])), (3, 0.4, (None, ["dice"])), (3, 0.004, ("enet", []))],
+)
+def test_loss_is_for_the_rarest_class(
+    num_classes: int, share: float, loss: tuple[str | None, list[str]], tmp_path: Path
+) -> None:
+    folder = striped(tmp_path / "d", 1, num_classes, share=share)
+    section = proposed(folder, tmp_path / "made.yaml")[0].loss
+    assert (section.class_weights, [term.name for term in section.plus]) == loss
 
 
 def test_folder_without_data_set_is_one_clear_error(tmp_path: Path) -> None:
