@@ -38,13 +38,10 @@ def check_monitor(config: RunConfig) -> None:
     scheme, name = build_scheme(config.data), config.checkpoint.monitor
     kind, _, class_name = name.partition(":")
     if name in FOREGROUND and not scheme.foreground:
-        mean, first = name.removesuffix("_foreground"), scheme.names[0]
-        why = (
-            "with several classes per pixel, none is the background"
-            if scheme.multilabel
-            else (f"class 0 is {first!r}, which is no name of a background")
-        )
-        problem = f"{why}: use {mean}, or dice:NAME for the class that matters"
+        why = f"class 0 is {scheme.names[0]!r}, which is no name of a background"
+        if scheme.multilabel is not None:
+            why = "with several classes per pixel, none is the background"
+        problem = f"{why}: use {name.removesuffix('_foreground')}, or dice:NAME for the class that matters"
     elif name in SCORES or class_name in scheme.names:
         return
     else:

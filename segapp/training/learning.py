@@ -83,11 +83,8 @@ class LearningWatch:
             only = next(name for name, value in zip(shown, val.precision or (), strict=True) if value is not None)
             silent = [name for name, count in counts.items() if count]
             others = some_names([shown[name] for name in silent], 4)
-            tell(
-                "one_class",
-                silent,
-                f"every pixel is predicted as {shown[only]}, but the masks have other classes, {others}: {self._moves}",
-            )
+            text = f"every pixel is predicted as {shown[only]}, but the masks have other classes, {others}"
+            tell("one_class", silent, f"{text}: {self._moves}")
         for name, count in counts.items():
             if count >= NUM_UNPREDICTED and name not in self._told_classes:
                 text = f"{shown[name]} is in the validation masks and was not predicted in {count} evaluations in a row"
