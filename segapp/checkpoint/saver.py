@@ -97,10 +97,9 @@ class CheckpointSaver:
         ranks: Ranks,
         capture: Callable[[], Captured],
         *,
-        config_hash: str = "",
         during_save: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._folder, self._rules, self._capture, self._config_hash = folder, rules, capture, config_hash
+        self._folder, self._rules, self._capture = folder, rules, capture
         self._event_log, self._ranks = event_log, ranks
         self._during_save = during_save
         self._begun: Position | None = None
@@ -280,8 +279,7 @@ class CheckpointSaver:
             while self._unwritten:
                 captured, write_began_s = self._unwritten[0], time.perf_counter()
                 at, epoch, is_best = captured.position, captured.finished_epoch, captured.is_best
-                facts = CheckpointFacts(step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric,
-                                        config_hash=self._config_hash)  # fmt: skip
+                facts = CheckpointFacts(step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric)
                 entry, messages = save_checkpoint(self._folder, captured.state, facts, is_best=is_best,
                                                   finished_epoch=epoch, keep=self._rules.keep)  # fmt: skip
                 self._report(captured, entry, messages, copy_s, time.perf_counter() - write_began_s)

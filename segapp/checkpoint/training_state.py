@@ -4,7 +4,7 @@
 
 A checkpoint is a dict of tensors and plain values written by `torch.save`, so `torch.load(path, weights_only=True)` can
 read it. It has at least `model`, the state dict without a `module.` prefix, and `checkpoint`, its facts (format, step,
-epoch, position, metric, config_hash, torch_version), which stay in every copy of the file.
+epoch, position, metric), which stay in every copy of the file.
 """
 
 import math
@@ -87,8 +87,7 @@ def save_checkpoint(
         folder: The run's `checkpoints` folder; the caller holds the run's lock.
         state: Has at least `model`, the bare state dict, is finite (`require_finite`), and must not change during the
             call: pass a `snapshot` if training continues.
-        facts: Position and metric; a metric that is not finite is stored as None and is never the best. The version of
-            torch is added.
+        facts: Position and metric; a metric that is not finite is stored as None and is never the best.
         is_best: Also name it `best.pt`.
         finished_epoch: Also name it `epoch_0007.pt`, with this number.
         keep: Number of `epoch_*.pt` files that are kept.
@@ -101,7 +100,7 @@ def save_checkpoint(
         StorageError: the file could not be written; older checkpoints are untouched.
     """
     metric = facts.metric if facts.metric is not None and math.isfinite(facts.metric) else None
-    facts = facts.model_copy(update={"metric": metric, "torch_version": str(torch.__version__)})
+    facts = facts.model_copy(update={"metric": metric})
     content = as_storable({**state, "checkpoint": {"format": FORMAT, **facts.model_dump()}})
     return CheckpointFolder(folder).commit(
         lambda file: torch.save(content, file),  # type: ignore[arg-type]
@@ -125,9 +124,7 @@ def require_finite(state: Mapping[str, Any]) -> None:
             )
 
 
-def load_checkpoint(
-    source: Path | str, which: str = "auto", *, is_holder: bool = False, is_mapped: bool = False
-) -> LoadedCheckpoint:
+def load_checkpoint(source: Path | str, which: str = "auto", *, is_mapped: bool = False) -> LoadedCheckpoint:
     """Read a checkpoint and compare its sha256 with the manifest.
 
     Args:
@@ -135,7 +132,6 @@ def load_checkpoint(
             elsewhere) is read if its own checksums match, with a warning.
         which: For a folder: `auto` reads the newest intact checkpoint and reports the skipped ones; `last`, `best` or
             a file name (`epoch_0007.pt`) reads that one or fails.
-        is_holder: The caller holds the run's lock: damaged files are renamed to `*.corrupt` and aliases repaired.
         is_mapped: The tensors are mapped from the file instead of loaded. The caller must not keep them: if the file is
             removed from a network file system, access to its pages ends the process.
 
@@ -148,7 +144,7 @@ def load_checkpoint(
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         store = CheckpointFolder(folder)
         if which == "auto":
-            return _load_newest_intact(store, is_holder, read)
+            return _load_newest_intact(store, read)
         name = {"last": LAST, "best": BEST}.get(which, which)
         return _load_named(store, name if name.endswith(".pt") else f"{name}.pt", read)
     return _load_file(path, read)
@@ -191,7 +187,7 @@ def load_to_resume(
         elif is_resumed and store.is_untouched():
             print("the run has no checkpoint yet: it begins anew")
         elif is_resumed:
-            loaded = _load_newest_intact(store, True, load_mapped_tensors)
+            loaded = _load_newest_intact(store, load_mapped_tensors, is_holder=True)
         return None if loaded is None else (replace(loaded, state={}), loaded.file.stat().st_size)
 
     facts = on_main(ranks, load_on_main)
@@ -263,7 +259,8 @@ def check_resumable(
         ).see("resume-refused")
 
 
-def _load_newest_intact(store: CheckpointFolder, is_holder: bool, read: Reader) -> LoadedCheckpoint:
+def _load_newest_intact(store: CheckpointFolder, read: Reader, *, is_holder: bool = False) -> LoadedCheckpoint:
+    """Load the newest intact checkpoint; the holder of the run's lock sets damaged files aside and repairs aliases."""
     manifest = store.read_manifest()
     if not manifest.entries:
         files = sorted(path.name for path in store.path.glob("*.pt"))

@@ -29,7 +29,7 @@ from segapp.errors import (
     StorageError,
 )
 from segapp.memory.gpus import visible_gpus
-from segapp.parallel.agent import Policy, run_job
+from segapp.parallel.agent import run_job
 from segapp.parallel.launch import launch_local
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.files import open_new, remove_quietly, storage_errors_of, temporary_name
@@ -236,11 +236,10 @@ def can_do_better(code: int, before: Course, after: Course, num_round: int) -> b
     return code not in FINAL
 
 
-class RunPolicy(Policy):
+class RunPolicy:
     """Ends or restarts a training depending on the exit code of its run."""
 
     def __init__(self, request: LaunchRequest) -> None:
-        super().__init__()
         self._request = request
         self._num_rounds, self._num_vain, self._before = 0, 0, Course()
 

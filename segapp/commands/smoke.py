@@ -92,7 +92,7 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
             batch_size = load_config(folder / "run" / "config.yaml").train.batch_size
             measured = measure(folder, devices.devices)
             free_bytes = shutil.disk_usage(home).free
-            for note in schedule_notes(request.config, num_batches(num_train, batch_size, drop_last=True)):
+            for note in schedule_notes(request.config, num_batches(num_train, batch_size)):
                 print(f"alert: {note}", file=sys.stderr)
             full = estimate_full_run(request.config, batch_size, measured, num_train, num_val, free_bytes)
     except DataError as error:
@@ -173,7 +173,7 @@ def estimate_full_run(
     config: RunConfig, batch_size: int, measured: Measured, num_train: int, num_val: int, free_bytes: int
 ) -> dict[str, Any]:
     """Multiply the measurements by the counts of the full config; `total_s` and `disk_bytes` are the sums."""
-    timetable = build_timetable(config, num_batches(num_train, batch_size, drop_last=True))
+    timetable = build_timetable(config, num_batches(num_train, batch_size))
     steps, evaluations = timetable.num_steps, timetable.num_evaluations()
     train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
     saves = _num_saves(config.checkpoint, timetable, train_s + eval_s, measured.copy_s + measured.save_s)

@@ -6,7 +6,6 @@
 from segapp.config.load import (
     changed_keys as changed_keys,
     check_code as check_code,
-    config_hash as config_hash,
     config_schema as config_schema,
     dump_config as dump_config,
     explain_config as explain_config,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import filecmp
-import hashlib
 import math
 import os
 import re
@@ -277,11 +276,6 @@ def explain_config(config: RunConfig) -> str:
         flow = yaml.safe_dump(arguments, default_flow_style=True, sort_keys=False, width=math.inf)
         lines.append(f"#   - {name}: {flow.strip()}")
     return text + "\n".join(lines) + "\n"
-
-
-def config_hash(config: RunConfig) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of the complete config."""
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
 
 
 def config_schema() -> dict[str, Any]:

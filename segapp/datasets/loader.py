@@ -33,14 +33,13 @@ class TrainLoader:
     """Shuffled, augmented batches of one rank.
 
     The order of the global batch is the same for any `world_size`; each rank gets a contiguous share of it. A rank
-    without a share gets an empty batch.
+    without a share gets an empty batch. A last batch that is not full is dropped, unless it is the only one of an epoch.
 
     Args:
         dataset: The samples; its transform must return images of one size.
         batch_size: Images per batch, over all ranks.
         seed: Seed of the order.
         options: How batches are loaded; the default is to load in this process.
-        drop_last: Drop a last batch that is not full, unless it is the only batch of an epoch.
         rank: 0 to world_size - 1.
         world_size: Number of ranks, which share each batch.
         order: The samples of an epoch; None: every image once, shuffled.
@@ -58,7 +57,6 @@ class TrainLoader:
         *,
         seed: int = 0,
         options: LoadOptions = _IN_PROCESS,
-        drop_last: bool = True,
         rank: int = 0,
         world_size: int = 1,
         order: Order | None = None,
@@ -74,7 +72,7 @@ class TrainLoader:
         self.rank = rank
         self.world_size = world_size
         self._divide = divide or (lambda num_samples: plan_shares(num_samples, world_size))
-        self._num_batches = num_batches(len(dataset), batch_size, drop_last=drop_last)
+        self._num_batches = num_batches(len(dataset), batch_size)
         self._pool = BatchPool(dataset, options, batch_size // world_size)
 
     def __len__(self) -> int:
@@ -100,7 +98,7 @@ class TrainLoader:
         """Yield the samples of this rank, and the position of the first in the epoch, for each batch of an epoch."""
         order = self._order(epoch)
         for first in range(0, len(self) * self.batch_size, self.batch_size):
-            samples = order[first : first + self.batch_size]  # of all ranks; the last batch may be short
+            samples = order[first : first + self.batch_size]  # of all ranks; the only batch may be short
             sizes = self._divide(len(samples))
             yield part_of(samples, self.rank, sizes), first + sum(sizes[: self.rank])
 

@@ -106,11 +106,10 @@ def part_of(samples: list[Item], rank: int, sizes: Sequence[int]) -> list[Item]:
     return samples[start : start + sizes[rank]]
 
 
-def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Return the number of batches of an epoch: at least 1, even if the data set is smaller than a batch.
+def num_batches(num_samples: int, batch_size: int) -> int:
+    """Return the number of full batches of an epoch, or 1 if the data set is smaller than a batch.
 
-    >>> num_batches(10, 4, drop_last=True), num_batches(10, 4, drop_last=False), num_batches(3, 4, drop_last=True)
-    (2, 3, 1)
+    >>> num_batches(11, 4), num_batches(3, 4)
+    (2, 1)
     """
-    whole = num_samples // batch_size if drop_last else -(-num_samples // batch_size)
-    return max(1, whole)
+    return max(1, num_samples // batch_size)

@@ -22,7 +22,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import run
 from torch.distributed.distributed_c10d import PrefixStore
@@ -64,26 +64,20 @@ class JobEndedError(Exception):
         self.code = code
 
 
-class Policy:
-    """Decision after the end of a rank: this policy ends the job with the exit code of that rank."""
-
-    def __init__(self, command: Sequence[str] = ()) -> None:
-        self.command = command
+class Policy(Protocol):
+    """What the ranks of a round run, and what follows after the end of one."""
 
     def begin_round(self) -> Sequence[str]:
         """Return Python's arguments for the ranks of the next round."""
-        return self.command
 
     def code_of_job(self, code: int, *, regroups: bool) -> int | None:
         """Return the exit code of the job after one of its ranks has ended with `code`; None: another round follows.
 
         `regroups`: an agent has stopped its ranks for another round, for example because a machine wants to join.
         """
-        return code
 
     def code_after_signal(self, number: int) -> int:
         """Return the exit code of the job if a signal has stopped it before a rank could save."""
-        return 128 + number
 
 
 class Agent(LocalElasticAgent):
@@ -335,20 +329,20 @@ class SignedBackend(C10dRendezvousBackend):
         return state
 
 
-def run_job(options: Namespace, secret: bytes, policy: Policy | None = None, *, shutdown_s: float = 30.0) -> int:
+def run_job(options: Namespace, secret: bytes, policy: Policy, *, shutdown_s: float) -> int:
     """Run the ranks of this machine, and return the exit code of the job.
 
     SIGINT and SIGTERM are passed on to the ranks, which save and end; SIGUSR1 is passed on, too.
 
     Args:
-        options: the options of torchrun, and the program of the ranks.
+        options: the options of torchrun.
         secret: the secret that the agents of the job share.
-        policy: by default the options' program, and the end of the job with the first rank that fails.
+        policy: the arguments of the ranks, and the decision after the end of one.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart joins the old store
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch's own handling loses the ranks' exit codes
-    config, program, command = run.config_from_args(options)
+    config, program, _ = run.config_from_args(options)
     machines = "{0}" if config.min_nodes == config.max_nodes else "{0} to {1}"
     machines = machines.format(config.min_nodes, config.max_nodes)
     limit_s = config.rdzv_configs.get("join_timeout", _JOIN_S)
@@ -370,7 +364,7 @@ def run_job(options: Namespace, secret: bytes, policy: Policy | None = None, *, 
         **{name: getattr(config, name) for name in shared},
     )
     endpoint = parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
-    agent = Agent(spec, config.logs_specs, policy or Policy(command), endpoint, shutdown_s, waiting)
+    agent = Agent(spec, config.logs_specs, policy, endpoint, shutdown_s, waiting)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, agent.pass_on)
     return agent.carry_out()

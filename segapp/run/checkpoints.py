@@ -26,7 +26,6 @@ import os
 import re
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +72,7 @@ class DamagedError(Exception):
 
 
 class CheckpointFacts(BaseModel):
-    """The position of a checkpoint in its training, and the program that wrote it."""
+    """The position of a checkpoint in its training."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -85,9 +84,6 @@ class CheckpointFacts(BaseModel):
     """Number of batches of that epoch that were already used."""
     metric: float | None = None
     """The score by which the best checkpoint is chosen."""
-    config_hash: str = ""
-    """Hash of the resolved config."""
-    torch_version: str = ""
 
     @property
     def last_epoch(self) -> int:
@@ -104,8 +100,6 @@ class CheckpointEntry(CheckpointFacts):
     """Name of the file in `objects/`."""
     sha256: str
     size_bytes: int
-    saved_s: float = 0.0
-    """Time of the commit, Unix seconds."""
 
 
 @dataclass
@@ -407,7 +401,6 @@ class CheckpointFolder:
                 object=f"{facts.step:08d}-{sha256[:16]}.pt",
                 sha256=sha256,
                 size_bytes=size_bytes,
-                saved_s=round(time.time(), 3),
             )
             self._publish(temporary, entry)
             manifest = manifest.with_entry(entry, alias_names(finished_epoch, is_best), keep)

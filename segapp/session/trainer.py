@@ -21,7 +21,7 @@ from segapp.assembly.pairs import build_scheme, check_splits_apart, count_images
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
-from segapp.config import LiveSettings, RunConfig, config_hash, dump_config
+from segapp.config import LiveSettings, RunConfig, dump_config
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.inspection import check_ranges
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -148,14 +148,13 @@ def build_trainer(
         plateau=build_plateau(
             config.schedule, config.optim.lr, larger_is_better=score_named(config.checkpoint.monitor).larger_is_better
         ),
-        config_hash=config_hash(config),
     )
 
 
 def _with_momentum(config: RunConfig, model: SegmentationModel, num_images: int) -> tuple[RunConfig, str | None]:
     """Set the momentum that suits the run in a model; return the config with it, and a note on a raised one."""
     train, note = config.train, None
-    per_epoch = num_batches(num_images, train.batch_size, drop_last=True)
+    per_epoch = num_batches(num_images, train.batch_size)
     num_passes = run_length(train, per_epoch)[1] * train.accumulate
     momentum = suited_momentum(model, num_passes, is_thawed=config.model.freeze_epochs is not None)
     if momentum is not None:

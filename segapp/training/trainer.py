@@ -161,7 +161,6 @@ class Trainer:
         controller: CommandController,
         oom_policy: OomPolicy,
         plateau: Plateau | None = None,
-        config_hash: str = "",
     ) -> None:
         self.settings, self.facts = settings, facts
         self.engine, self.train_loader, self.validation = engine, train_loader, validation
@@ -186,7 +185,6 @@ class Trainer:
             context.event_log,
             context.ranks,
             self._capture,
-            config_hash=config_hash,
             during_save=lambda: self.activities.during("save"),
         )
         self._has_stepped = False

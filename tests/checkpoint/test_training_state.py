@@ -9,6 +9,7 @@ import signal
 import sys
 from collections import OrderedDict, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from torch import nn
 from segapp import failpoints
 from segapp.accelerator import Accelerator
 from segapp.checkpoint.snapshot import capture_rng, hold_own_state, num_tensor_bytes, restore_rng, snapshot
-from segapp.checkpoint.training_state import load_checkpoint, require_finite, save_checkpoint
+from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint, load_to_resume, require_finite, save_checkpoint
 from segapp.errors import CheckpointError, NonFiniteError, StorageError
+from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 from tests.support.runs import differing
 
@@ -49,6 +51,11 @@ def state_of(step: int) -> dict:
 
 def save(folder: Path, step: int, *, metric=None, **options):
     return save_checkpoint(folder, state_of(step), facts(step, 1 + step // 10, metric=metric), **options)
+
+
+def resume(folder: Path) -> LoadedCheckpoint:
+    """Load as a training that holds the lock of the run with this folder of checkpoints."""
+    return load_to_resume(Ranks(), SimpleNamespace(checkpoints=folder), is_resumed=True)
 
 
 def facts(step: int, epoch: int, **others) -> CheckpointFacts:
@@ -98,11 +105,10 @@ def test_training_state_is_read_back_bit_for_bit(tmp_path):
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": capture_rng()}
     expected = snapshot(state)
-    save_checkpoint(tmp_path, state, facts(7, 2, position=3, metric=0.5, config_hash="abc"))
+    save_checkpoint(tmp_path, state, facts(7, 2, position=3, metric=0.5))
     loaded = load_checkpoint(tmp_path)
     assert (loaded.step, loaded.facts.epoch, loaded.facts.position, loaded.messages) == (7, 2, 3, ())
-    about = loaded.state.pop("checkpoint")
-    assert (about["metric"], about["config_hash"]) == (0.5, "abc")
+    assert loaded.state.pop("checkpoint")["metric"] == 0.5
     assert differing(loaded.state, expected) == []
     assert torch.load(tmp_path / "last.pt", weights_only=True)["checkpoint"]["step"] == 7
 
@@ -291,8 +297,8 @@ def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
         assert problems(folder) == []
         last, best = (40, 20) if point in BEFORE_COMMIT else (50, 50)
         assert [load_checkpoint(folder, which).step for which in ("best", "epoch_0004")] == [best, 40]
-        for is_holder in (False, True):
-            loaded = load_checkpoint(folder, is_holder=is_holder)
+        for load in (load_checkpoint, resume):
+            loaded = load(folder)
             assert (assert_is_whole(loaded.state), loaded.messages) == (last, ())
         assert assert_is_whole(torch.load(folder / "last.pt", weights_only=True)) == last
         # The next save works, tidies up, and nothing is left over.
@@ -326,7 +332,7 @@ def test_error_after_commit_is_reported_and_repaired_later(tmp_path, point):
     _, messages = save(tmp_path, 20)
     assert any("last.pt could not be pointed" in message for message in messages)
     failpoints.arm("")
-    loaded = load_checkpoint(tmp_path, is_holder=True)
+    loaded = resume(tmp_path)
     assert (loaded.step, loaded.messages) == (20, ())
     assert torch.load(tmp_path / "last.pt", weights_only=True)["checkpoint"]["step"] == 20
 
@@ -350,12 +356,12 @@ def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, newest, how):
     viewer = load_checkpoint(tmp_path)
     assert viewer.step == assert_is_whole(viewer.state) == 20
     assert names(tmp_path) == ["last.pt"], "a reader changes nothing"
-    loaded = load_checkpoint(tmp_path, is_holder=True)
+    loaded = resume(tmp_path)
     assert loaded.step == 20
     assert "last.pt (epoch 1, step 10) is damaged" in loaded.messages[0]
     assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
     assert problems(tmp_path) == []
-    again = load_checkpoint(tmp_path, is_holder=True)
+    again = resume(tmp_path)
     assert (again.step, again.messages) == (20, ())
     assert assert_is_whole(torch.load(tmp_path / "last.pt", weights_only=True)) == 20
     with pytest.raises(CheckpointError, match="damaged"):
@@ -375,7 +381,7 @@ def test_two_damaged_newest_fall_back_to_third_then_none(tmp_path):
     damage(tmp_path / "epoch_0001.pt", "flip")
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match="none of the 3 checkpoints") as caught:
-        load_checkpoint(tmp_path, is_holder=True)
+        resume(tmp_path)
     assert str(caught.value).count("is damaged") == 3
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
@@ -389,7 +395,7 @@ def test_overwritten_last_is_detected_and_its_object_loads(tmp_path, newest, put
     (tmp_path / "last.pt").unlink()
     put(tmp_path / "last.pt")
     assert "last.pt" in CheckpointFolder(tmp_path).verify()[0].problem
-    loaded = load_checkpoint(tmp_path, is_holder=True)
+    loaded = resume(tmp_path)
     assert loaded.step == 10
     assert "last.pt is damaged" in loaded.messages[0]
     assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
@@ -420,7 +426,7 @@ def test_damaged_manifest_is_refused_and_objects_are_kept(tmp_path, change):
     manifest = tmp_path / "manifest.json"
     manifest.write_text(change(json.loads(manifest.read_text())))
     with pytest.raises(CheckpointError, match=r"manifest|sha256|none of the 1"):
-        load_checkpoint(tmp_path, is_holder=True)
+        resume(tmp_path)
     [kept] = [path.read_bytes() for path in (tmp_path / "objects").iterdir()]
     # A person names the file: it is read on its own checksums, and later saves do not remove what was there.
     shutil.copy(tmp_path / "last.pt", tmp_path / "mine.pt")
@@ -477,7 +483,7 @@ def test_object_that_is_gone_is_restored_from_its_alias(tmp_path, newest, use, i
         (tmp_path / "last.pt").unlink()
         (tmp_path / "last.pt").write_bytes(content)
     if use == "load":
-        loaded = load_checkpoint(tmp_path, is_holder=True)
+        loaded = resume(tmp_path)
         said = f"objects/{newest.name} was missing and is restored from last.pt"
         assert (loaded.step, loaded.messages) == (10, (said,))
     else:
@@ -495,7 +501,7 @@ def test_object_is_not_restored_from_a_damaged_alias(tmp_path, newest, is_there)
     (tmp_path / "last.pt").unlink()
     if is_there:
         (tmp_path / "last.pt").write_bytes(b"x")
-    loaded = load_checkpoint(tmp_path, is_holder=True)
+    loaded = resume(tmp_path)
     assert loaded.step == 20
     assert ("is damaged" if is_there else "is missing") in loaded.messages[0], loaded.messages
     assert not newest.exists()

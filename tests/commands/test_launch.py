@@ -250,7 +250,7 @@ def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
     meeting.num_nodes_waiting.return_value = 0
     meeting._store.set("segapp/run/code", "75")
     spec = WorkerSpec("segapp", 1, meeting, entrypoint="true")
-    agent = agents.Agent(spec, DefaultLogsSpecs(), agents.Policy(), ("127.0.0.1", 29500), 5.0, "")
+    agent = agents.Agent(spec, DefaultLogsSpecs(), RunPolicy(request_for(Path("run"))), ("127.0.0.1", 29500), 5.0, "")
     assert agent.carry_out() == 75
 
 

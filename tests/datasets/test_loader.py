@@ -72,21 +72,18 @@ def test_parts_of_the_ranks_are_even_and_in_order(num_samples: int, world_size: 
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "batch_size", "drop_last", "sizes"),
-    [(13, 4, True, [4, 4, 4]), (13, 4, False, [4, 4, 4, 1]), (12, 4, False, [4, 4, 4]), (3, 4, True, [3])],
+    ("num_samples", "sizes"), [(13, [4, 4, 4]), (12, [4, 4, 4]), (7, [4]), (4, [4]), (3, [3])]
 )
-def test_number_of_batches_by_hand(
-    num_samples: int, batch_size: int, drop_last: bool, sizes: list[int], dataset: SegmentationDataset
-) -> None:
+def test_number_of_batches_by_hand(num_samples: int, sizes: list[int], dataset: SegmentationDataset) -> None:
     part = SegmentationDataset(dataset.pairs[:num_samples], dataset.scheme, dataset.transform)
-    loader = TrainLoader(part, batch_size, drop_last=drop_last)
+    loader = TrainLoader(part, 4)
     assert len(loader) == len(sizes)
     assert [len(batch) for batch in loader.epoch(0)] == sizes
 
 
 def test_rank_without_samples_gets_an_empty_batch(dataset: SegmentationDataset) -> None:
-    loader = TrainLoader(dataset, 4, drop_last=False, rank=2, world_size=3)
-    *_, last = loader.epoch(0)  # 13 samples: one is left for three ranks
+    part = SegmentationDataset(dataset.pairs[:2], dataset.scheme, dataset.transform)
+    (last,) = TrainLoader(part, 4, rank=2, world_size=3).epoch(0)  # two samples for three ranks
     assert last.indices == ()
     assert last.images.shape == (0, 3, *CROP)
     assert last.target.shape == (0, *CROP)
@@ -116,7 +113,7 @@ LISTED = [
 @case("R10", how="0, 1 and 2 workers", passes="the same batches")
 @pytest.mark.parametrize("way", ["plain", "list", "cutmix", "classmix", "class-balanced", "foreground"])
 def test_workers_resumes_and_ranks_give_the_same_samples(way: str, dataset: SegmentationDataset) -> None:
-    """Ranks have 2, 0 and 3 samples of a batch, and of the last one, of 3, what is left for them."""
+    """Ranks have 1, 0 and 2 samples of a batch."""
     order = None
     if way == "list":
         dataset.transform = TrainTransform(CROP, LISTED)
@@ -127,23 +124,23 @@ def test_workers_resumes_and_ranks_give_the_same_samples(way: str, dataset: Segm
         order = build_order(data, dataset, compute_class_frequencies(dataset), 1)
 
     def batches(workers: int = 0, start: int = 0, **rank: Any) -> list[Batch]:
-        made = TrainLoader(dataset, 5, seed=2, options=LoadOptions(workers), drop_last=False, order=order, **rank)
+        made = TrainLoader(dataset, 3, seed=2, options=LoadOptions(workers), order=order, **rank)
         found = list(made.epoch(7, start))
         made.close()
         return found
 
     whole = batches()
     expected = [digest(batch) for batch in whole]
-    assert [(batch.first, len(batch)) for batch in whole] == [(0, 5), (5, 5), (10, 3)]
-    assert len({pixels for _, pixels in expected}) == 3
+    assert [(batch.first, len(batch)) for batch in whole] == [(0, 3), (3, 3), (6, 3), (9, 3)]
+    assert len({pixels for _, pixels in expected}) == 4
     for workers, start in ((1, 0), (2, 1), (0, 2), (3, 2), (0, 9)):
         assert [digest(batch) for batch in batches(workers, start)] == expected[start:]
-    shares = {5: (2, 0, 3), 3: (2, 0, 1)}
-    ranks = [batches(rank=rank, world_size=3, divide=shares.__getitem__) for rank in range(3)]
+    shares = (1, 0, 2)
+    ranks = [batches(rank=rank, world_size=3, divide=lambda _: shares) for rank in range(3)]
     for batch, *parts in zip(whole, *ranks, strict=True):
-        assert tuple(len(part) for part in parts) == shares[len(batch)]
+        assert tuple(len(part) for part in parts) == shares
         assert sum((part.indices for part in parts), ()) == batch.indices
-        assert [part.first - batch.first for part in parts] == [0, 2, 2]
+        assert [part.first - batch.first for part in parts] == [0, 1, 1]
         for kind in ("images", "target"):
             assert torch.equal(torch.cat([getattr(part, kind) for part in parts]), getattr(batch, kind))
 

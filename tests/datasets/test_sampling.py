@@ -47,9 +47,7 @@ def loader(
 ) -> TrainLoader:
     config = DataConfig(format="folder", root="data", classes=list(CLASSES), **data)
     order = build_order(config, dataset, compute_class_frequencies(dataset), 1)
-    return TrainLoader(
-        dataset, 2, seed=1, options=LoadOptions(workers), drop_last=False, rank=rank, world_size=ranks, order=order
-    )
+    return TrainLoader(dataset, 2, seed=1, options=LoadOptions(workers), rank=rank, world_size=ranks, order=order)
 
 
 # --- order
@@ -102,7 +100,7 @@ def test_aimed_crops_contain_their_class(dataset: SegmentationDataset) -> None:
         aims = {(key.image, key.draw): key.aim for epoch in (1, 2, 3) for key in made._order(epoch)}
         assert len(aims) > 10
         for epoch in (1, 2, 3):
-            keys = made._order(epoch)
+            keys = made._order(epoch)[:12]  # the last batch, of one image, is left out
             targets = [target.numpy() for batch in made.epoch(epoch) for target in batch.target]
             assert all(key.aim is None or (target == key.aim).any() for key, target in zip(keys, targets, strict=True))
     assert len({dataset[SampleKey(0, 5, draw, aim=2)].image.numpy().tobytes() for draw in range(4)}) == 4
