@@ -55,7 +55,6 @@ class Accelerator:
         """Return the allocator's unused memory to the driver."""
 
     def has_bf16(self, device: torch.device) -> bool:
-        """Return True if the device computes in bfloat16."""
         return True
 
     def has_tf32(self, device: torch.device) -> bool:
@@ -63,7 +62,6 @@ class Accelerator:
         return True
 
     def has_float64(self, device: torch.device) -> bool:
-        """Return True if the device computes in float64."""
         return True
 
     def is_capturing(self) -> bool:
@@ -97,19 +95,15 @@ class Gpu(Accelerator):
         return getattr(torch, self.kind)
 
     def count(self) -> int:
-        """Return the number of visible devices."""
         return int(self._torch.device_count())
 
     def devices(self) -> list[torch.device]:
-        """Return the visible devices."""
         return [torch.device(self.kind, index) for index in range(self.count())]
 
     def is_available(self) -> bool:
-        """Return True if a device can be used."""
         return bool(self._torch.is_available())
 
     def is_initialized(self) -> bool:
-        """Return True if this process uses one of the devices."""
         return bool(self._torch.is_initialized())
 
     def current_index(self) -> int:
@@ -150,11 +144,9 @@ class Gpu(Accelerator):
         return host, self._torch.current_stream(tensor.device).record_event().query
 
     def rng_state(self, device: torch.device) -> Tensor:
-        """Return the state of the device's random generator."""
         return self._torch.get_rng_state(device)  # type: ignore[no-any-return]
 
     def set_rng_state(self, state: Tensor, device: torch.device) -> None:
-        """Set the state of the device's random generator."""
         self._torch.set_rng_state(state, device)
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
@@ -162,11 +154,9 @@ class Gpu(Accelerator):
         return self._torch.mem_get_info(device)  # type: ignore[no-any-return]
 
     def allocated_bytes(self, device: torch.device) -> int:
-        """Return the memory of live tensors."""
         return int(self._torch.memory_allocated(device))
 
     def reserved_bytes(self, device: torch.device) -> int:
-        """Return the memory that the allocator holds."""
         return int(self._torch.memory_reserved(device))
 
     def peak_reserved_bytes(self, device: torch.device) -> int:
@@ -239,7 +229,6 @@ class Mps(Gpu):
     peak_reserved_bytes, pop_peak_bytes = reserved_bytes, allocated_bytes
 
     def has_refused(self, device: torch.device) -> bool:
-        """Return False: Metal does not count the requests that it refuses."""
         return False
 
     def limit_memory(self, limit_bytes: float, device: torch.device) -> None:
@@ -267,7 +256,6 @@ ACCELERATORS: dict[str, Accelerator] = {each.kind: each for each in (_CPU, *GPUS
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return the kind of a device."""
     return ACCELERATORS.get(device.type, _CPU)
 
 

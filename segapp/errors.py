@@ -101,7 +101,6 @@ class SegappError(Exception):
         return fields | {name: value for name, value in own.items() if value not in (None, [])}
 
     def reworded(self, message: str) -> Self:
-        """Return this error with another message and the same fields."""
         error = copy.copy(self)
         error.args = (without_secrets(message),)
         return error

@@ -99,7 +99,6 @@ class Precision:
         return contextlib.nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale, for backward."""
         return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
 
     def backward(self, loss: Tensor) -> None:
@@ -152,7 +151,6 @@ class Precision:
 
     @torch.no_grad()
     def masters_to_model(self) -> None:
-        """Copy updated master weights into the half model."""
         if self._pairs:
             foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
 

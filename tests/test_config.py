@@ -1,6 +1,5 @@
 """The config: accepted values, refused values, and the error messages."""
 
-import hashlib
 import random
 import re
 from pathlib import Path

@@ -62,7 +62,6 @@ def changed_parts(saved: Any, config: RunConfig) -> list[str]:
 
 
 def _wrong_kind(key: str, name: str, component: object, wanted: str) -> ConfigError:
-    """Return the error for a custom component that returned an object of the wrong kind."""
     return ConfigError(f"{key} = {name} made a {type(component).__name__}: return {wanted}", key=key, value=name)
 
 

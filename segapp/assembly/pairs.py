@@ -107,7 +107,6 @@ def own_data(data: DataConfig, split: str) -> OwnData:
 
 
 def count_images(data: DataConfig, split: str) -> int:
-    """Return the number of images of a split."""
     return len(own_data(data, split)) if is_component(data.format) else len(build_pairs(data, split))
 
 
@@ -121,7 +120,6 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
 
 
 def split_names(data: DataConfig) -> tuple[str, str]:
-    """Return the names of the training and the validation split."""
     return data.train_split or "train", data.val_split or "val"
 
 

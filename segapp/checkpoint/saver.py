@@ -65,7 +65,6 @@ class Captured:
 
     @property
     def finished_epoch(self) -> int | None:
-        """The epoch that ended with this state; None within an epoch."""
         return self.position.epoch - 1 if self.position.batch == 0 and self.position.epoch > 1 else None
 
 

@@ -63,12 +63,10 @@ class LoadedCheckpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer updates done."""
         return int(self.state["checkpoint"]["step"])
 
     @property
     def facts(self) -> CheckpointFacts:
-        """Its position in the training."""
         return CheckpointFacts.model_validate(self.state["checkpoint"])
 
 

@@ -49,7 +49,6 @@ def _loss_checks(name: str, options: Mapping[str, Any], config: RunConfig | None
     target[0, :9], target[3, :, 5:] = IGNORED, IGNORED
 
     def whole(of: Tensor = target, times: int = 1) -> list[Tensor]:
-        """Return the loss of `times` copies of all images, and its gradient."""
         value = criterion((logits.repeat(times, 1, 1, 1),), of.repeat(times, 1, 1))
         return [value.detach(), *torch.autograd.grad(value, logits)]
 

@@ -113,10 +113,8 @@ def build_predictor(networks: Sequence[str], options: PredictOptions) -> Predict
 
 
 def predictor_of(trained: TrainedModel) -> TrainedPredictor:
-    """Return the predictor of a loaded network."""
     return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device)
 
 
 def _member(target: str, options: PredictOptions) -> TrainedPredictor:
-    """Return the predictor of a run, a checkpoint or weights."""
     return predictor_of(load_trained(target, options.config, slide=options.slide, tta=options.tta))

@@ -73,7 +73,6 @@ class TrainerProcess:
         return self.has_begun()
 
     def has_begun(self) -> bool:
-        """Return True if the training has begun."""
         self._has_begun |= any(raw["type"] == "run_start" for raw in self._events.read_raw())
         return self._has_begun
 

@@ -180,7 +180,6 @@ class JudgedImage:
 
     @property
     def pair(self) -> ImagePair:
-        """The image and mask files."""
         return self.dataset.pairs[self.index]
 
 

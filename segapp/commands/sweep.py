@@ -69,7 +69,6 @@ class SweepRun:
 
     @property
     def stored_config(self) -> Path:
-        """The file in the folder of the sweep with its complete config."""
         return self.folder.path.parent / "configs" / f"{self.name}.yaml"
 
 
@@ -466,7 +465,6 @@ def setting_lines(runs: Sequence[SweepRun]) -> list[str]:
 
 
 def _mean(values: Sequence[float]) -> str:
-    """Return the mean ± the sample deviation of several runs."""
     deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.4f}{deviation}"
 

@@ -218,7 +218,6 @@ class PythonBackend(backend_registration._DummyBackendModule):
     """A device module for `register_python_backend`, with autocast to both half types."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes that autocast supports."""
         return [torch.float16, torch.bfloat16]
 
 

@@ -279,7 +279,6 @@ def explain_config(config: RunConfig) -> str:
 
 
 def config_schema() -> dict[str, Any]:
-    """Return the JSON schema of a config file, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
 
 

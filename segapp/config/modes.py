@@ -42,7 +42,6 @@ FEATURES = (
 
 
 def unsupported(config: RunConfig, mode: str) -> Iterator[Feature]:
-    """Yield the features of a config that do not work in a mode."""
     return (feature for feature in FEATURES if feature.is_on(config) and mode not in feature.modes)
 
 

@@ -160,7 +160,6 @@ def _has_fitting_colors(data: DataConfig) -> bool:
 
 
 def _has_other_number_of_budgets(parallel: ParallelConfig) -> bool:
-    """Return True if `memory_budget_mib` does not have one number for each of the named devices."""
     is_named = isinstance(parallel.devices, list) and parallel.mode not in ("single", "model")
     return is_named and len(parallel.memory_budget_mib or ()) != len(parallel.devices)
 

@@ -418,7 +418,6 @@ class ParallelConfig(Section):
 
     @property
     def has_split(self) -> bool:
-        """True if the user sets the batch split."""
         return self.gpu0_bsz is not None or self.shares is not None
 
 

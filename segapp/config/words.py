@@ -155,7 +155,6 @@ def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _members(loc: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the schemas of the types that a field accepts."""
     node = _field_schema(loc) or {}
     members: list[dict[str, Any]] = node.get("anyOf", [node])
     return members

@@ -53,7 +53,6 @@ class PairMix:
         return min(drawn + (drawn >= index), num_images - 1)
 
     def __call__(self, own: Pair, other: Pair, seed: int) -> Pair:
-        """Return the mixed image and mask."""
         rng = np.random.default_rng([seed, 1])
         is_cut = rng.random() * (self.cutmix + self.classmix) < self.cutmix
         return (self._cutmix if is_cut else self._classmix)(own, other, rng)
@@ -111,7 +110,6 @@ class TensorOnDisk:
         return 1
 
     def __getitem__(self, key: tuple[EllipsisType, slice, slice]) -> Tensor:
-        """Return some rows and columns."""
         part = torch.from_numpy(self.pixels[key[1:]])
         return (part if part.dim() == 2 else part.permute(2, 0, 1).contiguous())[None]
 

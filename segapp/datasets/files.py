@@ -83,7 +83,6 @@ class ImagePair:
 
     @property
     def masks(self) -> tuple[Path, ...]:
-        """All mask files."""
         return () if self.mask is None else (self.mask, *self.others)
 
     @property

@@ -33,7 +33,7 @@ class TrainLoader:
     """Shuffled, augmented batches of one rank.
 
     The order of the global batch is the same for any `world_size`; each rank gets a contiguous share of it. A rank
-    without a share gets an empty batch. A last batch that is not full is dropped, unless it is the only one of an epoch.
+    without a share gets an empty batch. A last batch that is not full is dropped, unless an epoch has no other.
 
     Args:
         dataset: The samples; its transform must return images of one size.
@@ -80,7 +80,6 @@ class TrainLoader:
 
     @property
     def workers(self) -> int:
-        """Number of loading processes."""
         return self._pool.options.workers
 
     def epoch(self, epoch: int, start_batch: int = 0, *, last_epoch: int = 0) -> Iterator[Batch]:
@@ -103,7 +102,6 @@ class TrainLoader:
             yield part_of(samples, self.rank, sizes), first + sum(sizes[: self.rank])
 
     def close(self) -> None:
-        """Stop the workers."""
         self._pool.close()
 
 
@@ -166,7 +164,6 @@ class EvalLoader:
         return large, [[SampleKey(0, index) for index in batch] for batch in others]
 
     def close(self) -> None:
-        """Stop the workers."""
         self._pool.close()
 
 

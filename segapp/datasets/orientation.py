@@ -38,7 +38,6 @@ class Header:
 
     @property
     def raw_px(self) -> Size:
-        """Height and width as stored."""
         return self.size_px[::-1] if self.orientation >= 5 else self.size_px
 
 

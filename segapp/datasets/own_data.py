@@ -44,7 +44,6 @@ class OwnData:
         return str(self.source.name(index)) if hasattr(self.source, "name") else f"{self.split}[{index}]"
 
     def pairs(self, indices: Sequence[int] | None = None) -> list[OwnPair]:
-        """Return images by their indices, by default all of them."""
         named = ((index, self.name(index)) for index in (range(len(self)) if indices is None else indices))
         return [OwnPair(Path(name), Path(name), name, data=self, index=index) for index, name in named]
 
@@ -85,5 +84,4 @@ class OwnPair(ImagePair):
     index: int
 
     def read(self, scheme: ClassScheme, pixels: PixelFormat = RGB8) -> tuple[Pixels, Pixels]:
-        """Return `OwnData.read` of this image."""
         return self.data.read(self.index, scheme, pixels)

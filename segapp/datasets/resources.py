@@ -91,7 +91,6 @@ class ThreadPool(ThreadPoolExecutor):
 
 
 def evenly_spread(items: Sequence[Item], most: int | None) -> Sequence[Item]:
-    """Return at most `most` items, evenly spread; None: all."""
     return items if most is None else items[:: max(1, len(items) // max(most, 1))][:most]
 
 

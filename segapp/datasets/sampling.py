@@ -76,7 +76,6 @@ def aimed_order(num_samples: int, images_with: Mapping[int, Sequence[int]], shar
 
 
 def uniform_order(num_samples: int, seed: int) -> Order:
-    """Return the order in which an epoch has every image once."""
     return lambda epoch: [SampleKey(epoch, index) for index in sample_order(num_samples, seed, epoch)]
 
 

@@ -76,7 +76,6 @@ class MaskCounts:
 
     @property
     def valid_px(self) -> int:
-        """Number of pixels that are not ignored."""
         return self.size[0] * self.size[1] - self.ignored_px
 
 
@@ -146,7 +145,6 @@ class Targets:
 
     @property
     def is_complete(self) -> bool:
-        """True if every mask was read."""
         return self.num_read == self.num_masks
 
     @property
@@ -161,7 +159,6 @@ class Targets:
 
     @property
     def where(self) -> str:
-        """Description of the masks that were read."""
         if self.is_complete:
             return f"the {self.num_masks:,} mask{'s' * (self.num_masks != 1)} of split {self.split}"
         return f"the {self.num_read:,} of {self.num_masks:,} masks of split {self.split} that were read"
@@ -314,12 +311,10 @@ def _mapped(scheme: ClassScheme, present: str) -> str:
 
 
 def classes_present(targets: Targets, scheme: ClassScheme) -> list[str]:
-    """Return the names of the classes with a pixel."""
     return [name for name, count in zip(scheme.names, targets.frequencies.pixels, strict=True) if count]
 
 
 def classes_absent(targets: Targets, scheme: ClassScheme) -> list[str]:
-    """Return the names of the classes without a pixel."""
     return [name for name, count in zip(scheme.names, targets.frequencies.pixels, strict=True) if not count]
 
 

@@ -73,5 +73,4 @@ class ExportInfo(BaseModel):
         return PixelFormat(self.bands, self.dtype, self.value_range, self.mean, self.std, self.resize_px)
 
     def as_properties(self) -> dict[str, str]:
-        """Return each field as JSON text, by name."""
         return {name: json.dumps(value) for name, value in self.model_dump(mode="json").items()}

@@ -157,7 +157,6 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
 
 
 def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
-    """Return the module that is exported for this metadata, in eval mode."""
     is_argmax = info.output == "labels"
     return ExportNetwork(model, Preprocessing(info.pixels), align_corners=info.align_corners, argmax=is_argmax).eval()
 
@@ -289,7 +288,6 @@ def _compute_of(program: torch.export.ExportedProgram) -> Compute:
 
 
 def _write_pt2(program: torch.export.ExportedProgram, network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
-    """Write a pt2 file and return the network loaded from it."""
     torch.export.save(program, path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
     return _compute_of(torch.export.load(path))
 

@@ -56,7 +56,6 @@ class EvaluationSettings:
     other_devices: tuple[torch.device, ...] = ()  # share the batches with `device`, each with a copy of the model
 
     def on(self, device: torch.device) -> EvaluationSettings:
-        """Return the settings of an evaluation on another device."""
         inference = replace(self.inference, preprocessing=copy_to(self.inference.preprocessing, device))
         criterion = None if self.criterion is None else copy_to(self.criterion, device)
         return replace(self, inference=inference, device=device, criterion=criterion, other_devices=())
@@ -137,7 +136,6 @@ class EvaluationCounts:
         return (self.confusion.counts, *self._statistics)
 
     def merge(self, other: EvaluationCounts) -> None:
-        """Add the counts of another device."""
         for own, new in zip(self.tensors(), other.tensors(), strict=True):
             own += new.to(own.device)
         self.num_images += other.num_images
@@ -151,7 +149,6 @@ class EvaluationCounts:
         self.num_images = sum(ranks.gather(self.num_images))
 
     def result(self, notes: Sequence[str] = ()) -> Evaluation:
-        """Return the result for everything that was added."""
         loss = self._settings.finalize(self._statistics) if self._statistics else None
         return Evaluation(self.confusion.scores(), loss, self.num_images, self.confusion.matrix.cpu().clone(), notes)
 
@@ -192,7 +189,6 @@ class DeviceCounter:
         self.counts.num_images += len(batch.indices)
 
     def count(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> None:
-        """Evaluate images and add the counts of their pixels."""
         oom_failpoint("eval.forward")
         for counts, statistics in evaluate_parts(self.model, images, target, self.settings):
             self.counts.add(counts, statistics)

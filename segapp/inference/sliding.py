@@ -94,7 +94,6 @@ class NormalizedInput(nn.Module):
         return outputs
 
     def normalized(self, images: Tensor) -> Tensor:
-        """Return the input of the model."""
         size = self.model.suitable_size(*images.shape[-2:])
         return padded(self.preprocessing.normalize(images), size).contiguous(memory_format=self.memory_format)
 
@@ -242,7 +241,6 @@ def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: floa
 
 
 def window_starts(side: int, length: int, overlap: float) -> list[int]:
-    """Return the start of each window along one axis."""
     stride = max(1, math.ceil(length * (1 - overlap)))
     steps = math.ceil(max(side - length, 0) / stride) + 1
     return [min(i * stride, side - length) for i in range(steps)]

@@ -83,7 +83,6 @@ class AllocatorCounters:
         return {"allocated_mib": allocated / 2**20, "reserved_mib": reserved / 2**20}
 
     def pop_peak_mib(self) -> float | None:
-        """Return the allocator's peak, and reset it."""
         return self._gpu.pop_peak_bytes(self._device) / 2**20
 
 
@@ -251,7 +250,6 @@ class DeviceMemoryTracker:
 
     @property
     def is_shared(self) -> bool:
-        """True if several devices of the training are one real device."""
         return len({info.uuid or info.device for info in self.devices}) < len(self.devices)  # ranks on the CPU share it
 
     def mark(self, phase: str) -> None:
@@ -390,7 +388,6 @@ class MemorySampler:
             self.emit(Alert(kind="storage", message=message, step=self._step()))
 
     def sample(self) -> None:
-        """Emit a `memory` event."""
         devices = self.device_memory.sample()
         statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
         self.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self._step()))

@@ -67,7 +67,6 @@ class VisibleGpus:
 
     @property
     def message(self) -> str:
-        """The problem and its cure."""
         return ": ".join(filter(None, (self.problem, self.cure)))
 
 

@@ -75,11 +75,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def phase(self) -> str:
-        """The current phase."""
         return self._marks[-1][1]
 
     def mark(self, phase: str) -> None:
-        """Begin a phase."""
         self._marks.append((len(self._events), phase))
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
@@ -153,7 +151,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def num_marks(self) -> int:
-        """Number of marks so far."""
         return len(self._marks)
 
     def _peak_events(self, first_mark: int) -> dict[str, dict[str, tuple[int, int]]]:

@@ -133,7 +133,6 @@ class Line:
 
     @classmethod
     def through(cls, samples: tuple[int, int], values: Sequence[float]) -> Line:
-        """Return the line through two simulations."""
         slope, (fixed,) = fit_lines([list(zip(samples, values, strict=True))])
         return cls(fixed or 0.0, slope or 0.0)
 
@@ -151,13 +150,11 @@ class PhaseLines:
 
     @classmethod
     def through(cls, samples: tuple[int, int], peaks: Sequence[PhasePeak]) -> PhaseLines:
-        """Return the lines through two simulations."""
         kinds = dict.fromkeys(kind for peak in peaks for kind in peak.by_kind)
         by_kind = {kind: Line.through(samples, [peak.by_kind.get(kind, 0.0) for peak in peaks]) for kind in kinds}
         return cls(Line.through(samples, [peak.mib for peak in peaks]), by_kind)
 
     def at(self, samples: int) -> PhasePeak:
-        """Return the peak with this number of samples."""
         return PhasePeak(self.total.at(samples), {kind: line.at(samples) for kind, line in self.by_kind.items()})
 
 
@@ -201,11 +198,9 @@ class PlannedPeaks:
     """Device 0 without samples."""
 
     def peaks(self, split: Sequence[int]) -> tuple[dict[str, PhasePeak], ...]:
-        """Return phase -> peak for every device."""
         return tuple(lines.peaks(samples) for lines, samples in self._devices(split))
 
     def phase_mib(self, split: Sequence[int]) -> tuple[dict[str, float], ...]:
-        """Return phase -> MiB for every device."""
         return tuple(lines.phase_mib(samples) for lines, samples in self._devices(split))
 
     def peak_mib(self, split: Sequence[int]) -> tuple[float, ...]:
@@ -381,11 +376,9 @@ class PeakModel:
         return fixed
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
         measured = [[list(split), list(peaks)] for split, peaks in self.measured.items()]
         return {"measured": measured, "slope_mib": self.slope_mib}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PeakModel:
-        """Return the model of `to_json`'s values."""
         return cls({tuple(split): tuple(peaks) for split, peaks in values["measured"]}, values["slope_mib"])

@@ -61,7 +61,6 @@ class OverheadEstimate:
     """Share of the rest for tensors, 0 to 1; the remainder is for the allocator's rounding and fragments."""
 
     def required_mib(self, tensors_mib: Sequence[float]) -> tuple[float, ...]:
-        """Return the memory that each GPU needs for its tensors."""
         each_gpu = zip(self.context_mib, tensors_mib, strict=True)
         return tuple(context_mib + mib / self.tensor_frac for context_mib, mib in each_gpu)
 
@@ -151,11 +150,9 @@ class Planner:
 
     @property
     def has_split(self) -> bool:
-        """True if the batch can be divided in several ways."""
         return self.model.mode in ("dp", "ddp")
 
     def all_fit(self, tensors_mib: Sequence[float]) -> bool:
-        """Return True if every GPU has the memory for its tensors."""
         required_mib = self.overhead.required_mib(tensors_mib)
         return all(mib <= gpu.total_mib for mib, gpu in zip(required_mib, self.gpus, strict=True))
 
@@ -294,7 +291,6 @@ class SavedMemoryPlan:
         )
 
     def write(self, path: Path) -> None:
-        """Write the plan to a JSON file."""
         write_atomic(path, json.dumps({"format": _SAVED_FORMAT, **asdict(self)}, indent=1) + "\n")
 
 

@@ -85,7 +85,6 @@ _MASK_ALIGNMENT = 16
 
 @functools.cache
 def set_up() -> None:
-    """Register the backend in this process, once."""
     register_python_backend(BACKEND)
     torch.autograd.set_multithreading_enabled(False)  # fake tensors are not thread-safe
     _register_autocast()
@@ -119,7 +118,6 @@ def _is_eligible(value: Any) -> bool:
 
 
 def _clear_casts(clear: Callable[[], None] = torch.clear_autocast_cache) -> None:
-    """Clear the autocast caches of torch and of the simulated devices."""
     _casts.clear()
     clear()
 

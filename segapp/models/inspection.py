@@ -101,7 +101,6 @@ class _LookUps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     were_made = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the operator."""
         self.were_made |= func.overloadpacket in _LOOK_UPS
         return func(*args, **(kwargs or {}))
 

@@ -7,7 +7,6 @@ from segapp.errors import ConfigError, accepted_words
 
 
 def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name."""
     message = f"{key}: {value!r} is not {what}: {accepted_words(value, sorted(known), most=3)}"
     return ConfigError(message, key=key, value=value)
 

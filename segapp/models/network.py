@@ -90,7 +90,6 @@ class SegmentationModel(nn.Module):
 
     @property
     def backbone_module(self) -> nn.Module:
-        """The backbone, for which pretrained weights exist."""
         return self.get_submodule(self.backbone_name)
 
     @property
@@ -137,7 +136,6 @@ class SegmentationModel(nn.Module):
         )
 
     def accepts(self, height_px: int, width_px: int) -> bool:
-        """Return True if the network can run on images of this size."""
         if self.fixed_size_px is not None:
             return (height_px, width_px) == self.fixed_size_px
         return all(side >= self.min_size_px and side % self.size_divisor == 0 for side in (height_px, width_px))

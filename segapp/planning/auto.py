@@ -58,7 +58,6 @@ def is_planned(config: RunConfig) -> bool:
 
 
 def with_train(config: RunConfig, **changes: Any) -> RunConfig:
-    """Return the config with some keys of `train` replaced, validated."""
     raw = config.model_dump(mode="json")
     return validate_config({**raw, "train": {**raw["train"], **changes}})
 

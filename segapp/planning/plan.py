@@ -63,7 +63,6 @@ class RecomputeSearch:
         self._planners: dict[BlocksPerDevice, Planner] = {self.no_blocks: planner}
 
     def planner(self, blocks: BlocksPerDevice) -> Planner:
-        """Return the planner of steps with these blocks recomputed."""
         if blocks not in self._planners:
             self._planners[blocks] = replace(self._planners[self.no_blocks], model=self._model(blocks))
         return self._planners[blocks]
@@ -292,7 +291,6 @@ def _nothing_fits(planner: Planner, tried: str) -> ConfigError:
 
 
 def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
-    """Return the config with another `train.batch_size`."""
     return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": batch_size})})
 
 

@@ -70,7 +70,6 @@ class SimulatedDevices(RealDevices):
         return placed
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
-        """Return the stages on which the parameters were placed."""
         return self._stages
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
@@ -207,7 +206,6 @@ class Simulator:
             yield assembler.assemble(parts, layout, backend, mark=ledger.mark), backend
 
     def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
-        """Return a batch of black crops."""
         scheme, pixels = self.assembler.scheme, self.assembler.pixels
         return blank_batch(scheme, num_samples, self._crop_px, pixels, device=device)
 
@@ -223,7 +221,6 @@ class Simulator:
 
 
 def build_simulator(config: RunConfig) -> Simulator:
-    """Build the simulator of a config, in the phase that needs the most memory."""
     config = with_precision(largest_phase(config), ())
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     return Simulator(StepAssembler(config, build_scheme(config.data), teacher))

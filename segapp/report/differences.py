@@ -100,7 +100,6 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
 
 
 def known(value: float) -> float | None:
-    """Return a number; None for NaN."""
     return None if math.isnan(value) else float(value)
 
 

@@ -37,6 +37,5 @@ def render(template: str, values: dict[str, Any]) -> str:
 
 
 def save_page(out: Path, page: str) -> None:
-    """Write a page; raise StorageError if it cannot be written."""
     with storage_errors(out):
         write_atomic(out, page)

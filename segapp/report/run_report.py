@@ -31,7 +31,6 @@ class RunReport:
 
     @property
     def name(self) -> str:
-        """Name of the run folder."""
         return self.folder.name
 
     @property
@@ -78,5 +77,4 @@ def read_run_report(run: str | Path, fields: Sequence[str] = ()) -> RunReport:
 
 
 def without_events(folder: RunFolder) -> RunError:
-    """Return the error about a run that has no `run_start` yet."""
     return RunError(f"{folder.path} has no events yet: train it first")

@@ -121,7 +121,6 @@ class Manifest:
         return sorted((name for name, sha in self.names.items() if sha == entry.sha256), key=last_first)
 
     def entry_named(self, name: str) -> CheckpointEntry | None:
-        """Return the checkpoint of an alias."""
         sha256 = self.names.get(name)
         return next((entry for entry in self.entries if entry.sha256 == sha256), None)
 
@@ -152,7 +151,6 @@ def last_first(name: str) -> tuple[bool, str]:
 
 
 def alias_names(finished_epoch: int | None, is_best: bool) -> list[str]:
-    """Return the aliases of a new checkpoint."""
     epoch = [] if finished_epoch is None else [f"epoch_{finished_epoch:04d}.pt"]
     return [LAST, *epoch, *([BEST] if is_best else [])]
 

@@ -58,7 +58,6 @@ class SetCommand(_Command):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The given values, by name."""
         return {name: getattr(self, name) for name in SETTINGS if name in self.model_fields_set}
 
     @property

@@ -310,7 +310,6 @@ def hash_file(path: Path) -> tuple[str, int]:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove a file; ignore errors."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 

@@ -108,11 +108,9 @@ class RunFolder:
         return f"{path.parent.name}/{path.name}" if is_sweep(path.parent) else path.name
 
     def log_of(self, rank: int) -> Path:
-        """Return the file for the log lines of a rank."""
         return self.logs / f"rank-{rank:04d}.log" if rank else self.log
 
     def stacks_of(self, rank: int) -> Path:
-        """Return the file for the stacks of a rank."""
         return self.logs / f"rank-{rank:04d}-stacks.log" if rank else self.path / "stacks.log"
 
     @property
@@ -256,7 +254,6 @@ class RunFolder:
         return shlex.join(["segapp", *words]) if words else None
 
     def write_config(self, text: str) -> None:
-        """Write `config.yaml`."""
         with storage_errors_of("write", self.config_yaml):
             write_atomic(self.config_yaml, text)
 
@@ -317,12 +314,10 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def is_run(path: Path | str) -> bool:
-    """Return True if a folder contains a run."""
     return os.path.lexists(os.path.join(path, "run.json"))
 
 
 def is_sweep(path: Path | str) -> bool:
-    """Return True if a folder contains a sweep, with the folders of its runs."""
     return os.path.isfile(os.path.join(path, "sweep.json"))
 
 

@@ -203,7 +203,6 @@ def is_alive(process: ProcessId) -> bool | None:
 
 
 def child_pids() -> list[int]:
-    """Return the process ids of this process's children."""
     import psutil
 
     return [child.pid for child in psutil.Process().children()]

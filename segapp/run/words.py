@@ -207,12 +207,10 @@ class _LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text and return its length."""
         self._outlasting(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
         self._outlasting(self._stream.flush)
 
     def _outlasting(self, call: Any, *arguments: str) -> None:

@@ -188,7 +188,6 @@ def _wait_for_folder(folder: RunFolder, rank: int) -> None:
 
 
 def _device_locations(devices: DevicePlan, ranks: Ranks) -> DeviceLocations:
-    """Return the locations of the devices of all ranks."""
     found = ranks.gather((machine_id(), socket.gethostname(), devices.devices))
     names = tuple(f"{host} {device}" for _, host, theirs in found for device in theirs)
     return DeviceLocations(names, len({machine for machine, _, _ in found}))
@@ -254,11 +253,9 @@ class Stage:
     """Exit code of this process."""
 
     def step(self) -> int | None:
-        """Return the steps done; None before the training begins."""
         return None if self.trainer is None else self.trainer.position.step
 
     def has_stepped(self) -> bool:
-        """Return True once this process has made a step."""
         return self.trainer is not None and self.step() != (self.trainer.progress.resumed_from_step or 0)
 
     def saving_s(self) -> float | None:

@@ -224,7 +224,6 @@ def _facts(
 
 
 def build_timetable(config: RunConfig, num_batches: int) -> Timetable:
-    """Return the length of a training with `num_batches` micro-batches per epoch, and its evaluations."""
     epochs, _, steps_per_epoch = run_length(config.train, num_batches)
     return Timetable(epochs, steps_per_epoch, config.train.steps, config.eval.every_epochs, config.eval.every_steps)
 

@@ -67,7 +67,6 @@ class BatchSplitController:
         self.checker = replace(self.checker, peaks=replace(self.checker.peaks, measured={}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learned facts as plain values."""
         known = self.checker.to_json()
         return {"observed": known["peaks"]["measured"], "failed": known["failed"], "ceiling": known["ceiling"]}
 

@@ -53,7 +53,6 @@ class RecomputableBlocks:
         return (self.names if choice == "all" else (),) * len(self._configured)
 
     def describe(self, choice: RecomputeChoice) -> str:
-        """Return a choice in words."""
         which = {"off": "no blocks", "all": f"all {len(self.names)} blocks", "config": "the blocks of train.recompute"}
         return f"{which[choice]} recomputed in the backward pass"
 
@@ -450,7 +449,6 @@ class CommandController:
 
     @property
     def recomputed(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the blocks that are recomputed, for each device of this process."""
         return self.recompute.of(self.settings.recompute)
 
     def predicted_mib(self) -> tuple[float | None, ...]:

@@ -35,7 +35,6 @@ class DeviceLocations:
     num_machines: int = 1
 
     def to_state(self, split: Sequence[int] | None) -> dict[str, Any]:
-        """Return the `topology` of a checkpoint, with the split of a full batch."""
         divided = None if split is None else list(split)
         return {"places": list(self.names), "num_machines": self.num_machines, "split": divided}
 

@@ -62,7 +62,6 @@ class Timetable:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole training."""
         return self.epochs * self.steps_per_epoch if self.total_steps is None else self.total_steps
 
     def is_evaluation_due(self, epoch: int, step: int, *, is_epoch_end: bool) -> bool:
@@ -99,15 +98,12 @@ class TrainingProgress:
         return self.position.step >= self.total_steps and self.position.is_evaluated
 
     def begin_epoch(self) -> None:
-        """Record that the settings of the present epoch are applied."""
         self._begun_epoch = self.position.epoch
 
     def restore(self, position: Position, best: Best) -> None:
-        """Continue from a checkpoint."""
         self.position, self.best, self.resumed_from_step = position, best, position.step
 
     def command_position(self) -> TrainingPosition:
-        """Return the position with which commands are checked."""
         at = self.position
         is_before = at.batch == 0 and self._begun_epoch != at.epoch
         return TrainingPosition(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.epochs)

@@ -136,7 +136,6 @@ def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
 
 
 def final_error(report: Oom) -> OutOfMemoryError:
-    """Return the error that ends a training, with the whole report."""
     move = report.advice[0] if report.advice else "lower train.batch_size or data.crop_px"
     first = f"out of memory on {report.device} in {report.phase}: {report.problem}: {move}"
     return OutOfMemoryError("\n".join([first, *report_lines(report)[1:]]))

@@ -69,7 +69,6 @@ class StopSignals:
 
     @property
     def is_set(self) -> bool:
-        """True once a stop was requested."""
         return self.count > 0
 
     def __enter__(self) -> StopSignals:
@@ -95,7 +94,6 @@ class StopSignals:
         self.number, self.signal_name, self.by = signal.SIGTERM, reason, "command"
 
     def check(self) -> None:
-        """Raise StopRequest if a stop was requested."""
         if self.is_set:
             raise StopRequest(self.signal_name, self.by)
 

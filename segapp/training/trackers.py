@@ -101,7 +101,6 @@ class TensorBoardTracker:
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=30)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to the curve of each name."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
@@ -138,11 +137,9 @@ class WandbTracker:
             )  # fmt: skip
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log the numbers of a step."""
         self._run.log(dict(values), step=step)
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
-        """Add the best scores to the summary, and end the run."""
         self._run.summary.update(dict(best))
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
@@ -183,7 +180,6 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
-        """Tag the run with the best scores, and end it."""
         for key, value in best.items():
             self._client.set_tag(self._id, _name_of_mlflow(key), f"{value:.6f}")
         self._client.set_terminated(self._id, self._ENDS.get(status, "FAILED"))

@@ -252,7 +252,6 @@ class Trainer:
             raise
 
     def answer_commands(self, reason: str, *, is_finished: bool) -> None:
-        """Answer the commands that are open at the end of the training."""
         self.controller.answer_at_end(self.progress.command_position(), reason, is_finished=is_finished)
 
     def train_epoch(self) -> None:
@@ -396,7 +395,6 @@ class Trainer:
         return group
 
     def _is_break_due(self) -> bool:
-        """Return True at the end of an epoch or of the run, and if an evaluation is due."""
         return self._is_epoch_end or self.progress.is_complete or self._is_evaluation_due()
 
     @property

@@ -118,11 +118,9 @@ class MonitorApp(App[None]):
 
     @property
     def view(self) -> View:
-        """The folded events of the shown run."""
         return self.shown.view
 
     def status(self) -> Status:
-        """Return the status of the shown run."""
         return self.shown.source.status()
 
     def compose(self) -> ComposeResult:
@@ -275,7 +273,6 @@ class MonitorApp(App[None]):
         return not is_starting
 
     def _show_keys(self, pane: str) -> None:
-        """Show the keys that act in a pane."""
         bar = self.query_one("#keys", keys.KeyBar)
         bar.offer(keys.here(self._offered(keys.KEYS), pane), Pause="Resume" if self.view.is_paused else "Pause")
 
@@ -295,7 +292,6 @@ class MonitorApp(App[None]):
             line.show(Content.styled(printable(text), style))
 
     def notify(self, message: str, *, severity: Severity = "information", **_: Any) -> None:
-        """Show a message of Textual's like any other."""
         self.say(message, severity)
 
     def action_pane(self, name: str) -> None:
@@ -368,7 +364,6 @@ class MonitorApp(App[None]):
         self.push_screen(ScrolledDialog("Event", Content(text), is_wide=True))
 
     def action_seen(self) -> None:
-        """Acknowledge the alert in the banner; the previous one is shown next."""
         if self.shown.acknowledge():
             self.show_view()
 
@@ -383,11 +378,9 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def action_config(self) -> None:
-        """Show the config of the run, with the changes since its start."""
         self.push_screen(ScrolledDialog(f"Config of {self.shown.name}", self.shown.config(), is_wide=True))
 
     def _keys_of_screen(self) -> list[keys.Key]:
-        """Return the keys of the screen that is open: the run, the list of runs, a dialog."""
         return self._offered(getattr(self.screen, "KEYS", ()))
 
     def action_help(self) -> None:
@@ -410,7 +403,6 @@ class MonitorApp(App[None]):
         self.push_screen(ChoiceScreen(title, choices), lambda value: then(value) if value else None)
 
     def action_metrics(self) -> None:
-        """List the metrics and the classes; the chart shows the chosen one."""
         names = (*metric_names(self.view), *(CLASS + name for name in self.view.classes))
         choices = [Choice(printable(metric_title(name)), name) for name in names]
         self._choose("Metric or class", choices, self.action_show_metric)

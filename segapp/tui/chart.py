@@ -55,17 +55,14 @@ class Canvas:
             self.put(min(int((1 - fraction) * self.height), self.height - 1), column, char, style)
 
     def line(self, column: int, char: str, style: int) -> None:
-        """Draw a vertical line in the cells without a curve."""
         is_empty = self._chars[:, column] == " "
         self._chars[is_empty, column] = char
         self._styles[is_empty, column] = style
 
     def put(self, row: int, column: int, char: str, style: int) -> None:
-        """Draw a character in one cell."""
         self._chars[row, column], self._styles[row, column] = char, style
 
     def text(self, column: int, text: str, style: int) -> None:
-        """Draw a text in the first row."""
         for at, char in enumerate(text, start=column):
             self.put(0, at, char, style)
 
@@ -119,7 +116,6 @@ class LossChart(StripWidget):
 
     @property
     def smoothing(self) -> float:
-        """The smoothing factor, by the length of the curve."""
         history = self._curve.history
         return SMOOTHINGS[0] if history is None else history.usual_smoothing
 
@@ -206,7 +202,6 @@ class LossChart(StripWidget):
         return Strip([Segment(" " * GUTTER + text, self._style(style))], GUTTER + len(text))
 
     def _reduced(self, x: plot.Floats, low: plot.Floats, high: plot.Floats, is_bad: NDArray[Any]) -> plot.CurveColumns:
-        """Return a curve by columns of dots."""
         return plot.reduce_columns(x, low, high, is_bad, *self._x_range, 2 * self._plot_size()[0])
 
     def _band(self, history: LossHistory | None) -> tuple[plot.CurveColumns, plot.CurveColumns]:
@@ -279,7 +274,6 @@ class RunsChart(LossChart, can_focus=False):
     """Draws a metric of several runs over the epochs, on one scale; the last run is highlighted."""
 
     def show_runs(self, metric: str, runs: Sequence[RunSummary]) -> None:
-        """Draw a metric of runs, `miou` or `loss`, anew."""
         self.metric, self._runs = metric, runs
         if not self.is_current:
             self.refresh()

@@ -63,7 +63,6 @@ class EventsPane(Vertical):
 
     @property
     def selected(self) -> LogLine | None:
-        """The selected line; None if there is none."""
         at = self._list.highlighted
         return self._lines[at] if at is not None and at < len(self._lines) else None
 
@@ -87,11 +86,9 @@ class _EventList(OptionList):
             self.is_following = highlighted == self.option_count - 1
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Stop following, because the user reads older lines."""
         self.is_following = False
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Follow again at the end."""
         self.is_following = self.max_scroll_y - self.scroll_y <= 3
 
 

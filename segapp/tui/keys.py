@@ -79,7 +79,6 @@ TYPED = {name: key.action for key in KEYS if key.sends or key is LEAVE for name 
 
 
 def bindings(keys: Iterable[Key]) -> list[Binding]:
-    """Return the bindings of a screen."""
     return [Binding(key.keys, key.action, key.help) for key in keys if key.keys and key.is_bound]
 
 
@@ -89,7 +88,6 @@ def available(keys: Iterable[Key], *, sends: bool) -> list[Key]:
 
 
 def shown_key(key: Key, *, in_ascii: bool = False) -> str:
-    """Return the name of a key as displayed."""
     first = key.keys.split(",")[0]
     shown = _SHOWN.get(first, first)
     return _IN_ASCII.get(shown, shown) if in_ascii else shown
@@ -123,7 +121,6 @@ class KeyBar(LiteralText):
         self.show(Content(" ").join(pieces))
 
     def on_click(self, event: events.Click) -> None:
-        """Press the key that was clicked."""
         if key := event.style.meta.get("key"):
             self.app.simulate_key(key)
 

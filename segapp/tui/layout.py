@@ -42,12 +42,10 @@ class ScreenLayout:
 
     @property
     def is_notice(self) -> bool:
-        """True if the terminal is too small for panes."""
         return not self.panes
 
     @property
     def has_left(self) -> bool:
-        """True if the left column is not empty."""
         return bool(self.panes & _LEFT)
 
 

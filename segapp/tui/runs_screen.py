@@ -155,7 +155,6 @@ class RunsScreen(Screen[RunFolder | None]):
             self.dismiss(self._selected.folder)
 
     def action_back(self) -> None:
-        """Close the search, or else go back to the shown run."""
         if not self.query_one(SearchLine).close():
             self.dismiss(None)
 

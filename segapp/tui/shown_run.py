@@ -40,7 +40,6 @@ class ShownRun:
 
     @property
     def view(self) -> View:
-        """The folded events."""
         return self.source.view
 
     def has_trainer_ended(self) -> bool:
@@ -70,7 +69,6 @@ class ShownRun:
         return f"{what}, {duration(status.now_s - since_s)}"
 
     def log_lines(self) -> list[str]:
-        """Return the last lines of the log."""
         self._log_lines = [*self._log_lines, *self._log_tail.read()][-200:]
         return self._log_lines
 

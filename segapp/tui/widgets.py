@@ -69,7 +69,6 @@ class StripWidget(Widget, can_focus=True):
         raise NotImplementedError
 
     def build(self) -> list[Strip]:
-        """Return the lines of the drawing."""
         raise NotImplementedError
 
     @property
@@ -115,7 +114,6 @@ class SearchLine(Input):
         return printable(self.value)
 
     def open(self) -> None:
-        """Show and focus the line."""
         self.add_class("-open")
         self.focus()
 

@@ -55,7 +55,6 @@ class LossHistory:
 
     @property
     def step(self) -> Floats:
-        """Step of each point; for merged ones, the last step."""
         return self._column(0)
 
     @property
@@ -75,7 +74,6 @@ class LossHistory:
 
     @property
     def is_bad(self) -> NDArray[np.bool_]:
-        """True for each point with a non-finite loss."""
         return self._column(4) > 0
 
     def average(self, factor: float) -> Floats:
@@ -83,7 +81,6 @@ class LossHistory:
         return self._column(6 + SMOOTHINGS.index(factor))
 
     def extend(self, step: Sequence[int], t: Sequence[float], loss: Sequence[float]) -> None:
-        """Add steps."""
         for start in range(0, len(step), self.capacity // 2):
             part = slice(start, start + self.capacity // 2)
             self._extend(np.array(step[part], float), np.array(t[part], float), np.array(loss[part], float))
@@ -180,17 +177,14 @@ class Evaluations:
 
     @property
     def last(self) -> Val | None:
-        """The last evaluation; None before the first one."""
         return self[-1] if self._rows else None
 
     def append(self, val: Val) -> None:
-        """Add an evaluation."""
         numbers = [val.score(name) if name in SCORES else getattr(val, name) for name in _NUMBERS]
         self._rows.append(array("d", [as_float(value) for value in (*numbers, *val.iou)]))
         self._whole.append(val)
 
     def drop_after(self, step: int) -> None:
-        """Remove the evaluations after a step."""
         at = _NUMBERS.index("step")
         self._rows = [row for row in self._rows if row[at] <= step]
         self._whole = deque((val for val in self._whole if val.step <= step), maxlen=NUM_WHOLE)

@@ -263,12 +263,10 @@ def metric_names(view: View) -> list[str]:
 
 
 def metric_title(name: str) -> str:
-    """Return the title of a metric."""
     return {**STEP_METRICS, **VAL_METRICS}.get(name, name)
 
 
 def chart_title(metric: str) -> str:
-    """Return the title of the chart: the metric with a capital letter."""
     title = metric_title(metric)
     return title if title.startswith("mIoU") else title[:1].upper() + title[1:]
 
@@ -298,5 +296,4 @@ def _points(view: View, values: Floats) -> Floats:
 
 
 def class_iou(val: Val | None, index: int) -> float | None:
-    """Return the IoU of a class at an evaluation; None if it was absent, or there was no evaluation."""
     return val.iou[index] if val is not None and 0 <= index < len(val.iou) else None

@@ -73,7 +73,6 @@ class RunSummary:
 
     @property
     def state(self) -> State:
-        """The state of the run."""
         return derive_state(self.facts)
 
     @property
@@ -336,7 +335,6 @@ class _SkimmedSource(LiveSource):
     full_bytes = 0
 
     def new_view(self) -> View:
-        """Return a view that is only used for a summary."""
         return small_view()
 
 
@@ -368,7 +366,6 @@ class FollowedRun:
 
     @property
     def is_followed(self) -> bool:
-        """True if `poll` is due."""
         return self.is_behind or self._source is not None
 
     @property
@@ -386,7 +383,6 @@ class FollowedRun:
 
     @property
     def devices(self) -> str:
-        """The devices as text: `4 GPU`, `1 CPU`."""
         names = [device["device"] or "" for device in self.summary.shown["devices"]]
         return f"{len(names)} {'CPU' if names[0].startswith('cpu') else 'GPU'}" if names else "-"
 

@@ -121,7 +121,6 @@ class LiveSource:
         return self._fold.view
 
     def new_view(self) -> View:
-        """Return an empty view."""
         return View()
 
     def poll(self, budget_s: float = 0.1) -> bool:

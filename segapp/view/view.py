@@ -65,7 +65,6 @@ class Gpu0:
 
     @property
     def last(self) -> events.Gpu0Bsz | None:
-        """The last of the changes."""
         return self.changes[-1] if self.changes else None
 
 
@@ -153,7 +152,6 @@ class View:
         return score_named(named or "miou")
 
     def monitored(self, val: events.Val) -> float | None:
-        """Return the monitored score of an evaluation."""
         return val.score(self.monitor.name, self.start.classes if self.start is not None else ())
 
     def best_of(self, vals: Iterable[events.Val]) -> events.Val | None:
@@ -172,7 +170,6 @@ class View:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices; at least 1."""
         return max(1, len(self.start.devices) if self.start else 0)
 
     @property

@@ -21,7 +21,13 @@ from torch import nn
 from segapp import failpoints
 from segapp.accelerator import Accelerator
 from segapp.checkpoint.snapshot import capture_rng, hold_own_state, num_tensor_bytes, restore_rng, snapshot
-from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint, load_to_resume, require_finite, save_checkpoint
+from segapp.checkpoint.training_state import (
+    LoadedCheckpoint,
+    load_checkpoint,
+    load_to_resume,
+    require_finite,
+    save_checkpoint,
+)
 from segapp.errors import CheckpointError, NonFiniteError, StorageError
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder

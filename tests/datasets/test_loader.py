@@ -71,9 +71,7 @@ def test_parts_of_the_ranks_are_even_and_in_order(num_samples: int, world_size: 
     assert [index for rank in range(world_size) for index in part_of(batch, rank, shares)] == batch
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "sizes"), [(13, [4, 4, 4]), (12, [4, 4, 4]), (7, [4]), (4, [4]), (3, [3])]
-)
+@pytest.mark.parametrize(("num_samples", "sizes"), [(13, [4, 4, 4]), (12, [4, 4, 4]), (7, [4]), (4, [4]), (3, [3])])
 def test_number_of_batches_by_hand(num_samples: int, sizes: list[int], dataset: SegmentationDataset) -> None:
     part = SegmentationDataset(dataset.pairs[:num_samples], dataset.scheme, dataset.transform)
     loader = TrainLoader(part, 4)

@@ -138,12 +138,10 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         return window
 
     def apply(self, img: Pixels, **params: Any) -> Pixels:
-        """Return the crop of the image (H, W, B)."""
         crop = resize(img[params["window"]], params["shown_px"], cv2.INTER_LINEAR)
         return _pad(crop, params["padding"], self.fill)
 
     def apply_to_mask(self, mask: Pixels, **params: Any) -> Pixels:
-        """Return the crop of the mask (H, W), resized by nearest neighbor."""
         crop = resize(mask[params["window"]], params["shown_px"], cv2.INTER_NEAREST_EXACT)
         return _pad(crop, params["padding"], self.ignore_index)
 

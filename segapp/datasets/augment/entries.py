@@ -315,7 +315,6 @@ def known_transforms() -> list[str]:
 
 
 def leaves(step: Any) -> list[Any]:
-    """Return the transforms inside a transform, or the transform itself."""
     if isinstance(step, A.BaseCompose):
         return [leaf for child in step.transforms for leaf in leaves(child)]
     return [step]

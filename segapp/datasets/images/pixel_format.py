@@ -56,24 +56,20 @@ class PixelFormat:
 
     @property
     def num_bands(self) -> int:
-        """Channels of the network's input."""
         return 3 if self.bands is None else len(self.bands)
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Dtype of the values in arrays."""
         return np.dtype(self.dtype)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Dtype of the values in tensors."""
         import torch
 
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The range of each band."""
         return self.value_range or ((0.0, 255.0),) * self.num_bands
 
     @property

@@ -228,7 +228,6 @@ class GeoTiffWriter:
             self._file.write(np.ascontiguousarray(planes), window=window)
 
     def finish(self) -> None:
-        """Write the remaining rows, and close the file."""
         with _storage_errors():
             self._file.close()
 

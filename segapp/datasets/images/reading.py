@@ -43,7 +43,6 @@ _PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 
 
 def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_PIXELS) -> Pixels:
-    """Return the image of `read_with_nodata`."""
     return read_with_nodata(path, pixels, max_pixels=max_pixels)[0]
 
 

@@ -80,12 +80,10 @@ class TiffTags:
 
 
 def has_rasterio() -> bool:
-    """Return True if the package rasterio is installed."""
     return importlib.util.find_spec("rasterio") is not None
 
 
 def is_tiff(start: bytes) -> bool:
-    """Return True if the first bytes of a file are a TIFF's."""
     return start[:4] in _MAGIC
 
 

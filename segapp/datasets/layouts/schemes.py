@@ -135,7 +135,6 @@ class ClassScheme:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
         return len(self.names)
 
     @property

@@ -75,7 +75,6 @@ def label_table(scheme: ClassScheme, *, label_ids: bool, has_nodata: bool) -> tu
 
 
 def labels_of_data(strip: Strip, scheme: ClassScheme) -> NDArray[Any]:
-    """Return the class ids (R, W) of a strip; no class at nodata."""
     no_class = np.iinfo(np.uint16).max if scheme.multilabel is None else 0
     return strip.labels if strip.hidden is None else np.where(strip.hidden, no_class, strip.labels.astype(np.int32))
 

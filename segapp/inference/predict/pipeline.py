@@ -117,7 +117,6 @@ class _Job:
     num_done: int = 0
 
     def count(self, num_files: int) -> None:
-        """Count finished files."""
         self.num_done += num_files
         self.progress(self.num_done)
 

@@ -150,7 +150,6 @@ class Picture:
 
     @property
     def num_px(self) -> int:
-        """Number of pixels."""
         return int(self.pixels.shape[0] * self.pixels.shape[1])
 
 

@@ -104,7 +104,6 @@ class RealDevices:
         self._as_views, self.tag = gradient_as_bucket_view, tag
 
     def copy_to(self, module: nn.Module, device: torch.device) -> Any:
-        """Return a deep copy on a device."""
         return copy.deepcopy(module).to(device)
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
@@ -125,7 +124,6 @@ class RealDevices:
 
 
 def set_momentum(model: nn.Module, momentum: float) -> None:
-    """Set the momentum of all BatchNorm layers of a model."""
     for module in model.modules():
         if isinstance(module, BatchNorm):
             module.momentum = momentum

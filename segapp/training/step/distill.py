@@ -186,16 +186,13 @@ class CriticTrainer(StepParticipant):
         return self.values
 
     def divergence(self) -> str | None:
-        """Return why the critic can make no further step; None if it can."""
         is_alive = self.update.divergence() is None
         return None if is_alive else "the gradient of the distillation's critic not finite for too many steps in a row"
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the critic's optimizer."""
         return [self.update.optimizer]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the critic, its optimizer, and the counter of its random numbers."""
         critic = {"critic": self.critic.state_dict(), "num_steps": self.num_steps}
         return {"critic": critic | self.update.state_dict()}
 

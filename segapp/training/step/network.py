@@ -98,7 +98,6 @@ class ReplicatedNetwork(TrainedNetwork):
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Devices of the replicas."""
         return self.module.devices
 
     def forward(self, batch: Batch) -> tuple[Any, Tensor]:
@@ -106,11 +105,9 @@ class ReplicatedNetwork(TrainedNetwork):
         return self.module(*_inputs(batch)), batch.target
 
     def summed(self, criterion: AdditiveCriterion) -> DataParallelCriterion:
-        """Return the criterion that runs where the outputs are."""
         return DataParallelCriterion(criterion)
 
     def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
-        """Return True if every replica that gets samples gets enough of them."""
         chunks = self.split_of(num_samples) if self.smallest_chunk > 1 else ()
         enough = all(size == 0 or size >= self.smallest_chunk for size in chunks)
         return super().can_train_on(num_samples) and enough

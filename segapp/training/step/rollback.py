@@ -65,7 +65,6 @@ class BufferGuard:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers from the copies."""
         for live, kept in zip(self.live, self.kept, strict=True):
             live.copy_(kept)
 

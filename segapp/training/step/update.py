@@ -60,7 +60,6 @@ class WeightUpdate:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def include_unfrozen(self, names: Sequence[str]) -> None:
-        """Train parameters that have been frozen, as new groups with fresh state."""
         add_groups(self.optimizer, self._groups_of(names))
 
     @torch.no_grad()
