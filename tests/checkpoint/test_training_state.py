@@ -114,7 +114,10 @@ def test_training_state_is_read_back_bit_for_bit(tmp_path):
     save_checkpoint(tmp_path, state, facts(7, 2, position=3, metric=0.5))
     loaded = load_checkpoint(tmp_path)
     assert (loaded.step, loaded.facts.epoch, loaded.facts.position, loaded.messages) == (7, 2, 3, ())
-    assert loaded.state.pop("checkpoint")["metric"] == 0.5
+    facts_of_file = {"step": 7, "epoch": 2, "position": 3, "metric": 0.5}
+    assert loaded.state.pop("checkpoint") == {"format": 1, **facts_of_file}
+    entry = json.loads((tmp_path / "manifest.json").read_text())["entries"][0]
+    assert {key: entry[key] for key in entry.keys() - {"seq", "object", "sha256", "size_bytes"}} == facts_of_file
     assert differing(loaded.state, expected) == []
     assert torch.load(tmp_path / "last.pt", weights_only=True)["checkpoint"]["step"] == 7
 
