@@ -60,7 +60,7 @@ def test_work_of_init_and_check_grows_with_the_images(tmp_path: Path, capsys: py
     for num_scenes in (2, 6, 60):  # the first loads modules
         draw(tmp_path / f"{num_scenes}", num_scenes)
         request = InitRequest(tmp_path / f"{num_scenes}", out=tmp_path / f"made{num_scenes}.yaml")
-        counts["init"].append(calls_of(lambda: init_folder(request)))  # noqa: B023  # called at once
+        counts["init"].append(calls_of(lambda: init_folder(request, as_json=False)))  # noqa: B023  # called at once
         config = load_config(str(request.out))
         counts["check"].append(calls_of(lambda: check_data(config, as_json=True)))  # noqa: B023
     for _, few, many in counts.values():
