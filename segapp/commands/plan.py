@@ -35,7 +35,7 @@ def print_plan(config_name: str | None, overrides: Sequence[str], gpus: str | No
 
 
 def gpu_specs(gpus: str | None) -> tuple[GpuSpec, ...]:
-    """Return the GPUs of `--gpus`; None or "here": those of this machine, largest free memory first."""
+    """Return the GPUs of `--gpus`; None or "here": the ones of this machine, largest free memory first."""
     if gpus is not None and gpus != "here":
         return parse_gpus(gpus)
     from segapp.memory.gpus import visible_gpus

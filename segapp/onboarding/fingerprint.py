@@ -28,7 +28,7 @@ MAX_SIDE_PX = 2048
 GRIDS_PX = (4, 8, 16, 32)
 """Output strides of networks."""
 MIN_FOR_SYMMETRY = 50
-"""Number of masks with a class from which its profile can be told from chance."""
+"""Number of masks with a class from which its profile can be distinguished from chance."""
 _NUM_BANDS = 4
 """Few, because every band adds chance to the difference of two profiles."""
 _NUM_DRAWS, _CHANCE = 999, 0.01
@@ -155,7 +155,7 @@ def measure_ids(ids: NDArray[np.integer], num_classes: int) -> _Measured:
 
 
 def _differ(profiles: NDArray[np.floating], images: NDArray[np.floating]) -> bool:
-    """Return True if the mean of profiles (M, bands) differs from that of their images by more than chance.
+    """Return True if the mean of profiles (M, bands) differs from the mean of their images by more than chance.
 
     If both are equally likely for every mask, exchanging them at random changes the difference of the means only by
     chance. With few masks nothing is known, and they count as different.

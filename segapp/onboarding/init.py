@@ -121,6 +121,7 @@ def propose_config(request: InitRequest) -> InitResult:
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
     lines.append(f"classes: {names}{more} ({facts.classes.names_reason})")
+    lines.append(f"device: {facts.machine.device}")
     if facts.pixels is not None:
         lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")
     if unread := facts.content.unread:
@@ -134,7 +135,7 @@ def propose_config(request: InitRequest) -> InitResult:
     used = {pair.image for pair in trained} | masks | {*chosen.sources, facts.classes.source}
     lines += unused_lines(tree, unused_files(tree, used))
     facts = write_configs(facts, division, paths, out, is_tried=request.is_tried)
-    return InitResult(tuple(paths), (*lines, f"device: {facts.machine.device}"), facts)
+    return InitResult(tuple(paths), tuple(lines), facts)
 
 
 def _written(
@@ -305,7 +306,7 @@ def init_folder(request: InitRequest, *, as_json: bool) -> None:
 
 
 def as_dict(result: InitResult) -> dict[str, Any]:
-    """Return what `init` found and measured as plain values for `--json`."""
+    """Return the findings and measurements of `init` as plain values for `--json`."""
     facts, content = result.facts, result.facts.content
     return {
         "configs": [shown(path) for path in result.configs],

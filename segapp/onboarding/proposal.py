@@ -117,7 +117,7 @@ def _line(text: str, reason: str = "") -> str:
 
 
 def _lines(facts: Facts) -> Iterator[str]:
-    """Yield the lines after those of the data set: what follows from the fingerprint and the machine."""
+    """Yield the other lines, which follow from the fingerprint and the machine."""
     content, num_train, num_gpus, encoder = (
         facts.content,
         len(facts.division.train),
