@@ -12,7 +12,7 @@ import pytest
 import segapp
 from segapp.config import dump_config, load_config, validate_config
 from segapp.errors import ConfigError, without_secrets
-from segapp.report.run_report import read_run_report
+from segapp.report.page import read_run_report
 from segapp.run.folder import RunFolder
 from tests.support.fault_runs import tiny_config
 from tests.support.programs import segapp as program

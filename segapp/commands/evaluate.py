@@ -21,8 +21,7 @@ from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors
-from segapp.inference.evaluate import Evaluation, EvaluationSettings, copy_to, evaluate
-from segapp.inference.evaluator import EnsembleEvaluator, Evaluator
+from segapp.inference.evaluate import EnsembleEvaluator, Evaluation, EvaluationSettings, Evaluator, copy_to, evaluate
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, group_iou, mean_of_known

@@ -15,8 +15,7 @@ from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.custom.names import is_component
 from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words, without_secrets
-from segapp.export.info import ExportInfo
-from segapp.export.write import CheckResult, Format, write_export, write_weights
+from segapp.export.write import CheckResult, ExportInfo, Format, write_export, write_weights
 from segapp.models.weights import CONFIG_KEY
 from segapp.run.folder import run_of_file
 from segapp.run.words import printable

@@ -31,7 +31,7 @@ from segapp.datasets.files import ImagePair, shown
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.inference.predict.predictor import check_same_classes, plan_workspace, predict_strips
 from segapp.report.images import pictures_of
-from segapp.report.render import render, save_page
+from segapp.report.page import render, save_page
 from segapp.run.files import write_atomic
 from segapp.run.folder import find_run, runs_of
 from segapp.run.words import printable

@@ -1,11 +1,14 @@
 """Write a trained network as ONNX, pt2 or safetensors, and check that the file gives the network's output.
 
+The exported module takes images as stored in files, and returns logits or class ids at full resolution.
+
 Shapes: N images, B bands, C classes, H x W pixels of an image.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import itertools
 import json
@@ -22,15 +25,17 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
 
 from segapp.compat.torch import rename_dynamic_axes, size_oblivious_export
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError, RunError, StorageError, cannot_be_written, install_command
-from segapp.export.info import ExportInfo
-from segapp.export.network import ExportNetwork
 from segapp.models import SegmentationModel
+from segapp.models.surgery import replace_adaptive_pooling
 from segapp.run.files import open_new, remove_quietly, temporary_name
 from segapp.run.words import first_line
 
@@ -45,6 +50,129 @@ OPSET = 20
 """ONNX opset; onnxruntime supports it since 1.17."""
 MIN_AGREEMENT = 0.999
 """Minimum share of pixels at which file and network must predict the same class."""
+
+
+class ExportInfo(BaseModel):
+    """Metadata of an exported file, as JSON: one property per field in ONNX, the extra file `segapp.json` in pt2."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    segapp_version: str
+    """Version of segapp that wrote the file."""
+    run: str
+    """Name of the run's folder; SWEEP/RUN for a run of a sweep, the name in the config for a file outside a run."""
+    run_id: str | None = None
+    """Unique id of the run, as in its `run.json`; None for a file outside a run."""
+    checkpoint: str
+    """File name of the checkpoint."""
+    epoch: int
+    """The epoch of the checkpoint's last step."""
+    step: int
+    """Number of optimizer steps the checkpoint was trained for."""
+    network: str
+    """Library, name and backbone of the network."""
+    classes: tuple[str, ...]
+    """Class names in the order of their ids."""
+    palette: tuple[tuple[int, int, int], ...]
+    """One RGB color per class."""
+    file_ids: tuple[int, ...]
+    """For each class, its id in the files of the data set."""
+    ignore_index: int
+    """Id of pixels that training ignored."""
+    mean: tuple[float, ...]
+    """Mean of the normalization that the file applies, for each band in 0..1."""
+    std: tuple[float, ...]
+    """Standard deviation of the normalization that the file applies, for each band in 0..1."""
+    bands: tuple[int, ...] | None = None
+    """Bands of an image file that make the input, counted from 1; None: RGB."""
+    dtype: str = "uint8"
+    """Dtype of the input."""
+    value_range: tuple[tuple[float, float], ...] | None = None
+    """Lowest and highest value of each band in the normalization; None: 0 and 255."""
+    resize_px: tuple[int, int] | None = None
+    """Height and width to which the file resizes every image before the network; None: not resized. The output has the
+    size of the image."""
+    align_corners: bool
+    """`align_corners` of the upsampling in the file."""
+    input: str = "images: uint8 (batch, height, width, 3), RGB"
+    """Name, type and shape of the input."""
+    output: Literal["logits", "labels"]
+    """Name of the output: logits, float32 (batch, classes, height, width), or labels, (batch, height, width)."""
+    multilabel: bool = False
+    """The logits are for sigmoids: a pixel may have several classes, or none."""
+    threshold: float | None = None
+    """A class is predicted if its probability is above this (multilabel)."""
+    fixed_size_px: tuple[int, int] | None = None
+    """Height and width of the images if the network accepts only one size; None: any size."""
+    size_multiple: int = 1
+    """Images whose height or width is no multiple of this are padded with the mean color at the bottom and right."""
+    opset: int | None = None
+    """ONNX opset; None in other formats."""
+
+    @property
+    def pixels(self) -> PixelFormat:
+        """What the images hold, and how the file prepares them."""
+        return PixelFormat(self.bands, self.dtype, self.value_range, self.mean, self.std, self.resize_px)
+
+    def as_properties(self) -> dict[str, str]:
+        return {name: json.dumps(value) for name, value in self.model_dump(mode="json").items()}
+
+
+class ExportNetwork(nn.Module):
+    """Normalization, network, upsampling and optional argmax in one module.
+
+    Images whose size is not suitable for the network are padded at the bottom and right with the mean color, as in
+    evaluation, and the logits are cropped. The model is copied.
+    """
+
+    def __init__(
+        self,
+        model: SegmentationModel,
+        preprocessing: Preprocessing,
+        *,
+        align_corners: bool = True,
+        argmax: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).cpu().float().eval()
+        self.model.requires_grad_(False)
+        replace_adaptive_pooling(self.model)
+        self.preprocessing = preprocessing
+        self.align_corners = align_corners
+        self.argmax = argmax
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return float32 logits (N, C, H, W), or class ids (N, H, W), of images (N, H, W, B) as stored in files.
+
+        Class ids are uint8, or int32 for more than 256 classes.
+        """
+        seen = self.preprocessing(images.permute(0, 3, 1, 2).contiguous())
+        pixels, is_resized = seen, self.preprocessing.resize_px is not None
+        if self._needs_padding:
+            height, width = self.model.suitable_size(*seen.shape[-2:])
+            pixels = F.pad(seen, (0, width - seen.shape[-1], 0, height - seen.shape[-2]))
+        logits = self.model.compute_logits(pixels)[0].float()
+        # The size of a resized image is fixed, so it is known here if it needs padding.
+        is_padded = pixels.shape[-2:] != seen.shape[-2:] if is_resized else self._needs_padding
+        if is_padded or not is_resized:
+            logits = self._upsampled(logits, pixels.shape[-2:])
+        if is_padded:
+            # A slice would be a view, and tracing would turn its strides into constraints on the image size.
+            rows, columns = (torch.arange(side, device=logits.device) for side in seen.shape[-2:])
+            logits = logits.index_select(2, rows).index_select(3, columns)
+        if is_resized:
+            logits = self._upsampled(logits, images.shape[1:3])
+        if not self.argmax:
+            return logits
+        return logits.argmax(1).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)
+
+    def _upsampled(self, logits: Tensor, size: Sequence[int]) -> Tensor:
+        return F.interpolate(logits, size, mode="bilinear", align_corners=self.align_corners)
+
+    @property
+    def _needs_padding(self) -> bool:
+        model = self.model
+        return model.fixed_size_px is None and (model.size_multiple > 1 or model.min_size_px > 1)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`segapp compare`: several runs, or the runs of a sweep, side by side, in the terminal and as an HTML page.
 
-`differences` computes what the images say, and `images` predicts them; only that needs torch.
+`images` predicts the images and compares them; only that needs torch.
 """
 
 import sys
@@ -16,9 +16,7 @@ from rich.text import Text
 from segapp.errors import ConfigError, SegappError
 from segapp.report import charts
 from segapp.report.charts import Frame
-from segapp.report.page import loss_chart, miou_curves
-from segapp.report.render import render, save_page
-from segapp.report.run_report import read_run_report, without_events
+from segapp.report.page import loss_chart, miou_curves, read_run_report, render, save_page, without_events
 from segapp.run import words
 from segapp.run.folder import RunFolder, find_run, runs_of
 from segapp.run.words import printable

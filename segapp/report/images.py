@@ -1,11 +1,14 @@
-"""The images of a data split, predicted by the best checkpoint of a run: counts and pictures. Only this needs torch.
+"""The images of a data split, predicted by the best checkpoints of runs: counts, scores, differences and pictures.
 
-Shapes: H x W pixels of an image, N images, C classes; counts as in `segapp.report.differences`.
+Shapes: H x W pixels of an image, R runs, N images, C classes. Counts are int64 (N, C, 3), of pixels with a valid
+target: the pixels of a class in both target and prediction, in the target, and in the prediction. A class that is not
+scored (`ignore_index` may be one) has zeros. Of the package, only this module needs torch.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +24,11 @@ from segapp.assembly.pairs import split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme, Color
+from segapp.errors import DataError
 from segapp.inference.drawing import colorize, colorize_target, fitted, resized
 from segapp.inference.predict.predictor import predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, SegmentationScores, counts_for
-from segapp.report.differences import ImageCounts, fold_counts, iou_of, mean_of_known
 from segapp.run.folder import RunFolder
 from segapp.scores import count_scored, of_classes
 from segapp.training.console import progress_bar
@@ -34,6 +37,97 @@ Network = tuple[TrainedModel, SegmentationDataset]
 
 PICTURE_PX = 720
 WRONG_RGB = (214, 39, 140)
+
+
+@dataclass(frozen=True)
+class ImageCounts:
+    """Counts of the images of a split, predicted by one checkpoint."""
+
+    names: tuple[str, ...]
+    """Names of the images (`ImagePair.name`), in the order of the data set."""
+    classes: tuple[str, ...]
+    split: str
+    counts: NDArray[np.int64]
+    """(N, C, 3)."""
+    total: Counts
+    """Counts of all images."""
+
+
+def iou_of(counts: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the IoU from counts (..., C, 3), float64 (..., C): NaN for a class in neither target nor prediction."""
+    inter, target, predicted = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
+    union = target + predicted - inter
+    return np.asarray(np.divide(inter, union, out=np.full(union.shape, np.nan), where=union > 0))
+
+
+def mean_of_known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean over the last axis of the values that are not NaN; NaN if there are none."""
+    known = np.isfinite(values)
+    count = known.sum(-1)
+    total = np.where(known, values, 0.0).sum(-1)
+    return np.asarray(np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0))
+
+
+def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images: int) -> dict[str, Any]:
+    """Return scores and differences of runs from their counts; DataError if no image is common to all."""
+    classes = [name for name in counts[0].classes if all(name in of_run.classes for of_run in counts)]
+    places = [{name: place for place, name in enumerate(of_run.names)} for of_run in counts]
+    images = [name for name in counts[0].names if all(name in of_run for of_run in places)]
+    shared = np.stack([
+        of_run.counts[np.ix_([at[name] for name in images], [of_run.classes.index(name) for name in classes])]
+        for of_run, at in zip(counts, places, strict=True)
+    ])  # fmt: skip
+    is_same = (shared[..., 1] == shared[:1, ..., 1]).all((0, 2))  # masks with the same pixels of each class
+    if not classes or not is_same.any():
+        raise DataError(
+            f"{', '.join(names)} have no {'image with the same mask' if classes else 'class'} in common: name a split "
+            "that all have with --split, or compare runs of one data set",
+            key="data.val_split",
+        )
+    shared, images = shared[:, is_same], [name for name, is_kept in zip(images, is_same, strict=True) if is_kept]
+    iou = iou_of(shared.sum(1))  # (R, C)
+    shared[:, :, ~np.isfinite(iou).all(0)] = 0  # a class without an IoU in one run is left out of all means
+    total = shared.sum(1)  # (R, C, 3)
+    scored, without = iou_of(total), iou_of(total[:, None] - shared)  # (R, C); (R, N, C), over all other images
+    miou, of_images = mean_of_known(scored), mean_of_known(iou_of(shared))
+    effects = (miou - miou[0])[:, None] - mean_of_known(without - without[0])  # (R, N)
+    worst = np.argsort(-np.abs(np.nan_to_num(effects)).max(0), kind="stable")[:num_images]
+    return {
+        "names": list(names),
+        "split": ", ".join(dict.fromkeys(of_run.split for of_run in counts)),
+        "num_images": len(images),
+        "num_left_out": max(len(of_run.names) for of_run in counts) - len(images),
+        "classes": classes,
+        "num_scored": int(np.isfinite(iou).all(0).sum()),
+        "runs": [
+            {
+                "name": name,
+                "miou": known(miou[run]),
+                "iou": _by_class(classes, iou[run]),
+                **({} if run == 0 else {
+                    "difference": known(miou[run] - miou[0]),
+                    "iou_difference": _by_class(classes, scored[run] - scored[0]),
+                }),
+            }
+            for run, name in enumerate(names)
+        ],
+        "images": [
+            {
+                "name": images[place],
+                "miou": [known(value) for value in of_images[:, place]],
+                "effects": [known(value) for value in effects[1:, place]],
+            }
+            for place in worst.tolist()
+        ],
+    }  # fmt: skip
+
+
+def known(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _by_class(classes: Sequence[str], values: Any) -> dict[str, float | None]:
+    return {name: known(value) for name, value in zip(classes, values, strict=True)}
 
 
 def count_split(
@@ -52,7 +146,7 @@ def count_split(
         rows.append(class_counts(counts.matrix, scheme.ignore_index))
         progress(index + 1)
     names = tuple(pair.name for pair in dataset.pairs)
-    return ImageCounts(names, scheme.names, split, np.stack(rows), total.matrix.numpy())
+    return ImageCounts(names, scheme.names, split, np.stack(rows), total)
 
 
 def predict_pair(
@@ -122,15 +216,12 @@ def evaluate_split(
     progress: Callable[[int], None] = lambda _: None,
 ) -> SplitEvaluation:
     """Return the scores of a data set, and pictures of the images with the lowest mIoU."""
-    scheme = trained.scheme
-    multilabel = scheme.multilabel is not None
     images = count_split(trained, dataset, split, progress)
-    total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
-    total.matrix.copy_(torch.from_numpy(images.total))
     miou = mean_of_known(iou_of(images.counts))
     order = [index for index in np.argsort(miou, kind="stable").tolist() if np.isfinite(miou[index])][:num_worst]
     worst = [evaluate_image(trained, dataset, index, HostLimit()) for index in order]
-    return SplitEvaluation(split, total.scores(), None if multilabel else images.total, worst, len(dataset))
+    matrix = images.total.matrix.numpy() if trained.scheme.multilabel is None else None
+    return SplitEvaluation(split, images.total.scores(), matrix, worst, len(dataset))
 
 
 def evaluate_image(
@@ -194,11 +285,7 @@ def compare_on_images(
     networks: list[Network] = []
     counts = []
     for folder in folders:
-        trained = load_trained(str(folder.path))
-        own_split = split or split_names(trained.config.data)[1]
-        dataset = build_dataset(
-            trained.config.data, trained.scheme, own_split, is_training=False, seed=trained.config.seed
-        )
+        trained, dataset, own_split = _loaded(folder, split)
         networks.append((trained, dataset))
         with progress_bar(len(dataset), f"evaluating {folder.name}") as progress:
             counts.append(count_split(trained, dataset, own_split, progress))
@@ -233,10 +320,16 @@ def _add_pictures(
     }
 
 
-def evaluate_run(folder: RunFolder, split: str | None, num_worst: int) -> SplitEvaluation:
-    """Evaluate a run on a data split, by default its own validation split."""
+def _loaded(folder: RunFolder, split: str | None) -> tuple[TrainedModel, SegmentationDataset, str]:
+    """Return a run's best network, and the data set and the name of a split, by default of its validation split."""
     trained = load_trained(str(folder.path))
     split = split or split_names(trained.config.data)[1]
-    dataset = build_dataset(trained.config.data, trained.scheme, split, is_training=False, seed=trained.config.seed)
+    data, seed = trained.config.data, trained.config.seed
+    return trained, build_dataset(data, trained.scheme, split, is_training=False, seed=seed), split
+
+
+def evaluate_run(folder: RunFolder, split: str | None, num_worst: int) -> SplitEvaluation:
+    """Evaluate a run on a data split, by default its own validation split."""
+    trained, dataset, split = _loaded(folder, split)
     with progress_bar(len(dataset), "evaluating") as progress:
         return evaluate_split(trained, dataset, split, num_worst, progress)

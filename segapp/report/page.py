@@ -1,4 +1,4 @@
-"""`segapp report`: one run as a single HTML file."""
+"""`segapp report`: one run as a single HTML file without scripts or external references, made from a template."""
 
 from __future__ import annotations
 
@@ -7,31 +7,138 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from segapp.errors import SegappError
+from segapp.config import RunConfig, load_config
+from segapp.errors import ConfigError, RunError, SegappError, storage_errors, without_secrets
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import confusion_figure, top_confusions
-from segapp.report.render import render, save_page
-from segapp.report.run_report import RunReport, read_run_report
-from segapp.run.files import read_of_run
-from segapp.run.folder import FIRST_BATCH
+from segapp.run import words
+from segapp.run.files import read_of_run, write_atomic
+from segapp.run.folder import FIRST_BATCH, RunFolder, find_run
+from segapp.run.state import State, read_tail
 from segapp.run.words import number, printable
-from segapp.scores import OTHER_HEADLINES, SCORES, dice_of, table_of
+from segapp.scores import (
+    NOT_FINITE,
+    OTHER_HEADLINES,
+    SCORES,
+    count_scored,
+    dice_of,
+    of_classes,
+    scored_of,
+    table_of,
+    with_count,
+)
 from segapp.view import wording
 from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
+from segapp.view.runs import run_state
+from segapp.view.source import SeriesReader, fold_file
+from segapp.view.view import View
 
 if TYPE_CHECKING:
     from segapp.report.images import SplitEvaluation
 
+
 MAX_PICTURED_CLASSES = 60
+
+
+def render(template: str, values: dict[str, Any]) -> str:
+    """Return a page from a template; values other than markup are made printable and escaped."""
+    environment = Environment(
+        loader=PackageLoader("segapp.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+    )  # fmt: skip
+    environment.filters.update(
+        number=lambda value: words.number(value, 4),
+        with_count=with_count,
+        of_classes=lambda iou: of_classes(count_scored(iou), len(iou)),
+        over=lambda iou, name: "" if (over := scored_of(name, iou)) is None else f", {of_classes(*over)}",
+        loss=lambda value, is_known: NOT_FINITE if value is None and is_known else words.number(value, 4),
+        percent=lambda value: "-" if value is None else f"{100 * value:.1f} %",
+        gib=words.gib,
+        duration=words.duration,
+        split=words.dots,
+        share=words.share_text,
+        clock=lambda t: time.strftime("%Y-%m-%d %H:%M", time.localtime(t)),
+    )
+    return environment.get_template(template).render(**values)
+
+
+def save_page(out: Path, page: str) -> None:
+    with storage_errors(out):
+        write_atomic(out, page)
+
+
+@dataclass
+class RunReport:
+    """Contents of one run."""
+
+    folder: RunFolder
+    state: State
+    view: View
+    config: RunConfig | None = None
+    """Config at the start of the run; None if the file cannot be read."""
+    config_text: str = ""
+    series: dict[str, LossHistory] = field(default_factory=dict)
+    """The values of numbers of the `step` events."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def terms(self) -> list[str]:
+        """Names of the loss terms of the last step, at most 16."""
+        step = self.view.step
+        return [name for name in (step.terms or {} if step else {}) if f"terms.{name}" in self.series]
+
+    @property
+    def class_notes(self) -> list[str]:
+        """Sentences about classes in the training masks, each only once, although every start of a run writes them."""
+        return list(dict.fromkeys(alert.message for alert in self.view.last_alerts if alert.kind == "classes"))
+
+    @property
+    def duration_s(self) -> float | None:
+        """Time from the first start to the last event, including the time between a stop and a resume."""
+        if self.view.first_start_s is None or self.view.last_s is None:
+            return None
+        return self.view.last_s - self.view.first_start_s
+
+
+def read_run_report(run: str | Path, fields: Sequence[str] = ()) -> RunReport:
+    """Read the events of a run once, into a view with the whole loss curve and series of other fields, and its config.
+
+    With fields, there are series of the first 16 loss terms of the last step, too.
+
+    Raises:
+        ConfigError: there is no such run.
+        RunError: the run has no events yet.
+    """
+    folder = find_run(run)
+    report = RunReport(folder, run_state(folder.path), View())
+    steps = [raw for raw in read_tail(folder.events) if raw["type"] == "step"] if fields else []
+    terms = [f"terms.{name}" for name in steps[-1].get("terms") or ()][:16] if steps else []
+    series = {name: SeriesReader(folder.events, name) for name in (*fields, *terms)}
+    fold_file(report.view, folder.events, list(series.values()))
+    report.series = {name: each.history for name, each in series.items()}
+    if report.view.start is None:
+        raise without_events(folder)
+    with contextlib.suppress(OSError, ConfigError):  # the config is optional in a report
+        report.config_text = without_secrets(read_of_run(folder.config_yaml).decode(errors="backslashreplace"))
+        report.config = load_config(folder.config_yaml)
+    return report
+
+
+def without_events(folder: RunFolder) -> RunError:
+    return RunError(f"{folder.path} has no events yet: train it first")
 
 
 @dataclass(frozen=True)

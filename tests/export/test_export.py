@@ -21,9 +21,7 @@ from segapp.api import load
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError, RunError
 from segapp.export import write
-from segapp.export.info import ExportInfo
-from segapp.export.network import ExportNetwork
-from segapp.export.write import check_export, open_onnx, write_export
+from segapp.export.write import ExportInfo, ExportNetwork, check_export, open_onnx, write_export
 from segapp.models import SegmentationModel, build_model
 from tests.support.runs import merged, segapp, train
 from tests.training.test_modern_networks import DPT, EOMT, NETWORKS

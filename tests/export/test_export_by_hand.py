@@ -18,9 +18,7 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import RunError
 from segapp.export import write
-from segapp.export.info import ExportInfo
-from segapp.export.network import ExportNetwork
-from segapp.export.write import check_export, write_weights
+from segapp.export.write import ExportInfo, ExportNetwork, check_export, write_weights
 from tests.export.test_export import SmallNet, info_of
 
 

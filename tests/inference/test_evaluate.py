@@ -26,8 +26,7 @@ from segapp.datasets.loader import EvalLoader
 from segapp.datasets.pool import Batch
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import OutOfMemoryError
-from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.inference.evaluator import EnsembleEvaluator, Evaluator
+from segapp.inference.evaluate import EnsembleEvaluator, EvaluationSettings, Evaluator, evaluate
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.sliding import Inference, window_corners
 from segapp.inference.workspace import HostLimit, measure_bytes_per_px

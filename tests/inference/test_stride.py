@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
-from segapp.export.network import ExportNetwork
+from segapp.export.write import ExportNetwork
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from tests.models.test_model_table import RUNNING, TABLE, built

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from segapp.errors import DataError
-from segapp.report.differences import ImageCounts, fold_counts
+from segapp.metrics import counts_for
+from segapp.report.images import ImageCounts, fold_counts
 
 
 def counts(names: str, classes: tuple[str, ...], values: Any) -> ImageCounts:
-    return ImageCounts(tuple(names), classes, "val", np.asarray(values, np.int64), np.zeros((1, 1), np.int64))
+    return ImageCounts(tuple(names), classes, "val", np.asarray(values, np.int64), counts_for(1, 255, multilabel=False))
 
 
 def iou_differences(runs: Any) -> Any:

@@ -22,10 +22,8 @@ from segapp.inference.predict.predictor import predict_image
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.compare import compare_runs, print_comparison
-from segapp.report.differences import iou_of, mean_of_known
-from segapp.report.images import count_split, evaluate_split
-from segapp.report.page import _memory_rows, class_rows, loss_chart, miou_curves, write_report
-from segapp.report.run_report import read_run_report
+from segapp.report.images import count_split, evaluate_split, iou_of, mean_of_known
+from segapp.report.page import _memory_rows, class_rows, loss_chart, miou_curves, read_run_report, write_report
 from segapp.run import words
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val
 from segapp.run.folder import RunFolder
@@ -188,9 +186,8 @@ def test_counts_of_images_are_those_of_their_masks(model: TrainedModel, dataset:
         for number in range(3):
             own, hit = (target == number) & valid, (label == number) & valid
             assert counts[number].tolist() == [(own & hit).sum(), own.sum(), hit.sum()]
-    assert np.array_equal(
-        np.stack([np.diag(found.total), found.total.sum(1), found.total.sum(0)], 1), found.counts.sum(0)
-    )
+    total = found.total.matrix.numpy()
+    assert np.array_equal(np.stack([np.diag(total), total.sum(1), total.sum(0)], 1), found.counts.sum(0))
     assert found.names == tuple(pair.name for pair in dataset.pairs)
     assert (found.classes, found.split) == (("ground", "box", "disc"), "val")
 

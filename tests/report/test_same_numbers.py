@@ -11,8 +11,7 @@ import pytest
 
 from segapp.commands.runs import print_runs, print_status
 from segapp.report.compare import compare_runs, print_comparison
-from segapp.report.page import loss_chart, write_report
-from segapp.report.run_report import read_run_report
+from segapp.report.page import loss_chart, read_run_report, write_report
 from segapp.run.events import EpochStart, EventReader, RunEnd, Step, Val
 from segapp.view.view import EventFold, View
 from tests.support.recorded_runs import RecordedRun
