@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import mobilenet_v3_small
 
-from segapp.compat import timm as compat_timm
+from segapp.compat import models as compat_models
 from segapp.compat import torch as compat
-from segapp.compat import torchvision as compat_torchvision
 from tests.support import ROOT
 
 
@@ -263,14 +262,14 @@ def test_dynamic_dimensions_of_onnx_get_their_names() -> None:
 
 def test_positions_of_timm_are_embedded() -> None:
     encoder = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
-    tokens, rope = compat_timm.embed_positions(encoder, encoder.patch_embed(torch.zeros(1, 3, 32, 32)))
+    tokens, rope = compat_models.embed_positions(encoder, encoder.patch_embed(torch.zeros(1, 3, 32, 32)))
     assert tokens.shape == (1, 5, 192)
     assert rope is None
 
 
 def test_stages_and_feature_maps_of_torchvision() -> None:
     net = mobilenet_v3_small(weights=None).features
-    assert compat_torchvision.strided_blocks(net) == [1, 2, 4, 9]
+    assert compat_models.strided_blocks(net) == [1, 2, 4, 9]
     with torch.no_grad():
-        maps = compat_torchvision.feature_maps_of(net, {"1": "low", "12": "out"})(torch.zeros(2, 3, 64, 64))
+        maps = compat_models.feature_maps_of(net, {"1": "low", "12": "out"})(torch.zeros(2, 3, 64, 64))
     assert {name: tuple(each.shape[1:]) for name, each in maps.items()} == {"low": (16, 16, 16), "out": (576, 2, 2)}

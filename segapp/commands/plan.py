@@ -6,18 +6,23 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from segapp.config import load_runnable, named_config
 from segapp.errors import ConfigError
-from segapp.memory.plan import GpuSpec
-from segapp.memory.report import plan_as_json, plan_lines
+from segapp.memory.peaks import KINDS
+from segapp.memory.plan import GpuSpec, MemoryPlan, PlanRow
 from segapp.planning.plan import plan_memory
-from segapp.run.words import announce_on_terminal
+from segapp.run.words import aligned, announce_on_terminal
 
 _GPUS = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
 _MIB_OF = {"mib": 1.0, "gib": 1024.0, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20}
 _EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for the GPUs of this machine"
 MAX_GPUS = 64
+MAX_ROWS = 40
+_FACTS = ("num_params", "eval_px", "eval_px_from", "smallest_chunk")
+_FIRST_GPU = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
 
 
 def print_plan(config_name: str | None, overrides: Sequence[str], gpus: str | None, *, as_json: bool = False) -> None:
@@ -72,3 +77,124 @@ def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
             raise ConfigError(f"--gpus {text}: more than {MAX_GPUS} GPUs: plan for one machine")
         gpus += [GpuSpec(size_mib)] * count
     return tuple(GpuSpec(gpu.total_mib, gpu.name or f"GPU {i}") for i, gpu in enumerate(gpus))
+
+
+def plan_lines(plan: MemoryPlan) -> list[str]:
+    """Return the lines that `segapp plan` prints."""
+    gpus = ", ".join(f"{gpu.total_mib:.0f}" for gpu in plan.gpus)
+    lines = [
+        f"{plan.name}: batch {plan.batch_size} on {len(plan.gpus)} GPU{'s' * (len(plan.gpus) > 1)} ({gpus} MiB), "
+        f"mode {plan.mode}",
+        *plan.notes,
+        "",
+        *split_table(plan),
+        *([_FIRST_GPU] if len(plan.gpus) > 1 and plan.gpus[0].name in ("", "GPU 0") else []),
+        "",
+        *_best_lines(plan),
+        "",
+        *gpu_lines(plan, plan.best),
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
+    return {
+        "name": plan.name,
+        "mode": plan.mode,
+        "batch_size": plan.batch_size,
+        "gpus_mib": [gpu.total_mib for gpu in plan.gpus],
+        "overhead": {"context_mib": plan.overhead.context_mib, "room": plan.overhead.tensor_frac},
+        "rows": [asdict(row) for row in plan.rows],
+        "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],
+        "current": None if plan.current is None else asdict(plan.current),
+        "best": asdict(plan.best),
+        "max_batch": plan.max_batch,
+        "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
+        "recompute": None if plan.chosen is None else plan.chosen.blocks_per_device,
+        "notes": list(plan.notes),
+        **{name: getattr(plan.network, name, None) for name in _FACTS},
+    }
+
+
+def split_table(plan: MemoryPlan) -> list[str]:
+    """Return one line per split: the memory that each GPU needs, the phase of its peak, and the verdict."""
+    header = ("gpu0_bsz", "split", *(f"{gpu.name or f'GPU {i}'} MiB" for i, gpu in enumerate(plan.gpus)), "verdict")
+    shown = _shown_rows(plan)
+    rows: list[Sequence[str]] = [header]
+    for row in shown:
+        marks = [
+            name
+            for name, other in (("best", plan.best), ("config", plan.current))
+            if other and other.split == row.split
+        ]
+        cells = [f"{mib:.0f} {phase}" for mib, phase in zip(row.peak_mib, row.phase, strict=True)]
+        word = row.level + (f"  <- {', '.join(marks)}" if marks else "")
+        rows.append(("-" if row.gpu0_bsz is None else str(row.gpu0_bsz), _joined(row.split), *cells, word))
+    lines = aligned(rows)
+    hidden = len(plan.rows) - len(shown)
+    if hidden:
+        lines.append(f"({hidden} more: --json has them all)")
+    by_reason: dict[str, list[int]] = {}
+    for value, reason in plan.refused:
+        by_reason.setdefault(reason.partition(" leaves ")[2] or reason, []).append(value)
+    lines += [
+        f"gpu0_bsz {', '.join(map(str, values))} refused: leaves {reason}" for reason, values in by_reason.items()
+    ]
+    return lines
+
+
+def gpu_lines(plan: MemoryPlan, row: PlanRow) -> list[str]:
+    """Return the memory of each GPU by kind at its peak, under one split."""
+    peaks = plan.model.peaks(row.split)
+    lines = [f"split {_joined(row.split)}, each GPU at its peak:"]
+    for i, gpu in enumerate(plan.gpus):
+        phase, overhead_mib = row.phase[i], row.peak_mib[i] - row.tensors_mib[i]
+        by_kind = peaks[i][phase].by_kind if phase in peaks[i] else {}
+        parts = {kind: by_kind.get(kind, 0.0) for kind in KINDS} | {"overhead": overhead_mib}
+        free = gpu.total_mib - row.peak_mib[i]
+        over = "  OVER" if free < 0 else ""
+        lines.append(
+            f"  {gpu.name or f'GPU {i}':8s} {row.peak_mib[i]:.0f} of {gpu.total_mib:.0f} MiB, "
+            f"{phase}, {free:+.0f} free{over}"
+        )
+        largest = sorted(((mib, kind) for kind, mib in parts.items() if mib >= 1.0), reverse=True)[:6]
+        lines.append("           " + "  ".join(f"{kind} {mib:.0f}" for mib, kind in largest))
+    return lines
+
+
+def _best_lines(plan: MemoryPlan) -> list[str]:
+    best = plan.best
+    value = "" if best.gpu0_bsz is None else f"gpu0_bsz {best.gpu0_bsz}, "
+    lines = [
+        f"best for batch {plan.batch_size}: {value}split {_joined(best.split)}, fullest GPU "
+        f"{100 * best.fullest(plan.gpus):.0f} % with its overhead ({best.level}; tensors only: {best.reason})"
+    ]
+    if plan.max_row is None:
+        lines.append("largest batch that fits: none, not even 1")
+    else:
+        value = "" if plan.max_row.gpu0_bsz is None else f" at gpu0_bsz {plan.max_row.gpu0_bsz}"
+        lines.append(f"largest batch that fits: {plan.max_batch}{value}, split {_joined(plan.max_row.split)}")
+    if not (plan.current or best).fits:
+        ways = ["halve train.batch_size and double train.accumulate"] if plan.max_row else []
+        ways.append("add train.recompute=auto" if plan.chosen is None else "lower data.crop_px")
+        lines.append(f"  the config does not fit: {', or '.join(ways)}")
+    overhead = plan.overhead
+    contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(overhead.context_mib))
+    lines.append(
+        f"overhead (assumed): {contexts} MiB per GPU for driver, context and libraries, "
+        f"{100 * (1 - overhead.tensor_frac):.0f} % for the allocator"
+    )
+    return lines
+
+
+def _shown_rows(plan: MemoryPlan) -> Sequence[PlanRow]:
+    if len(plan.rows) <= MAX_ROWS:
+        return plan.rows
+    middle = plan.rows.index(plan.best)
+    first = max(0, min(middle - MAX_ROWS // 2, len(plan.rows) - MAX_ROWS))
+    return plan.rows[first : first + MAX_ROWS]
+
+
+def _joined(split: Sequence[int]) -> str:
+    return "+".join(map(str, split))

@@ -30,7 +30,7 @@ from segapp.datasets.masks import Ids, UnknownIdsError, all_unknown, read_masks,
 from segapp.datasets.orientation import upright
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
-from segapp.errors import DataError, accepted_words, some_names
+from segapp.errors import DataError, some_names
 from segapp.places import own_folder
 from segapp.run.files import write_atomic
 
@@ -403,7 +403,7 @@ def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
     share of the pixels of the images that contain it (Eigen & Fergus, 2015).
 
     Raises:
-        ValueError: an unknown rule, or no valid pixel at all.
+        ValueError: there is no valid pixel.
     """
     total = sum(frequencies.pixels)
     if total == 0:
@@ -415,12 +415,10 @@ def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
         weights = {i: 1 / share[i] / mean for i in present}
     elif rule == "enet":
         weights = {i: 1 / math.log(1.02 + share[i]) for i in present}
-    elif rule == "median-frequency":
+    else:  # median-frequency
         frequency = {i: frequencies.pixels[i] / frequencies.pixels_where_present[i] for i in present}
         median = statistics.median(frequency.values())
         weights = {i: median / frequency[i] for i in present}
-    else:
-        raise ValueError(f"class_weights {rule!r} is not known: {accepted_words(rule, RULES)}")
     return [weights.get(i, 0.0) for i in range(len(frequencies.pixels))]
 
 

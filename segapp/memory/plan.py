@@ -112,7 +112,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Result of `segapp plan`; `segapp.memory.report` prints it."""
+    """Result of `segapp plan`; `segapp.commands.plan` prints it."""
 
     name: str
     mode: str

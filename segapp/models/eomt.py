@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.compat.timm import embed_positions
+from segapp.compat.models import embed_positions
 from segapp.errors import ConfigError
 from segapp.models.names import check_options, timm_options, unknown_name
 from segapp.models.network import SegmentationModel

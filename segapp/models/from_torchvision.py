@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from segapp.compat.torchvision import feature_maps_of, strided_blocks
+from segapp.compat.models import feature_maps_of, strided_blocks
 from segapp.errors import ConfigError
 from segapp.models.names import check_options, unknown_name
 from segapp.models.network import SegmentationModel

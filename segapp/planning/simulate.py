@@ -2,7 +2,7 @@
 
 The engine is the training's (`StepAssembler`), on a backend whose tensors have no storage. Only DistributedDataParallel
 cannot run there; `Buckets` makes its gradient buckets in hooks. Simulations run in separate processes
-(`segapp.planning.pool`).
+(`segapp.planning.plan`).
 """
 
 from __future__ import annotations

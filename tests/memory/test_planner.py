@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from segapp.commands.plan import plan_lines
 from segapp.memory.peaks import (
     Line,
     PhaseLines,
@@ -21,7 +22,6 @@ from segapp.memory.plan import (
     SavedMemoryPlan,
     context_mib,
 )
-from segapp.memory.report import plan_lines
 from tests.support.device_lines import device_lines
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from segapp.commands.plan import gpu_lines, plan_lines, split_table
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import (
     Fit,
@@ -15,7 +16,6 @@ from segapp.memory.plan import (
     SavedMemoryPlan,
     read_saved_plan,
 )
-from segapp.memory.report import gpu_lines, plan_lines, split_table
 from tests.support.device_lines import device_lines
 
 

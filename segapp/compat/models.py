@@ -1,10 +1,11 @@
-"""Private names of torchvision, as of torchvision 0.26 and 0.30."""
+"""Private names of timm, as of timm 1.0.31, and of torchvision, as of torchvision 0.26 and 0.30."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def feature_maps_of(net: nn.Module, names: Mapping[str, str]) -> nn.Module:
@@ -18,3 +19,12 @@ def feature_maps_of(net: nn.Module, names: Mapping[str, str]) -> nn.Module:
 def strided_blocks(blocks: Iterable[nn.Module]) -> list[int]:
     """Return the indices of MobileNetV3's blocks that begin a stage."""
     return [place for place, block in enumerate(blocks) if getattr(block, "_is_cn", False)]
+
+
+def embed_positions(encoder: Any, patches: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens of the first block of a VisionTransformer or Eva, and its rotary embedding if it has one.
+
+    `patches` is the output of `encoder.patch_embed`.
+    """
+    embedded = encoder._pos_embed(patches)
+    return embedded if isinstance(embedded, tuple) else (embedded, None)
