@@ -117,7 +117,9 @@ def test_reports_without_images_load_no_torch(tmp_path: Path) -> None:
         ["report", names[0], "--no-images", "--out", pages[0]],
         ["compare", *names, "--no-images", "--html", pages[1]],
     ]
-    code = COMMANDS_ON_FILES.format(folder="", commands=commands, heavy={"torch", "torchvision", "albumentations", "cv2"})
+    code = COMMANDS_ON_FILES.format(
+        folder="", commands=commands, heavy={"torch", "torchvision", "albumentations", "cv2"}
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "", "the names of the libraries that were imported"

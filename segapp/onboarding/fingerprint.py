@@ -46,14 +46,9 @@ class Fingerprint:
     has_up: bool  # a class lies higher or lower in the images than its mirror image does, or too few masks tell
     has_sides: bool  # the same for quarter turns, which also exchange rows and columns
 
-    def least_kept(self, grid_px: int) -> float:
-        """Return the Dice of the class that keeps the least on a grid."""
-        return min((dice for dice in self.kept[grid_px] if dice is not None), default=1.0)
-
-    @property
-    def rarest(self) -> int:
-        """The class with the fewest pixels, of those that have any."""
-        return min((share, number) for number, share in enumerate(self.shares) if share)[1]
+    def kept_of_classes(self, grid_px: int) -> list[float]:
+        """Return the Dice of each class that has pixels."""
+        return [dice for dice in self.kept[grid_px] if dice is not None] or [1.0]
 
 
 @dataclass(frozen=True)

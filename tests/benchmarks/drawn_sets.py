@@ -41,7 +41,7 @@ def near(points: NDArray[np.float64], size: tuple[int, int]) -> Pixels:
 
 
 def lines(random: Random) -> tuple[Pixels, NDArray[np.uint8]]:
-    """Bright lines of 2 to 5 pixels on stained ground, 2 to 3 % of the pixels; dark scratches and spots are no lines."""
+    """Bright lines of 2 to 5 pixels on stained ground, 2 % of the pixels; dark scratches and spots are no lines."""
     size = int(random.integers(300, 380)), int(random.integers(400, 500))
     ground = 105 + 14 * noise(random, size, 40) + 9 * noise(random, size, 4) + 7 * random.standard_normal(size)
     mask = np.zeros(size, np.uint8)

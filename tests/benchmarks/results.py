@@ -1,9 +1,9 @@
 """What three commands give: `segapp init` and `segapp train` with `train.steps=200` as the only override.
 
-`python -m tests.benchmarks.results OUT [--search] [--seeds 0 1 2] [--steps 200] [NAME=FOLDER ...]` runs both for each data
-set and each seed, and prints mIoU, Dice by class and CPU seconds. Without names: the three drawn sets, and CamVid and
-photos of two classes from it, if `CAMVID` names its folder. `--search` also runs every row of `TRIALS` once, and the best
-of them with the seeds. Runs that are complete are not repeated.
+`python -m tests.benchmarks.results OUT [--search] [--seeds 0 1 2] [--steps 200] [NAME=FOLDER ...]` runs both for each
+data set and each seed, and prints mIoU, Dice by class and CPU seconds. Without names: the three drawn sets, and CamVid
+and photos of two classes from it, if `CAMVID` names its folder. `--search` also runs every row of `TRIALS` once, and
+the best of them with the seeds. `--steps init` keeps the length of the config. Complete runs are not repeated.
 """
 
 import argparse
