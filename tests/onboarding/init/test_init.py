@@ -157,7 +157,6 @@ def striped(folder: Path, width_px: int, num_classes: int = 2, *, share: float =
         (100, True, ("smp", "DeepLabV3Plus", "tu-tf_efficientnet_lite0", 1e-3)),
         (17, False, ("torchvision", "lraspp_mobilenet_v3_large", None, 2e-3)),
         (17, True, ("smp", "DeepLabV3Plus", "tu-tf_efficientnet_lite0", 1e-3)),
-        (6, True, ("smp", "Unet", "tu-tf_efficientnet_lite0", 1e-3)),
         (3, False, ("smp", "Unet", "resnet18", 2e-3)),
         (3, True, ("smp", "Unet", "tu-tf_efficientnet_lite0", 1e-3)),
     ],
