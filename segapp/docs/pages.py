@@ -17,15 +17,6 @@ INDEX = FOLDER / "README.md"
 _ENTRY = re.compile(r"^- \[(?P<topic>[^\]]+)\]\((?P<path>[^)]+)\): (?P<about>.+)$")
 _KEYWORDS = re.compile(r"^  <!-- keywords: (?P<keywords>.+) -->$")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
-MERGED = {
-    "slurm": "schedulers", "kubernetes": "schedulers", "skypilot": "schedulers", "plan-accuracy": "memory-prediction",
-    "checkpoint-refused": "resume-refused", "run-busy": "resume-refused", "data-workers": "hangs",
-    "not-finite": "low-miou", "mmsegmentation": "coming-from", "smp-lightning": "coming-from",
-    "ultralytics": "coming-from", "nnunet": "coming-from", "hugging-face": "coming-from", "multilabel": "masks",
-    "bands": "own-data", "distil": "weights", "run-elsewhere": "export", "deterministic": "exact",
-}  # fmt: skip
-"""Pages that were merged -> the page with their text: the events of older runs name them."""
-
 _MAX_NEAREST = 3
 _MAX_HITS = 12
 
@@ -86,7 +77,6 @@ def find_page(topic: str) -> tuple[Page, str]:
     name, _, anchor = topic.partition("#")
     known = {page.topic: page for page in pages()}
     name = Path(name.strip().lower().replace(" ", "-")).name.removesuffix(".md")
-    name = MERGED.get(name, name)
     if name not in known:
         nearest = closest_words(name, known, most=_MAX_NEAREST)
         nearest += [hit.page.topic for hit in search_pages(topic) if hit.page.topic not in nearest]

@@ -18,8 +18,7 @@ from markupsafe import Markup
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, RunError, SegappError, storage_errors, without_secrets
 from segapp.report import charts
-from segapp.report.charts import ChartCurve, Frame
-from segapp.report.confusion import confusion_figure, top_confusions
+from segapp.report.charts import ChartCurve, Frame, confusion_figure, top_confusions
 from segapp.run import words
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import FIRST_BATCH, RunFolder, find_run

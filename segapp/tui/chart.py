@@ -17,7 +17,7 @@ from textual.strip import Strip
 from segapp.run.words import number
 from segapp.tui.widgets import StripWidget
 from segapp.view import plot
-from segapp.view.history import SMOOTHINGS, LossHistory
+from segapp.view.history import LossHistory
 from segapp.view.plot import NO_POINTS, Curve, CurveColumns, Scale, curve_of, draw_columns, metric_title, pack_dots
 from segapp.view.runs import RunSummary
 from segapp.view.view import View
@@ -114,11 +114,6 @@ class LossChart(StripWidget):
         self._x_range = (0.0, 1.0)
         self._subtitle = ""
 
-    @property
-    def smoothing(self) -> float:
-        history = self._curve.history
-        return SMOOTHINGS[0] if history is None else history.usual_smoothing
-
     def show(self, view: View, series: LossHistory | None = None) -> None:
         """Show a view, with a metric's values at the steps; redraw only after a change."""
         self._view, self._series = view, series
@@ -208,7 +203,7 @@ class LossChart(StripWidget):
         """Return the extremes and the average of the steps' values."""
         history = history or LossHistory(capacity=2)
         raw = self._reduced(history.step, history.low, history.high, history.is_bad)
-        values = history.average(self.smoothing)
+        values = history.average(history.usual_smoothing)
         return raw, self._reduced(history.step, values, values, history.is_bad & np.isnan(values))
 
     def _joined(self, x: plot.Floats, y: plot.Floats) -> plot.CurveColumns:
@@ -240,8 +235,8 @@ class LossChart(StripWidget):
             is_loss = history is self._view.history
             latest = f"mean e{of_epoch.epoch} {loss(of_epoch.mean)}" if is_loss else f"last {number(history.low[-1])}"
             parts.append((latest, _AXIS))
-            text = f"smoothed {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
-            parts.append((text, _AVERAGE))
+            factor = history.usual_smoothing
+            parts.append((f"smoothed {number(history.last_average(factor))} ({factor:g})", _AVERAGE))
         if len(points):
             epoch = f" e{self._view.vals[-1].epoch}" if self._view.vals else ""
             parts.append((f"◆ val {number(float(points[-1, 1]))}{epoch}", _VAL))

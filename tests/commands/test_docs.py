@@ -8,7 +8,7 @@ import pytest
 
 from segapp.__main__ import main
 from segapp.commands.docs import show_docs
-from segapp.docs.pages import MERGED, find_page, pages, search_pages, section
+from segapp.docs.pages import find_page, pages, search_pages, section
 from segapp.errors import ConfigError
 
 
@@ -105,8 +105,11 @@ def test_search_takes_plurals_and_says_what_lacks(capsys: pytest.CaptureFixture[
         show_docs(None, "zebra giraffe")
 
 
-def test_merged_pages_are_found_by_their_old_names() -> None:
-    topics = {page.topic for page in pages()}
-    assert not MERGED.keys() & topics
-    assert {old: find_page(old)[0].topic for old in MERGED} == MERGED
-    assert MERGED["run-busy"] == "resume-refused"
+@pytest.mark.parametrize(
+    ("word", "topic"),
+    [("slurm", "schedulers"), ("deterministic", "exact"), ("nnunet", "coming-from"), ("mmsegmentation", "coming-from"),
+     ("checkpoint-refused", "resume-refused"), ("multilabel", "masks"), ("Plan Accuracy", "memory-prediction")],
+)  # fmt: skip
+def test_words_that_are_no_page_suggest_their_page(word: str, topic: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no page '{word}': did you mean .*{topic}"):
+        find_page(word)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from segapp.report.confusion import confusion_figure, top_confusions
+from segapp.report.charts import confusion_figure, top_confusions
 from segapp.report.images import SplitEvaluation
 from segapp.report.page import _confusion
 
