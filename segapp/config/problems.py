@@ -123,6 +123,9 @@ def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) 
     if kind == UNKNOWN_OPTION:
         return f"{locations.place(loc)}: unknown key {key}: {item['msg']}"
     if kind == "extra_forbidden":
+        name, colon, rest = str(item["loc"][-1]).partition(":")
+        if colon and value is None:  # YAML reads {name:dice} as a key without a value
+            return f"{locations.place(loc)}: {key}: {name}:{rest} lacks a space after its colon: {name}: {rest}"
         return f"{locations.place(loc)}: unknown key {key}: {meant_key(loc)}"
     if kind == "missing":
         return f"{locations.place(loc)}: {key} is missing{description_of(loc)}"

@@ -110,9 +110,9 @@ DRAWN: dict[str, tuple[int, Callable[[Random], tuple[Pixels, NDArray[np.uint8]]]
 """Name -> number of images, and what draws one."""
 
 
-def draw_set(name: str, folder: Path) -> None:
-    """Write `images/NNN.png` and `masks/NNN.png`; masks of two classes hold 0 and 255."""
-    num_images, draw = DRAWN[name]
+def draw_set(name: str, folder: Path, most: int = 1000) -> None:
+    """Write `images/NNN.png` and `masks/NNN.png`, `most` at most; masks of two classes hold 0 and 255."""
+    num_images, draw = min(most, DRAWN[name][0]), DRAWN[name][1]
     for part in ("images", "masks"):
         (folder / part).mkdir(parents=True)
     for number in range(num_images):

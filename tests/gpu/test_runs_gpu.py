@@ -46,6 +46,35 @@ def test_demo_learns(tmp_path: Path) -> None:
     assert statistics.mean(losses[-5:]) < 0.9 * statistics.mean(losses[:5])
 
 
+def test_config_of_init_trains_here(tmp_path: Path) -> None:
+    """It is for the device of the machine, names it first, and says how long its steps take."""
+    from segapp.onboarding.init import InitRequest, propose_config
+    from tests.benchmarks.drawn_sets import draw_set
+    from tests.support.runs import events
+
+    draw_set("lines", tmp_path / "lines", 20)
+    config = tmp_path / "lines.yaml"
+    found = propose_config(InitRequest(tmp_path / "lines", config, is_tried=True)).facts
+    assert found.step_s is not None
+    assert ("GPU" in found.machine.device.partition(",")[0]) == IS_GPU
+    command = [
+        sys.executable,
+        "-m",
+        "segapp",
+        "train",
+        "--plain",
+        "--config",
+        str(config),
+        "--run",
+        str(tmp_path / "run"),
+    ]
+    command += ["train.steps=60" if IS_GPU else "train.steps=6", "log.every_steps=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses = [event["loss"] for event in events(tmp_path / "run", "step")]
+    assert statistics.mean(losses[-3:]) < 0.95 * statistics.mean(losses[:3])
+
+
 def test_compiled_training_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
     from tests.support.runs import events
 

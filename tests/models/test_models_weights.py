@@ -5,8 +5,10 @@ import os
 import pickle
 import re
 import socket
+import threading
 import time
 import urllib.error
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import timm
@@ -18,7 +20,14 @@ from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
 from segapp.models.by_name import expected_statistics
 from segapp.models.keys import KeyMap, LoadReport, random_modules
-from segapp.models.weights import check_reachable, fetch_hub_file, fetch_url, load_weights, read_weights_file
+from segapp.models.weights import (
+    check_reachable,
+    fetch_hub_file,
+    fetch_url,
+    hub_problem,
+    load_weights,
+    read_weights_file,
+)
 
 BACKBONE = "mobilenet_v3_small"
 
@@ -426,10 +435,40 @@ def test_weights_in_the_hub_cache_need_no_network(tmp_path, monkeypatch):
     save_file(published, folder / "blobs" / "content")
     (folder / "refs" / "main").write_text(commit)
     (folder / "snapshots" / commit / "model.safetensors").symlink_to("../../blobs/content")
+    assert hub_problem(repo_id, None) is None
     options = {"encoder": "tu-test_vit", "options": {"num_blocks": 2}}
     model = build_model("segapp", "eomt", 3, weights_backbone="DEFAULT", **options)
     own = {name: tensor for name, tensor in published.items() if not name.startswith(("head.", "fc_norm."))}
     assert_same_tensors(model.backbone_module, own)
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_hub_offers_weights_if_it_answers_for_the_file(tmp_path, monkeypatch, status):
+    """The address alone, which accepts a connection, proves nothing."""
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("ETag", '"abc"')
+            self.send_header("X-Repo-Commit", "0123456789abcdef0123456789abcdef01234567")
+            self.send_header("Content-Length", "3")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        template = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        said = hub_problem("timm/test_vit.r160_in1k", None)
+        server.shutdown()
+    assert asked == ["/timm/test_vit.r160_in1k/resolve/main/model.safetensors"]
+    assert said is None if status == 200 else "404" in str(said)
 
 
 @pytest.mark.parametrize("fault", ["no name server", "no route", "refused", "HF_HUB_OFFLINE"])
@@ -453,6 +492,7 @@ def test_missing_network_is_found_out_within_three_seconds(tmp_path, monkeypatch
     with pytest.raises(CheckpointError) as raised:
         fetch_hub_file("timm/test_vit.r160_in1k", None, "DEFAULT", "model.weights_backbone")
     assert time.monotonic() - start < 3
+    assert hub_problem("timm/test_vit.r160_in1k", None) is not None
     message = str(raised.value)
     assert "/timm/test_vit.r160_in1k/resolve/main/model.safetensors" in message
     assert f"copy {tmp_path}/models--timm--test_vit.r160_in1k from a machine that has it" in message
