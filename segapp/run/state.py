@@ -94,17 +94,13 @@ def event_age_s(events: Path, last_s: float | None, is_alive: bool | None, now_s
     return None if last_s is None else max(0.0, now_s - last_s)
 
 
-def starting_since(
-    holder: ProcessId | None, is_alive: bool | None, trained_s: float, acquired_s: float | None
-) -> float | None:
+def starting_since(holder: ProcessId | None, is_alive: bool | None, acquired_s: float | None) -> float | None:
     """Return when the process that holds a run took it, if it runs and has not begun to train; None otherwise.
 
     `acquired_s` is the time of its lock that the last `run_start` names: an order of times would depend on the clock.
-    Earlier versions do not name it; then `trained_s`, the time of the last start, step or end of a training, decides.
     """
     taken_s = None if holder is None or not is_alive else holder.acquired_s
-    has_begun = taken_s is not None and (taken_s <= trained_s if acquired_s is None else taken_s == acquired_s)
-    return None if has_begun else taken_s
+    return None if taken_s == acquired_s else taken_s
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:

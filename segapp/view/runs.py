@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = ("seed", "log.", "checkpoint.", "data.workers", "data.cache", 
 _NUM_POINTS = 64
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
-_VERSION = 6
+_VERSION = 7
 """Increase it if `facts_of` or the fold changes, so that summaries of an earlier version are not used."""
 
 _SETTLED_S = 2.0
@@ -166,7 +166,6 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
     times = {
         **_fields(end, "reason", "exit_code"),
         "end_status": end.status if end else None,
-        "trained_s": view.trained_s,
         **_fields(view.start, "acquired_s"),
         "last_s": view.last_s,
         "last_step_s": view.moved_s,
@@ -284,7 +283,7 @@ def summary_of(folder: RunFolder, found: dict[str, dict[str, Any]], now_s: float
     age_s = event_age_s(folder.events, last_s, is_alive, now_s)
     facts = StateFacts(
         end_status=times["end_status"],
-        is_starting=starting_since(folder.read_holder(), is_alive, times["trained_s"], times["acquired_s"]) is not None,
+        is_starting=starting_since(folder.read_holder(), is_alive, times["acquired_s"]) is not None,
         is_trainer_alive=is_alive,
         event_age_s=age_s,
         step_age_s=None if step_s is None or age_s is None else age_s + max(0.0, last_s - step_s),

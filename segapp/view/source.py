@@ -205,7 +205,7 @@ class LiveSource:
         """Return when a process took the folder that has not begun to train; None if there is none."""
         trainer, start = self._trainer_facts(), self.view.start
         acquired_s = None if start is None else start.acquired_s
-        return starting_since(trainer.process, trainer.is_alive, self.view.trained_s, acquired_s)
+        return starting_since(trainer.process, trainer.is_alive, acquired_s)
 
     def _skew_s(self, now_s: float) -> float:
         if self.view.last_s is None or self._arrived is None:

@@ -132,18 +132,11 @@ class View:
     oom: events.Oom | None = None
     end: events.RunEnd | None = None
     last_s: float | None = None
-    last_step_s: float | None = None
     num_events: int = 0
     num_bad: int = 0
     """Number of events with invalid fields."""
     written_checker: SplitChecker | None = None
     """As written by the trainer, with the peaks of the steps since."""
-
-    @property
-    def trained_s(self) -> float:
-        """Time of the last start, step or end of a training; 0 if there was none."""
-        ends = (self.start, self.end)
-        return max(*(event.t for event in ends if event is not None), self.last_step_s or 0.0, self.moved_s or 0.0)
 
     @property
     def monitor(self) -> Score:
@@ -330,7 +323,7 @@ class EventFold:
             return False
         self._raw_step = raw
         self._note_position(raw)
-        view.last_s = view.last_step_s = t
+        view.last_s = t
         view.phase = "train"
         self._set_paused(False, t)
         view.evaluating, view.away_s = None, 0.0

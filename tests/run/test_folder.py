@@ -236,6 +236,11 @@ def start(**fields):
     )
 
 
+def start_of(folder, **fields):
+    """The start of the process that holds the lock."""
+    return start(acquired_s=folder.read_holder().acquired_s, **fields)
+
+
 def step(number, loss=1.0):
     return Step(epoch=1, step=number, loss=loss, lr=0.1)
 
@@ -269,7 +274,7 @@ def test_run_states_from_start_to_resume(tmp_path):
     now_s = time.time()
     assert run_state(folder.path) == "busy"
     with EventWriter(folder.events) as writer:
-        writer.write(start())
+        writer.write(start_of(folder))
         writer.write(step(1))
         assert run_state(folder.path) == "live"
         assert run_state(folder.path, now_s + 1000) == "stale"
@@ -282,7 +287,7 @@ def test_run_states_from_start_to_resume(tmp_path):
         folder.acquire()
         assert run_state(folder.path) != "stopped", "taken up again"
         assert [summarize(folder.path).as_json()[key] for key in ("reason", "exit_code")] == [None, None]
-        writer.write(start(resumed_from_step=1))
+        writer.write(start_of(folder, resumed_from_step=1))
         assert run_state(folder.path) == "busy"
         writer.write(step(2))
         assert run_state(folder.path) == "live"
@@ -315,7 +320,7 @@ def test_summary_has_every_field(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     with folder:
         folder.write_info()
-        write(folder, start(gpu0_bsz=1, split=[1, 3]))
+        write(folder, start_of(folder, gpu0_bsz=1, split=[1, 3]))
         for number in (1, 2, 3):
             memory = Memory(devices=[{"uuid": "GPU-1", "used_mib": 100.0 * number}])
             write(folder, step(number, loss=1.0 / number), memory, Heartbeat())

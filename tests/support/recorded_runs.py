@@ -76,7 +76,7 @@ class RecordedRun:
         self.classes, self.num_devices, self.device = list(classes), num_devices, device
         self.batch_size, self.steps_per_epoch, self.epochs, self.step_s = batch_size, steps_per_epoch, epochs, step_s
         self.rng = np.random.default_rng(3)
-        self.step, self.acquired_s = 0, acquired_s
+        self.step, self.acquired_s = 0, round(starts_s - 1, 3) if acquired_s is None else acquired_s
         self.gpu0_bsz = gpu0_bsz if num_devices > 1 else None
         self.best = -1.0
         with mock.patch("time.time", self.clock):
@@ -234,9 +234,8 @@ class RecordedRun:
 
     def hold(self, acquired_s: float | None = None) -> None:
         """Lock the folder, as the process that has written the events did before the first of them, or at a time."""
-        with self.folder.events.open() as file:
-            first_s = float(json.loads(file.readline())["t"])
-        with mock.patch("segapp.run.folder.time.time", return_value=first_s - 1 if acquired_s is None else acquired_s):
+        taken_s = self.acquired_s if acquired_s is None else acquired_s
+        with mock.patch("segapp.run.folder.time.time", return_value=taken_s):
             self.folder.acquire()
 
     def shift_to_now(self, age_s: float = 0.4) -> None:

@@ -50,7 +50,9 @@ def test_run_is_resuming_from_the_lock_to_the_first_step(tmp_path: Path, end: st
         assert "2 Memory  last" in text
         assert not {"ETA", "STALE", "stuck", "asked to stop", "best mIoU"} & set(text.replace("\n", " ").split())
         assert run_state(run.folder.path) == summarize(run.folder.path).state == "busy"
-        run.clock.now_s = time.time()
+        run.clock.now_s, holder = time.time(), run.folder.read_holder()
+        assert holder is not None
+        run.acquired_s = holder.acquired_s
         run.write_start(resumed_from_step=20)
         await settle(app, pilot)
         assert "resuming from step 20: " in screen_text(app)

@@ -27,7 +27,7 @@ def summary(view: View) -> dict[str, Any]:
         "curve": [np.nan_to_num(c, nan=-1.0).round(9).tolist() for c in curves],
         "step": view.step, "epoch": view.epoch, "vals": list(view.vals), "best": view.best, "marks": view.marks,
         "split": view.split, "gpu0": view.gpu0, "peaks": view.peaks_mib, "devices": view.devices, "log": list(view.log),
-        "pending": view.pending, "answers": view.answers, "end": view.end, "last": (view.last_s, view.last_step_s),
+        "pending": view.pending, "answers": view.answers, "end": view.end, "last": (view.last_s, view.moved_s),
         "num": view.num_events,
     }  # fmt: skip
 
