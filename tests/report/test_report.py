@@ -272,7 +272,7 @@ def test_comparison_names_the_differing_settings(
 
 
 def test_runs_are_compared_on_the_same_images_with_pictures(
-    trained: Path, dataset: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, model: TrainedModel, dataset: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run and itself have no difference; the mIoU equals the evaluation in training."""
     found = compare_runs([str(trained), str(trained)], tmp_path / "page.html", num_images=2)
@@ -281,6 +281,11 @@ def test_runs_are_compared_on_the_same_images_with_pictures(
     assert [run["miou"] for run in same["runs"]] == [pytest.approx(found["runs"][0]["best_miou"], abs=1e-6)] * 2
     assert same["runs"][1]["difference"] == 0.0
     assert same["images"][0]["effects"] == [0.0]
+    train_names = {
+        pair.name for pair in build_dataset(model.config.data, model.scheme, "train", is_training=False, seed=0).pairs
+    }
+    of_train = compare_runs([str(trained), str(trained)], split="train", num_images=99)["same_images"]
+    assert (of_train["split"], {image["name"] for image in of_train["images"]}) == ("train", train_names)
     assert "shown" not in same["images"][0]
     page = read(tmp_path / "page.html")
     assert len([1 for tag, _ in page.tags if tag == "img"]) == 2 * 6
