@@ -27,12 +27,17 @@ def find_machine(gpus: Sequence[GpuSpec] | None) -> Machine:
     """Return a machine with the given GPUs; None: this one."""
     if gpus is not None:
         sizes = ", ".join(size(gpu.total_mib * 2**20) for gpu in gpus)
-        return Machine(len(gpus), f"{len(gpus)} GPUs ({sizes}), as --gpus says", is_here=False)
+        return Machine(len(gpus), f"{count_of(len(gpus))} ({sizes}), as --gpus says", is_here=False)
     seen = visible_gpus()
     note = f" ({seen.message})" if seen.cure else ""
     if seen.gpus:
-        return Machine(len(seen.gpus), f"the {len(seen.gpus)} GPUs of this machine{note}")
+        return Machine(len(seen.gpus), f"the {count_of(len(seen.gpus))} of this machine{note}")
     return Machine(0, f"the CPU of this machine, which has no GPU{note}; segapp init --gpus 1x24GiB assumes one")
+
+
+def count_of(num_gpus: int) -> str:
+    """Return a number of GPUs as text."""
+    return f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
 
 
 def weights_problem(encoder: str) -> str | None:

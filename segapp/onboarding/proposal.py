@@ -19,7 +19,7 @@ from segapp.onboarding.content import MaskContent
 from segapp.onboarding.division import Division
 from segapp.onboarding.encoding import Classes
 from segapp.onboarding.fingerprint import Fingerprint
-from segapp.onboarding.machine import Machine
+from segapp.onboarding.machine import Machine, count_of
 from segapp.run.words import aligned, duration, printable
 
 LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device
@@ -136,7 +136,7 @@ def _lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
     yield from _model_lines(facts, found)
     yield from _loss_lines(found)
     batch = min(encoder.batch * max(1, num_gpus), max(1, num_train))
-    reason = f"{encoder.batch} for each of {num_gpus} GPUs; the largest that fits: segapp plan --config FILE"
+    reason = f"{encoder.batch} for each of {count_of(num_gpus)}; the largest that fits: segapp plan --config FILE"
     steps = max(1, num_train // batch)
     epochs = max(10, round((20_000 if num_gpus else 2_000) / steps))
     yield f"""\
@@ -194,11 +194,10 @@ def _model_lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
         yield "  library: torchvision"
         yield f"  name: lraspp_mobilenet_v3_large  # light, and stride 8 keeps a mean Dice of {mean_kept:.3f}"
     else:
-        name = "DeepLabV3Plus" if least_kept >= MIN_KEPT and not is_random else "Unet"
-        limit = (
-            f"8 keeps a mean Dice of {mean_kept:.3f}" if is_random else f"4 keeps a Dice of {least_kept:.3f} or more"
-        )
-        yield f"  library: smp\n  name: {name}  # stride {limit}"
+        keeps_details = least_kept >= MIN_KEPT and not is_random
+        name, word = ("DeepLabV3Plus", "keeps") if keeps_details else ("Unet", "would keep only")
+        kept = f"8 {word} a mean Dice of {mean_kept:.3f}" if is_random else f"4 {word} a Dice of {least_kept:.3f}"
+        yield f"  library: smp\n  name: {name}  # stride {kept}"
         yield f"  encoder: {encoder.name}"
         if name == "Unet":
             yield f"  options: {{decoder_channels: {list(encoder.decoder_channels)}}}"
