@@ -95,9 +95,8 @@ def config_text(facts: Facts) -> str:
         *(f"note: {note}" for note in facts.classes.notes),
         *fingerprint_lines(found, facts.classes.names),
     ]
-    return (
-        "".join(f"# {printable(line)}\n" for line in header) + data_text(facts) + "\n".join(_lines(facts, found)) + "\n"
-    )
+    comments = "".join(f"# {printable(line)}\n" for line in header)
+    return comments + data_text(facts) + "".join(f"{line}\n" for line in _lines(facts, found))
 
 
 def data_text(facts: Facts) -> str:
@@ -112,7 +111,12 @@ def fingerprint_lines(found: Fingerprint, names: Sequence[str]) -> list[str]:
     for number, name in enumerate(names):
         kept = (dice[number] for dice in found.kept.values())
         rows.append([name, f"{found.shares[number]:.2%}", *("-" if d is None else f"{d:.3f}" for d in kept)])
-    return [f"{found.num_masks} masks: pixels of each class, and the Dice that it keeps on a grid", *aligned(rows)]
+    up = "a class knows up from down, or is in fewer than 50 masks" if found.has_up else "no class knows up from down"
+    return [
+        f"{found.num_masks} masks of {'gray' if found.is_gray else 'color'} images: {up};",
+        "pixels of each class, and the Dice that it keeps on a grid:",
+        *aligned(rows),
+    ]
 
 
 def _line(text: str, reason: str = "") -> str:
@@ -122,12 +126,8 @@ def _line(text: str, reason: str = "") -> str:
 
 def _lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
     """Yield the other lines, which follow from the fingerprint and the machine."""
-    content, num_train, num_gpus, encoder = (
-        facts.content,
-        len(facts.division.train),
-        facts.machine.num_gpus,
-        facts.encoder,
-    )
+    content, encoder, num_gpus = facts.content, facts.encoder, facts.machine.num_gpus
+    num_train = len(facts.division.train)
     cap = (768 if min(content.median_px) >= 900 else 512) if num_gpus else 256
     yield f"  crop_px: {_crop(content, cap)}  # multiples of 32 that 90 % of the images reach, at most {cap}"
     yield from _augmentation_lines(found)
@@ -175,7 +175,6 @@ def _time(facts: Facts, num_steps: int) -> str:
 def _augmentation_lines(found: Fingerprint) -> Iterator[str]:
     """Yield vertical flips and quarter turns if the classes lie in the images as in their mirror images."""
     if found.has_up:
-        yield "  # no vertical flips: the classes know up from down, or fewer than 50 masks have one of them"
         return
     flips = "{HorizontalFlip: {}}, {VerticalFlip: {}}" if found.has_sides else "{D4: {}}"
     yield _line(
