@@ -80,6 +80,10 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("data.scale=[1, 2, 3]", "data.scale = [1, 2, 3]: tuple should have at most 2 items"),
         ("loss.plus=[{nam: ce}]", "unknown key loss.plus.0.nam: did you mean loss.plus.0.name?"),
         ("loss.plus=[{name: ce}, {name:dice}]", "loss.plus.1: name:dice lacks a space after its colon: name: dice"),
+        (
+            "schedule.warmup_steps=150%",
+            "schedule.warmup_steps = '150%': accepted: a whole number >= 0 | a share such as 5%",
+        ),
         ("optim={lr:0.1}", "optim.lr:0.1: lr:0.1 lacks a space after its colon: lr: 0.1"),
         ("distill={teacher: t, temprature: 3}", "unknown key distill.temprature: did you mean distill.temperature?"),
         ("distill={teacher: t, temperature: 0}", "distill.temperature = 0: input should be greater than 0"),

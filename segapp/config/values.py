@@ -50,7 +50,8 @@ PositiveFraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(no_bool)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(no_bool)]
 """A number between 0 and 1, both excluded."""
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(no_bool)]
-Share = Annotated[str, Field(pattern=r"^(100|\d{1,2}(\.\d+)?)%$")]
+SHARE_PATTERN = r"^(100|\d{1,2}(\.\d+)?)%$"
+Share = Annotated[str, Field(pattern=SHARE_PATTERN)]
 """A share of the run, such as 5%."""
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]

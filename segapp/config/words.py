@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
-from segapp.config.values import section_of
+from segapp.config.values import SHARE_PATTERN, section_of
 from segapp.custom.names import COMPONENT_PATTERN
 from segapp.errors import closest_words, did_you_mean
 from segapp.scores import CLASS_SCORE_PATTERN, CLASS_SCORES
@@ -182,6 +182,8 @@ def _accepted(member: dict[str, Any]) -> str:
         return str(member["const"])
     if member.get("pattern") == COMPONENT_PATTERN:
         return "package.module:factory"
+    if member.get("pattern") == SHARE_PATTERN:
+        return "a share such as 5%"
     if member.get("pattern") == CLASS_SCORE_PATTERN:
         return " | ".join(f"{kind}:CLASS" for kind in CLASS_SCORES)
     if kind in ("integer", "number"):

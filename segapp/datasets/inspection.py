@@ -450,7 +450,8 @@ def _of_targets(targets: Targets, scheme: ClassScheme, rare_frac: float, *, is_t
         if 0 < count < rare_frac * total
     ]
     if rare:
-        cure = "loss.plus=[{name: dice}]" if rare_frac == IGNORABLE_FRAC else "data.sampling=class-balanced"
+        loss = "loss.class_weights=enet" if scheme.num_classes > 2 else "'loss.plus=[{name: dice}]'"
+        cure = loss if rare_frac == IGNORABLE_FRAC else "data.sampling=class-balanced"
         messages.append(
             f"{split}: {', '.join(rare)} of the pixels: a model that never predicts so few is almost right: add {cure}"
         )

@@ -114,19 +114,30 @@ def check_reachable(url: str, timeout_s: float = 2.0) -> None:
         raise outcome[0]
 
 
-def hub_problem(repo_id: str, revision: str | None) -> str | None:
+def hub_problem(repo_id: str, revision: str | None, timeout_s: float = 10.0) -> str | None:
     """Return why the weights of a repository on the Hugging Face hub cannot be had; None if they can.
 
-    They can if they are cached, or if the hub answers a request for their headers within ten seconds.
+    They can if they are cached, or if the hub names the commit of the file within the timeout, which a page that asks
+    for a login does not.
     """
     import huggingface_hub
 
-    try:
-        if _cached_hub_file(repo_id, revision) is None:
-            huggingface_hub.get_hf_file_metadata(_reachable_hub_url(repo_id, revision))
-    except Exception as error:  # as in `fetch_hub_file`
-        return _reason(error)
-    return None
+    outcome: list[str | None] = [f"no answer within {timeout_s:g} s"]
+
+    def ask() -> None:
+        try:
+            if _cached_hub_file(repo_id, revision) is None:
+                found = huggingface_hub.get_hf_file_metadata(_reachable_hub_url(repo_id, revision))
+                outcome[0] = None if found.commit_hash and found.etag else "the answer is not from a hub"
+            else:
+                outcome[0] = None
+        except Exception as error:  # as in `fetch_hub_file`
+            outcome[0] = _reason(error)
+
+    thread = threading.Thread(target=ask, name="segapp-hub", daemon=True)  # a server may send a byte now and then
+    thread.start()
+    thread.join(timeout_s)
+    return outcome[0]
 
 
 def _cached_hub_file(repo_id: str, revision: str | None) -> Path | None:

@@ -25,11 +25,12 @@ from segapp.run.words import aligned, duration, printable
 LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device
 MIN_KEPT = 0.98
 """Least Dice that every class must keep at stride 4 for DeepLabV3+: less costs more than models differ by."""
-MIN_MEAN_KEPT = 0.9
+MIN_MEAN_KEPT, MIN_KEPT_OF_EACH = 0.9, 1 / 3
 """Least mean Dice that the classes must keep at stride 8 for LR-ASPP. From random weights, it is about 0.1 ahead of a
-Unet for the first hundreds of steps (page `results`), so it may lose as much on its grid."""
+Unet for the first hundreds of steps (page `results`), so it may lose as much on its grid. A class that keeps less than
+a third is lost, which a mean over many classes does not show."""
 RARE_SHARE = 0.01
-WITHOUT_WEIGHTS = "random weights need several times the steps (segapp docs results)"
+WITHOUT_WEIGHTS = "no ImageNet weights, which would give more (segapp docs results)"
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,16 @@ def _lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
     content, encoder, num_gpus = facts.content, facts.encoder, facts.machine.num_gpus
     num_train = len(facts.division.train)
     cap = (768 if min(content.median_px) >= 900 else 512) if num_gpus else 256
-    yield f"  crop_px: {_crop(content, cap)}  # multiples of 32 that 90 % of the images reach, at most {cap}"
-    yield from _augmentation_lines(found)
+    height, width = _crop(content, cap)
+    yield f"  crop_px: [{height}, {width}]  # multiples of 32 that 90 % of the images reach, at most {cap}"
+    yield from _augmentation_lines(found, is_square=height == width)
     if sum(h * w * 4 for h, w in content.sizes_px) / len(content.sizes_px) * num_train < 2 << 30:
         yield "  cache: ram  # the decoded data set needs less than 2 GiB"
     yield from _model_lines(facts, found)
     yield from _loss_lines(found)
     batch = min(encoder.batch * max(1, num_gpus), max(1, num_train))
-    reason = f"{encoder.batch} for each of {count_of(num_gpus)}; the largest that fits: segapp plan --config FILE"
+    wanted = f"{encoder.batch} for each of {count_of(num_gpus)}" if num_gpus else f"{encoder.batch} on a CPU"
+    reason = wanted if batch == encoder.batch * max(1, num_gpus) else f"all images: {wanted} would be more"
     steps = max(1, num_train // batch)
     epochs = max(10, round((20_000 if num_gpus else 2_000) / steps))
     yield f"""\
@@ -150,7 +153,7 @@ schedule:
   warmup_steps: 5%
 train:
   epochs: {epochs}  # {epochs * steps:,} steps, {steps} per epoch; {_time(facts, epochs * steps)}
-  batch_size: {batch}  # {reason if num_gpus else "small, because there is no GPU"}
+  batch_size: {batch}  # {reason}; the largest that fits: segapp plan --config FILE
 eval:
   every_epochs: {max(1, epochs // 20)}  # about twenty evaluations"""
     largest_px = max(h * w for h, w in content.sizes_px)
@@ -172,14 +175,15 @@ def _time(facts: Facts, num_steps: int) -> str:
     )
 
 
-def _augmentation_lines(found: Fingerprint) -> Iterator[str]:
+def _augmentation_lines(found: Fingerprint, *, is_square: bool) -> Iterator[str]:
     """Yield vertical flips and quarter turns if the classes lie in the images as in their mirror images."""
     if found.has_up:
         return
-    flips = "{HorizontalFlip: {}}, {VerticalFlip: {}}" if found.has_sides else "{D4: {}}"
+    has_turns = is_square and not found.has_sides  # a quarter turn exchanges the sides of a crop
+    flips = "{D4: {}}" if has_turns else "{HorizontalFlip: {}}, {VerticalFlip: {}}"
     yield _line(
         f"  augment: [{{ScaledCrop: {{scale: [0.5, 2.0]}}}}, {flips}, {{PhotometricChange: {{}}}}]",
-        f"{'vertical flips' if found.has_sides else 'flips and quarter turns'}: the classes lie alike in both images",
+        f"{'flips and quarter turns' if has_turns else 'vertical flips'}: no class knows up from down",
     )
 
 
@@ -189,14 +193,15 @@ def _model_lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
     mean_kept, least_kept = fmean(found.kept_of_classes(8)), min(found.kept_of_classes(4))
     is_random = encoder is RANDOM_CPU_ENCODER
     yield "model:"
-    if is_random and mean_kept >= MIN_MEAN_KEPT:
+    if is_random and mean_kept >= MIN_MEAN_KEPT and min(found.kept_of_classes(8)) >= MIN_KEPT_OF_EACH:
         yield "  library: torchvision"
         yield f"  name: lraspp_mobilenet_v3_large  # light, and stride 8 keeps a mean Dice of {mean_kept:.3f}"
     else:
         keeps_details = least_kept >= MIN_KEPT and not is_random
         name, word = ("DeepLabV3Plus", "keeps") if keeps_details else ("Unet", "would keep only")
         kept = f"8 {word} a mean Dice of {mean_kept:.3f}" if is_random else f"4 {word} a Dice of {least_kept:.3f}"
-        yield f"  library: smp\n  name: {name}  # stride {kept}"
+        lowest = f", and of a class {min(found.kept_of_classes(8)):.3f}" if is_random else ""
+        yield f"  library: smp\n  name: {name}  # stride {kept}{lowest}"
         yield f"  encoder: {encoder.name}"
         if name == "Unet":
             yield f"  options: {{decoder_channels: {list(encoder.decoder_channels)}}}"

@@ -160,8 +160,8 @@ def _with_momentum(config: RunConfig, model: SegmentationModel, num_images: int)
     if momentum is not None:
         set_momentum(model, momentum)
         note = (
-            f"train.bn_momentum = {momentum:g}: with the model's own, the statistics of BatchNorm are of more than a "
-            f"hundredth of the {num_passes} forward passes of this run, in which the weights change"
+            f"train.bn_momentum = {momentum:g}, because the model's own would average the statistics of BatchNorm over "
+            f"too many of the {num_passes} forward passes of this run"
         )
     return config.model_copy(update={"train": train.model_copy(update={"bn_momentum": momentum})}), note
 

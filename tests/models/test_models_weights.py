@@ -442,17 +442,22 @@ def test_weights_in_the_hub_cache_need_no_network(tmp_path, monkeypatch):
     assert_same_tensors(model.backbone_module, own)
 
 
-@pytest.mark.parametrize("status", [200, 404])
-def test_hub_offers_weights_if_it_answers_for_the_file(tmp_path, monkeypatch, status):
-    """The address alone, which accepts a connection, proves nothing."""
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [(200, None), (404, "404"), ("a page", "not from a hub"), ("slow", "no answer within 0.5 s")],
+)
+def test_hub_offers_weights_if_it_answers_for_the_file(tmp_path, monkeypatch, answer, problem):
+    """The address alone, which accepts a connection, proves nothing; nor does a page that asks for a login."""
     asked = []
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self):
             asked.append(self.path)
-            self.send_response(status)
-            self.send_header("ETag", '"abc"')
-            self.send_header("X-Repo-Commit", "0123456789abcdef0123456789abcdef01234567")
+            time.sleep(2 if answer == "slow" else 0)
+            self.send_response(answer if isinstance(answer, int) else 200)
+            if answer != "a page":
+                self.send_header("ETag", '"abc"')
+                self.send_header("X-Repo-Commit", "0123456789abcdef0123456789abcdef01234567")
             self.send_header("Content-Length", "3")
             self.end_headers()
 
@@ -465,10 +470,12 @@ def test_hub_offers_weights_if_it_answers_for_the_file(tmp_path, monkeypatch, st
         threading.Thread(target=server.serve_forever, daemon=True).start()
         template = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-        said = hub_problem("timm/test_vit.r160_in1k", None)
+        start = time.monotonic()
+        said = hub_problem("timm/test_vit.r160_in1k", None, timeout_s=0.5 if answer == "slow" else 10)
+        assert time.monotonic() - start < 8
         server.shutdown()
     assert asked == ["/timm/test_vit.r160_in1k/resolve/main/model.safetensors"]
-    assert said is None if status == 200 else "404" in str(said)
+    assert said is None if problem is None else problem in str(said)
 
 
 @pytest.mark.parametrize("fault", ["no name server", "no route", "refused", "HF_HUB_OFFLINE"])

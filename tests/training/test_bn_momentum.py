@@ -57,8 +57,8 @@ def test_run_keeps_what_auto_chose(tiny: dict[str, Any], tmp_path: Path, capsys:
     for name, value in (("auto", "auto"), ("named", 0.1), ("own", None)):
         config = merged(tiny, train={"epochs": 1, "accumulate": 2, "bn_momentum": value})
         assert train(config, tmp_path / name) == 0
-        said = "train.bn_momentum = 0.1: with the model's own, the statistics of BatchNorm are of more than a hundredth"
-        assert (f"{said} of the 6 forward passes" in capsys.readouterr().out) == (name == "auto")
+        said = "train.bn_momentum = 0.1, because the model's own would average the statistics of BatchNorm over too"
+        assert (f"{said} many of the 6 forward passes" in capsys.readouterr().out) == (name == "auto")
         runs[name] = state_of(tmp_path / name)
     assert differing(runs["auto"]["model"], runs["named"]["model"]) == []
     changed = differing(runs["auto"]["model"], runs["own"]["model"])

@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 
 from segapp.__main__ import main
+from segapp.assembly.data import build_dataset
+from segapp.assembly.pairs import build_scheme
 from segapp.config import RunConfig, load_config
 from segapp.datasets.layouts.formats import DataLocation, find_pairs
 from segapp.errors import ConfigError, DataError
@@ -186,6 +188,49 @@ def test_model_has_the_coarsest_stride_that_keeps_every_class(
     assert found is not None
     assert result.facts.step_s == pytest.approx(float(found[3]), rel=0.06)
     assert found[2] == duration(result.facts.step_s * int(found[1].replace(",", "")))
+
+
+@pytest.mark.parametrize(
+    ("size", "knows", "flips"),
+    [
+        ((64, 64), None, ["D4"]),
+        ((64, 96), None, ["HorizontalFlip", "VerticalFlip"]),
+        ((64, 64), "sides", ["HorizontalFlip", "VerticalFlip"]),
+        ((64, 64), "up", []),
+    ],
+)
+def test_flips_are_what_the_masks_and_the_crop_allow(
+    size: tuple[int, int], knows: str | None, flips: list[str], tmp_path: Path
+) -> None:
+    """Quarter turns need a square crop; the config draws batches."""
+    for number in range(70):
+        random, mask = np.random.default_rng(number), np.zeros(size, np.uint8)
+        top, left = (int(random.integers(0, length - 12)) for length in size)
+        top, left = (46 if knows == "up" else top), (4 if knows == "sides" else left)
+        mask[top : top + 12, left : left + 12] = 1
+        for part, pixels in (("images", np.repeat(mask[..., None], 3, 2) * 200), ("masks", mask)):
+            (tmp_path / "d" / part).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / "d" / part / f"{number:02}.png")
+    config = proposed(tmp_path / "d", tmp_path / "made.yaml")[0]
+    names = [next(iter(each)) for each in config.data.augment or []]
+    assert names == ([] if not flips else ["ScaledCrop", *flips, "PhotometricChange"])
+    dataset = build_dataset(config.data, build_scheme(config.data), "train", is_training=True, seed=0)
+    assert {dataset[(1, number)].target.shape for number in range(4)} == {config.data.crop_px}
+
+
+def test_class_that_a_mean_hides_is_not_lost(tmp_path: Path) -> None:
+    """Eleven classes that stride 8 keeps, and a line of one pixel: their mean Dice is above 0.9."""
+    for number in range(8):
+        mask = np.repeat(np.repeat(np.arange(12, dtype=np.uint8).reshape(3, 4) % 11, 64, 0), 64, 1)
+        mask[:, 5 + number] = 11
+        for part, pixels in (("images", mask * 20), ("masks", mask)):
+            (tmp_path / "d" / part).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / "d" / part / f"{number}.png")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert result.facts.fingerprint is not None
+    kept = result.facts.fingerprint.kept_of_classes(8)
+    assert (sum(kept) / 12 > 0.9, kept[11]) == (True, 0)
+    assert config.model.name == "Unet"
 
 
 @pytest.mark.parametrize(
