@@ -82,7 +82,7 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("loss.plus=[{name: ce}, {name:dice}]", "loss.plus.1: name:dice lacks a space after its colon: name: dice"),
         (
             "schedule.warmup_steps=150%",
-            "schedule.warmup_steps = '150%': accepted: a whole number >= 0 | a share such as 5%",
+            "'150%': accepted: a whole number >= 0 | a share such as 5%",
         ),
         ("optim={lr:0.1}", "optim.lr:0.1: lr:0.1 lacks a space after its colon: lr: 0.1"),
         ("distill={teacher: t, temprature: 3}", "unknown key distill.temprature: did you mean distill.temperature?"),
