@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,24 @@ def test_stripes_forbid_quarter_turns_and_allow_flips(tmp_path: Path) -> None:
         masks.append(mask)
     found = measured(tmp_path, masks)
     assert (found.has_up, found.has_sides) == (False, True)
+
+
+def test_masks_are_measured_as_they_lie_on_the_upright_image(tmp_path: Path) -> None:
+    """Every second photo is stored upside down, with its mask; upright, class 3 is in the lower half of all."""
+    exif = Image.Exif()
+    exif[0x112] = 3
+    masks = []
+    for number in range(60):
+        mask = np.zeros(SIZE, np.uint8)
+        mask[20 + number % 9 :, 5 : 20 + number % 7] = 3
+        masks.append(mask[::-1, ::-1] if number % 2 else mask)
+    pairs = saved(tmp_path, masks)
+    for pair in pairs[1::2]:
+        Image.open(pair.image).save(pair.image.with_suffix(".jpg"), exif=exif)
+    pairs = [replace(pair, image=pair.image.with_suffix(".jpg")) if i % 2 else pair for i, pair in enumerate(pairs)]
+    scheme = replace(SCHEME, mask_orientation="raw")
+    assert measure(pairs, scheme, RGB8, SIZE).has_up
+    assert not measure(saved(tmp_path, masks), scheme, RGB8, SIZE).has_up
 
 
 def test_images_of_equal_bands_are_gray(tmp_path: Path) -> None:

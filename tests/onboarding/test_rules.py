@@ -1,0 +1,105 @@
+"""The rules by which a config follows from a fingerprint and a machine, at their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from segapp.onboarding.content import MaskContent
+from segapp.onboarding.division import Division
+from segapp.onboarding.encoding import Classes
+from segapp.onboarding.fingerprint import Fingerprint
+from segapp.onboarding.layout import Pair
+from segapp.onboarding.machine import Machine
+from segapp.onboarding.proposal import Facts, config_text
+
+CPU, TWO_GPUS = Machine(0, "the CPU"), Machine(2, "2 GPUs")
+EVEN = (0.5, 0.3, 0.2)
+
+
+def written(
+    kept_4: Sequence[float] = (1, 1, 1),
+    kept_8: Sequence[float] = (1, 1, 1),
+    *,
+    shares: Sequence[float] = EVEN,
+    machine: Machine = CPU,
+    has_weights: bool = False,
+    num_train: int = 67,
+    sizes_px: Sequence[tuple[int, int]] = ((300, 500),),
+) -> tuple[dict[str, Any], str]:
+    """Returns the config for a fingerprint, and its text."""
+    names = tuple("abcdefgh"[: len(shares)])
+    fingerprint = Fingerprint(61, False, tuple(shares), {4: tuple(kept_4), 8: tuple(kept_8)}, True, True)
+    pairs = [Pair(f"{number}.png", f"{number}.png") for number in range(num_train)]
+    facts = Facts(
+        name="x",
+        root=Path("x"),
+        format="folder",
+        keys={},
+        division=Division(pairs, pairs[:1], {}),
+        classes=Classes(names, "given"),
+        content=MaskContent(num_masks=61, num_all=61, sizes_px=list(sizes_px)),
+        machine=machine,
+        fingerprint=fingerprint,
+        weights_problem=None if has_weights else "offline",
+    )
+    text = config_text(facts)
+    return yaml.safe_load(text), text
+
+
+@pytest.mark.parametrize(
+    ("kept_4", "kept_8", "has_weights", "machine", "model"),
+    [
+        ((0.9, 0.99, 0.99), (0.901, 0.8, 1.0), False, CPU, ("lraspp_mobilenet_v3_large", None)),
+        ((0.9, 0.99, 0.99), (0.898, 0.8, 1.0), False, CPU, ("Unet", "resnet18")),
+        ((1.0,) * 8, (0.34, *(1.0,) * 7), False, CPU, ("lraspp_mobilenet_v3_large", None)),
+        ((1.0,) * 8, (0.33, *(1.0,) * 7), False, CPU, ("Unet", "resnet18")),
+        ((0.981, 0.99, 1.0), (1.0, 1.0, 1.0), True, CPU, ("DeepLabV3Plus", "tu-tf_efficientnet_lite0")),
+        ((0.979, 0.99, 1.0), (1.0, 1.0, 1.0), True, CPU, ("Unet", "tu-tf_efficientnet_lite0")),
+        ((0.981, 0.99, 1.0), (1.0, 1.0, 1.0), False, TWO_GPUS, ("DeepLabV3Plus", "resnet50")),
+        ((0.99, 0.979, 1.0), (1.0, 1.0, 1.0), True, TWO_GPUS, ("Unet", "resnet50")),
+    ],
+)
+def test_model_at_the_limits_of_its_dice(
+    kept_4: Sequence[float], kept_8: Sequence[float], has_weights: bool, machine: Machine, model: tuple[str, str | None]
+) -> None:
+    shares = (1 / len(kept_4),) * len(kept_4)
+    config, _ = written(kept_4, kept_8, shares=shares, machine=machine, has_weights=has_weights)
+    assert (config["model"]["name"], config["model"].get("encoder")) == model
+
+
+@pytest.mark.parametrize(
+    ("shares", "loss"),
+    [
+        ((0.9, 0.0899, 0.0101), {"name": "ce", "plus": [{"name": "dice"}]}),
+        ((0.9, 0.0901, 0.0099), {"name": "ce", "class_weights": "enet"}),
+        ((0.9901, 0.0, 0.0099), {"name": "ce", "plus": [{"name": "dice"}]}),
+    ],
+    ids=["no rare class", "a rare class of three", "a rare class of two with pixels"],
+)
+def test_loss_at_the_limit_of_its_share(shares: Sequence[float], loss: dict[str, Any]) -> None:
+    assert written(shares=shares)[0]["loss"] == loss
+
+
+def test_lengths_rates_and_batches_are_of_the_device() -> None:
+    """2,000 steps on a CPU and 20,000 on GPUs; the rate grows with the square root of the batch."""
+    cpu, text = written()
+    assert (cpu["train"], cpu["eval"]) == ({"epochs": 125, "batch_size": 4}, {"every_epochs": 6})
+    assert "2,000 steps, 16 per epoch" in text
+    assert cpu["optim"]["lr"] == 2e-3
+    gpus, text = written(machine=TWO_GPUS, has_weights=True)
+    assert (gpus["train"], gpus["optim"]["lr"]) == ({"epochs": 5000, "batch_size": 16}, 7.1e-4)
+    assert "16  # 8 for each of 2 GPUs;" in text
+    few, text = written(machine=TWO_GPUS, num_train=5)
+    assert (few["train"]["batch_size"], few["optim"]["lr"]) == (5, 4e-4)
+    assert "5  # all images: 8 for each of 2 GPUs would be more;" in text
+
+
+def test_crop_is_of_the_smallest_tenth_of_the_images() -> None:
+    """Each side by itself: one of ten images may be smaller."""
+    sizes_px = [(100, 220), *[(230, 170)] * 2, *[(400, 500)] * 7]
+    assert written(sizes_px=sizes_px)[0]["data"]["crop_px"] == [224, 160]
