@@ -11,7 +11,7 @@ from segapp.assembly.pairs import split_note
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_component
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.targets import Targets, absent_note, classes_present, has_shades, ignored_note
+from segapp.datasets.targets import Targets, absent_note, classes_absent, classes_present, has_shades, ignored_note
 from segapp.run.events import Alert
 
 
@@ -44,7 +44,7 @@ def start_alerts(
     not matter.
     """
     found = [
-        *(("classes", message) for message in _of_classes(scheme, train, val)),
+        *(("classes", message) for message in _of_classes(config.checkpoint.monitor, scheme, train, val)),
         *(("schedule", message) for message in (schedule_notes(config, num_batches) if num_batches else ())),
         *(("data", message) for message in _of_data(config.data, largest_px)),
     ]
@@ -63,13 +63,16 @@ def start_notes(scheme: ClassScheme, splits: Iterable[Targets | None]) -> list[s
     return [note for targets in read if (note := ignored_note(targets, scheme)) is not None]
 
 
-def _of_classes(scheme: ClassScheme, train: Targets | None, val: Targets | None) -> Iterator[str]:
+def _of_classes(monitor: str, scheme: ClassScheme, train: Targets | None, val: Targets | None) -> Iterator[str]:
     if train is not None and (absent := absent_note(train, scheme)) is not None:
         yield f"{absent}; the model cannot learn {'them' if ', ' in absent else 'it'}"
     if train is not None and has_shades(train, scheme):
         yield ignored_note(train, scheme) or ""
     if val is not None and scheme.multilabel is None and len(present := classes_present(val, scheme)) == 1:
         yield f"in {val.where} only {present[0]} has pixels: the scores of the other classes are meaningless"
+    monitored = monitor.partition(":")[2]  # of iou:NAME and dice:NAME
+    if val is not None and val.is_complete and monitored in classes_absent(val, scheme):
+        yield f"checkpoint.monitor = {monitor}: no pixel of {val.where} is {monitored}: monitor another score"
 
 
 def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:

@@ -112,8 +112,8 @@ def test_another_length_says_the_rates_that_steps_have(tiny: dict[str, Any]) -> 
 
 
 def test_alerts_of_the_masks(tiny: dict[str, Any]) -> None:
-    def of(train_set: Targets, val_set: Targets) -> tuple[list[str], list[str]]:
-        config = merged(tiny, schedule={"warmup_steps": 0})
+    def of(train_set: Targets, val_set: Targets, monitor: str = "miou") -> tuple[list[str], list[str]]:
+        config = merged(tiny, schedule={"warmup_steps": 0}, checkpoint={"monitor": monitor})
         alerts = start_alerts(
             config, SCHEME, train_set, val_set, largest_px=(48, 64), num_batches=100, device_type="cpu"
         )
@@ -128,6 +128,10 @@ def test_alerts_of_the_masks(tiny: dict[str, Any]) -> None:
         "in the 4 masks of split val only ground has pixels: the scores of the other classes are meaningless"
     ]
     assert of(full, counted("val", (9, 1, 0))) == ([], [])
+    assert of(full, counted("val", (9, 1, 0)), "dice:box") == ([], [])
+    assert of(full, counted("val", (9, 1, 0)), "dice:disc")[0] == [
+        "checkpoint.monitor = dice:disc: no pixel of the 4 masks of split val is disc: monitor another score"
+    ]
     assert of(counted("train", (90, 1, 1), 8), full) == (
         [],
         ["8.0% of the pixels of the 4 masks of split train are ignored: value 255 (data.ignore_index)"],
