@@ -46,6 +46,7 @@ FAILING = {
     "ckpt verify": ["no-run"],
     "compare": ["no-run"],
     "eval": ["no-run"],
+    "init": ["no-folder"],
     "models": ["no-such-network", "--size", "x"],
     "plan": ["--config", "no.yaml"],
     "status": ["no-run"],

@@ -276,7 +276,7 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 
 
-OWN_PIPES = {"segapp/planning/pool.py", "segapp/planning/simulate.py"}
+OWN_PIPES = {"segapp/planning/plan.py", "segapp/planning/simulate.py"}
 """Where `pickle.load` reads a pipe between the planner and the processes that it starts, and nobody else writes."""
 
 
