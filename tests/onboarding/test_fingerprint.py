@@ -111,6 +111,17 @@ def test_flips_are_for_classes_without_a_place(
     assert (found.has_up, found.has_sides) == (has_up, has_sides)
 
 
+def test_a_difference_of_a_few_pixels_does_no_harm(tmp_path: Path) -> None:
+    """In each mask, 8 of 408 pixels of the class are in the lowest quarter and have no image: certain, and small."""
+    masks = []
+    for number in range(60):
+        mask = np.zeros((40, 40), np.uint8)
+        mask[:, number % 20 : number % 20 + 10] = 3
+        mask[38:, 33:37] = 3
+        masks.append(mask)
+    assert not measured(tmp_path, masks).has_up
+
+
 def test_stripes_forbid_quarter_turns_and_allow_flips(tmp_path: Path) -> None:
     """Wide and flat: the profile of the rows is not that of the columns."""
     masks = []
