@@ -195,9 +195,9 @@ def test_monitor_of_any_class_name_is_read_as_written(tiny: dict[str, Any], name
 @pytest.mark.parametrize(
     ("name", "classes", "said"),
     [
-        ("dice:crak", ["background", "crack", "joint"], "no class has the name 'crak': use dice:crack"),
-        ("iou:Crack", ["background", "crack", "joint"], "no class has the name 'Crack': use iou:crack"),
-        ("iou:q", ["background", "crack", "joint"], "use iou:background, crack, joint"),
+        ("dice:crak", ["background", "crack", "joint"], "no class has the name 'crak': use 'dice:crack'"),
+        ("iou:Crack", ["background", "crack", "joint"], "no class has the name 'Crack': use 'iou:crack'"),
+        ("iou:q", ["a, b", "crack", "joint"], "use 'iou:a, b' or 'iou:crack' or 'iou:joint'"),
         ("miou_foreground", ["road", "background", "sky"], "class 0 is 'road', which is no name of a background: "
          "use miou, or dice:NAME"),
         ("mean_dice_foreground", ["road", "background", "sky"], "use mean_dice, or dice:NAME"),

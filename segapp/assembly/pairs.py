@@ -45,8 +45,8 @@ def check_monitor(config: RunConfig) -> None:
     elif name in SCORES or class_name in scheme.names:
         return
     else:
-        nearest = closest_words(class_name, scheme.names) or list(scheme.names)
-        problem = f"no class has the name {class_name!r}: use {kind}:{some_names(nearest, 8)}"
+        nearest = [f"{kind}:{own}" for own in closest_words(class_name, scheme.names) or scheme.names]
+        problem = f"no class has the name {class_name!r}: use {' or '.join(map(repr, nearest[:8]))}"
     raise ConfigError(f"checkpoint.monitor = {name}: {problem}", key="checkpoint.monitor", value=name)
 
 

@@ -148,7 +148,7 @@ def test_problems_of_all_runs_are_listed_together(place: Path) -> None:
     text = str(refused.value)
     assert "8 of the 8 runs have a problem, and none was started" in text
     with pytest.raises(
-        ConfigError, match=r"1 of the 3 runs .*\n.*use dice:disc \(run tiny checkpoint.monitor=dice:disk"
+        ConfigError, match=r"1 of the 3 runs .*\n.*use 'dice:disc' \(run tiny checkpoint.monitor=dice:disk"
     ):
         plan_sweep(["checkpoint.monitor=miou,dice:disk,dice:disc"], ["tiny.yaml"])
     assert text.count("unknown key optim.lrr: did you mean optim.lr?") == 1
