@@ -259,7 +259,8 @@ def _measured(facts: Facts, draft: Path, lists: Path, *, is_tried: bool) -> Fact
         facts = replace(facts, weights_problem=weights_problem(encoder.name))
     if is_tried and facts.machine.is_here:
         write_atomic(draft, config_text(facts))
-        facts = replace(facts, step_s=time_step(load_config(draft), scheme))
+        with contextlib.suppress(RuntimeError, MemoryError):  # too little memory now costs the time, not the config
+            facts = replace(facts, step_s=time_step(load_config(draft), scheme))
     return facts
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from segapp.__main__ import main
@@ -188,6 +189,19 @@ def test_model_has_the_coarsest_stride_that_keeps_every_class(
     assert found is not None
     assert result.facts.step_s == pytest.approx(float(found[3]), rel=0.06)
     assert found[2] == duration(result.facts.step_s * int(found[1].replace(",", "")))
+
+
+def test_steps_that_do_not_fit_into_memory_cost_only_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("segapp.onboarding.init.time_step", fail)
+    monkeypatch.setattr("segapp.onboarding.init.weights_problem", lambda encoder: "offline")
+    config, result, _ = proposed(striped(tmp_path / "d", 9), tmp_path / "made.yaml", is_tried=True)
+    assert (config.data.classes, result.facts.step_s) == (["background", "object"], None)
+    assert "segapp train --smoke --config FILE measures their time" in (tmp_path / "made.yaml").read_text()
 
 
 @pytest.mark.parametrize(
