@@ -86,7 +86,8 @@ def measure(
     profiles = np.stack([each.profiles for each in found]) if found else np.zeros((0, scheme.num_classes, 2, 1))
     own = [profiles[profiles[:, number].any(axis=(1, 2)), number] for number in np.flatnonzero(counts)]
     has_up = any(_differ(rows, rows[:, ::-1]) for rows in (each[:, 0] for each in own))
-    has_sides = has_up or any(_differ(each[:, 1], each[:, 1, ::-1]) or _differ(each[:, 0], each[:, 1]) for each in own)
+    # Columns that differ from their own mirror image also differ from rows that do not.
+    has_sides = has_up or any(_differ(each[:, 0], each[:, 1]) for each in own)
     return Fingerprint(
         num_masks=len(found),
         is_gray=all(_is_gray(pair, pixels) for pair in evenly_spread(pairs, 16)),

@@ -48,7 +48,8 @@ def weights_problem(encoder: str) -> str | None:
     from segapp.models.by_name import hub_files
     from segapp.models.weights import hub_problem
 
-    return hub_problem(*hub_files(encoder)["imagenet"])
+    problem = hub_problem(*hub_files(encoder)["imagenet"])
+    return problem and f"the hub: {problem}"
 
 
 def time_step(config: RunConfig, scheme: ClassScheme, num_steps: int = 3) -> float:

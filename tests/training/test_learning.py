@@ -91,6 +91,7 @@ def test_last_evaluation_tells_of_one_class_at_once(config: dict[str, Any]) -> N
         ("miou", [0.4, 0.6, 0.5, 0.6, 0.3, 0.5, 0.59], [9, 9, 2.0, 1.9, 1.9, 1.85, 1.79], 7),  # 0.6 is no gain
         ("miou", [0.4, 0.6, 0.5, 0.61, 0.3, 0.5, 0.59], [9, 9, 2.0, 1.9, 1.9, 1.85, 1.79], None),  # 0.61 is one
         ("miou", [0.6, 0.5, 0.5, 0.5, 0.5, 0.5], [9, 2.0, 1.0, 1.9, 1.9, 1.81], None),  # the loss falls by 9.5 %
+        ("miou", [0.6, 0.5, 0.5, 0.5, 0.5, 0.5], [9, 2.0, 3.0, 1.9, 1.9, 1.95], None),  # a peak is not where it began
         ("miou", [0.6, 0.5, None, 0.5, 0.5, None], [9, 2.0, 1.0, None, 1.9, 1.7], 6),
         ("miou", [None, 0.5, 0.5, 0.5, 0.5, 0.5], [9, 2.0, 1.0, 1.9, 1.9, 1.0], None),  # nothing to be better than
         ("miou", [0.6, 0.5, 0.5, 0.5, 0.5, 0.5], [9, None, 1.0, 1.9, 1.9, 1.0], None),
