@@ -8,7 +8,7 @@ has no memory and no random states.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,17 +265,31 @@ def gpu_of(device: torch.device) -> Gpu | None:
     return found if isinstance(found, Gpu) else None
 
 
+def random_states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+    """Return the states of torch's generators of these devices."""
+    return {
+        device: torch.get_rng_state() if (gpu := gpu_of(device)) is None else gpu.rng_state(device)
+        for device in devices
+    }
+
+
+def set_random_states(states: Mapping[torch.device, Tensor]) -> None:
+    """Set generators to states from `random_states`."""
+    for device, state in states.items():
+        if gpu := gpu_of(device):
+            gpu.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+
 @contextlib.contextmanager
 def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore torch's random states of the CPU and of these devices at the end of the `with` statement."""
-    gpus = {device: gpu for device in devices if (gpu := gpu_of(device))}
-    of_cpu, states = torch.get_rng_state(), {device: gpu.rng_state(device) for device, gpu in gpus.items()}
+    states = random_states({torch.device("cpu"), *devices})
     try:
         yield
     finally:
-        torch.set_rng_state(of_cpu)
-        for device, state in states.items():
-            gpus[device].set_rng_state(state, device)
+        set_random_states(states)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -8,6 +8,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,20 @@ def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
     return tuple(map(as_whole, outputs))
 
 
+def _marked_as_sums(statistics: Callable[..., Statistics]) -> Callable[..., Statistics]:
+    """Decorate a criterion's `statistics`: a `DataParallelModel` that returns them knows that they are no means."""
+
+    @functools.wraps(statistics)
+    def marked(*args: Any, **kwargs: Any) -> Statistics:
+        sums = statistics(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            for entry in sums:
+                entry.is_sum = True  # type: ignore[attr-defined]
+        return sums
+
+    return marked
+
+
 class AdditiveCriterion(nn.Module):
     """Loss that is a function of sums over pixels or images.
 
@@ -69,6 +84,11 @@ class AdditiveCriterion(nn.Module):
     is_sigmoid: bool = False
     is_linear: bool = False
     num_statistics: int = 0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "statistics" in vars(cls):
+            cls.statistics = _marked_as_sums(cls.statistics)  # type: ignore[method-assign]
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
         """Return the sums of a chunk, with the same shapes for every chunk of a step.

@@ -6,22 +6,24 @@ device 0 never holds the whole batch's logits. `BalancedDataParallel` gathers, l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Never, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from segapp.accelerator import random_states
 from segapp.chunks import check_gpu0_bsz, plan_chunks
-from segapp.compat.torch import STATE_DICT_METADATA
+from segapp.compat.torch import STATE_DICT_METADATA, dispatch_modes
 from segapp.parallel.dropout import with_masks
-from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, keep_workers
-from segapp.parallel.replicas import check_replicable, replicate, write_back_buffers
+from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, current_replica, keep_workers
+from segapp.parallel.replicas import check_replicable, replicate, write_back
 from segapp.parallel.scatter_gather import (
     DeviceLike,
     ReplicaOutputs,
@@ -125,6 +127,8 @@ class DataParallelModel(nn.Module):
         self.mode: Mode = mode
         self.timeout_s = timeout_s
         self._warnings: list[str] = []  # a list, which copies of this module in replicas share
+        self._draws: dict[tuple[bool, int], bool] = {}
+        """Whether forward passes draw random numbers, by grad mode and number of parts in training mode."""
         self.device_ids = list(self.devices)  # as `torch.nn.DataParallel` names them
         self.gpu0_bsz = gpu0_bsz
         self.last_split: tuple[int, ...] = (0,) * len(self.plan(full_batch or 1))  # raises for an impossible split
@@ -199,14 +203,7 @@ class DataParallelModel(nn.Module):
         splits = dict(zip(outputs.positions, outputs.sizes, strict=True))
         self.last_split = tuple(splits.get(i, 0) for i in range(len(self.devices) or 1))
         outputs[:] = self._run_chunks(outputs)
-        if all(isinstance(output, ReplicaOutputs) for output in outputs):  # of a wrapper within this one
-            sizes, devices = (
-                [value for output in outputs for value in getattr(output, name)] for name in ("sizes", "devices")
-            )
-            outputs = ReplicaOutputs(
-                itertools.chain(*outputs), sizes, devices, outputs.main_device, self.dim, self.mode
-            )
-        if not self._warnings and len(set(outputs.sizes)) > 1 and _has_means(outputs):
+        if not self._warnings and len(set(outputs.sizes)) > 1 and any(map(_may_be_mean, tensors_in(outputs[0]))):
             self._warnings.append(_MEAN_OF_MEANS.format(type(self.module).__name__, list(outputs.sizes)))
             warnings.warn(self._warnings[0], stacklevel=1)
         return outputs
@@ -217,17 +214,48 @@ class DataParallelModel(nn.Module):
             self._check_placement(itertools.islice(self.module.parameters(), 1))  # torch checks the others itself
             ((args, kwargs),) = chunks
             return [call() for call in with_masks([partial(self.module, *args, **kwargs)], chunks.sizes, self.module)]
+        if current_replica() is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} runs in a replica of another one: wrap only the outermost module"
+            )
         keep_workers(self)
         self._check_placement(self.module.parameters())
         devices = chunks.devices
         is_home = devices == self.devices[:1]  # a short batch only on device 0 needs no copy
         replicas = [self.module] if is_home else replicate(self.module, devices)
         calls = [partial(replica, *args, **kwargs) for replica, (args, kwargs) in zip(replicas, chunks, strict=True)]
-        threads = ReplicaThreads[Any](devices, self.mode, self.timeout_s, chunks.positions, len(self.devices))
-        outputs = threads.run(with_masks(calls, chunks.sizes, self.module))
+        with self._suited_mode(devices) as mode:
+            threads = ReplicaThreads[Any](devices, mode, self.timeout_s, chunks.positions, len(self.devices))
+            outputs = threads.run(with_masks(calls, chunks.sizes, self.module))
         if not is_home:
-            write_back_buffers(self.module, replicas[0])
+            write_back(self.module, replicas[0])
         return outputs
+
+    @contextlib.contextmanager
+    def _suited_mode(self, devices: Sequence[torch.device]) -> Iterator[Mode]:
+        """Yield the mode of a forward pass: "lockstep" if logical devices share a generator, and replicas use it.
+
+        If several threads draw from one generator, masks of dropout differ from run to run, and a recomputed block,
+        also one of `torch.utils.checkpoint`, draws others than in its first pass. So passes run in lockstep until one
+        has drawn nothing.
+        """
+        shared = {device for device in devices if devices.count(device) > 1}
+        if not shared or self.mode != "threads" or dispatch_modes():
+            yield self.mode
+            return
+        kind = torch.is_grad_enabled(), sum(part.training for part in self.module.modules())
+        mode: Mode = "lockstep" if self._draws.get(kind, True) else "threads"
+        before = random_states(shared)
+        yield mode
+        draws = any(not torch.equal(before[device], state) for device, state in random_states(shared).items())
+        if draws and mode == "threads" and kind[0]:
+            warnings.warn(
+                f"{type(self.module).__name__} drew its first random numbers, in several replicas on one device at the"
+                " same time: if a block of this step is recomputed, its gradient is wrong. The next steps are not"
+                " affected, because their replicas run one after the other",
+                stacklevel=1,
+            )
+        self._draws[kind] = draws or self._draws.get(kind, False)
 
     def _check_placement(self, parameters: Iterable[Tensor]) -> None:
         for parameter, home in zip(parameters, itertools.cycle(self.devices[:1]), strict=False):
@@ -397,7 +425,7 @@ class DataParallelCriterion(nn.Module):
             [partial(copy.statistics, *pair) for copy, *pair in zip(criteria, chunks, targets, strict=True)]
         )
         if copies:
-            write_back_buffers(self.criterion, copies[0])
+            write_back(self.criterion, copies[0])
         for row in rows:
             if not isinstance(row, tuple) or not all(isinstance(value, Tensor) for value in row):
                 raise TypeError(
@@ -414,13 +442,9 @@ class DataParallelCriterion(nn.Module):
         return bool(tensors) and list(devices) != [tensors[0].device]
 
 
-def _has_means(outputs: ReplicaOutputs) -> bool:
-    """Return True for a scalar, also next to outputs of the samples or in a mapping; a tuple of scalars may be sums."""
-    columns = list(zip(*(tensors_in(output) for output in outputs), strict=False))
-    if not any(tensor.is_floating_point() and not tensor.dim() for tensor, *_ in columns):
-        return False
-    shapes = [[tensor.shape[outputs.dim :][:1] for tensor in column] for column in columns]
-    return not isinstance(outputs[0], tuple | list) or [(size,) for size in outputs.sizes] in shapes
+def _may_be_mean(tensor: Tensor) -> bool:
+    """Return True for a scalar that is not marked as a sum, as `segapp.losses` marks statistics."""
+    return tensor.is_floating_point() and not tensor.dim() and not getattr(tensor, "is_sum", False)
 
 
 def _split_target(target: Any, outputs: ReplicaOutputs) -> list[Any]:

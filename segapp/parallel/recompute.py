@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from segapp.accelerator import gpu_of
+from segapp.accelerator import gpu_of, random_states, set_random_states
 from segapp.compat.torch import (
     BatchOrInstanceNorm,
     FakeTensor,
@@ -36,9 +36,6 @@ from segapp.compat.torch import (
 )
 from segapp.parallel.replica_threads import current_replica
 from segapp.parallel.scatter_gather import map_tensors
-
-RandomStates: TypeAlias = list[tuple[torch.device | None, Tensor]]
-"""States of generators; None is the CPU's."""
 
 BlockSets: TypeAlias = tuple[tuple[str, ...], ...]
 """Names of blocks for each device."""
@@ -52,22 +49,22 @@ class _Tape:
     """Values that layers of a block save in the first pass for the second, in the order of their calls.
 
     Replicas that take turns on one device share its generator, which others use while a layer waits for them. So the
-    random states after each of these layers, `random_states`, are also saved; None for a generator that is not shared.
+    random states of `shared` devices after each of these layers are also saved.
     """
 
-    def __init__(self, random_states: Callable[[], RandomStates] | None) -> None:
-        self._random_states = random_states
-        self._kept: list[tuple[Any, RandomStates]] = []
-        self._next: Iterator[tuple[Any, RandomStates]] | None = None
+    def __init__(self, shared: Sequence[torch.device]) -> None:
+        self._shared = shared
+        self._kept: list[tuple[Any, dict[torch.device, Tensor]]] = []
+        self._next: Iterator[tuple[Any, dict[torch.device, Tensor]]] | None = None
 
     def once(self, compute: Callable[[], T]) -> T:
         """Return a value that is computed in the first pass, and saved for the second."""
         if self._next is None:
             value = compute()
-            self._kept.append((value, [] if self._random_states is None else self._random_states()))
+            self._kept.append((value, random_states(self._shared)))
             return value
         value, states = next(self._next)
-        _set_random_states(states)
+        set_random_states(states)
         return value
 
     @contextlib.contextmanager
@@ -95,12 +92,12 @@ class _BlockPass:
         replica = current_replica()
         tensors = [tensor for tensor in tree_iter(inputs) if isinstance(tensor, Tensor)]
         is_simulated = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        devices = () if is_simulated else tuple(dict.fromkeys(tensor.device for tensor in tensors))
+        gpus = {tensor.device for tensor in tensors if gpu_of(tensor.device)}
         # Replicas on GPUs have separate threads, which share the CPU's generator, so they must not set it.
-        has_cpu = not is_simulated and (replica is None or not any(gpu_of(device) for device in devices))
+        generators = gpus if replica is not None and gpus else {torch.device("cpu"), *gpus}
         self._block, self._stack = block, contextlib.ExitStack()
-        self._states = functools.partial(_random_states, devices, has_cpu=has_cpu)
-        self._tape = _Tape(self._states if replica is not None and replica.group.is_lockstep else None)
+        self._generators = () if is_simulated else tuple(generators)
+        self._tape = _Tape(self._generators if replica is not None and replica.group.is_lockstep else ())
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._again())
@@ -111,7 +108,7 @@ class _BlockPass:
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         """Return the context of the first pass."""
-        self._rng = self._states()
+        self._rng = random_states(self._generators)
         before = None if self._block.recompute_plan.is_checked else _versions_of_buffers(self._block)
         with self._tape.running(again=False):
             yield
@@ -121,13 +118,13 @@ class _BlockPass:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        present = self._states()
-        _set_random_states(self._rng)
+        present = random_states(self._generators)
+        set_random_states(self._rng)
         try:
             with _counted_once(self._block), self._tape.running(again=True):
                 yield
         finally:
-            _set_random_states(present)
+            set_random_states(present)
 
     def _check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
         for name, state in _versions_of_buffers(self._block).items():
@@ -136,19 +133,6 @@ class _BlockPass:
                     f"{self._block.recompute_plan.name}.{name} is a buffer that each forward pass changes, so the "
                     "activations cannot be recomputed: leave the block out of train.recompute"
                 )
-
-
-def _random_states(devices: Sequence[torch.device], *, has_cpu: bool) -> RandomStates:
-    states: RandomStates = [(device, gpu.rng_state(device)) for device in devices if (gpu := gpu_of(device))]
-    return [*states, (None, torch.get_rng_state())] if has_cpu else states
-
-
-def _set_random_states(states: RandomStates) -> None:
-    for device, state in states:
-        if device is None:
-            torch.set_rng_state(state)
-        elif gpu := gpu_of(device):
-            gpu.set_rng_state(state, device)
 
 
 def _versions_of_buffers(block: nn.Module) -> dict[str, tuple[int, int]]:

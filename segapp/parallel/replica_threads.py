@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Generic, Literal, TypeVar
 
@@ -67,19 +66,8 @@ class ReplicaContext:
 
     @property
     def num_replicas(self) -> int:
-        """Number of running replicas; devices without samples have none.
-
-        Raises:
-            RuntimeError: the model lies in a replica of another one, whose other replicas may have any number.
-        """
-        if self.group.outer is not None and self.group.outer.has_others:
-            raise RuntimeError("num_replicas of nested models is not known here: allreduce(torch.ones(())) counts them")
+        """Number of running replicas; devices without samples have none."""
         return len(self.group.devices)
-
-    @property
-    def has_others(self) -> bool:
-        """True if other replicas take part in an exchange."""
-        return len(self.group.devices) > 1 or (self.group.outer is not None and self.group.outer.has_others)
 
     @property
     def device(self) -> torch.device:
@@ -93,8 +81,6 @@ class ReplicaContext:
 
     def exchange(self, key: str, value: T, combine: Callable[[list[T]], Sequence[Any]]) -> Any:
         """Exchange values with the other replicas, and return this one's result; every replica must call it.
-
-        If a model within a replica of another one has replicas, the exchange is among the replicas of all of these.
 
         Args:
             key: name of the exchange; different keys among the replicas are an error.
@@ -132,10 +118,6 @@ class ReplicaThreads(Generic[T]):
     thread and runs nodes with larger *sequence numbers* first, and in long-lived threads, the numbers depend on all
     earlier steps. So all threads begin a call at the same number (`_advance_sequence_number`).
 
-    A group that is made in a replica of another group, `outer`, passes its exchanges on to that group: replica 0 takes
-    all its values there, so the outermost replica 0 combines the values of all replicas of all groups. Within a group
-    in lockstep, groups also run in lockstep.
-
     There is one device per replica; `positions` are their numbers among all `num_devices`, by default 0, 1, and so on.
     The group waits at most `timeout_s` for a missing replica, at an exchange or at the end.
     """
@@ -156,9 +138,7 @@ class ReplicaThreads(Generic[T]):
         self.timeout_s = timeout_s
         # A single call runs in the caller's thread, which already has these states.
         self._entered = _caller_states(self.devices) if len(self.devices) > 1 else _make_current
-        self.outer = current_replica()
-        is_within_lockstep = self.outer is not None and self.outer.group.is_lockstep
-        self.is_lockstep: bool = mode == "lockstep" or bool(dispatch_modes()) or is_within_lockstep
+        self.is_lockstep: bool = mode == "lockstep" or bool(dispatch_modes())
         self._turns = [threading.Event() for _ in self.devices]
         """Set while the replica may run; one event each, so that only threads that can continue are woken."""
         for turn in self._turns[: 1 if self.is_lockstep else None]:
@@ -171,13 +151,16 @@ class ReplicaThreads(Generic[T]):
         self._ended: dict[int, int] = {}
         """Replicas that have ended, and the next sequence numbers of their threads."""
         self._first_end_s = 0.0
-        self._is_outside = False
-        """True while replica 0 is at the exchange of the outer group, which has its own timeout."""
         self._failure: tuple[int | None, BaseException] | None = None
         self._late_s = timeout_s
         """Seconds to wait for late replicas after a failure."""
         self.cache: dict[Any, Any] = {}
         """Values that the exchanges of this forward pass share; only their `combine` functions use it."""
+
+    @property
+    def is_running(self) -> bool:
+        """True until every replica has ended."""
+        return len(self._ended) < len(self.devices)
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run the calls, one per device, and return their results in replica order.
@@ -210,7 +193,7 @@ class ReplicaThreads(Generic[T]):
 
     def exchange(self, index: int, key: str, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         if len(self.devices) == 1:
-            return self._combined(key, [value], combine)[0]
+            return combine([value])[0]
         with self._changed:
             self._raise_if_failed()
             self._arrived[index] = key, value
@@ -223,7 +206,7 @@ class ReplicaThreads(Generic[T]):
             return self._answers[index]
         with self._changed:
             values = self._take_values()
-        answers = self._combined(key, values, combine)  # without the lock, so that others notice if it hangs
+        answers = combine(values)  # without the lock, so that others notice if it hangs
         with self._changed:
             self._raise_if_failed()
             self._answers = answers
@@ -231,20 +214,6 @@ class ReplicaThreads(Generic[T]):
                 for turn in self._turns:
                     turn.set()
         return answers[0]
-
-    def _combined(self, key: str, values: list[Any], combine: Callable[[list[Any]], Sequence[Any]]) -> Sequence[Any]:
-        """Return the combined values, combined with the values of the outer group's other replicas."""
-        if self.outer is None:
-            return combine(values)
-
-        def combine_lists(lists: list[list[Any]]) -> list[list[Any]]:
-            answers = iter(combine([value for values in lists for value in values]))
-            return [list(islice(answers, len(values))) for values in lists]
-
-        self._is_outside = True
-        answers: Sequence[Any] = self.outer.exchange(key, values, combine_lists)
-        self._is_outside = False
-        return answers
 
     def _start(self, workers: Sequence[Worker], calls: Sequence[Callable[[], T]]) -> None:
         """Start the calls at one sequence number; new threads, which begin at 0, replace threads that are far apart."""
@@ -313,7 +282,7 @@ class ReplicaThreads(Generic[T]):
     def _wait_for_turn(self, index: int, place: str, timeout_s: float | None) -> None:
         while not self._turns[index].wait(timeout_s):
             with self._changed:
-                if not (self._turns[index].is_set() or self._is_outside):
+                if not self._turns[index].is_set():
                     self._time_out(place)
         self._raise_if_failed()
 

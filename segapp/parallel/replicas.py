@@ -1,7 +1,8 @@
 """Replicas of a module: its copies on several devices.
 
 Device lists may name a device more than once (`["cpu", "cpu"]`, `["cuda:0", "cuda:0"]`): these are *logical* devices,
-on which the same code runs as on distinct ones. Copies are differentiable, twice if the module is.
+on which the same code runs as on distinct ones. They share no memory that a forward pass may write: only the first copy
+uses the module's own tensors. Copies are differentiable, twice if the module is.
 
 Weights travel in flat buckets from one device to the next, and so do the sums of their gradients: no device sends or
 receives a bucket more than once. All of this uses copies between two streams, ordered by events. Collectives are not
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ _BUCKET_BYTES = 25 * 2**20
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return a copy of a module, whose parameters are on one device, for one forward pass on each device.
 
-    Parameters: each copy has differentiable copies of the module's. The gradient of a parameter is the sum of its
-    copies' gradients, added in device order on the parameter's device.
+    Tensors that require gradients: each copy has differentiable copies of the module's. The gradient of a tensor is the
+    sum of its copies' gradients, added in device order on the tensor's device.
 
-    Buffers: the first copy *owns* them. On the module's device it has the module's own buffers and updates them;
-    elsewhere `write_back_buffers` copies them back. The buffer updates of the other copies are discarded.
+    Other tensors, which are buffers and frozen parameters: the first copy *owns* them. On the module's device it has
+    the module's own tensors and updates them; elsewhere `write_back` copies them back. The updates of the other copies
+    are discarded.
 
     Submodules: they are copied, too. What is shared in the module, a parameter, a buffer or a submodule, is shared in
     the same way in each copy.
@@ -50,61 +52,57 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     """
     check_replicable(module)
     parts = dict(module.named_modules())
-    parameters = _distinct(map(parameter_slots, parts.values()))
-    buffers = _distinct(map(buffer_slots, parts.values()))
+    slots = (own for part in parts.values() for own in (parameter_slots(part), buffer_slots(part)))
+    tensors = {id(tensor): tensor for own in slots for tensor in own.values() if tensor is not None}
+    trained, fixed = ({key: t for key, t in tensors.items() if t.requires_grad is flag} for flag in (True, False))
     methods = [_patched_methods(part) for part in parts.values()]
-    rows = zip(
-        _copy_parameters(list(parameters.values()), devices),
-        _copy_buffers(list(buffers.values()), devices),
-        strict=True,
-    )
-    return [
-        _assemble(parts, methods, dict(zip(parameters, copied, strict=True)), dict(zip(buffers, copies, strict=True)))
-        for copied, copies in rows
-    ]
+    rows = zip(_copied(list(trained.values()), devices), _copied(list(fixed.values()), devices), strict=True)
+    keys = (*trained, *fixed)
+    return [_assemble(parts, methods, dict(zip(keys, (*own, *others), strict=True))) for own, others in rows]
 
 
 @torch.no_grad()
-def write_back_buffers(module: nn.Module, owner: nn.Module) -> None:
-    """Copy the buffers of `owner`, the first copy of the module, into the module after the forward pass."""
+def write_back(module: nn.Module, owner: nn.Module) -> None:
+    """Copy what the forward pass changed in `owner`, the first copy of a module, into the module.
+
+    These are buffers, also new ones, and frozen parameters.
+    """
     parts = dict(module.named_modules())
     for name, replica in owner.named_modules():
-        if not buffer_slots(replica) or name not in parts:
+        if name not in parts:
             continue
-        originals = buffer_slots(parts[name])
-        for key, buffer in buffer_slots(replica).items():
-            old = originals.get(key)
-            if buffer is None or buffer is old:
-                continue
-            if old is not None and old.shape == buffer.shape:
-                # .data, so that a graph that saved the old values stays valid; batch_norm does the same
-                old.data.copy_(buffer, non_blocking=old.device.type != "cpu")
-            else:
-                originals[key] = buffer if old is None else buffer.to(old.device)
-
-
-def _distinct(slots: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
-    """Return the tensors in dictionaries by identity, in order, each once."""
-    return {id(tensor): tensor for tensors in slots for tensor in tensors.values() if tensor is not None}
+        for slots in (parameter_slots, buffer_slots):
+            originals: Any = slots(parts[name])
+            for key, value in slots(replica).items():
+                old = originals.get(key)
+                if value is None or value is old or (old is not None and old.requires_grad):
+                    continue
+                if old is not None and old.shape == value.shape:
+                    # .data, so that a graph that saved the old values stays valid; batch_norm does the same
+                    if old.device.type != "cpu" or not torch.equal(old, value):
+                        old.data.copy_(value, non_blocking=old.device.type != "cpu")
+                elif slots is buffer_slots:
+                    originals[key] = value if old is None else value.to(old.device)
+                elif old is not None:
+                    old.data = value.to(old.device)
 
 
 def _assemble(
     parts: Mapping[str, nn.Module],
     methods: Sequence[Mapping[str, Callable[..., Any]]],
-    parameters: Mapping[int, Tensor],
-    buffers: Mapping[int, Tensor],
+    tensors: Mapping[int, Tensor],
 ) -> nn.Module:
-    """Return a shallow copy of the first part with copies of all submodules; tensors are replaced by their identity."""
+    """Return a shallow copy of the first part with copies of all submodules and tensors, which have keys by `id`."""
     replicas = {id(part): shallow_replica(part) for part in parts.values()}
 
     def copied(slots: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[str, Any]:
         return {key: None if value is None else copies[id(value)] for key, value in slots.items()}
 
     for (name, part), patched, replica in zip(parts.items(), methods, replicas.values(), strict=True):
-        attributes, values = replica.__dict__, copied(parameter_slots(part), parameters)
+        attributes, values = replica.__dict__, copied(parameter_slots(part), tensors)
         attributes.setdefault("_replica_name", name)  # a part of a replica keeps the name in the outermost module
         attributes["_modules"] = copied(module_slots(part), replicas)
-        attributes["_buffers"] = copied(buffer_slots(part), buffers)
+        attributes["_buffers"] = copied(buffer_slots(part), tensors)
         if type(part).__setattr__ is not nn.Module.__setattr__:
             for key, value in values.items():
                 if value is not None:
@@ -158,15 +156,12 @@ def _pack(tensors: Sequence[Tensor], layouts: Sequence[_Layout]) -> Tensor:
     return flat
 
 
-def _unpack(
-    flat: Tensor, layouts: Sequence[_Layout], split: Callable[..., Sequence[Tensor]] = torch.split_with_sizes
-) -> list[Tensor]:
+def _unpack(flat: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
     """Return the parts of a tensor from `_pack`, in their layouts.
 
-    `split` makes views or, like `torch.unsafe_split_with_sizes`, tensors with separate version counters, of which one
-    may change while autograd has saved another.
+    They have separate version counters: one may change while autograd has saved another.
     """
-    parts = split(flat, [size.numel() for size, _ in layouts])
+    parts = torch.unsafe_split_with_sizes(flat, [size.numel() for size, _ in layouts])
     pairs = zip(parts, layouts, strict=True)
     return [part if len(size) == 1 else part.as_strided(size, stride) for part, (size, stride) in pairs]
 
@@ -174,8 +169,8 @@ def _unpack(
 class _CopyToDevices(torch.autograd.Function):
     """Tensors of one dtype and device -> their copies on every device, device by device.
 
-    The gradient is the sum in device order. On the tensors' own device, the copies are views, which need no memory. It
-    is twice differentiable: under `create_graph`, the backward pass consists of differentiable operations.
+    The gradient is the sum in device order. It is twice differentiable: under `create_graph`, the backward pass
+    consists of differentiable operations.
     """
 
     @staticmethod
@@ -183,11 +178,7 @@ class _CopyToDevices(torch.autograd.Function):
         ctx.devices, ctx.source = devices, tensors[0].device
         ctx.layouts = [_layout_of(tensor) for tensor in tensors]
         ctx.set_materialize_grads(False)
-        copies = [copy for row in _broadcast(tensors, ctx.layouts, devices) for copy in row]
-        needed = ctx.needs_input_grad[1:]
-        if not all(needed):
-            ctx.mark_non_differentiable(*(copy for i, copy in enumerate(copies) if not needed[i % len(tensors)]))
-        return tuple(copies)
+        return tuple(copy for row in _broadcast(tensors, ctx.layouts, devices) for copy in row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -219,49 +210,39 @@ class _CopyToDevices(torch.autograd.Function):
 
 def _broadcast(
     tensors: Sequence[Tensor], layouts: Sequence[_Layout], devices: Sequence[torch.device]
-) -> list[list[Tensor]]:
-    """Return one row of copies per device; on the tensors' own device the tensors themselves."""
-    flats: dict[torch.device, Tensor] = {}
-    latest: Tensor | None = None
-    for device in devices:
-        if device != tensors[0].device and device not in flats:
-            latest = flats[device] = to_device(_pack(tensors, layouts) if latest is None else latest, device)
-    return [_unpack(flats[device], layouts) if device in flats else list(tensors) for device in devices]
-
-
-def _copy_parameters(parameters: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    rows: list[list[Tensor]] = [list(parameters) for _ in devices]
-    for bucket in buckets(parameters, _BUCKET_BYTES):
-        tensors = [parameters[j] for j in bucket]
-        if torch.is_grad_enabled():
-            copies: Sequence[Tensor] = _CopyToDevices.apply(tuple(devices), *tensors)
-            parts = [list(copies[i : i + len(bucket)]) for i in range(0, len(copies), len(bucket))]
+) -> list[Sequence[Tensor]]:
+    """Return one row of copies per device; the first row has the tensors themselves if they are on its device."""
+    rows: list[Sequence[Tensor]] = []
+    flat: Tensor | None = None
+    for i, device in enumerate(devices):
+        if i == 0 and device == tensors[0].device:
+            rows.append(tensors)
+            continue
+        if flat is not None and flat.device == device:
+            flat = flat.clone()
         else:
-            detached = [tensor.detach() for tensor in tensors]
-            parts = _broadcast(detached, [_layout_of(tensor) for tensor in tensors], devices)
-        for row, part in zip(rows, parts, strict=True):
-            for j, copied in zip(bucket, part, strict=True):
-                row[j] = copied
+            flat = to_device(_pack(tensors, layouts) if flat is None else flat, device)
+        rows.append(_unpack(flat, layouts))
     return rows
 
 
-@torch.no_grad()
-def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Return one row of copies per device; the first row has the buffers themselves if they are on its device."""
-    rows: list[list[Tensor]] = [list(buffers) for _ in devices]
-    for group in buckets(buffers):
-        tensors = [buffers[j] for j in group]
-        layouts = [_layout_of(tensor) for tensor in tensors]
-        flat: Tensor | None = None
-        for i, device in enumerate(devices):
-            if i == 0 and device == tensors[0].device:
-                continue
-            if flat is not None and flat.device == device:
-                flat = flat.clone()
-            else:
-                flat = to_device(_pack(tensors, layouts) if flat is None else flat, device)
-            for j, part in zip(group, _unpack(flat, layouts, torch.unsafe_split_with_sizes), strict=True):
-                rows[i][j] = part
+def _copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Return one row of copies per device, differentiable if the tensors are; see `_broadcast`."""
+    if not torch.is_grad_enabled():
+        tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    rows: list[list[Tensor]] = [list(tensors) for _ in devices]
+    for bucket in buckets(tensors, _BUCKET_BYTES):
+        originals = [tensors[j] for j in bucket]
+        if originals[0].requires_grad:
+            copies: Sequence[Tensor] = _CopyToDevices.apply(tuple(devices), *originals)
+            parts: Sequence[Sequence[Tensor]] = [
+                copies[i : i + len(bucket)] for i in range(0, len(copies), len(bucket))
+            ]
+        else:
+            parts = _broadcast(originals, [_layout_of(tensor) for tensor in originals], devices)
+        for row, part in zip(rows, parts, strict=True):
+            for j, copied in zip(bucket, part, strict=True):
+                row[j] = copied
     return rows
 
 

@@ -5,11 +5,12 @@ All functions are differentiable any number of times.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import operator
 from collections import UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from functools import partial
 from typing import Any, Never, SupportsIndex, TypeAlias, TypeVar, cast
 
@@ -104,10 +105,17 @@ def _refill_mapping(item: Any, values: dict[Any, Any]) -> Any:
         return item if all(item[key] is value for key, value in values.items()) else type(item)(values)
     # A shallow copy of a class of one's own may share its values, or also have them as attributes. So this is a deep
     # copy that takes the new values for the old ones, and shares what holds no tensors.
-    attributes = getattr(item, "__dict__", {}).values()
-    shared = [*item, *(value for value in attributes if next(tensors_in(value), None) is None)]
-    filled: Any = copy.deepcopy(item, {**{id(x): x for x in shared}, **{id(item[key]): values[key] for key in item}})
-    if getattr(item, "__dict__", None) is item:  # its keys are its attributes
+    attributes: Mapping[str, Any] = {}
+    with contextlib.suppress(AttributeError):  # not `getattr`, which a class may redefine to look up keys
+        attributes = object.__getattribute__(item, "__dict__")
+    shared = [*item, *(value for value in attributes.values() if next(tensors_in(value), None) is None)]
+    try:
+        filled: Any = copy.deepcopy(
+            item, {**{id(x): x for x in shared}, **{id(item[key]): values[key] for key in item}}
+        )
+    except Exception:  # a class whose attributes are its keys may lack what `copy` asks for
+        return cast(Any, type(item))(values)
+    if attributes is item:  # its keys are its attributes
         filled.__dict__ = filled
     for key, value in values.items():
         filled[key] = value
@@ -221,9 +229,10 @@ class ReplicaOutputs(list[Any]):
 def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim: int = 0) -> list[T]:
     """Cut a batch into chunks, one per device.
 
-    Tensors are cut along `dim`; on its own device, a chunk of data or of a leaf is a view. `ReplicaOutputs` of these
-    sizes are the chunks themselves. 0-d tensors and other values are passed to every device unchanged. Containers keep
-    their type. The sizes are the samples of each chunk, >= 0. Gradients flow back to the batch.
+    Tensors are cut along `dim`; on its own device, the first chunk is a view, and the chunks of further logical devices
+    are copies. A chunk of a contiguous tensor is contiguous. `ReplicaOutputs` of these sizes are the chunks themselves.
+    0-d tensors and other values are passed to every device. Containers keep their type. The sizes are the samples of
+    each chunk, >= 0. Gradients flow back to the batch.
 
     Raises:
         ValueError: a tensor's size is not the sum of the sizes, or chunks have other sizes.
@@ -244,55 +253,103 @@ def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim:
             raise TypeError(
                 f"a {kind} cannot be cut into {list(sizes)}: pass padded tensors, and pack them in forward()"
             )
+        chunk = part
         if part.dim():
             if not _has_dim(part, dim) or part.size(dim) != total:
                 raise ValueError(
                     f"a tensor of shape {tuple(part.shape)} cannot be cut along dim {dim} into {list(sizes)}:"
                     " every tensor of a batch needs the same number of samples there"
                 )
-            # narrow, because the several views that split() makes forbid in-place operations; a copy, because replicas
-            # that change views of one tensor at the same time would overwrite its history
+            # narrow, because the several views that split() makes forbid in-place operations
             chunk = part if size == total else part.narrow(dim, sum(sizes[:i]), size)
-            part = chunk.clone() if part.grad_fn is not None and devices.count(part.device) > 1 else chunk
-        return to_device(part, devices[i])
+        if part.device != devices[i]:
+            return to_device(chunk, devices[i])
+        if part.device in devices[:i]:
+            return (
+                chunk.clone()
+            )  # replicas would change views of one tensor, with one version counter, at the same time
+        return chunk.contiguous() if chunk is not part and part.is_contiguous() else chunk
 
     kinds = (Tensor, ReplicaOutputs, PackedSequence)
     return [map_tensors(partial(cut, i), item, kinds) for i in range(len(sizes))]
 
 
-def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
+def gather(outputs: Sequence[T], device: torch.device, dim: int = 0, name: str = "output") -> T:
     """Return the replicas' outputs joined on one device: the inverse of `scatter`.
 
-    Tensors are concatenated along `dim`, 0-d tensors are stacked. Containers keep their type. Other values must be
-    equal from every replica.
+    Tensors are concatenated along `dim`, 0-d tensors are stacked. Containers keep their type. Other iterable objects
+    with tensors are built as `type(output)(joined elements)`, as by `torch.nn.DataParallel`. Other values must be equal
+    from every replica. Errors call the outputs `name`.
 
     Raises:
-        TypeError: replicas returned different structures, different plain values, or a PackedSequence.
+        TypeError: replicas returned different structures or different plain values, or what cannot be joined.
+        ValueError: tensors do not fit together along `dim`.
     """
     first: Any = outputs[0]
     if isinstance(first, Tensor):
-        other: Any = next((output for output in outputs if not isinstance(output, Tensor)), first)
-        if other is not first:
-            raise TypeError(f"one replica returned a tensor and another {other!r}: return the same structure from each")
-        moved = [to_device(output, device) for output in outputs]
-        if len(moved) == 1 and first.dim():
-            return cast(T, moved[0])
-        return cast(T, torch.cat(moved, dim) if first.dim() else torch.stack(moved))
-    if isinstance(first, ReplicaOutputs):
-        return cast(T, gather([output.gather(device) for output in cast(Any, outputs)], device, dim))
-    if _children(first) is None:
-        if len(outputs) > 1 and getattr(first, "ndim", None):
-            raise TypeError(f"replicas returned arrays ({type(first).__name__}), which are not joined: return tensors")
+        return cast(T, _join(outputs, device, dim, name))
+    children = _children(first)
+    if children is None and len(outputs) > 1 and getattr(first, "ndim", None):
+        raise TypeError(f"{name} is an array ({type(first).__name__}), and arrays are not joined: return tensors")
+    columns = [_elements(output) if children is None else _column(output, first) for output in outputs]
+    if children is None and None in columns:
         if any(output is not first and not _is_equal(output, first) for output in outputs):
-            raise TypeError(f"replicas returned different values, such as {first!r}: return tensors, or equal values")
+            raise TypeError(
+                f"replicas returned different values as {name}, such as {first!r}: return tensors, or equal values"
+            )
         return cast(T, first)
-    columns = [_column(output, first) for output in outputs]
-    if None in columns or (isinstance(first, PackedSequence) and len(columns) > 1):
+    if len({None if column is None else len(column) for column in columns}) > 1 or (
+        isinstance(first, PackedSequence) and len(columns) > 1
+    ):
         raise TypeError(
-            f"replicas returned different structures of {type(first).__name__}, or a PackedSequence, which cannot be"
-            " joined: return the same from each"
+            f"replicas returned different structures of {type(first).__name__} as {name}, or a PackedSequence, which"
+            " cannot be joined: return the same from each"
         )
-    return cast(T, _refill(first, [gather(column, device, dim) for column in zip(*columns, strict=True)]))
+    places = [f"{name}{place}" for place in _places(first, len(columns[0] or ()))]
+    pairs = zip(places, zip(*cast(Any, columns), strict=True), strict=True)
+    joined = [gather(column, device, dim, place) for place, column in pairs]
+    try:
+        return cast(T, type(first)(joined) if children is None else _refill(first, joined))
+    except Exception as error:  # of a class that is not ours
+        raise TypeError(
+            f"{name} is a {type(first).__name__}, which cannot be made from its joined elements ({error}): return"
+            " tensors, tuples, lists or mappings"
+        ) from error
+
+
+def _join(tensors: Sequence[Any], device: torch.device, dim: int, name: str) -> Tensor:
+    if others := [each for each in tensors if not isinstance(each, Tensor)]:
+        raise TypeError(f"one replica returned a tensor as {name} and another {others[0]!r}: return the same from each")
+    moved = [to_device(tensor, device) for tensor in tensors]
+    if len(moved) == 1 and moved[0].dim():
+        return cast(Tensor, moved[0])
+    try:
+        return torch.cat(moved, dim) if moved[0].dim() else torch.stack(moved)
+    except (RuntimeError, IndexError) as error:
+        kinds = ", ".join(f"{tuple(tensor.shape)} ({tensor.layout})" for tensor in moved).replace(
+            " (torch.strided)", ""
+        )
+        raise ValueError(
+            f"{name} cannot be joined along dim {dim}, because the replicas returned {kinds}: return the samples along"
+            " this dim, or use a DataParallelModel, which joins nothing"
+        ) from error
+
+
+def _elements(output: Any) -> list[Any] | None:
+    """Return the elements of an iterable object that holds tensors; None for any other value."""
+    if isinstance(output, Iterator | Set) or not hasattr(type(output), "__iter__"):  # used up, or without an order
+        return None
+    elements = list(output)
+    return None if next(tensors_in(elements), None) is None else elements
+
+
+def _places(item: Any, count: int) -> list[str]:
+    """Return where the elements of a container are, as Python writes it."""
+    if isinstance(item, Mapping):
+        return [f"[{key!r}]" for key in item]
+    if dataclasses.is_dataclass(item):
+        return [f".{field.name}" for field in dataclasses.fields(item)]
+    return [f".{field}" for field in getattr(item, "_fields", ())] or [f"[{i}]" for i in range(count)]
 
 
 def _is_equal(value: Any, other: Any) -> bool:
@@ -337,8 +394,7 @@ def buckets(tensors: Sequence[Tensor], max_bytes: float = float("inf")) -> Itera
 def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors' sums over all replicas, or over all ranks; differentiable any number of times.
 
-    Inside a replica of a `DataParallelModel`, the sum is over the running replicas, in replica order, also if such
-    models lie within each other. Otherwise, if
+    Inside a replica of a `DataParallelModel`, the sum is over the running replicas, in replica order. Otherwise, if
     `torch.distributed` has a process group, it is over its ranks. Otherwise, the tensors are returned unchanged. All
     participants must call it with the same number of tensors of the same shapes.
 
@@ -354,7 +410,7 @@ def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
         ReplicaDesyncError: not every replica called it.
     """
     replica = current_replica()
-    if replica is not None and replica.has_others:
+    if replica is not None and replica.num_replicas > 1:
         return cast(tuple[Tensor, ...], replica.exchange("allreduce", tensors, _sum_of_parts))
     if has_other_ranks():
         return tuple(sum_over_ranks(tensor) for tensor in tensors)

@@ -21,11 +21,13 @@ Shapes: N samples, C channels, P parts (replicas or ranks); x is (N, C, ...).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -165,6 +167,16 @@ class _Part:
 
     statistics: _BatchStatistics
     pending: Any = None
+    group: Callable[[], Any] = staticmethod(lambda: None)
+    """Weak reference to the group of the replicas, whose results refer to the nodes."""
+
+    def check_backward(self) -> None:
+        """Raise RuntimeError in a backward pass within the forward pass, which lacks the other replicas' parts."""
+        if getattr(self.group(), "is_running", False):
+            raise RuntimeError(
+                "torch.autograd.grad or backward() runs in the forward pass of a replica, through SyncBatchNorm, whose"
+                " other replicas take no part in it: call it on the outputs of the model, or use gradient_penalty"
+            )
 
 
 def _normalized(x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, stats: _BatchStatistics) -> Tensor:
@@ -241,6 +253,7 @@ class _JoinSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: None) -> tuple[None, ...]:
         parts: Sequence[_Part] = ctx.parts
+        parts[0].check_backward()
         for part, node in zip(parts, ctx.nodes, strict=True):
             if part.pending is None:  # nothing depends on the output of this part
                 x, weight = node.saved_tensors
@@ -265,6 +278,7 @@ class _NormalizePart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.part.check_backward()
         x, weight = ctx.node.saved_tensors  # only once: a recomputed block gives out each saved tensor once
         ctx.part.pending = _start_backward(grad, x, weight, ctx.part.statistics)
         return None, None, None, None, None, None
@@ -340,6 +354,7 @@ class SyncBatchNorm(BatchNorm):
             )
         if (not self.training and self.running_mean is not None) or not computed_once(self.__is_divided):
             return BatchNorm.forward(self, input)
+        self.__check_sizes()  # kernels read as many values as there are channels, whatever memory they are in
         x = input.contiguous(memory_format=memory_format_of(input))
         weight, bias = (None if value is None else value.to(_statistics_dtype(x)) for value in (self.weight, self.bias))
         part = _Part()
@@ -353,6 +368,14 @@ class SyncBatchNorm(BatchNorm):
         part.statistics = computed_once(exchanged)
         return cast(Tensor, _NormalizePart.apply(part, dummy.grad_fn, x, weight, bias, joined[0]))
 
+    def __check_sizes(self) -> None:
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            value = getattr(self, name)
+            if value is not None and value.numel() != self.num_features:
+                raise ValueError(f"{self.__name()}: {name} has {value.numel()} values for {self.num_features} channels")
+        if not self.eps > 0:
+            raise ValueError(f"{self.__name()}: eps={self.eps}: give a number above 0")
+
     def __is_divided(self) -> bool:
         """Return True if this layer has only a part of the batch, as a replica or as a rank."""
         replica = current_replica()
@@ -361,7 +384,7 @@ class SyncBatchNorm(BatchNorm):
                 f"{self.__name()} runs outside its replica's forward pass, without the other replicas:"
                 " use segapp.parallel.set_recompute for activation checkpointing, which repeats no exchange"
             )
-        if replica is None or not replica.has_others:
+        if replica is None or replica.num_replicas == 1:
             return self.training and has_other_ranks()
         if has_other_ranks():
             raise RuntimeError(
@@ -374,6 +397,7 @@ class SyncBatchNorm(BatchNorm):
         replica, values = current_replica(), (part, x, self.__moments(x), dummy)
         if replica is None:
             return self.__join([values])[0]
+        part.group = weakref.ref(replica.group)
         return cast(Tensor, replica.exchange(f"{self.__name()} with {self.num_features} channels", values, self.__join))
 
     @property
@@ -486,6 +510,11 @@ def _obstacle(layer: nn.Module) -> str | None:
         return "has no channels yet: run the module once before"
     if isinstance(layer, RecomputedBlock):
         return "is a block of set_recompute: call set_recompute after the conversion"
+    if (group := getattr(layer, "process_group", None)) not in (
+        None,
+        *([dist.group.WORLD] if dist.is_available() else []),
+    ):
+        return f"has process_group={group}, and segapp synchronizes over all ranks: leave out process_group"
     bases = () if kind is nn.SyncBatchNorm or _is_of_timm(kind) else kind.__mro__[: kind.__mro__.index(BatchNorm)]
     if "forward" in vars(layer) or any("forward" in vars(base) and not _extends_forward(base) for base in bases):
         return (

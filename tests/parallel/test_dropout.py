@@ -157,10 +157,9 @@ def from_chunks(net):
         lambda net: BalancedDataParallel(None, net, ["cpu"] * 3, shares=[0, 3, 2]),
         lambda net: BalancedDataParallel(1, net, ["cpu"] * 3, mode="lockstep"),
         lambda net: BalancedDataParallel(5, net, ["cpu"] * 2),
-        lambda net: BalancedDataParallel(3, BalancedDataParallel(0, net, ["cpu"] * 3), ["cpu"] * 2),
         from_chunks,
     ],
-    ids=["uneven", "lockstep", "one device used", "nested", "chunks"],
+    ids=["uneven", "lockstep", "one device used", "chunks"],
 )
 def test_masks_around_a_model_reach_its_replicas(wrap):
     """The network runs three times in one `with` statement, in the middle as a bare module, with a recomputed block."""

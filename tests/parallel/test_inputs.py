@@ -104,8 +104,8 @@ def test_batch_that_cannot_be_cut_is_refused(batch, options, words):
         (lambda x: pack_padded_sequence(x, torch.full((len(x),), 2), batch_first=True), "PackedSequence, which cannot"),
         (lambda x: [x] * len(x), "different structures of list"),
         (lambda x: {f"y{len(x)}": x}, "different structures of dict"),
-        (lambda x: x.numpy(), "arrays .ndarray.*return tensors"),
-        (lambda x: x if len(x) == 3 else 2, "one replica returned a tensor and another 2"),
+        (lambda x: x.numpy(), "an array .ndarray.*return tensors"),
+        (lambda x: x if len(x) == 3 else 2, "one replica returned a tensor as output and another 2"),
     ],
 )
 def test_outputs_that_cannot_be_joined_are_refused(output, words):

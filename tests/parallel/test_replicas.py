@@ -12,13 +12,20 @@ from segapp.parallel.scatter_gather import resolve_devices, scatter
 CPU = torch.device("cpu")
 
 
-def test_scatter_makes_views_along_dim_with_gradients():
-    x = torch.randn(3, 6, requires_grad=True)
-    left, right = scatter(x, [CPU] * 2, [2, 4], dim=1)
-    assert left.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert [part._base for part in scatter(x * 1, [CPU] * 2, [2, 4], dim=1)] == [None, None], "each has its history"
-    (left.sum() + 2 * right.sum()).backward()
-    assert x.grad[0].tolist() == [1, 1, 2, 2, 2, 2]
+@pytest.mark.parametrize("dim", [0, 1])
+def test_only_the_first_chunk_may_be_a_view(dim):
+    x = torch.randn(6, 6, requires_grad=True)
+    chunks = scatter((x, x.t(), torch.ones(())), [CPU] * 3, [2, 3, 1], dim)
+    for i, (chunk, turned, scalar) in enumerate(chunks):
+        begin = [0, 2, 5][i]
+        assert torch.equal(chunk, x.narrow(dim, begin, len(turned) if dim == 0 else turned.size(1)))
+        assert torch.equal(turned, x.t().narrow(dim, begin, chunk.size(dim)))
+        assert chunk.is_contiguous(), "as the whole batch is"
+        assert (chunk._base is x) == (i == 0 and dim == 0)
+        assert (turned._base is x) == (i == 0)
+        assert i == 0 or scalar is not chunks[0][2]
+    sum((i + 1) * (chunk.sum() + turned.sum()) for i, (chunk, turned, _) in enumerate(chunks)).backward()
+    assert (x.grad if dim == 0 else x.grad.t())[:, 3].tolist() == [3, 3, 4, 4, 4, 5]
 
 
 @pytest.mark.parametrize(
