@@ -11,8 +11,9 @@ from segapp.parallel.dropout import SampleMasks, mask_by_sample, sample_masks
 from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.parallel.penalties import gradient_penalty
 from segapp.parallel.recompute import recomputed_blocks, set_recompute
+from segapp.parallel.reductions import allreduce, sum_over_ranks
 from segapp.parallel.replica_threads import ReplicaDesyncError, current_replica
-from segapp.parallel.scatter_gather import ReplicaOutputs, allreduce, sum_over_ranks
+from segapp.parallel.scatter_gather import ReplicaOutputs
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 __all__ = [

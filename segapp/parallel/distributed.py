@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.compat.torch import set_group_timeout
 from segapp.parallel.launch import STORE_VARIABLE, die_with_parent, signal_children
-from segapp.parallel.scatter_gather import DeviceLike, buckets, layers_group, resolve_devices, use_layers_group
+from segapp.parallel.reductions import layers_group, use_layers_group
+from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
 from segapp.parallel.sync_batchnorm import plain_batchnorms
 
 JOIN_S = 600.0

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.accelerator import wide
-from segapp.parallel.scatter_gather import has_other_ranks, sum_over_ranks, tensors_in
+from segapp.parallel.reductions import has_other_ranks, sum_over_ranks
+from segapp.parallel.scatter_gather import tensors_in
 
 PenaltyKind = Literal["wgan-gp", "wgan-lp", "dragan"]
 

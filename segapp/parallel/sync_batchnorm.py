@@ -34,15 +34,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from segapp.accelerator import wide
 from segapp.compat.torch import BatchNorm, is_replica
 from segapp.parallel.recompute import RecomputedBlock, computed_once
+from segapp.parallel.reductions import all_reduce_in_place, has_other_ranks, stack_ranks, sum_of_layer
 from segapp.parallel.replica_threads import current_replica
-from segapp.parallel.scatter_gather import (
-    all_reduce_in_place,
-    has_other_ranks,
-    reduce_add,
-    stack_ranks,
-    sum_of_layer,
-    to_device,
-)
+from segapp.parallel.scatter_gather import reduce_add, to_device
 
 _NO_SAMPLES = 1e-30
 """Count of a part without samples for torch's kernel, which divides by the counts so far: no weight, but no NaN."""

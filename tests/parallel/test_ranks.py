@@ -17,7 +17,7 @@ from segapp.losses import CriterionCE, surrogate
 from segapp.parallel import SyncBatchNorm, distributed
 from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, wrap_ddp
 from segapp.parallel.launch import launch_local
-from segapp.parallel.scatter_gather import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
+from segapp.parallel.reductions import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
 from tests.support import ROOT
 
 

@@ -29,7 +29,7 @@ from segapp.parallel import (
     set_recompute,
 )
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
-from segapp.parallel.scatter_gather import use_layers_group
+from segapp.parallel.reductions import use_layers_group
 from segapp.run.checkpoints import CheckpointFacts
 from segapp.run.folder import RunFolder
 from segapp.session.ranks import exchanged_classes
