@@ -5,12 +5,14 @@ All functions are differentiable any number of times, unless they say otherwise.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from segapp.parallel.recompute import computed_once
 from segapp.parallel.replica_threads import current_replica
 from segapp.parallel.scatter_gather import reduce_add
 
@@ -33,6 +35,10 @@ def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
         ValueError: the parts' shapes differ.
         ReplicaDesyncError: not every replica called it.
     """
+    return computed_once(partial(_all_reduced, tensors))  # a recomputed block has no other replicas to add
+
+
+def _all_reduced(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     replica = current_replica()
     if replica is not None and replica.num_replicas > 1:
         return cast(tuple[Tensor, ...], replica.exchange("allreduce", tensors, _sum_of_parts))

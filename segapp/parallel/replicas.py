@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +58,11 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     trained, fixed = ({key: t for key, t in tensors.items() if t.requires_grad is flag} for flag in (True, False))
     methods = [_patched_methods(part) for part in parts.values()]
     rows = zip(_copied(list(trained.values()), devices), _copied(list(fixed.values()), devices), strict=True)
-    keys = (*trained, *fixed)
-    return [_assemble(parts, methods, dict(zip(keys, (*own, *others), strict=True))) for own, others in rows]
+    replicas = []
+    for i, (own, others) in enumerate(rows):
+        kept = (_kept(i, *pair) for pair in zip(fixed.values(), others, strict=True))
+        replicas.append(_assemble(parts, methods, dict(zip((*trained, *fixed), (*own, *kept), strict=True))))
+    return replicas
 
 
 @torch.no_grad()
@@ -234,16 +238,35 @@ def _copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[
     for bucket in buckets(tensors, _BUCKET_BYTES):
         originals = [tensors[j] for j in bucket]
         if originals[0].requires_grad:
-            copies: Sequence[Tensor] = _CopyToDevices.apply(tuple(devices), *originals)
-            parts: Sequence[Sequence[Tensor]] = [
-                copies[i : i + len(bucket)] for i in range(0, len(copies), len(bucket))
-            ]
+            flat: Sequence[Tensor] = _CopyToDevices.apply(tuple(devices), *originals)
+            parts: Sequence[Sequence[Tensor]] = [flat[i : i + len(bucket)] for i in range(0, len(flat), len(bucket))]
         else:
             parts = _broadcast(originals, [_layout_of(tensor) for tensor in originals], devices)
         for row, part in zip(rows, parts, strict=True):
             for j, copied in zip(bucket, part, strict=True):
                 row[j] = copied
     return rows
+
+
+_alive: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
+"""Copies of fixed tensors that a graph refers to, by the identity of the tensor and the position of the copy."""
+
+
+def _kept(position: int, original: Tensor, copied: Tensor) -> Tensor:
+    """Return a copy of a fixed tensor: the one of an earlier forward pass with the new values, if it is still in use.
+
+    A backward pass through a module's own tensor uses its present values, also if forward passes have replaced them
+    since by `.data =`, as some implementations of spectral normalization do. So it is with its copies.
+    """
+    if copied is original or torch.is_inference_mode_enabled():
+        return copied
+    earlier: Any = _alive.get((id(original), position))
+    if earlier is not None and earlier.source() is original and earlier.device == copied.device:
+        earlier.data = copied
+        return cast(Tensor, earlier)
+    copied.source = weakref.ref(original)  # type: ignore[attr-defined]
+    _alive[id(original), position] = copied
+    return copied
 
 
 def _patched_methods(part: nn.Module) -> dict[str, Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""`BalancedDataParallel` in 19 usages, each as `nn.DataParallel` documents it.
+"""`BalancedDataParallel` in many usages, each as `nn.DataParallel` documents it.
 
 A usage runs with `nn.DataParallel` without accelerators, which is its module on one device in plain PyTorch, and with
 `BalancedDataParallel` on three logical devices at three splits. What it returns is compared: tensors up to rounding,
@@ -15,6 +15,7 @@ from dataclasses import is_dataclass
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -156,7 +157,7 @@ class Usages:
     # "scattered on dim specified (default 0)"
     def batch_along_dim_1(self):
         def forward(net, x, y):
-            outputs = {"x": net.linear(x) * y, "y": y}
+            outputs = {"x": net.linear(x.view(-1).view(x.shape)) * y, "y": y}
             return outputs if y[0, 0] == 0 else dict(reversed(outputs.items()))  # replicas differ in the order
 
         return step(self._wrap(Apply(forward), dim=1), rows(4, 5, 3), y=torch.arange(5.0).view(1, 5, 1))
@@ -316,7 +317,94 @@ class Usages:
         return train(model, 5), train(empty, 5, 2)
 
 
-USAGES = [name for name in vars(Usages) if not name.startswith("_")]
+class KeysAreAttributes(dict):
+    """As `AttrDict` in many projects: `getattr` raises KeyError."""
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Cache:
+    """As a key-value cache of Hugging Face: built from what it yields."""
+
+    def __init__(self, layers=()):
+        self.layers = [tuple(layer) for layer in layers]
+
+    def __iter__(self):
+        return iter(self.layers)
+
+    def __eq__(self, other):
+        return all(torch.equal(a, b) for a, b in zip(sum(self.layers, ()), sum(other.layers, ()), strict=True))
+
+    __hash__ = None
+
+
+def momentum_encoder(net, x):
+    with torch.no_grad():
+        for own, other in zip(net.parts["slow"].parameters(), net.linear.parameters(), strict=True):
+            own.data = own.data * 0.9 + other.data * 0.1
+    return net.linear(x) * net.parts["slow"](x)
+
+
+def power_iteration(net, x):
+    """Spectral normalization that keeps its vectors as parameters, by `.data =`."""
+    net.u.data = F.normalize(
+        net.linear.weight.data @ F.normalize(net.linear.weight.data.t() @ net.u.data, dim=0), dim=0
+    )
+    return net.linear(x) / (net.u @ net.linear.weight).norm()
+
+
+def counted(net, x):
+    net.count.data.add_(torch.arange(1.0, 4.0))
+    net.turns.add_(1)
+    return net.linear(x * net.count) * net.turns.sum()
+
+
+def growing(net, x):
+    net.turns.data = torch.cat([net.turns.data, net.turns.data[-1:] + 1])
+    return net.linear(x) * net.turns.sum()
+
+
+FORWARDS = {
+    "input changed in place": lambda net, x: net.linear(x.sub_(0.5)).sin(),
+    "input and weight in place": lambda net, x: x.mul_(net.linear.weight[0])[:, 1:].sin() * net.linear(x),
+    "first layer in place": lambda net, x: net.linear(F.relu_(x)),
+    "buffer with a gradient": lambda net, x: net.linear(x) * net.scale.prod(),
+    "buffer with a graph": lambda net, x: net.linear(x) * net.made[:2] + net.made[2],
+    "frozen parameter in place": counted,
+    "frozen parameter by .data": power_iteration,
+    "frozen parameter that grows": growing,
+    "momentum encoder": momentum_encoder,
+    "attribute dictionary": lambda net, x: KeysAreAttributes(y=net.linear(x), z=KeysAreAttributes(x=x)),
+    "iterable object": lambda net, x: (net.linear(x), Cache([(x, x * 2), (x + 1, x.sin())])),
+}
+"""Forward passes of `Written` on rows (5, 3); each runs twice, and what it wrote is compared."""
+
+
+class Written(Apply):
+    """With what a forward pass writes: buffers and frozen parameters."""
+
+    def __init__(self, function):
+        super().__init__(function, slow=nn.Linear(3, 2).requires_grad_(False))
+        for name, size in (("u", 2), ("count", 3), ("turns", 4)):
+            self.register_parameter(name, nn.Parameter(torch.linspace(1, 2, size), requires_grad=False))
+        self.register_buffer("scale", torch.tensor([2.0, 0.5, 1.5], requires_grad=True))
+        self.hyper = nn.Linear(2, 3)
+        self.register_buffer("made", None, persistent=False)
+
+
+USAGES = [*(name for name in vars(Usages) if not name.startswith("_")), *FORWARDS]
+
+
+def result_of(usage, side):
+    """Return what a usage returns, or a forward pass and its gradients in two steps."""
+    if usage not in FORWARDS:
+        return getattr(side, usage)()
+    net, found = Written(FORWARDS[usage]), []
+    model = side._wrap(net)
+    for _ in range(2):
+        net.made = net.hyper(torch.ones(2)).exp()
+        found.append((step(model, rows(5)), net.scale.grad))
+    return found
 
 
 def difference(usage, gpu0_bsz):
@@ -324,7 +412,7 @@ def difference(usage, gpu0_bsz):
     results, worst = [], 0.0
     for side in (Usages(gpu0_bsz), Usages()):
         torch.manual_seed(7)
-        results.append(flat((getattr(side, usage)(), *map(facts, side.models))))
+        results.append(flat((result_of(usage, side), *map(facts, side.models))))
     for (place, ours), (there, theirs) in zip(*results, strict=True):
         assert (place, type(ours)) == (there, type(theirs)), (place, there)
         if isinstance(theirs, Tensor):

@@ -1,0 +1,383 @@
+"""Training loops as published projects write them, with `nn.DataParallel` replaced, against one device.
+
+Each loop wraps its networks by `wrap(module, dim=0)`, trains them for some steps on a batch of 5, and returns the
+values that it logs and its networks. Losses, weights, buffers and frozen vectors must be those of the bare networks.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from segapp.parallel import BalancedDataParallel, convert_sync_batchnorm
+from tests.support.parallel_cases import relative_error
+
+
+class Blur(torch.autograd.Function):
+    """A blur whose backward pass is another function, as in style-based GANs, for second derivatives."""
+
+    @staticmethod
+    def forward(ctx, x, kernel):
+        ctx.save_for_backward(kernel)
+        return F.conv2d(x, kernel, padding=1, groups=x.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return BlurBackward.apply(grad, *ctx.saved_tensors), None
+
+
+class BlurBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grad, kernel):
+        ctx.save_for_backward(kernel)
+        return F.conv_transpose2d(grad, kernel, padding=1, groups=grad.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return F.conv2d(grad, *ctx.saved_tensors, padding=1, groups=grad.shape[1]), None
+
+
+class Equalized:
+    """A hook that sets a layer's weight before each pass."""
+
+    def __call__(self, layer, _):
+        layer.weight = layer.weight_orig * (2 / layer.weight_orig[0].numel()) ** 0.5
+
+
+def equalized(layer):
+    layer.register_parameter("weight_orig", nn.Parameter(layer.weight.data))
+    del layer._parameters["weight"]
+    layer.register_forward_pre_hook(Equalized())
+    return layer
+
+
+class StyleGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.style = nn.Sequential(*(equalized(nn.Linear(4, 4)) for _ in range(2)), nn.LeakyReLU(0.2))
+        self.start, self.blur = nn.Parameter(torch.randn(1, 4, 4, 4)), torch.ones(4, 1, 3, 3) / 9
+        self.convs = nn.ModuleList(equalized(nn.Conv2d(4, 4, 3, padding=1)) for _ in range(2))
+        self.register_buffer("kernel", self.blur)
+        self.to_rgb = nn.Conv2d(4, 3, 1)
+
+    def forward(self, codes, noise, mix=None):
+        styles = [self.style(code) for code in (codes if isinstance(codes, list) else [codes])]
+        x = self.start.expand(len(styles[0]), -1, -1, -1)
+        for i, conv in enumerate(self.convs):
+            x = Blur.apply(conv(F.interpolate(x, scale_factor=2)), self.kernel) + noise[i]
+            x = F.instance_norm(x) * styles[i % len(styles)][..., None, None]
+        return self.to_rgb(x)
+
+
+def style_based_gan(wrap):
+    generator, critic = (
+        wrap(StyleGenerator()),
+        wrap(nn.Sequential(equalized(nn.Conv2d(3, 4, 3, 2, 1)), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(256, 1))),
+    )
+    optimizers = [torch.optim.Adam(net.parameters(), 0.01, betas=(0.0, 0.99)) for net in (generator, critic)]
+    logs = []
+    for step in range(3):
+        real = torch.randn(5, 3, 16, 16, requires_grad=True)
+        codes, noise = [torch.randn(5, 4) for _ in range(2)], [torch.randn(5, 1, 8 * 2**i, 8 * 2**i) for i in range(2)]
+        fake = generator(codes, noise=noise)
+        scores = critic(real)
+        (slope,) = torch.autograd.grad(scores.sum(), real, create_graph=True)
+        loss = F.softplus(critic(fake.detach())).mean() + F.softplus(-scores).mean() + slope.square().sum() / 10
+        if step:  # WGAN-GP
+            share = torch.rand(5, 1, 1, 1)
+            mixed = (share * real.data + (1 - share) * fake.data).requires_grad_()
+            (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+            loss = loss + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        for net, optimizer, value in ((critic, optimizers[1], loss), (generator, optimizers[0], None)):
+            value = F.softplus(-critic(generator(codes[0], noise))).mean() if value is None else value
+            net.zero_grad()
+            value.backward()
+            optimizer.step()
+            logs.append(value.detach())
+    return logs, (generator, critic)
+
+
+class Disparity(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+        self.heads = nn.ModuleList(nn.Conv2d(6, 1, 3, padding=1) for _ in range(3))
+
+    def forward(self, x):
+        maps, features = [], self.body(x)
+        for head in self.heads:
+            maps.append(10 * torch.sigmoid(head(features)) + 0.01)
+            features = F.avg_pool2d(features, 2)
+        return maps if self.training else maps[0]
+
+
+class Pose(nn.Module):
+    def __init__(self, has_masks):
+        super().__init__()
+        self.body, self.pose = nn.Conv2d(9, 8, 3, 2, 1), nn.Conv2d(8, 12, 1)
+        self.mask = nn.Conv2d(8, 2, 1) if has_masks else None
+
+    def forward(self, target, references):
+        features = F.relu(self.body(torch.cat([target, *references], 1)), inplace=True)
+        pose = 0.01 * self.pose(features).mean((2, 3)).view(len(target), 2, 6)
+        return None if self.mask is None else [torch.sigmoid(self.mask(features))], pose
+
+
+def structure_from_motion(wrap):
+    disparity, logs = wrap(Disparity()), []
+    poses = [wrap(Pose(has_masks)) for has_masks in (True, False)]
+    optimizer = torch.optim.Adam([p for net in (disparity, *poses) for p in net.parameters()], 0.01)
+    for _ in range(2):
+        target, references = torch.rand(5, 3, 8, 8), [torch.rand(5, 3, 8, 8) for _ in range(2)]
+        depths, loss = [1 / each for each in disparity(target)], 0.0
+        for pose_net in poses:
+            masks, pose = pose_net(target, references)
+            for depth in depths:
+                shift = pose.mean((1, 2)).view(-1, 1, 1, 1) * depth
+                small = [F.adaptive_avg_pool2d(each, depth.shape[-2:]) for each in (target, *references)]
+                errors = [(small[0] - other * (1 + shift)).abs() for other in small[1:]]
+                for i, error in enumerate(errors):
+                    weight = 1.0 if masks is None else F.adaptive_avg_pool2d(masks[0], depth.shape[-2:])[:, i : i + 1]
+                    loss = loss + (error * weight).mean()
+            if masks is not None:
+                loss = loss + 0.2 * F.binary_cross_entropy(masks[0], torch.ones_like(masks[0]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        logs.append(loss.detach())
+    return logs, (disparity, *poses)
+
+
+class SpectralNorm(nn.Module):
+    """Keeps its vectors as parameters without gradients, and changes them by `.data =`, as in several repositories."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, weight = module, module.weight
+        rows = weight.flatten(1)
+        del module._parameters["weight"]
+        for name, size in (("weight_u", rows.shape[0]), ("weight_v", rows.shape[1])):
+            vector = F.normalize(torch.randn(size), dim=0)
+            module.register_parameter(name, nn.Parameter(vector, requires_grad=False))
+        module.register_parameter("weight_bar", nn.Parameter(weight.data))
+
+    def forward(self, *args):
+        u, v, weight = self.module.weight_u, self.module.weight_v, self.module.weight_bar
+        rows = weight.flatten(1)
+        for _ in range(1):
+            v.data = F.normalize(torch.mv(rows.data.t(), u.data), dim=0)
+            u.data = F.normalize(torch.mv(rows.data, v.data), dim=0)
+        self.module.weight = weight / u.dot(rows.mv(v)).expand_as(weight)
+        return self.module(*args)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.value, self.gamma = nn.Conv2d(4, 1, 1), nn.Conv2d(4, 4, 1), nn.Parameter(torch.full((1,), 0.3))
+
+    def forward(self, x):
+        N, C, H, W = x.shape
+        query = self.query(x).view(N, -1, H * W)
+        attention = torch.softmax(torch.bmm(query.permute(0, 2, 1), query), -1)
+        return self.gamma * torch.bmm(self.value(x).view(N, -1, H * W), attention).view(N, C, H, W) + x, attention
+
+
+class Discriminator(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.layers = nn.Sequential(SpectralNorm(nn.Conv2d(channels, 4, 4, 2, 1)), nn.LeakyReLU(0.1, inplace=True))
+        self.attention, self.last = Attention(), SpectralNorm(nn.Conv2d(4, 1, 4))
+
+    def forward(self, x):
+        features, attention = self.attention(self.layers(x))
+        return [self.last(features).squeeze(1), attention]
+
+
+def segmenter(width):
+    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 5, 1))
+
+
+def pair_wise(student, teacher):
+    maps = [F.normalize(F.max_pool2d(each, 4).flatten(2), dim=1) for each in (student, teacher.detach())]
+    return (torch.bmm(maps[0].mT, maps[0]) - torch.bmm(maps[1].mT, maps[1])).square().mean()
+
+
+def structured_knowledge_distillation(wrap):
+    teacher, student, discriminator = wrap(segmenter(8)).eval(), wrap(segmenter(4)), wrap(Discriminator(5))
+    of_student = torch.optim.SGD(student.parameters(), 0.05, momentum=0.9)
+    of_critic = torch.optim.Adam([p for p in discriminator.parameters() if p.requires_grad], 0.01)
+    logs = []
+    for _ in range(3):
+        images, labels = torch.randn(5, 3, 8, 8), torch.randint(5, (5, 8, 8))
+        with torch.no_grad():
+            soft = teacher(images)
+        logits = student(images)
+        pixel_wise = -(F.softmax(soft, 1) * F.log_softmax(logits, 1)).sum(1).mean()
+        loss = F.cross_entropy(logits, labels) + pixel_wise + pair_wise(logits, soft)
+        loss = loss - 0.1 * discriminator(logits)[0].mean()
+        of_student.zero_grad()
+        loss.backward()
+        of_student.step()
+        fake = logits.detach()
+        mixed = (0.3 * soft + 0.7 * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(discriminator(mixed)[0].sum(), mixed, create_graph=True)
+        critic_loss = discriminator(fake)[0].mean() - discriminator(soft)[0].mean()
+        critic_loss = critic_loss + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        of_critic.zero_grad()
+        critic_loss.backward()
+        of_critic.step()
+        logs += [loss.detach(), critic_loss.detach()]
+    return logs, (teacher, student, discriminator)
+
+
+class MemoryTransformer(nn.Module):
+    """Tokens (L, N) and memories (M, N, d) per layer; `view(-1)` as in transformer-xl."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.maps = nn.ModuleList(nn.Linear(8, 24, bias=False) for _ in range(2))
+        self.out = nn.Linear(8, 11)
+        self.out.weight = self.table.weight
+
+    def forward(self, data, target, *memories):
+        length, batch = data.size()
+        hidden = self.table(data)
+        memories = memories or [hidden.new_empty(0, 0, 8)] * 2
+        layers = [hidden]
+        for memory, linear in zip(memories, self.maps, strict=True):
+            context = hidden if not memory.numel() else torch.cat([memory, hidden], 0)
+            query, key, value = torch.chunk(linear(context), 3, -1)
+            query = query[-length:].contiguous().view(length, batch, 2, 4)
+            key, value = (each.contiguous().view(len(context), batch, 2, 4) for each in (key, value))
+            score = torch.einsum("ibnd,jbnd->ijbn", query, key)
+            mask = torch.triu(torch.ones(length, len(context)), 1 + len(context) - length).bool()[..., None, None]
+            weights = torch.softmax(score.masked_fill(mask, float("-inf")), 1)
+            hidden = self.norm(
+                hidden + torch.einsum("ijbn,jbnd->ibnd", weights, value).contiguous().view(length, batch, 8)
+            )
+            layers.append(hidden)
+        loss = F.cross_entropy(self.out(hidden).view(-1, 11), target.view(-1), reduction="none").view(length, -1)
+        with torch.no_grad():
+            pairs = zip(memories, layers[:2], strict=True)
+            kept = [(layer if not m.numel() else torch.cat([m, layer]))[-4:].detach() for m, layer in pairs]
+        return [loss, *kept]
+
+
+def transformer_xl(wrap):
+    net, memories, logs = wrap(MemoryTransformer(), dim=1), (), []
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    text = torch.randint(11, (10, 5))
+    for begin in (0, 3, 6):
+        loss, *memories = net(text[begin : begin + 3], text[begin + 1 : begin + 4], *memories)
+        optimizer.zero_grad()
+        loss.float().mean().double().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.25)
+        optimizer.step()
+        logs += [loss.detach(), *memories]
+    return logs, (net,)
+
+
+class Upsampler(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.ConvTranspose2d(4, 6, 4, 1), nn.BatchNorm2d(6)
+        self.last = SpectralNorm(nn.Conv2d(6, 2, 3, padding=1))
+
+    def forward(self, z, scale):
+        x = F.relu_(self.norm(self.first(z.sub_(z.mean(1, keepdim=True)).view(-1, 4, 1, 1))))
+        return torch.tanh(self.last(F.interpolate(x, scale_factor=2))) * scale
+
+
+def gan_of_a_stranger(wrap):
+    """Hinge losses, two steps of the critic for one of the generator, an average of weights, an input made in place."""
+    generator, critic = wrap(Upsampler()), wrap(Discriminator(2))
+    average, logs = copy.deepcopy(generator), []
+    optimizers = [torch.optim.RMSprop(net.parameters(), 0.005) for net in (generator, critic)]
+    for step in range(6):
+        noise = torch.randn(5, 4)
+        fake = generator(noise.clone(), scale=torch.tensor(0.9))
+        if step % 3 < 2:
+            loss = F.relu(1 - critic(torch.randn(5, 2, 8, 8))[0]).mean() + F.relu(1 + critic(fake.detach())[0]).mean()
+        else:
+            loss = -critic(fake)[0].mean()
+        optimizer = optimizers[step % 3 < 2]
+        for each in optimizers:
+            each.zero_grad(set_to_none=bool(step % 2))
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for own, other in zip(average.parameters(), generator.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+        logs.append(loss.detach())
+    return [*logs, average.eval()(torch.randn(5, 4), scale=torch.tensor(1.0)).detach()], (generator, critic, average)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.cells, self.out = nn.Embedding(9, 6), nn.LSTM(6, 6, 2), nn.Linear(6, 9)
+        self.register_buffer("num_tokens", torch.zeros((), dtype=torch.long))
+
+    def forward(self, tokens, state=None):
+        self.num_tokens += tokens.shape[0]
+        output, state = self.cells(self.table(tokens), state)
+        return self.out(output.view(-1, 6)).view(*tokens.shape, 9), state
+
+
+def language_model_of_a_stranger(wrap):
+    """Truncated backpropagation; tokens and both states of the cells have the samples in dimension 1."""
+    net, state, logs = wrap(Recurrent(), dim=1), None, []
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    text = torch.randint(9, (13, 5))
+    for begin in (0, 4, 8):
+        state = None if state is None else tuple(each.detach() for each in state)
+        logits, state = net(text[begin : begin + 4], state=state)
+        loss = F.cross_entropy(logits.reshape(-1, 9), text[begin + 1 : begin + 5].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        logs += [loss.detach(), *(each.detach() for each in state)]
+    return logs, (net,)
+
+
+LOOPS = [
+    style_based_gan,
+    structure_from_motion,
+    structured_knowledge_distillation,
+    transformer_xl,
+    gan_of_a_stranger,
+    language_model_of_a_stranger,
+]
+
+
+def outcome(loop, gpu0_bsz):
+    """Return what a loop logs, and the tensors of its networks by name; on one device if `gpu0_bsz` is "bare"."""
+
+    def wrap(module, dim=0):
+        if gpu0_bsz == "bare":
+            return module
+        return BalancedDataParallel(gpu0_bsz, convert_sync_batchnorm(module), ["cpu"] * 3, dim=dim)
+
+    torch.manual_seed(3)
+    logs, nets = loop(wrap)
+    tensors = [{key.removeprefix("module."): value for key, value in net.state_dict().items()} for net in nets]
+    return logs, {f"{i} {name}": value for i, own in enumerate(tensors) for name, value in own.items()}
+
+
+@pytest.mark.parametrize("gpu0_bsz", [None, 0, 1])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loop_is_that_of_one_device(loop, gpu0_bsz):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        (logs, tensors), (true_logs, truth) = (outcome(loop, each) for each in (gpu0_bsz, "bare"))
+    finally:
+        torch.set_default_dtype(before)
+    assert relative_error(logs, true_logs) <= 1e-9
+    assert tensors.keys() == truth.keys()
+    for name, value in truth.items():
+        assert relative_error([tensors[name]], [value]) <= 1e-8, name
