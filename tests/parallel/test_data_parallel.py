@@ -220,6 +220,12 @@ def test_bad_models_devices_and_splits_are_refused():
         DataParallelModel(nn.Sequential(nn.ReLU(), torch.jit.script(nn.Linear(1, 1))), ["cpu"] * 2)
     with pytest.raises(ValueError, match=r"weight of Linear is on meta and device 0 is cpu: call module.to\('cpu'\)"):
         DataParallelModel(nn.Linear(1, 1, device="meta"), ["cpu"] * 2)(torch.ones(2, 1))
+    inner = BalancedDataParallel(1, nn.Linear(1, 1), ["cpu"] * 2)
+    with pytest.raises(
+        RuntimeError, match="BalancedDataParallel runs in a replica of another one: wrap only the outer"
+    ):
+        DataParallelModel(nn.Sequential(inner), ["cpu"] * 3)(torch.ones(3, 1))
+    assert len(BalancedDataParallel(None, nn.Sequential(inner), ["cpu"])(torch.ones(3, 1))) == 3, "no replica around it"
     with pytest.raises(ValueError, match="is not known"):
         DataParallelModel(nn.Linear(1, 1), ["cpu"] * 2, mode="fast")(torch.ones(2, 1))
 

@@ -112,6 +112,8 @@ class LossInForward(nn.Module):
         return {
             "mean": mean,
             "with logits": (logits, mean),
+            "with accuracy": (mean, (logits.argmax(1) == target).double().mean()),
+            "in a list": [{"loss": mean}, "word"],
             "mapping": UserDict(loss=mean, aux=mean),
             "sums": CriterionCE().statistics(logits, target),
             "sums per class": criterion.statistics(logits, target),
@@ -119,7 +121,13 @@ class LossInForward(nn.Module):
         }[self.kind]
 
 
-@pytest.mark.parametrize("kind", ["mean", "with logits", "mapping", "sums", "sums per class", "with a count"])
+MEANS, SUMS = (
+    ["mean", "with logits", "with accuracy", "in a list", "mapping"],
+    ["sums", "sums per class", "with a count"],
+)
+
+
+@pytest.mark.parametrize("kind", MEANS + SUMS)
 def test_means_of_uneven_chunks_are_warned_of_once(kind):
     net = LossInForward(kind)
     images, target = make_batch(7)
@@ -131,7 +139,7 @@ def test_means_of_uneven_chunks_are_warned_of_once(kind):
             for _ in range(3):
                 outputs = model(images[:num_samples], target[:num_samples])
         found = [str(each.message) for each in caught]
-        assert len(found) == (num_warnings if kind in ("mean", "with logits", "mapping") else 0)
+        assert len(found) == (num_warnings if kind in MEANS else 0)
         assert all(f"LossInForward returned a scalar for chunks of {list(outputs.sizes)}" in each for each in found)
 
 

@@ -98,6 +98,25 @@ def test_batch_that_cannot_be_cut_is_refused(batch, options, words):
         DataParallelModel(nn.Identity(), CPUS, **UNEVEN, **options)(batch)
 
 
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Sides:
+    left: Tensor
+    right: int
+
+
+class Iterable:
+    def __init__(self, *tensors):
+        if len(tensors) != 2:
+            raise ValueError("two tensors are needed")
+        self.tensors = tensors
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+
 @pytest.mark.parametrize(
     ("output", "words"),
     [
@@ -106,13 +125,31 @@ def test_batch_that_cannot_be_cut_is_refused(batch, options, words):
         (lambda x: {f"y{len(x)}": x}, "different structures of dict"),
         (lambda x: x.numpy(), "an array .ndarray.*return tensors"),
         (lambda x: x if len(x) == 3 else 2, "one replica returned a tensor as output and another 2"),
+        (
+            lambda x: (x, {"h": [x, x.transpose(0, 1)]}),
+            r"output\[1\]\['h'\]\[1\] cannot be joined along dim 0.*\(4, 3, 1\), \(4, 2, 1\): return the samples",
+        ),
+        (lambda x: Sides(x, len(x)), r"replicas returned different values as output.right, such as 3"),
+        (lambda x: Pair(0, x if len(x) == 3 else x.sum()), r"output\.y cannot be joined.*\(\)"),
+        (lambda x: x[..., 0].to_sparse_csr(), r"along dim 0.*\(3, 4\) \(torch.sparse_csr\), \(2, 4\)"),
+        (lambda x: [Iterable(x, x)], r"output\[0\] is a Iterable, which cannot be made from its joined elements"),
+        (lambda x: {x}, "different values as output"),
+        (lambda x: iter([x]), "different values as output"),
     ],
 )
 def test_outputs_that_cannot_be_joined_are_refused(output, words):
     net = nn.Identity()
     net.register_forward_hook(lambda part, args, x: output(x))
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         BalancedDataParallel(None, net, CPUS, **UNEVEN)(torch.ones(5, 4, 1))
+
+
+def test_sparse_outputs_are_joined():
+    net, x = nn.Identity(), torch.randn(5, 4) * torch.tensor([1.0, 0, 1, 0])
+    net.register_forward_hook(lambda part, args, x: x.to_sparse())
+    joined = BalancedDataParallel(None, net, CPUS, **UNEVEN)(x)
+    assert joined.is_sparse
+    assert torch.equal(joined.to_dense(), x)
 
 
 def test_mappings_of_replicas_are_joined_by_key():

@@ -2,14 +2,23 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from segapp.parallel import DataParallelModel, allreduce, convert_sync_batchnorm, recomputed_blocks, set_recompute
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelModel,
+    allreduce,
+    convert_sync_batchnorm,
+    recomputed_blocks,
+    set_recompute,
+)
 from segapp.parallel.recompute import RecomputedBlock
 
 
@@ -142,6 +151,54 @@ def test_input_that_changes_in_place_is_an_error():
     loss = net(torch.randn(2, 4)).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Dropped(nn.Module):
+    """Recomputed by torch if `is_reentrant` is given; draws nothing if the input is 0."""
+
+    def __init__(self, is_reentrant=None):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x):
+        if not x.any():
+            return self.block[0](x)
+        if self.is_reentrant is None:
+            return self.block(x)
+        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.is_reentrant)
+
+
+@pytest.mark.parametrize("mode", ["threads", "lockstep"])
+@pytest.mark.parametrize("is_reentrant", [None, False, True], ids=["set_recompute", "torch", "torch, reentrant"])
+def test_gradients_belong_to_the_masks_of_the_output(is_reentrant, mode):
+    """The output is linear in the last weight, so the product of weight and gradient is its sum."""
+    net, x, sums = Dropped(is_reentrant).double(), torch.randn(12, 6, dtype=torch.float64), []
+    set_recompute(net, [["block"]] if is_reentrant is None else [])
+    model, weight = BalancedDataParallel(1, net, ["cpu"] * 3, mode=mode), net.block[3].weight
+    for seed in (1, 2, 1, 1, 2, 1):
+        torch.manual_seed(seed)
+        weight.grad, output = None, model(x)
+        output.sum().backward()
+        torch.testing.assert_close((weight.grad * weight).sum(), output.sum())
+        sums.append(output.sum().item())
+    assert len(set(sums)) == 2, "the seed sets all masks"
+
+
+def test_first_random_numbers_of_a_later_pass_are_warned_of():
+    model = DataParallelModel(Dropped(), ["cpu"] * 2)
+    x = torch.ones(4, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.zeros(4, 6))
+        with torch.no_grad():
+            model(x), model(x)
+    with pytest.warns(UserWarning, match="Dropped drew its first random numbers, in several replicas on one device"):
+        model(x)
+    torch.manual_seed(0)
+    outputs = model(x).gather()
+    torch.manual_seed(0)
+    assert torch.equal(model(x).gather(), outputs), "replicas run one after the other"
 
 
 def test_list_of_inputs_that_grows_later_stays_as_it_was():

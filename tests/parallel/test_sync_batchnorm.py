@@ -304,6 +304,7 @@ NEXT = nn.BatchNorm2d  # `super()` of a function outside of a class
         ),
         (lambda: own(lambda self, x: super(NEXT, self).forward(x.chunk(2)[0])), "has a forward"),
         (recomputed, "is a block of set_recompute: call set_recompute after"),
+        (lambda: nn.SyncBatchNorm(3, process_group="half"), "has process_group=half, and segapp synchronizes over all"),
         (nn.LazyBatchNorm2d, "has no channels yet: run the module once"),
     ],
 )
@@ -421,6 +422,51 @@ def test_parts_without_samples_have_no_weight(counts):
 def test_wrong_number_of_channels_is_named_with_its_layer():
     with pytest.raises(ValueError, match=r"SyncBatchNorm 1 expects input of shape \(N, 5, ...\), got \(2, 3, 2, 2\)"):
         DataParallelModel(nn.Sequential(nn.Identity(), SyncBatchNorm(5)), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
+
+
+@pytest.mark.parametrize("mode", ["threads", "lockstep"])
+@pytest.mark.parametrize("derive", [lambda y, x: torch.autograd.grad(y, x)[0], lambda y, x: y.backward() or x.grad])
+def test_derivatives_within_forward_are_refused(derive, mode):
+    """Forces of an energy: autograd would have the sums of one replica only."""
+
+    class Energy(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 8), norm, nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return derive(self.net(x).sum(), x)
+
+    x = torch.randn(7, 3)
+    for norm, num_devices in ((nn.LayerNorm(8), 3), (nn.BatchNorm1d(8), 1)):
+        energy = convert_sync_batchnorm(Energy(norm))
+        torch.testing.assert_close(BalancedDataParallel(1, energy, ["cpu"] * num_devices, mode=mode)(x), energy(x))
+    model = BalancedDataParallel(1, energy, ["cpu"] * 3, mode=mode)
+    with pytest.raises(
+        RuntimeError, match=r"forward pass of a replica.*call it on the outputs.*or use gradient_penalty"
+    ):
+        model(x)
+    assert model.eval()(x).shape == x.shape, "with running statistics, no replica depends on another one"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("weight", torch.ones(1), "weight has 1 values for 4 channels"),
+        ("bias", torch.ones(5), "bias has 5 values for 4 channels"),
+        ("running_mean", torch.ones(3), "running_mean has 3 values"),
+        ("running_var", torch.ones(8), "running_var has 8 values"),
+        ("eps", -1e-5, "eps=-1e-05: give a number above 0"),
+        ("eps", 0.0, "eps=0.0"),
+        ("eps", float("nan"), "eps=nan"),
+    ],
+)
+def test_sizes_are_checked_before_kernels_read(name, value, words):
+    net = nn.Sequential(convert_sync_batchnorm(nn.BatchNorm1d(4)))
+    setattr(net[0], name, nn.Parameter(value) if name in ("weight", "bias") else value)
+    with pytest.raises(ValueError, match=f"SyncBatchNorm 0: {words}"):
+        BalancedDataParallel(1, net, ["cpu"] * 3)(torch.randn(7, 4))
 
 
 def test_allreduce_of_one_replica_returns_its_arguments():
