@@ -292,7 +292,8 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0, name: str =
         raise TypeError(f"{name} is an array ({type(first).__name__}), and arrays are not joined: return tensors")
     columns = [_elements(output) if children is None else _column(output, first) for output in outputs]
     if children is None and None in columns:
-        if any(output is not first and not _is_equal(output, first) for output in outputs):
+        hidden = next(tensors_in(list(getattr(first, "__dict__", {}).values())), None)  # which may be equal by chance
+        if any(output is not first and (hidden is not None or not _is_equal(output, first)) for output in outputs):
             raise TypeError(
                 f"replicas returned different values as {name}, such as {first!r}: return tensors, or equal values"
             )

@@ -134,6 +134,7 @@ class Iterable:
         (lambda x: x[..., 0].to_sparse_csr(), r"along dim 0.*\(3, 4\) \(torch.sparse_csr\), \(2, 4\)"),
         (lambda x: [Iterable(x, x)], r"output\[0\] is a Iterable, which cannot be made from its joined elements"),
         (lambda x: {x}, "different values as output"),
+        (lambda x: types.SimpleNamespace(total=torch.ones(1)), "different values as output, such as namespace"),
         (lambda x: iter([x]), "different values as output"),
     ],
 )
