@@ -176,14 +176,18 @@ def _time(facts: Facts, num_steps: int) -> str:
 
 
 def _augmentation_lines(found: Fingerprint, *, is_square: bool) -> Iterator[str]:
-    """Yield vertical flips and quarter turns if the classes lie in the images as in their mirror images."""
+    """Yield vertical flips and quarter turns if the classes lie in the images as in their mirror images.
+
+    Such images are seen from above, through a microscope or on a scanner, so an object has one size. In perspective,
+    which has an up, it has many, and the zoom stays at 0.5 to 2.
+    """
     if found.has_up:
         return
     has_turns = is_square and not found.has_sides  # a quarter turn exchanges the sides of a crop
     flips = "{D4: {}}" if has_turns else "{HorizontalFlip: {}}, {VerticalFlip: {}}"
     yield _line(
-        f"  augment: [{{ScaledCrop: {{scale: [0.5, 2.0]}}}}, {flips}, {{PhotometricChange: {{}}}}]",
-        f"{'flips and quarter turns' if has_turns else 'vertical flips'}: no class knows up from down",
+        f"  augment: [{{ScaledCrop: {{scale: [0.75, 1.33]}}}}, {flips}, {{PhotometricChange: {{}}}}]",
+        f"{'flips and quarter turns' if has_turns else 'vertical flips'}, and little zoom: no class knows up from down",
     )
 
 

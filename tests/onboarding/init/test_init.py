@@ -228,6 +228,7 @@ def test_flips_are_what_the_masks_and_the_crop_allow(
     config = proposed(tmp_path / "d", tmp_path / "made.yaml")[0]
     names = [next(iter(each)) for each in config.data.augment or []]
     assert names == ([] if not flips else ["ScaledCrop", *flips, "PhotometricChange"])
+    assert not flips or config.data.augment[0] == {"ScaledCrop": {"scale": [0.75, 1.33]}}, "an object has one size"
     dataset = build_dataset(config.data, build_scheme(config.data), "train", is_training=True, seed=0)
     assert {dataset[(1, number)].target.shape for number in range(4)} == {config.data.crop_px}
 
