@@ -21,7 +21,7 @@ from torch import Tensor
 from segapp.accelerator import wide_dtype
 from segapp.losses.additive import as_whole
 from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, BlockBand, BlockSweep, sweep_bands
-from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, class_masks
+from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, class_masks, poisoned
 from segapp.losses.fused.grid import grid_of
 from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
 from segapp.losses.fused.reference import compute_dtype
@@ -390,7 +390,7 @@ def upsample_confusion(
             else:  # bincount would wait for the device
                 pairs += count_pairs(rows_of, columns_of, C + 1, C).flatten()
             if with_loss:
-                loss, pixels = cross_entropy_sums_of(values, ids, valid, weight=weight, label_smoothing=label_smoothing)
+                loss, pixels = cross_entropy_sums_of(values, ids, valid, weight, label_smoothing=label_smoothing)
                 loss_sum, weight_sum = loss_sum + loss, weight_sum + pixels
         return pairs, loss_sum, weight_sum
 
@@ -401,7 +401,7 @@ def upsample_confusion(
     else:
         parts = [count(logit_bands(views, size, align_corners))]
     confusion, loss_sum, weight_sum = (torch.stack(entry).sum(0) for entry in zip(*parts, strict=True))
-    return Scores(confusion.view(C + 1, C)[:C], loss_sum if poison is None else loss_sum + poison, weight_sum)
+    return Scores(confusion.view(C + 1, C)[:C], poisoned(loss_sum, poison), weight_sum)
 
 
 def class_of_largest(values: Tensor) -> Tensor:

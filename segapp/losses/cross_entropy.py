@@ -25,6 +25,7 @@ from segapp.losses.fused.checks import (
     check_label_smoothing,
     is_simulated,
     needs_plain_operators,
+    recordable,
 )
 from segapp.losses.fused.kernels import MAX_CLASSES, KernelError, has_kernels, load_kernels, note_failure
 from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of, upsampled_sums
@@ -96,6 +97,7 @@ def upsample_cross_entropy(
             loss_sum = F.cross_entropy(values, soft, weight, reduction="sum", label_smoothing=label_smoothing)
             return loss_sum, _num_pixels(target)
     check_inputs(logits, target, weight)
+    target, weight = recordable(target), weight if weight is None else recordable(weight)
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     chosen = choose_implementation(logits, target) if implementation == "auto" else implementation
     if chosen == "triton" and len(logits):  # a rank may have no samples, and kernels refuse empty batches
@@ -138,8 +140,8 @@ def _sums(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums by torch's operators; with `is_whole`, at full resolution."""
     pixels = PixelOptions(options.align_corners, options.ignore_index)
-    function = partial(cross_entropy_sums_of, weight=weight, label_smoothing=options.label_smoothing)
-    loss_sum, weight_sum = upsampled_sums(function, logits, target, pixels, is_whole=is_whole)
+    function = partial(cross_entropy_sums_of, label_smoothing=options.label_smoothing)
+    loss_sum, weight_sum = upsampled_sums(function, logits, target, pixels, weight, is_whole=is_whole)
     return loss_sum.to(compute_dtype(logits)), weight_sum
 
 

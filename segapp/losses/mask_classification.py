@@ -22,7 +22,7 @@ from torch import Tensor
 from segapp.accelerator import wide_dtype
 from segapp.losses.additive import AdditiveCriterion, Statistics, as_whole, reciprocal_or_zero
 from segapp.losses.cross_entropy import CriterionCE
-from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_simulated
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_simulated, poisoned
 from segapp.losses.fused.reference import compute_dtype
 
 
@@ -118,9 +118,7 @@ class CriterionMaskClassification(AdditiveCriterion):
             ]
             columns = (torch.stack(column) for column in zip(*rows, strict=True))
             class_sum, bce, dice = (column[0] + self.aux_weight * column[1:].sum() for column in columns)
-        if poison is not None:
-            class_sum = class_sum + poison
-        return class_sum, bce, dice, *self.target_statistics(target)[3:]
+        return poisoned(class_sum, poison), bce, dice, *self.target_statistics(target)[3:]
 
     def target_statistics(self, target: Tensor) -> Statistics:
         """Return the statistics with numerators 0; see the base class."""

@@ -9,6 +9,7 @@ Shapes: N images, C classes, P = H W pixels of an image, h x w of the logits, H 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,12 +18,20 @@ from torch import Tensor
 from segapp.accelerator import wide, wide_dtype, wide_sum
 from segapp.losses.additive import HeadCriterion, MeanCriterion, Statistics, reciprocal_or_zero
 from segapp.losses.fused.bands import Band, sweep_bands
-from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, class_masks, is_eager, valid_pixels
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, class_masks, is_eager, poisoned, recordable, valid_pixels
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import compute_dtype, upsample
 
 CountedClasses = Literal["present", "all"]
 """The classes of which a mean is taken: those in the target, or all."""
+
+
+def overlap_sums(values: Tensor, ids: Tensor, valid: Tensor, *, multilabel: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return per class the probability on its pixels and on all, and its number of pixels; see `PixelSums`."""
+    probability = (torch.sigmoid(values) if multilabel else torch.softmax(values, 1)) * valid
+    is_target = class_masks(ids, values.shape[1], multilabel=multilabel) & valid
+    intersection = torch.where(is_target, probability, 0.0).sum((0, 2, 3))
+    return intersection, probability.sum((0, 2, 3)), wide(is_target.sum((0, 2, 3)))
 
 
 class CriterionTversky(HeadCriterion):
@@ -84,14 +93,8 @@ class CriterionTversky(HeadCriterion):
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
         """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
-        return upsampled_sums(self._sums, logits, target, self.options)
-
-    def _sums(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """Return per class the probability on its pixels and on all, and its number of pixels; see `PixelSums`."""
-        probability = (torch.sigmoid(values) if self.is_sigmoid else torch.softmax(values, 1)) * valid
-        is_target = class_masks(ids, values.shape[1], multilabel=self.is_sigmoid) & valid
-        intersection = torch.where(is_target, probability, 0.0).sum((0, 2, 3))
-        return intersection, probability.sum((0, 2, 3)), wide(is_target.sum((0, 2, 3)))
+        function = partial(overlap_sums, multilabel=self.is_sigmoid)
+        return upsampled_sums(function, logits, target, self.options)
 
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the loss of one head; 0 if no pixel was valid."""
@@ -101,7 +104,7 @@ class CriterionTversky(HeadCriterion):
         losses = mistakes * reciprocal_or_zero(self.hits * intersection + mistakes + self.smooth)
         if self.gamma != 1:  # the derivative of a root is not finite at 0
             losses = losses.clamp_min(torch.finfo(losses.dtype).tiny) ** self.gamma
-        losses = torch.where(counted, losses, 0.0)
+        losses = torch.where(counted, losses, 0.0 * intersection)  # NaN if an id is no class
         return (losses.sum() * reciprocal_or_zero(wide_sum(counted))).to(intersection.dtype)
 
 
@@ -346,6 +349,7 @@ class CriterionLovasz(MeanCriterion):
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (sum of the images' losses, number of images with a valid pixel) of one head."""
         check_inputs(logits, target)
+        target = recordable(target)
         poison = check_target_range(target, logits.shape[1], self.ignore_index)
         options = self.align_corners, self.ignore_index, self.classes
         with torch.autocast(logits.device.type, enabled=False):
@@ -354,7 +358,7 @@ class CriterionLovasz(MeanCriterion):
             else:
                 parts = [lovasz_of_image(logits[i : i + 1], target[i], *options) for i in range(logits.shape[0])]
                 total = torch.stack(parts).sum() if parts else logits.sum() * 0.0
-        return (total if poison is None else total + poison), self.denominator(target)
+        return poisoned(total, poison), self.denominator(target)
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the number of images with a valid pixel."""

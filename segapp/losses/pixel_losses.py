@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,24 @@ def normalised(weight: Tensor | Sequence[float] | None) -> Tensor | None:
     if has_values(values) and not values.sum() > 0:
         raise ValueError(f"weight={values.tolist()}: give at least one class a weight above 0")
     return values / values.sum()
+
+
+def binary_sum(
+    values: Tensor,
+    ids: Tensor,
+    valid: Tensor,
+    weight: Tensor | None,
+    *,
+    pos_weight: float,
+    label_smoothing: float,
+    multilabel: bool,
+) -> tuple[Tensor]:
+    """Return the sum over valid pixels of the mean binary cross-entropy over the classes; see `PixelSums`."""
+    targets = class_masks(ids, values.shape[1], multilabel=multilabel).to(values.dtype)
+    targets = targets * (1 - label_smoothing) + label_smoothing / 2
+    factor = None if pos_weight == 1 else values.new_full((), pos_weight)
+    losses = F.binary_cross_entropy_with_logits(values, targets, reduction="none", pos_weight=factor)
+    return (wide_sum(torch.where(valid, mean_over_classes(losses, weight), 0.0)).to(values.dtype),)
 
 
 class CriterionBCE(MeanCriterion):
@@ -95,17 +114,14 @@ class CriterionBCE(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, number of valid pixels) of one head."""
-        (total,) = upsampled_sums(self._sum, logits, target, self.options)
+        function = partial(
+            binary_sum,
+            pos_weight=self.pos_weight,
+            label_smoothing=self.label_smoothing,
+            multilabel=self.options.multilabel,
+        )
+        (total,) = upsampled_sums(function, logits, target, self.options, self.weight)
         return total, self.denominator(target)
-
-    def _sum(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """Return the sum over valid pixels of the weighted mean over the classes; see `PixelSums`."""
-        targets = class_masks(ids, values.shape[1], multilabel=self.options.multilabel).to(values.dtype)
-        targets = targets * (1 - self.label_smoothing) + self.label_smoothing / 2
-        factor = None if self.pos_weight == 1 else values.new_full((), self.pos_weight)
-        losses = F.binary_cross_entropy_with_logits(values, targets, reduction="none", pos_weight=factor)
-        losses = mean_over_classes(losses, self.weight)
-        return (wide_sum(torch.where(valid, losses, 0.0)).to(values.dtype),)
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the number of valid pixels."""
@@ -116,6 +132,23 @@ def focal(nll: Tensor, gamma: float) -> Tensor:
     """Return (1 - p)^gamma (-log p) from -log p."""
     one_minus_p = (-torch.expm1(-nll)).clamp_min(torch.finfo(nll.dtype).tiny)
     return one_minus_p**gamma * nll
+
+
+def focal_sum(
+    values: Tensor, ids: Tensor, valid: Tensor, alpha: Tensor | None, *, gamma: float, multilabel: bool
+) -> tuple[Tensor]:
+    """Return the sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), p_t the target's probability.
+
+    With `multilabel`, a pixel adds the mean over the classes, weighted by alpha, and p_t is a sigmoid.
+    """
+    if multilabel:
+        is_target = class_masks(ids, values.shape[1], multilabel=True)
+        losses = focal(F.softplus(torch.where(is_target, -values, values)), gamma)
+        return (torch.where(valid, mean_over_classes(losses, alpha), 0.0).sum(),)
+    loss = torch.where(valid, focal(pixel_cross_entropy(values, ids, valid), gamma), 0.0)
+    if alpha is not None:
+        loss = loss * alpha.to(loss.device, loss.dtype)[ids]
+    return (loss.sum(),)
 
 
 class CriterionFocal(MeanCriterion):
@@ -163,22 +196,9 @@ class CriterionFocal(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, sum of alpha) of one head."""
-        (total,) = upsampled_sums(self._sum, logits, target, self.options)
+        function = partial(focal_sum, gamma=self.gamma, multilabel=self.is_sigmoid)
+        (total,) = upsampled_sums(function, logits, target, self.options, self.alpha)
         return total, self.denominator(target)
-
-    def _sum(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """Return the sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), p_t the target's probability.
-
-        With `multilabel`, a pixel adds the mean over the classes, weighted by alpha, and p_t is a sigmoid.
-        """
-        if self.is_sigmoid:
-            is_target = class_masks(ids, values.shape[1], multilabel=True)
-            losses = focal(F.softplus(torch.where(is_target, -values, values)), self.gamma)
-            return (torch.where(valid, mean_over_classes(losses, self.alpha), 0.0).sum(),)
-        loss = torch.where(valid, focal(pixel_cross_entropy(values, ids), self.gamma), 0.0)
-        if self.alpha is not None:
-            loss = loss * self.alpha.to(loss.device, loss.dtype)[ids]
-        return (loss.sum(),)
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the sum of alpha over the valid pixels; with `multilabel` the number of valid pixels."""
@@ -216,6 +236,34 @@ def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_column
     empty = terms[0].new_zeros(num_bins * num_columns, len(terms))
     table = empty.index_put((index,), torch.stack(list(terms), 1), accumulate=True)
     return list(table.view(num_bins, num_columns, len(terms)).sum(1).unbind(1))
+
+
+def num_bins_of(threshold: float) -> int:
+    """Return the number of bins: bin 0 of all hard pixels, and those from the threshold down to `SMALLEST_LOSS`."""
+    return 2 + max(0, _bin_of(-math.log(threshold)) - _bin_of(SMALLEST_LOSS))
+
+
+def bins_of(nll: Tensor, threshold: float) -> Tensor:
+    """Return the bin of each loss, int64, in the shape of nll; bin 0 holds the hard pixels."""
+    limit = -math.log(threshold)
+    bits = nll.detach().float().clamp_min(SMALLEST_LOSS).view(torch.int32)
+    easy = (_bin_of(max(limit, SMALLEST_LOSS)) + 1 - (bits >> DROPPED_BITS)).clamp(1, num_bins_of(threshold) - 1)
+    return torch.where(nll.detach() > limit, 0, easy).long()
+
+
+def hardness_histogram(
+    values: Tensor, ids: Tensor, valid: Tensor, weight: Tensor | None, *, threshold: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss, weight and count of the valid pixels by hardness; see `PixelSums`."""
+    nll = pixel_cross_entropy(values, ids, valid)
+    count = valid.to(wide_dtype(nll.device))
+    pixel_weight = count if weight is None else weight.to(nll.device, count.dtype)[ids] * valid
+    terms = [torch.where(valid, pixel_weight * nll, 0.0).flatten(), count.flatten()]
+    if weight is not None:
+        terms.append(pixel_weight.flatten())
+    num_columns = CPU_COLUMNS if nll.is_cpu else DEVICE_COLUMNS
+    loss, counts, *weights = sums_by_bin(terms, bins_of(nll, threshold).flatten(), num_bins_of(threshold), num_columns)
+    return loss.to(nll.dtype), weights[0] if weights else counts, counts
 
 
 class CriterionOHEM(HeadCriterion):
@@ -267,31 +315,9 @@ class CriterionOHEM(HeadCriterion):
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
         """Return (loss, weight, count) of one head, each (bins,)."""
-        return upsampled_sums(self._histogram, logits, target, PixelOptions(self.align_corners, self.ignore_index))
-
-    @property
-    def num_bins(self) -> int:
-        """Number of bins: bin 0 of all hard pixels, and the bins from the threshold down to `SMALLEST_LOSS`."""
-        return 2 + max(0, _bin_of(-math.log(self.threshold)) - _bin_of(SMALLEST_LOSS))
-
-    def _bins(self, nll: Tensor) -> Tensor:
-        """Return the bin of each loss, int64, in the shape of nll; bin 0 holds the hard pixels."""
-        limit = -math.log(self.threshold)
-        bits = nll.detach().float().clamp_min(SMALLEST_LOSS).view(torch.int32)
-        easy = (_bin_of(max(limit, SMALLEST_LOSS)) + 1 - (bits >> DROPPED_BITS)).clamp(1, self.num_bins - 1)
-        return torch.where(nll.detach() > limit, 0, easy).long()
-
-    def _histogram(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """Return loss, weight and count of the valid pixels by hardness; see `PixelSums`."""
-        nll = pixel_cross_entropy(values, ids)
-        bins = self._bins(nll).flatten()
-        count = valid.to(wide_dtype(nll.device))
-        weight = count if self.weight is None else self.weight.to(nll.device, count.dtype)[ids] * valid
-        terms = [torch.where(valid, weight * nll, 0.0).flatten(), count.flatten()]
-        if self.weight is not None:
-            terms.append(weight.flatten())
-        loss, counts, *weights = sums_by_bin(terms, bins, self.num_bins, CPU_COLUMNS if nll.is_cpu else DEVICE_COLUMNS)
-        return loss.to(nll.dtype), weights[0] if weights else counts, counts
+        function = partial(hardness_histogram, threshold=self.threshold)
+        options = PixelOptions(self.align_corners, self.ignore_index)
+        return upsampled_sums(function, logits, target, options, self.weight)
 
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the mean loss over the kept bins: bin 0, and each bin with fewer than `min_kept` pixels before it."""

@@ -3,6 +3,8 @@
 A band lies between a few source rows, which are interpolated horizontally (*widened*) once. The gradient of a band is
 transposed in the same way: weighted sums over its rows, and one transposed horizontal pass per source row.
 
+Infinite logits are large numbers until a band is complete (`reference.bounded`).
+
 The largest logit over the classes is subtracted *at low resolution*, unless a pixel's logits are used one by one.
 Softmax and argmax are invariant to a shift of all classes, and interpolation is linear. So exp() is at most 1 without a
 pass over the full resolution, and a large common offset costs no precision.
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from segapp.compat.torch import dispatch_modes
 from segapp.losses.fused.grid import Grid, grid_of
-from segapp.losses.fused.reference import compute_dtype
+from segapp.losses.fused.reference import bounded, compute_dtype, is_finite, unbounded_
 
 CPU_BAND_BYTES = 1600 << 10
 """Bytes of a thread's band, which fits the second-level cache: 1.2 to 2.4 MB are equally fast, 0.4 MB takes 1.6 x."""
@@ -101,11 +103,12 @@ def sweep_bands(
     full_bytes = logits.shape[0] * logits.shape[1] * size[0] * size[1] * grid.dtype.itemsize
     kind, num_parts = plan_sweep(logits.shape, grid, full_bytes) if on_cpu else (BlockSweep, 1)
     parts = plan_parts(grid.cells, num_parts)
-    values = logits.detach()
+    values, is_inference = logits.detach(), torch.is_inference_mode_enabled()
     gradient = torch.zeros(logits.shape, dtype=grid.dtype, device=logits.device) if with_gradient else None
 
     def run(part: slice) -> tuple[Result, _Sweep]:
-        with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+        # A thread does not inherit inference mode, without which it cannot write to tensors made in it.
+        with torch.inference_mode(is_inference), torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
             sweep = kind(values, grid, part, gradient, budget, is_shifted)
             return work(iter(sweep)), sweep
 
@@ -175,6 +178,7 @@ class _Sweep:
         self.first_source, self.last_source = grid.rows.first_source(rows.start), grid.rows.last_source(rows.stop - 1)
         is_shared = rows.stop < grid.rows.size_out and grid.rows.first_source(rows.stop) == self.last_source
         self.edge = torch.zeros_like(total[:, :, self.last_source]) if is_shared and total is not None else None
+        self.is_finite = is_finite(logits[:, :, self.first_source : self.last_source + 1])
         self.row_bytes = logits.shape[1] * grid.columns.size_out * grid.dtype.itemsize
         self.budget = budget
 
@@ -189,7 +193,14 @@ class _Sweep:
     def wide_rows(self, images: slice, start: int, stop: int) -> Tensor:
         """Return source rows start..stop - 1, widened, minus their class maximum if shifted: (m, C, k, W)."""
         rows = self.logits[images, :, start:stop].to(self.grid.dtype)
-        return self.grid.widen(rows - rows.amax(1, keepdim=True) if self.is_shifted else rows)
+        if self.is_shifted:
+            largest = rows.amax(1, keepdim=True)
+            rows = rows - (largest if self.is_finite else largest.nan_to_num(0.0, 0.0, 0.0))
+        return self.grid.widen(rows if self.is_finite else bounded(rows), is_finite=self.is_finite)
+
+    def finished(self, values: Tensor) -> Tensor:
+        """Return the values of a band, which may be changed in place, with their infinities."""
+        return values if self.is_finite else unbounded_(values)
 
     def add_wide_gradient(self, gradient: Tensor, images: slice, start: int) -> None:
         """Add the gradient (m, C, k, W) of widened source rows from `start` on."""
@@ -269,7 +280,8 @@ class _CellBand:
         R = rows.stop - rows.start
         lower, upper = (window.wide[:, :, row : row + 1] for row in self._pair)
         fraction = window.sweep.grid.fractions[rows]
-        self.values = torch.lerp(lower, upper, fraction, out=buffer[: m * C * R * W].view(m, C, R, W))
+        values = torch.lerp(lower, upper, fraction, out=buffer[: m * C * R * W].view(m, C, R, W))
+        self.values = window.sweep.finished(values)
 
     def add_gradient(self, gradient: Tensor) -> None:
         lower, upper = self._pair
@@ -297,7 +309,8 @@ class BlockBand:
         self._start, self._stop = axis.first_source(rows.start), axis.last_source(rows.stop - 1) + 1
         wide, grid = sweep.wide_rows(images, self._start, self._stop), sweep.grid
         lower, upper = grid.lower_rows[rows] - self._start, grid.upper_rows[rows] - self._start
-        self.values = torch.lerp(wide.index_select(2, lower), wide.index_select(2, upper), grid.fractions[rows])
+        values = torch.lerp(wide.index_select(2, lower), wide.index_select(2, upper), grid.fractions[rows])
+        self.values = sweep.finished(values)
 
     def add_gradient(self, gradient: Tensor) -> None:
         sums = self._sweep.grid.gather_rows(gradient, self.rows.start, self._start, self._stop)

@@ -90,7 +90,7 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> T
 
     On a device, the wrong ids are copied to the host asynchronously. The error is raised by the first later call that
     finds the copy finished. Until then, the returned scalar makes the loss NaN, so the step is skipped. While a graph
-    is captured or traced, and under a functional transform, there is only the NaN; on the CPU there is then no check.
+    is captured, compiled or traced, and under a functional transform, there is only the NaN, also on the CPU.
 
     Returns:
         None, or a scalar to add to the loss: 0, or NaN if an id is no class.
@@ -98,9 +98,9 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> T
     Raises:
         ValueError: an id outside 0..num_classes - 1 that is not ignore_index, in this call or an earlier one.
     """
-    if not target.numel() or (target.is_cpu and not has_values(target)) or is_simulated(target):
+    if not target.numel() or is_simulated(target):
         return None
-    if target.is_cpu:
+    if target.is_cpu and has_values(target):
         low, high = torch.aminmax(target)
         if int(high) >= num_classes and int(high) == ignore_index:
             low, high = torch.aminmax(torch.where(target == ignore_index, 0, target))
@@ -150,6 +150,12 @@ def _is_bad(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     return valid_pixels(target, ignore_index) & ~class_ids(target, num_classes, ignore_index)[1]
 
 
+def recordable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it was made in inference mode, so that autograd can save it outside that mode."""
+    is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return tensor.clone() if is_recorded and tensor.is_inference() else tensor
+
+
 NO_ID = 1 << 62
 """Larger than every id; the minimum if there are no bad ids."""
 
@@ -161,6 +167,13 @@ _reports: deque[_Report] = deque(maxlen=64)
 """Pending checks, oldest first; global, because devices run asynchronously."""
 _reports_lock = threading.Lock()
 """Replicas run in threads, and each adds and removes reports."""
+
+
+def poisoned(total: Tensor, poison: Tensor | None) -> Tensor:
+    """Return a sum with the scalar of `check_target_range`; if no later call raises, its gradient becomes NaN too."""
+    if poison is None:
+        return total
+    return total * (1 + poison) if torch.compiler.is_compiling() or needs_plain_operators() else total + poison
 
 
 def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:

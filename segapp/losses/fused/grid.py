@@ -175,9 +175,9 @@ class Grid:
         picked = gradient.index_select(2, samples.flatten()).view(m, C, *samples.shape, W)
         return torch.sum(picked * weights, 3)
 
-    def widen(self, values: Tensor) -> Tensor:
-        """Return the horizontal interpolation, (..., w) -> (..., W)."""
-        if self._blocks is not None and products_are_exact():
+    def widen(self, values: Tensor, *, is_finite: bool = True) -> Tensor:
+        """Return the horizontal interpolation, (..., w) -> (..., W); without `is_finite`, NaN reaches only neighbors."""
+        if self._blocks is not None and is_finite and products_are_exact():
             return self._blocks.widen(values)
         return torch.lerp(values.index_select(-1, self._lower), values.index_select(-1, self._upper), self._fraction)
 

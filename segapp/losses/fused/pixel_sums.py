@@ -18,7 +18,15 @@ from torch import Tensor
 
 from segapp.accelerator import wide, wide_sum
 from segapp.losses.fused.bands import Band, sweep_bands
-from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_eager
+from segapp.losses.fused.checks import (
+    check_inputs,
+    check_target_range,
+    class_ids,
+    is_eager,
+    needs_plain_operators,
+    poisoned,
+    recordable,
+)
 from segapp.losses.fused.reference import compute_dtype, upsample
 
 FULL_BYTES = 4 << 20
@@ -52,16 +60,23 @@ class PixelOptions:
         return class_ids(target.unsqueeze(1), self.num_ids(num_classes), self.ignore_index)
 
 
-PixelSums = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+PixelSums = Callable[..., tuple[Tensor, ...]]
 """Function that returns sums over the valid pixels, each a vector or a scalar; the differentiable ones come first.
 
 Its arguments are logits (N, C, R, W), up to an additive constant per pixel unless the options say sigmoid, int64 class
-ids (N, 1, R, W), and the bool mask of the valid pixels (N, 1, R, W).
+ids (N, 1, R, W), the bool mask of the valid pixels (N, 1, R, W), and the tensors given to `upsampled_sums`. It is a
+module's function with plain settings, no method of a criterion: the backward pass calls it again, when the criterion's
+attributes may have changed.
 """
 
 
 def upsampled_sums(
-    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions, *, is_whole: bool = False
+    function: PixelSums,
+    logits: Tensor,
+    target: Tensor,
+    options: PixelOptions,
+    *tensors: Tensor | None,
+    is_whole: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the sums of `function` over all pixels of the upsampled logits.
 
@@ -70,6 +85,7 @@ def upsampled_sums(
         logits: (N, C, h, w).
         target: (N, H, W) class ids.
         options: interpretation of both.
+        tensors: further arguments of `function`, such as class weights; autograd saves them.
         is_whole: compute at full resolution, whatever its size.
 
     Returns:
@@ -83,24 +99,26 @@ def upsampled_sums(
     poison = check_target_range(target, options.num_ids(logits.shape[1]), options.ignore_index)
     num_pixels = target.shape[0] * target.shape[-2] * target.shape[-1]
     full_bytes = num_pixels * logits.shape[1] * compute_dtype(logits).itemsize
+    target, saved = recordable(target), [tensor if tensor is None else recordable(tensor) for tensor in tensors]
+    is_whole = is_whole or any(tensor is not None and tensor.requires_grad for tensor in saved)
     if is_whole or full_bytes < FULL_BYTES or not is_eager(logits):
-        sums = _at_full_resolution(function, logits, target, options)
+        sums = _at_full_resolution(function, logits, target, options, saved)
     else:
-        sums = _BandedSums.apply(logits, target, function, options)
-    return sums if poison is None else (sums[0] + poison, *sums[1:])
+        sums = _BandedSums.apply(logits, target, function, options, *saved)
+    return poisoned(sums[0], poison), *sums[1:]
 
 
-def pixel_cross_entropy(values: Tensor, ids: Tensor) -> Tensor:
-    """Return -log of the target's softmax probability, (N, 1, R, W), from values (N, C, R, W) and ids (N, 1, R, W)."""
-    return F.cross_entropy(values, ids.squeeze(1), reduction="none").unsqueeze(1)
+def pixel_cross_entropy(values: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
+    """Return -log of the target's softmax probability, (N, 1, R, W), 0 for invalid pixels; arguments as `PixelSums`."""
+    return F.cross_entropy(values, torch.where(valid, ids, -100).squeeze(1), reduction="none").unsqueeze(1)
 
 
 def _at_full_resolution(
-    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions
+    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     with torch.autocast(logits.device.type, enabled=False):
         values = upsample(logits, (target.shape[-2], target.shape[-1]), options.align_corners)
-        return function(values, *options.read(target, logits.shape[1]))
+        return function(values, *options.read(target, logits.shape[1]), *tensors)
 
 
 class _BandedSums(torch.autograd.Function):
@@ -108,13 +126,13 @@ class _BandedSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, function: PixelSums, options: PixelOptions
+        ctx: Any, logits: Tensor, target: Tensor, function: PixelSums, options: PixelOptions, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         def work(bands: Iterator[Band]) -> list[Tensor]:
             totals: list[Tensor] = []
             for band in bands:
                 read = options.read(target[band.images, band.rows], logits.shape[1])
-                sums = [wide(entry) for entry in function(band.values, *read)]
+                sums = [wide(entry) for entry in function(band.values, *read, *tensors)]
                 totals = [total + entry for total, entry in zip(totals, sums, strict=True)] if totals else sums
             return totals
 
@@ -123,32 +141,40 @@ class _BandedSums(torch.autograd.Function):
         sums = [torch.stack(entry).sum(0) for entry in zip(*parts, strict=True)]
         live = options.num_differentiable
         outputs = tuple(entry.to(compute_dtype(logits)) for entry in sums[:live]) + tuple(sums[live:])
-        ctx.save_for_backward(logits, target)
+        ctx.save_for_backward(logits, target, *tensors)
         ctx.options = function, options
         ctx.mark_non_differentiable(*outputs[live:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target = ctx.saved_tensors
+        logits, target, *tensors = ctx.saved_tensors
         function, options = ctx.options
         live = slopes[: options.num_differentiable]
-        if torch.is_grad_enabled():
-            sums = _at_full_resolution(function, logits, target, options)
-            (gradient,) = torch.autograd.grad(sums[: len(live)], logits, live, create_graph=True)
-            return gradient, None, None, None
-        return _gradient_on_bands(function, logits, target, options, live), None, None, None
+        if torch.is_grad_enabled() or needs_plain_operators():  # batched slopes exist only in this thread
+            with torch.enable_grad():
+                sums = _at_full_resolution(function, logits, target, options, tensors)
+            (gradient,) = torch.autograd.grad(sums[: len(live)], logits, live, create_graph=torch.is_grad_enabled())
+        else:
+            gradient = _gradient_on_bands(function, logits, target, options, tensors, live)
+        return gradient, *(None,) * (3 + len(tensors))
 
 
+@torch.inference_mode(False)
 def _gradient_on_bands(
-    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions, slopes: Sequence[Tensor]
+    function: PixelSums,
+    logits: Tensor,
+    target: Tensor,
+    options: PixelOptions,
+    tensors: Sequence[Tensor | None],
+    slopes: Sequence[Tensor],
 ) -> Tensor:
     def work(bands: Iterator[Band]) -> None:
         for band in bands:
             ids, valid = options.read(target[band.images, band.rows], logits.shape[1])
             values = band.values.detach().requires_grad_()
             with torch.enable_grad():
-                sums = function(values, ids, valid)[: len(slopes)]
+                sums = function(values, ids, valid, *tensors)[: len(slopes)]
             (gradient,) = torch.autograd.grad(sums, values, slopes)
             band.add_gradient(gradient)
 
@@ -161,7 +187,7 @@ def _gradient_on_bands(
 
 
 def cross_entropy_sums_of(
-    values: Tensor, ids: Tensor, valid: Tensor, *, weight: Tensor | None, label_smoothing: float
+    values: Tensor, ids: Tensor, valid: Tensor, weight: Tensor | None, *, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the valid pixels' cross-entropies and of their class weights, as `F.cross_entropy` has them.
 

@@ -5,6 +5,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide, wide_dtype, wide_sum
-from segapp.losses.fused.checks import class_ids, has_values, valid_pixels
+from segapp.losses.fused.checks import class_ids, has_values, is_simulated, valid_pixels
 from segapp.losses.fused.grid import dense_matrices, products_are_exact
 
 DENSE_SIDE = 32
@@ -40,10 +41,37 @@ def upsample(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tens
         return values
     if not values.shape[0]:
         return values.new_zeros(*values.shape[:2], *size) + values.sum()
+    is_plain = is_finite(values)
+    values = values if is_plain else bounded(values)
     if max(low) <= DENSE_SIDE and has_values(values) and products_are_exact():
         rows, columns = dense_matrices(low, size, align_corners, values.dtype, values.device)
-        return torch.matmul(rows, torch.matmul(values, columns))
-    return F.interpolate(values, size=size, mode="bilinear", align_corners=align_corners)
+        full = torch.matmul(rows, torch.matmul(values, columns))
+    else:
+        full = F.interpolate(values, size=size, mode="bilinear", align_corners=align_corners)
+    return full if is_plain else unbounded_(full)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return True if all values are known to be finite; False if the host cannot see them, or would have to wait."""
+    if is_simulated(values):
+        return values.is_cpu
+    return values.is_cpu and has_values(values) and math.isfinite(values.detach().sum(dtype=compute_dtype(values)))
+
+
+def bounded(values: Tensor) -> Tensor:
+    """Return values with large numbers in place of infinities, which a weight of 0 removes: 0 times infinity is NaN."""
+    large = torch.finfo(values.dtype).max / 2**8
+    return values.clamp(-large, large)
+
+
+def unbounded_(values: Tensor) -> Tensor:
+    """Replace the large numbers of `bounded`, also if multiplied by a weight of interpolation, by infinities, in place.
+
+    Numbers above the square root of the largest one overflow; the others are unchanged, because the factors are powers
+    of two. Unlike a mask, this needs no memory, and it has any number of derivatives.
+    """
+    factor = 2.0 ** (math.frexp(torch.finfo(values.dtype).max)[1] // 2)
+    return values.mul_(factor).mul_(1 / factor)
 
 
 def target_weight_sum(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
