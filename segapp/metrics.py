@@ -8,6 +8,8 @@ score of the pixels, is 2 TP / (2 TP + FP + FN) with the same rules.
 Shapes: N images, C classes, H, W height and width in pixels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -75,22 +77,7 @@ class ConfusionMatrix:
             ValueError: the shapes differ, a tensor is not of integers, a target is neither a class nor `ignore_index`,
                 or the prediction at a valid target is no class.
         """
-        if prediction_NHW.shape != target_NHW.shape:
-            raise ValueError(
-                f"prediction of shape {tuple(prediction_NHW.shape)}, target of shape {tuple(target_NHW.shape)}: they "
-                f"must have the same (N, H, W)"
-            )
-        for what, ids in (("prediction", prediction_NHW), ("target", target_NHW)):
-            if ids.is_floating_point() or ids.is_complex():
-                raise ValueError(f"{what} of {ids.dtype}: class ids are integers; take the argmax of logits first")
-        valid = target_NHW != self.ignore_index
-        prediction, target = (ids[valid].to(self.counts.device, torch.int64) for ids in (prediction_NHW, target_NHW))
-        out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) >= self.num_classes)
-        if num_out_of_range := int(out_of_range.sum()):
-            raise ValueError(
-                f"{num_out_of_range} pixels whose prediction or target is not a class 0..{self.num_classes - 1} and "
-                f"whose target is not ignore_index={self.ignore_index}: map the masks' ids to classes first"
-            )
+        prediction, target = _valid_ids(self, prediction_NHW, target_NHW, "class", self.num_classes)
         self.counts += torch.bincount(target * self.num_classes + prediction, minlength=len(self.counts))
 
     def scores(self) -> SegmentationScores:
@@ -110,6 +97,8 @@ class LabelCounts:
     """
 
     def __init__(self, num_classes: int, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
+        if not 1 <= num_classes < 63:
+            raise ValueError(f"num_classes={num_classes}: give 1 to 62, because an int64 id has a bit for each class")
         self.num_classes, self.ignore_index = num_classes, ignore_index
         with torch.inference_mode(False):  # as above
             self.counts = torch.zeros(num_classes * 4, dtype=torch.int64, device=device)
@@ -120,11 +109,15 @@ class LabelCounts:
         return self.counts.view(self.num_classes, 2, 2)
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
-        """Count one batch of sets of classes (N, H, W), bit c for class c."""
-        valid = target_NHW != self.ignore_index
+        """Count one batch of sets of classes (N, H, W), bit c for class c, of any integer type.
+
+        Raises:
+            ValueError: as in `ConfusionMatrix.update`, where a class is a set of classes here.
+        """
+        prediction, target = _valid_ids(self, prediction_NHW, target_NHW, "set of classes", 1 << self.num_classes)
         for number, matrix in enumerate(self.matrix):
-            own, found = (target_NHW[valid] >> number) & 1, (prediction_NHW[valid] >> number) & 1
-            matrix.add_(torch.bincount(own.long() * 2 + found.long(), minlength=4).view(2, 2))
+            own, found = (target >> number) & 1, (prediction >> number) & 1
+            matrix.add_(torch.bincount(own * 2 + found, minlength=4).view(2, 2))
 
     def scores(self) -> SegmentationScores:
         """Return the scores of all counts, computed in float64 on the host."""
@@ -133,6 +126,27 @@ class LabelCounts:
         right, decisions = int(matrix[:, 0, 0].sum() + hits.sum()), int(matrix.sum())
         num_valid_px, accuracy = decisions // self.num_classes, _ratio(right, decisions)
         return _all_scores(hits.tolist(), in_target.tolist(), in_prediction.tolist(), num_valid_px, accuracy)
+
+
+def _valid_ids(counts: Counts, prediction: Tensor, target: Tensor, what: str, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Return the valid pixels' predictions and targets, int64 (P,) each, after a check of shapes, dtypes and values."""
+    if prediction.shape != target.shape:
+        raise ValueError(
+            f"prediction of shape {tuple(prediction.shape)}, target of shape {tuple(target.shape)}: they "
+            f"must have the same (N, H, W)"
+        )
+    for name, ids in (("prediction", prediction), ("target", target)):
+        if ids.is_floating_point() or ids.is_complex():
+            raise ValueError(f"{name} of {ids.dtype}: class ids are integers; take the argmax of logits first")
+    valid = target != counts.ignore_index
+    prediction, target = (ids[valid].to(counts.counts.device, torch.int64) for ids in (prediction, target))
+    out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) >= num_ids)
+    if num_out_of_range := int(out_of_range.sum()):
+        raise ValueError(
+            f"{num_out_of_range} pixels whose prediction or target is not a {what} 0..{num_ids - 1} and "
+            f"whose target is not ignore_index={counts.ignore_index}: map the masks' ids to classes first"
+        )
+    return prediction, target
 
 
 Counts = ConfusionMatrix | LabelCounts

@@ -141,15 +141,17 @@ def test_ignored_class_has_no_iou_and_predicting_it_is_wrong():
     assert scores.pixel_accuracy == 0.5
 
 
-@pytest.mark.parametrize(
-    ("prediction", "target"), [([[3]], [[0]]), ([[-1]], [[0]]), ([[0]], [[3]]), ([[0]], [[-1]]), ([[0]], [[2**40]])]
-)
-def test_ids_out_of_range_are_refused_and_not_counted(prediction, target):
-    """A prediction where the target is ignored may be any."""
-    confusion = confusion_of([[7, 1]], [[255, 1]], 3)
-    with pytest.raises(ValueError, match=r"1 pixels .* not a class 0\.\.2 .* ignore_index=255"):
-        confusion.update(torch.tensor([prediction]), torch.tensor([target]))
-    assert confusion.matrix.nonzero().tolist() == [[1, 1]]
+@pytest.mark.parametrize(("counts", "named"), [(ConfusionMatrix(4), "class"), (LabelCounts(2, 255), "set of classes")])
+@pytest.mark.parametrize(("prediction", "target"), [(4, 0), (-1, 0), (0, 4), (0, -1), (0, 2**40)])
+def test_ids_out_of_range_are_refused_and_not_counted(prediction, target, counts, named):
+    """A prediction where the target is ignored may be any. Two classes have four sets."""
+    before = counts.counts.clone()
+    counts.update(torch.tensor([[[7, 3]]]), torch.tensor([[[255, 3]]]))
+    after = counts.counts.clone()
+    assert (after - before).sum() == (1 if named == "class" else 2)
+    with pytest.raises(ValueError, match=rf"1 pixels .* not a {named} 0\.\.3 .* ignore_index=255"):
+        counts.update(torch.tensor([[[prediction, 3]]]), torch.tensor([[[target, 3]]]))
+    assert torch.equal(counts.counts, after)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +175,15 @@ def test_every_integer_type_counts_the_same(prediction_type, target_type):
     assert (prediction.tolist(), target.tolist()) == ([[[0, 1, 2, 5]]], [[[2, 1, 255, 1]]])
 
 
-def test_wrong_tensors_are_refused():
+@pytest.mark.parametrize("kind", [ConfusionMatrix, LabelCounts])
+def test_wrong_tensors_are_refused(kind):
     ids = torch.zeros(1, 4, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"\(1, 4, 4\).*\(1, 4, 5\)"):
-        ConfusionMatrix(3).update(ids, torch.zeros(1, 4, 5, dtype=torch.int64))
+        kind(3).update(ids, torch.zeros(1, 4, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match="argmax"):
-        ConfusionMatrix(3).update(ids.float(), ids)
-    with pytest.raises(ValueError, match="at least one class"):
-        ConfusionMatrix(0)
+        kind(3).update(ids.float(), ids)
+    with pytest.raises(ValueError, match="num_classes=0: "):
+        kind(0)
 
 
 def test_metrics_import_nothing_of_segapp_and_no_vision_library():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr as next_sequence_number
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental import _config as _symbolic_shapes
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
@@ -99,8 +100,14 @@ def lacks_fake_rule(operator: Any) -> bool:
 
 
 def is_traced_or_transformed() -> bool:
-    """Return True within `torch.jit.trace` or a transform of `torch.func`, such as vmap."""
-    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+    """Return True within `torch.jit.trace`, a transform of `torch.func`, such as vmap, or a `dual_level`."""
+    is_traced = torch._C._get_tracing_state() is not None
+    return is_traced or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return True for a tensor with a hidden dimension, in vmap or in `torch.autograd.grad(is_grads_batched=True)`."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

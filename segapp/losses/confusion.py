@@ -281,12 +281,13 @@ def upsample_label_counts(
 
     Raises:
         TypeError: wrong dtypes.
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, ids with bits of no class.
     """
     views = check_views(logits)
     like, least = first_logits(views), logit_of(threshold)
     check_inputs(like, target)
     C = like.shape[1]
+    check_target_range(target, 1 << C, ignore_index)
     counts = torch.zeros(3, C, dtype=torch.int64, device=like.device)
     num_valid = torch.zeros((), dtype=torch.int64, device=like.device)
     size = height_width(target.shape[-2:])

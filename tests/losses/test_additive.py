@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, CriterionSum, surrogate
 from tests.support.loss_cases import criteria, draw, loss_and_gradient, relative_error
 
+pytestmark = pytest.mark.usefixtures("resolution")
 NAMES = list(criteria())
 
 

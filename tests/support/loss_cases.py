@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from segapp.losses import (
     CriterionSum,
     CriterionTversky,
 )
+from segapp.losses.fused import bands, pixel_sums
 
 CLASSES = 4
 
@@ -68,6 +70,14 @@ def criteria() -> dict[str, AdditiveCriterion]:
         "lovasz-all": CriterionLovasz("all"),
         "sum": CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice()), (2.0, CriterionLovasz())]),
     }
+
+
+def cut_into_bands(patch: pytest.MonkeyPatch) -> None:
+    """Cut batches of any size into bands, for all threads of torch."""
+    patch.setattr(pixel_sums, "FULL_BYTES", 0)
+    patch.setattr(bands, "CPU_BAND_BYTES", 4000)
+    for name in ("MIN_PART_BYTES", "MIN_SHARED_BYTES", "MIN_CELL_BYTES"):
+        patch.setattr(bands, name, 1)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:

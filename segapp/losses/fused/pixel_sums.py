@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide, wide_sum
+from segapp.compat.torch import is_batched
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import (
     check_inputs,
@@ -151,7 +152,8 @@ class _BandedSums(torch.autograd.Function):
         logits, target, *tensors = ctx.saved_tensors
         function, options = ctx.options
         live = slopes[: options.num_differentiable]
-        if torch.is_grad_enabled() or needs_plain_operators():  # batched slopes exist only in this thread
+        # Batched slopes exist only in this thread.
+        if torch.is_grad_enabled() or needs_plain_operators() or any(map(is_batched, live)):
             with torch.enable_grad():
                 sums = _at_full_resolution(function, logits, target, options, tensors)
             (gradient,) = torch.autograd.grad(sums[: len(live)], logits, live, create_graph=torch.is_grad_enabled())

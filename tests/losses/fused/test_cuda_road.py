@@ -68,7 +68,7 @@ def test_sums_leave_out_ids_of_no_class(ignore_index):
     target[0, :2], valid[0, :2] = 77, ignore_index
     ids, is_valid = PixelOptions(ignore_index=ignore_index).read(target, 4)
     values = F.interpolate(logits, target.shape[-2:], mode="bilinear", align_corners=True)
-    loss_sum, _ = cross_entropy_sums_of(values, ids, is_valid, weight=class_weight(), label_smoothing=0.1)
+    loss_sum, _ = cross_entropy_sums_of(values, ids, is_valid, class_weight(), label_smoothing=0.1)
     truth = F.cross_entropy(
         values, valid, class_weight(), ignore_index=ignore_index, label_smoothing=0.1, reduction="sum"
     )
