@@ -97,8 +97,6 @@ class LabelCounts:
     """
 
     def __init__(self, num_classes: int, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
-        if not 1 <= num_classes < 63:
-            raise ValueError(f"num_classes={num_classes}: give 1 to 62, because an int64 id has a bit for each class")
         self.num_classes, self.ignore_index = num_classes, ignore_index
         with torch.inference_mode(False):  # as above
             self.counts = torch.zeros(num_classes * 4, dtype=torch.int64, device=device)
@@ -109,11 +107,7 @@ class LabelCounts:
         return self.counts.view(self.num_classes, 2, 2)
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
-        """Count one batch of sets of classes (N, H, W), bit c for class c, of any integer type.
-
-        Raises:
-            ValueError: as in `ConfusionMatrix.update`, where a class is a set of classes here.
-        """
+        """Count one batch of sets of classes (N, H, W), bit c for class c; errors as in `ConfusionMatrix`."""
         prediction, target = _valid_ids(self, prediction_NHW, target_NHW, "set of classes", 1 << self.num_classes)
         for number, matrix in enumerate(self.matrix):
             own, found = (target >> number) & 1, (prediction >> number) & 1

@@ -21,7 +21,7 @@ from torch import Tensor
 from segapp.accelerator import wide_dtype
 from segapp.losses.additive import as_whole
 from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, BlockBand, BlockSweep, sweep_bands
-from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, class_masks, poisoned
+from segapp.losses.fused.checks import check_label_smoothing, checked_target, class_ids, class_masks
 from segapp.losses.fused.grid import grid_of
 from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
 from segapp.losses.fused.reference import compute_dtype
@@ -285,9 +285,8 @@ def upsample_label_counts(
     """
     views = check_views(logits)
     like, least = first_logits(views), logit_of(threshold)
-    check_inputs(like, target)
     C = like.shape[1]
-    check_target_range(target, 1 << C, ignore_index)
+    checked_target(like, target, 1 << C, ignore_index)
     counts = torch.zeros(3, C, dtype=torch.int64, device=like.device)
     num_valid = torch.zeros((), dtype=torch.int64, device=like.device)
     size = height_width(target.shape[-2:])
@@ -374,10 +373,10 @@ def upsample_confusion(
     """
     views = check_views(logits)
     like = first_logits(views)
-    check_inputs(like, target, weight)
+    C = like.shape[1]
+    target, poison = checked_target(like, target, C, ignore_index, weight)
     check_label_smoothing(label_smoothing)
-    size, C = height_width(target.shape[-2:]), like.shape[1]
-    poison = check_target_range(target, C, ignore_index)
+    size = height_width(target.shape[-2:])
 
     def count(bands: Iterator[tuple[slice, slice, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pairs of a target's and a predicted class, with a row for ignored pixels, and the loss's sums."""
@@ -402,7 +401,7 @@ def upsample_confusion(
     else:
         parts = [count(logit_bands(views, size, align_corners))]
     confusion, loss_sum, weight_sum = (torch.stack(entry).sum(0) for entry in zip(*parts, strict=True))
-    return Scores(confusion.view(C + 1, C)[:C], poisoned(loss_sum, poison), weight_sum)
+    return Scores(confusion.view(C + 1, C)[:C], loss_sum if poison is None else loss_sum + poison, weight_sum)
 
 
 def class_of_largest(values: Tensor) -> Tensor:

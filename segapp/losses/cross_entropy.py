@@ -97,7 +97,6 @@ def upsample_cross_entropy(
             loss_sum = F.cross_entropy(values, soft, weight, reduction="sum", label_smoothing=label_smoothing)
             return loss_sum, _num_pixels(target)
     check_inputs(logits, target, weight)
-    target, weight = recordable(target), weight if weight is None else recordable(weight)
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     chosen = choose_implementation(logits, target) if implementation == "auto" else implementation
     if chosen == "triton" and len(logits):  # a rank may have no samples, and kernels refuse empty batches
@@ -148,7 +147,7 @@ def _sums(
 def _by_kernels(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
 ) -> tuple[Tensor, Tensor]:
-    with_gradient = torch.is_grad_enabled() and logits.requires_grad
+    with_gradient, target = torch.is_grad_enabled() and logits.requires_grad, recordable(target)
     if weight is not None:
         weight = weight.detach().to(logits.device, compute_dtype(logits))
     loss_sum, weight_sum, _ = _operator(

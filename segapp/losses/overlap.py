@@ -18,7 +18,7 @@ from torch import Tensor
 from segapp.accelerator import wide, wide_dtype, wide_sum
 from segapp.losses.additive import HeadCriterion, MeanCriterion, Statistics, reciprocal_or_zero
 from segapp.losses.fused.bands import Band, sweep_bands
-from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, class_masks, is_eager, poisoned, recordable, valid_pixels
+from segapp.losses.fused.checks import checked_target, class_ids, class_masks, is_eager, poisoned, valid_pixels
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import compute_dtype, upsample
 
@@ -26,7 +26,7 @@ CountedClasses = Literal["present", "all"]
 """The classes of which a mean is taken: those in the target, or all."""
 
 
-def overlap_sums(values: Tensor, ids: Tensor, valid: Tensor, *, multilabel: bool) -> tuple[Tensor, Tensor, Tensor]:
+def overlap_sums(multilabel: bool, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return per class the probability on its pixels and on all, and its number of pixels; see `PixelSums`."""
     probability = (torch.sigmoid(values) if multilabel else torch.softmax(values, 1)) * valid
     is_target = class_masks(ids, values.shape[1], multilabel=multilabel) & valid
@@ -93,8 +93,7 @@ class CriterionTversky(HeadCriterion):
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
         """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
-        function = partial(overlap_sums, multilabel=self.is_sigmoid)
-        return upsampled_sums(function, logits, target, self.options)
+        return upsampled_sums(partial(overlap_sums, self.is_sigmoid), logits, target, self.options)
 
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the loss of one head; 0 if no pixel was valid."""
@@ -348,9 +347,7 @@ class CriterionLovasz(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (sum of the images' losses, number of images with a valid pixel) of one head."""
-        check_inputs(logits, target)
-        target = recordable(target)
-        poison = check_target_range(target, logits.shape[1], self.ignore_index)
+        target, poison = checked_target(logits, target, logits.shape[1], self.ignore_index)
         options = self.align_corners, self.ignore_index, self.classes
         with torch.autocast(logits.device.type, enabled=False):
             if is_eager(logits) and logits.shape[0]:

@@ -34,6 +34,7 @@ def mean_over_classes(losses: Tensor, weight: Tensor | None) -> Tensor:
     return (losses * weight.to(losses.device, losses.dtype).view(1, -1, 1, 1)).sum(1, keepdim=True)
 
 
+@torch.inference_mode(False)
 def normalised(weight: Tensor | Sequence[float] | None) -> Tensor | None:
     """Return class weights divided by their sum, (C,).
 
@@ -49,18 +50,17 @@ def normalised(weight: Tensor | Sequence[float] | None) -> Tensor | None:
 
 
 def binary_sum(
+    pos_weight: float,
+    smoothing: float,
+    multilabel: bool,
     values: Tensor,
     ids: Tensor,
     valid: Tensor,
     weight: Tensor | None,
-    *,
-    pos_weight: float,
-    label_smoothing: float,
-    multilabel: bool,
 ) -> tuple[Tensor]:
     """Return the sum over valid pixels of the mean binary cross-entropy over the classes; see `PixelSums`."""
     targets = class_masks(ids, values.shape[1], multilabel=multilabel).to(values.dtype)
-    targets = targets * (1 - label_smoothing) + label_smoothing / 2
+    targets = targets * (1 - smoothing) + smoothing / 2
     factor = None if pos_weight == 1 else values.new_full((), pos_weight)
     losses = F.binary_cross_entropy_with_logits(values, targets, reduction="none", pos_weight=factor)
     return (wide_sum(torch.where(valid, mean_over_classes(losses, weight), 0.0)).to(values.dtype),)
@@ -114,12 +114,7 @@ class CriterionBCE(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, number of valid pixels) of one head."""
-        function = partial(
-            binary_sum,
-            pos_weight=self.pos_weight,
-            label_smoothing=self.label_smoothing,
-            multilabel=self.options.multilabel,
-        )
+        function = partial(binary_sum, self.pos_weight, self.label_smoothing, self.options.multilabel)
         (total,) = upsampled_sums(function, logits, target, self.options, self.weight)
         return total, self.denominator(target)
 
@@ -135,7 +130,7 @@ def focal(nll: Tensor, gamma: float) -> Tensor:
 
 
 def focal_sum(
-    values: Tensor, ids: Tensor, valid: Tensor, alpha: Tensor | None, *, gamma: float, multilabel: bool
+    gamma: float, multilabel: bool, values: Tensor, ids: Tensor, valid: Tensor, alpha: Tensor | None
 ) -> tuple[Tensor]:
     """Return the sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), p_t the target's probability.
 
@@ -196,7 +191,7 @@ class CriterionFocal(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, sum of alpha) of one head."""
-        function = partial(focal_sum, gamma=self.gamma, multilabel=self.is_sigmoid)
+        function = partial(focal_sum, self.gamma, self.is_sigmoid)
         (total,) = upsampled_sums(function, logits, target, self.options, self.alpha)
         return total, self.denominator(target)
 
@@ -238,21 +233,21 @@ def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_column
     return list(table.view(num_bins, num_columns, len(terms)).sum(1).unbind(1))
 
 
-def num_bins_of(threshold: float) -> int:
-    """Return the number of bins: bin 0 of all hard pixels, and those from the threshold down to `SMALLEST_LOSS`."""
-    return 2 + max(0, _bin_of(-math.log(threshold)) - _bin_of(SMALLEST_LOSS))
+def bins_of(nll: Tensor, threshold: float) -> tuple[Tensor, int]:
+    """Return the bin of each loss, int64 (P,) for P losses, and the number of bins.
 
-
-def bins_of(nll: Tensor, threshold: float) -> Tensor:
-    """Return the bin of each loss, int64, in the shape of nll; bin 0 holds the hard pixels."""
-    limit = -math.log(threshold)
-    bits = nll.detach().float().clamp_min(SMALLEST_LOSS).view(torch.int32)
-    easy = (_bin_of(max(limit, SMALLEST_LOSS)) + 1 - (bits >> DROPPED_BITS)).clamp(1, num_bins_of(threshold) - 1)
-    return torch.where(nll.detach() > limit, 0, easy).long()
+    Bin 0 holds the hard pixels; the others go from the threshold down to `SMALLEST_LOSS`.
+    """
+    limit, nll = -math.log(threshold), nll.detach().flatten()
+    first = _bin_of(max(limit, SMALLEST_LOSS)) + 1
+    num_bins = 1 + first - _bin_of(SMALLEST_LOSS)
+    bits = nll.float().clamp_min(SMALLEST_LOSS).view(torch.int32)
+    easy = (first - (bits >> DROPPED_BITS)).clamp(1, num_bins - 1)
+    return torch.where(nll > limit, 0, easy).long(), num_bins
 
 
 def hardness_histogram(
-    values: Tensor, ids: Tensor, valid: Tensor, weight: Tensor | None, *, threshold: float
+    threshold: float, values: Tensor, ids: Tensor, valid: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, weight and count of the valid pixels by hardness; see `PixelSums`."""
     nll = pixel_cross_entropy(values, ids, valid)
@@ -262,7 +257,7 @@ def hardness_histogram(
     if weight is not None:
         terms.append(pixel_weight.flatten())
     num_columns = CPU_COLUMNS if nll.is_cpu else DEVICE_COLUMNS
-    loss, counts, *weights = sums_by_bin(terms, bins_of(nll, threshold).flatten(), num_bins_of(threshold), num_columns)
+    loss, counts, *weights = sums_by_bin(terms, *bins_of(nll, threshold), num_columns)
     return loss.to(nll.dtype), weights[0] if weights else counts, counts
 
 
@@ -315,8 +310,10 @@ class CriterionOHEM(HeadCriterion):
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
         """Return (loss, weight, count) of one head, each (bins,)."""
-        function = partial(hardness_histogram, threshold=self.threshold)
-        options = PixelOptions(self.align_corners, self.ignore_index)
+        function, options = (
+            partial(hardness_histogram, self.threshold),
+            PixelOptions(self.align_corners, self.ignore_index),
+        )
         return upsampled_sums(function, logits, target, options, self.weight)
 
     def finalize_head(self, totals: Statistics) -> Tensor:

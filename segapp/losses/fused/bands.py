@@ -194,13 +194,8 @@ class _Sweep:
         """Return source rows start..stop - 1, widened, minus their class maximum if shifted: (m, C, k, W)."""
         rows = self.logits[images, :, start:stop].to(self.grid.dtype)
         if self.is_shifted:
-            largest = rows.amax(1, keepdim=True)
-            rows = rows - (largest if self.is_finite else largest.nan_to_num(0.0, 0.0, 0.0))
+            rows = rows - rows.amax(1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
         return self.grid.widen(rows if self.is_finite else bounded(rows), is_finite=self.is_finite)
-
-    def finished(self, values: Tensor) -> Tensor:
-        """Return the values of a band, which may be changed in place, with their infinities."""
-        return values if self.is_finite else unbounded_(values)
 
     def add_wide_gradient(self, gradient: Tensor, images: slice, start: int) -> None:
         """Add the gradient (m, C, k, W) of widened source rows from `start` on."""
@@ -280,8 +275,9 @@ class _CellBand:
         R = rows.stop - rows.start
         lower, upper = (window.wide[:, :, row : row + 1] for row in self._pair)
         fraction = window.sweep.grid.fractions[rows]
-        values = torch.lerp(lower, upper, fraction, out=buffer[: m * C * R * W].view(m, C, R, W))
-        self.values = window.sweep.finished(values)
+        self.values = torch.lerp(lower, upper, fraction, out=buffer[: m * C * R * W].view(m, C, R, W))
+        if not window.sweep.is_finite:
+            unbounded_(self.values)
 
     def add_gradient(self, gradient: Tensor) -> None:
         lower, upper = self._pair
@@ -309,8 +305,9 @@ class BlockBand:
         self._start, self._stop = axis.first_source(rows.start), axis.last_source(rows.stop - 1) + 1
         wide, grid = sweep.wide_rows(images, self._start, self._stop), sweep.grid
         lower, upper = grid.lower_rows[rows] - self._start, grid.upper_rows[rows] - self._start
-        values = torch.lerp(wide.index_select(2, lower), wide.index_select(2, upper), grid.fractions[rows])
-        self.values = sweep.finished(values)
+        self.values = torch.lerp(wide.index_select(2, lower), wide.index_select(2, upper), grid.fractions[rows])
+        if not sweep.is_finite:
+            unbounded_(self.values)
 
     def add_gradient(self, gradient: Tensor) -> None:
         sums = self._sweep.grid.gather_rows(gradient, self.rows.start, self._start, self._stop)

@@ -169,6 +169,14 @@ _reports_lock = threading.Lock()
 """Replicas run in threads, and each adds and removes reports."""
 
 
+def checked_target(
+    logits: Tensor, target: Tensor, num_ids: int, ignore_index: int, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the target, as autograd can save it, and the scalar of `check_target_range`, after all checks."""
+    check_inputs(logits, target, weight)
+    return recordable(target), check_target_range(target, num_ids, ignore_index)
+
+
 def poisoned(total: Tensor, poison: Tensor | None) -> Tensor:
     """Return a sum with the scalar of `check_target_range`; if no later call raises, its gradient becomes NaN too."""
     if poison is None:
@@ -223,6 +231,7 @@ def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int
     )
 
 
+@torch.inference_mode(False)
 def as_class_weight(weight: Tensor | Sequence[float] | None) -> Tensor | None:
     """Return a copy of class weights as a float tensor (C,).
 

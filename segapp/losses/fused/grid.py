@@ -176,7 +176,7 @@ class Grid:
         return torch.sum(picked * weights, 3)
 
     def widen(self, values: Tensor, *, is_finite: bool = True) -> Tensor:
-        """Return the horizontal interpolation, (..., w) -> (..., W); without `is_finite`, NaN reaches only neighbors."""
+        """Return the horizontal interpolation, (..., w) -> (..., W); NaN reaches only neighbors unless `is_finite`."""
         if self._blocks is not None and is_finite and products_are_exact():
             return self._blocks.widen(values)
         return torch.lerp(values.index_select(-1, self._lower), values.index_select(-1, self._upper), self._fraction)

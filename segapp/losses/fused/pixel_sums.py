@@ -19,15 +19,7 @@ from torch import Tensor
 from segapp.accelerator import wide, wide_sum
 from segapp.compat.torch import is_batched
 from segapp.losses.fused.bands import Band, sweep_bands
-from segapp.losses.fused.checks import (
-    check_inputs,
-    check_target_range,
-    class_ids,
-    is_eager,
-    needs_plain_operators,
-    poisoned,
-    recordable,
-)
+from segapp.losses.fused.checks import checked_target, class_ids, is_eager, poisoned
 from segapp.losses.fused.reference import compute_dtype, upsample
 
 FULL_BYTES = 4 << 20
@@ -76,7 +68,7 @@ def upsampled_sums(
     logits: Tensor,
     target: Tensor,
     options: PixelOptions,
-    *tensors: Tensor | None,
+    *args: Tensor | None,
     is_whole: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the sums of `function` over all pixels of the upsampled logits.
@@ -86,7 +78,7 @@ def upsampled_sums(
         logits: (N, C, h, w).
         target: (N, H, W) class ids.
         options: interpretation of both.
-        tensors: further arguments of `function`, such as class weights; autograd saves them.
+        args: further arguments of `function`, such as class weights; autograd saves them.
         is_whole: compute at full resolution, whatever its size.
 
     Returns:
@@ -96,16 +88,14 @@ def upsampled_sums(
         TypeError: wrong dtypes.
         ValueError: shapes that do not fit, ids that are no class.
     """
-    check_inputs(logits, target)
-    poison = check_target_range(target, options.num_ids(logits.shape[1]), options.ignore_index)
+    target, poison = checked_target(logits, target, options.num_ids(logits.shape[1]), options.ignore_index)
     num_pixels = target.shape[0] * target.shape[-2] * target.shape[-1]
     full_bytes = num_pixels * logits.shape[1] * compute_dtype(logits).itemsize
-    target, saved = recordable(target), [tensor if tensor is None else recordable(tensor) for tensor in tensors]
-    is_whole = is_whole or any(tensor is not None and tensor.requires_grad for tensor in saved)
+    is_whole = is_whole or any(each is not None and each.requires_grad for each in args)
     if is_whole or full_bytes < FULL_BYTES or not is_eager(logits):
-        sums = _at_full_resolution(function, logits, target, options, saved)
+        sums = _at_full_resolution(_bound(function, args), logits, target, options)
     else:
-        sums = _BandedSums.apply(logits, target, function, options, *saved)
+        sums = _BandedSums.apply(logits, target, function, options, *args)
     return poisoned(sums[0], poison), *sums[1:]
 
 
@@ -114,12 +104,16 @@ def pixel_cross_entropy(values: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
     return F.cross_entropy(values, torch.where(valid, ids, -100).squeeze(1), reduction="none").unsqueeze(1)
 
 
+def _bound(function: PixelSums, tensors: Sequence[Tensor | None]) -> PixelSums:
+    return lambda *pixels: function(*pixels, *tensors)
+
+
 def _at_full_resolution(
-    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions, tensors: Sequence[Tensor | None]
+    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions
 ) -> tuple[Tensor, ...]:
     with torch.autocast(logits.device.type, enabled=False):
         values = upsample(logits, (target.shape[-2], target.shape[-1]), options.align_corners)
-        return function(values, *options.read(target, logits.shape[1]), *tensors)
+        return function(values, *options.read(target, logits.shape[1]))
 
 
 class _BandedSums(torch.autograd.Function):
@@ -150,33 +144,28 @@ class _BandedSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, *tensors = ctx.saved_tensors
-        function, options = ctx.options
+        function, options = _bound(ctx.options[0], tensors), ctx.options[1]
         live = slopes[: options.num_differentiable]
         # Batched slopes exist only in this thread.
-        if torch.is_grad_enabled() or needs_plain_operators() or any(map(is_batched, live)):
+        if torch.is_grad_enabled() or not is_eager(logits) or any(map(is_batched, live)):
             with torch.enable_grad():
-                sums = _at_full_resolution(function, logits, target, options, tensors)
+                sums = _at_full_resolution(function, logits, target, options)
             (gradient,) = torch.autograd.grad(sums[: len(live)], logits, live, create_graph=torch.is_grad_enabled())
         else:
-            gradient = _gradient_on_bands(function, logits, target, options, tensors, live)
+            gradient = _gradient_on_bands(function, logits, target, options, live)
         return gradient, *(None,) * (3 + len(tensors))
 
 
 @torch.inference_mode(False)
 def _gradient_on_bands(
-    function: PixelSums,
-    logits: Tensor,
-    target: Tensor,
-    options: PixelOptions,
-    tensors: Sequence[Tensor | None],
-    slopes: Sequence[Tensor],
+    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions, slopes: Sequence[Tensor]
 ) -> Tensor:
     def work(bands: Iterator[Band]) -> None:
         for band in bands:
             ids, valid = options.read(target[band.images, band.rows], logits.shape[1])
             values = band.values.detach().requires_grad_()
             with torch.enable_grad():
-                sums = function(values, ids, valid, *tensors)[: len(slopes)]
+                sums = function(values, ids, valid)[: len(slopes)]
             (gradient,) = torch.autograd.grad(sums, values, slopes)
             band.add_gradient(gradient)
 

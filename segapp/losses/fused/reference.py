@@ -41,8 +41,8 @@ def upsample(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tens
         return values
     if not values.shape[0]:
         return values.new_zeros(*values.shape[:2], *size) + values.sum()
-    is_plain = is_finite(values)
-    values = values if is_plain else bounded(values)
+    if not (is_plain := is_finite(values)):
+        values = bounded(values)
     if max(low) <= DENSE_SIDE and has_values(values) and products_are_exact():
         rows, columns = dense_matrices(low, size, align_corners, values.dtype, values.device)
         full = torch.matmul(rows, torch.matmul(values, columns))
@@ -68,8 +68,7 @@ def bounded(values: Tensor) -> Tensor:
 def unbounded_(values: Tensor) -> Tensor:
     """Replace the large numbers of `bounded`, also if multiplied by a weight of interpolation, by infinities, in place.
 
-    Numbers above the square root of the largest one overflow; the others are unchanged, because the factors are powers
-    of two. Unlike a mask, this needs no memory, and it has any number of derivatives.
+    Numbers above the square root of the largest one overflow; powers of two leave the others unchanged.
     """
     factor = 2.0 ** (math.frexp(torch.finfo(values.dtype).max)[1] // 2)
     return values.mul_(factor).mul_(1 / factor)
