@@ -160,7 +160,8 @@ def masked_classes(name, logits, target):
             with whole[0], whole[1]:
                 truth, slope = criterion(full, ids), gradient_of(criterion, full, ids)
             # Label smoothing and sets with the masked class make the loss infinite.
-            assert is_target or truth.isfinite() or criterion.is_sigmoid or "weighted" in name
+            is_finite = truth.isfinite() and slope.isfinite().all()
+            assert is_target or is_finite or criterion.is_sigmoid or "weighted" in name
             close(criterion(masked, ids), truth)
             found = gradient_of(criterion, masked, ids)
             if slope.isfinite().all():
@@ -206,7 +207,7 @@ USAGES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)  # no divisor of the number of usages
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("usage", USAGES, ids=lambda usage: usage.__name__)
 @pytest.mark.parametrize("name", criteria())
