@@ -59,7 +59,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def bounded(values: Tensor) -> Tensor:
-    """Return values with large numbers in place of infinities, which a weight of 0 removes: 0 times infinity is NaN."""
+    """Return values with large numbers instead of infinities, which a weight of 0 removes: 0 times infinity is NaN."""
     large, result = torch.finfo(values.dtype).max / 2**8, values.clone()
     result.detach().clamp_(-large, large)  # not seen by autograd, so an infinite logit keeps its gradient
     return result
