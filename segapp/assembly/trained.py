@@ -26,6 +26,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
+from segapp.models.own_generator import own_generator
 from segapp.models.weights import CONFIG_KEY, load_weights, read_metadata, read_weights_file, sha256_of, weights_path
 from segapp.precision import Precision
 from segapp.run.words import printable
@@ -92,10 +93,13 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     """
     path = weights_path(target)
     if config is not None or path.suffix.lower() == ".safetensors":
-        return _from_weights(path, _config_of(path) if config is None else load_runnable(config))
+        loaded = _config_of(path) if config is None else load_runnable(config)
+        with own_generator():
+            return _from_weights(path, loaded)
     checkpoint = find_checkpoint(target)
     state = checkpoint.state
-    model, saved, scheme = restored_network(checkpoint)
+    with own_generator():
+        model, saved, scheme = restored_network(checkpoint)
     return TrainedState(
         model,
         saved,

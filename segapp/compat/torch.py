@@ -145,6 +145,11 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def schema_names(func: Any) -> frozenset[str]:
+    """Return the names of the arguments of an operator."""
+    return frozenset(argument.name for argument in func._schema.arguments)
+
+
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary of a module's own parameters, including None entries."""
     return module._parameters

@@ -23,6 +23,7 @@ from segapp.compat.torch import TorchDispatchMode
 from segapp.custom.loading import shown_error
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
+from segapp.models.own_generator import OwnGenerator
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm over a single value."""
@@ -43,7 +44,7 @@ def inspect_model(model: SegmentationModel) -> None:
     Raises:
         ConfigError: the network cannot run, as some pairs of decoder and backbone cannot.
     """
-    with torch.random.fork_rng(devices=[]):
+    with OwnGenerator():
         unused = _measure(model)
     for name in unused:
         model.get_parameter(name).requires_grad_(False)

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import platform
+import random
 import shlex
 import socket
 import time
@@ -16,12 +17,13 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from segapp import __version__
-from segapp.accelerator import GPUS, gpu_of
+from segapp.accelerator import CUDA, GPUS, gpu_of, random_states_kept
 from segapp.assembly.data import data_timeout_s
-from segapp.assembly.devices import DevicePlan, keep_freed_memory, numerics, plan_devices
+from segapp.assembly.devices import DevicePlan, freed_memory_kept, numerics, plan_devices
 from segapp.assembly.network import with_weights_defaults
 from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.assembly.pairs import build_scheme, check_monitor, count_images, split_names
@@ -68,6 +70,7 @@ from segapp.training.watchdog import Watchdog, rank_words
 from segapp.waiting import lines_while
 
 _FOLDER_S = 60.0
+EXIT_INTERRUPTED = 130
 
 logger = logging.getLogger("segapp")
 
@@ -92,7 +95,7 @@ def run_session(
     """
     train = request.config.train
     switches = numerics(deterministic=train.deterministic, tf32=train.tf32)
-    with signals or StopSignals(end_start=end_process) as signals, switches:
+    with signals or StopSignals(end_start=end_process) as signals, switches, _random_numbers_kept():
         devices = devices_of_launcher() or plan_devices(request.config)
         if devices.mode == "ddp" and not is_launched():
             _check_before_start(request)
@@ -102,6 +105,8 @@ def run_session(
             try:
                 _check_before_start(request)
                 with (
+                    freed_memory_kept() if own_devices.devices[0].type == "cpu" else contextlib.nullcontext(),
+                    _others_cannot_write(),
                     lines_while(lambda: "" if stage.has_stepped() else f"still starting{others}"),
                     _opened_folder(request, own_devices, ranks) as folder,
                     _reported(folder, request, own_devices, ranks, peers, signals, listener, stage) as context,
@@ -142,11 +147,34 @@ def _with_saved(config: RunConfig, state: Mapping[str, Any], *keys: str) -> RunC
 
 
 @contextlib.contextmanager
+def _others_cannot_write() -> Iterator[None]:
+    """Set the umask of this process so that only the owner can write to files that the body makes."""
+    before = os.umask(OTHERS_WRITE)
+    os.umask(before | OTHERS_WRITE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Restore the process's random numbers at the end: of Python, numpy and torch, on the CPU and on GPUs."""
+    devices = [torch.device("cpu"), *(CUDA.devices() if torch.cuda.is_initialized() else ())]  # type: ignore[no-untyped-call]
+    seed, of_python, of_numpy = torch.initial_seed(), random.getstate(), np.random.get_state()
+    try:
+        with random_states_kept(devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        if len(devices) == 1 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed_all(seed)  # what the caller's seed would give at the first use of CUDA
+
+
+@contextlib.contextmanager
 def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> Iterator[RunFolder]:
     """Create or reopen the run folder, on the main rank with its lock, and log into it."""
-    if devices.devices[0].type == "cpu":
-        keep_freed_memory()
-    os.umask(os.umask(OTHERS_WRITE) | OTHERS_WRITE)
     if not ranks.is_main:
         folder = RunFolder(ranks.from_main(None))
         _wait_for_folder(folder, ranks.rank)
@@ -313,6 +341,10 @@ def _reported(
                 end("finished", stage.reason)
         except StopRequest as stop:
             end("stopped", f"{stop}: {note_stop()}", stopped_by=stop.by)
+        except (KeyboardInterrupt, SystemExit) as interrupt:  # a kernel's or a program's own
+            stage.is_failed, stage.code = True, EXIT_INTERRUPTED
+            end("stopped", f"{type(interrupt).__name__}: nothing was saved", stopped_by="signal")
+            raise
         except Exception as error:
             known = as_segapp_error(error, component_names(request.config))
             logger.exception("training failed")

@@ -32,6 +32,7 @@ from segapp.datasets.targets import ClassFrequencies, cached_frequencies, class_
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.models.network import BaseReference, SegmentationModel
+from segapp.models.own_generator import own_generator
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import RunStart
 from segapp.run.words import announce
@@ -96,7 +97,8 @@ def build_trainer(
     is_second_trial = limit is not None and checkpoint is not None  # the first trial has printed every message
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
     split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.locations)
-    assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
+    with own_generator(config.seed):  # threads of the caller may draw from the process's generator meanwhile
+        assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
     momentum_note = None
     if config.train.bn_momentum == "auto":
         config, momentum_note = _with_momentum(config, parts.model, len(train_set))

@@ -137,12 +137,15 @@ def progress_bar(total: int, label: str, unit: str = "image") -> Iterator[Callab
     """Show a progress bar in a terminal or a notebook, else lines; yield a function that takes the number of units."""
     from tqdm.auto import tqdm
 
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # tqdm's thread would outlive the bar
+
     is_shown, num_done = has_progress_bar(), 0
 
     def line() -> str:
         return "" if is_shown else f"{label}: {num_done:,} of {plural(total, unit)}"
 
-    with tqdm(total=total, desc=label, unit=unit, disable=not is_shown, leave=False) as bar, lines_while(line):
+    with Bar(total=total, desc=label, unit=unit, disable=not is_shown, leave=False) as bar, lines_while(line):
 
         def progress(done: int) -> None:
             nonlocal num_done

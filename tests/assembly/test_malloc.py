@@ -9,8 +9,9 @@ import pytest
 SCRIPT = """
 import resource, sys, torch
 if sys.argv[1] == "kept":
-    from segapp.assembly.devices import keep_freed_memory
-    assert keep_freed_memory()
+    from segapp.assembly.devices import freed_memory_kept
+    context = freed_memory_kept()
+    context.__enter__()
 for step in range(20):
     if step == 5:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
