@@ -19,8 +19,8 @@ _swapping = threading.Lock()
 class OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, random operators on the CPU draw from a generator of its own, in this thread.
 
-    The numbers are those of `torch.manual_seed(seed)`. An operator that takes no generator, such as dropout, runs while
-    the process's generator has the state of this one.
+    It draws the same numbers as the process's generator after `torch.manual_seed(seed)`. An operator that takes no
+    generator, such as dropout, runs while the process's generator has the state of this one.
     """
 
     def __init__(self, seed: int = 0) -> None:
