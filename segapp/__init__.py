@@ -5,7 +5,7 @@
     >>> segapp.evaluate(result.run).miou  # doctest: +SKIP
 
 `segapp.train`, `evaluate`, `predict`, `load` and `history` load torch when they are called. `segapp.losses`, `memory`,
-`parallel` and `precision` are for your own training loop. Every error is a `segapp.errors.SegappError`.
+`metrics`, `parallel` and `precision` are for your own training loop. Every error is a `segapp.errors.SegappError`.
 """
 
 from importlib import import_module as _import_module
@@ -27,7 +27,7 @@ _OF_API = (
     "predict",
     "train",
 )
-_PACKAGES = ("errors", "losses", "memory", "parallel", "precision")
+_PACKAGES = ("errors", "losses", "memory", "metrics", "parallel", "precision")
 
 __all__ = [*_OF_API, *_PACKAGES]
 

@@ -2,6 +2,7 @@
 from segapp import errors as errors
 from segapp import losses as losses
 from segapp import memory as memory
+from segapp import metrics as metrics
 from segapp import parallel as parallel
 from segapp import precision as precision
 from segapp.api import EvalResult as EvalResult

@@ -10,11 +10,15 @@ Shapes: N images, C classes, H, W height and width in pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+__all__ = ["ConfusionMatrix", "Counts", "LabelCounts", "SegmentationScores"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,109 @@ class SegmentationScores:
     num_valid_px: int
 
 
-class ConfusionMatrix:
+class Counts:
+    """Counts of targets and predictions over any number of batches; the base class of the two metrics.
+
+    Args:
+        num_classes: C, at least 1.
+        ignore_index: target id of the pixels that are left out.
+        device: device of the counts.
+
+    Attributes:
+        counts: the counts, int64, one after the other; sum them to add the counts of devices and ranks.
+
+    Raises:
+        TypeError: the number of classes or `ignore_index` is no integer.
+        ValueError: there is no class.
+    """
+
+    def __init__(self, num_classes: int, *, ignore_index: int, device: torch.device | str = "cpu") -> None:
+        for name, value in (("num_classes", num_classes), ("ignore_index", ignore_index)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}={value!r}: give an integer")
+        if num_classes < 1:
+            raise ValueError(f"num_classes={num_classes}: give at least one class")
+        self.num_classes, self.ignore_index = num_classes, ignore_index
+        with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
+            self.counts = torch.zeros(math.prod(self._shape), dtype=torch.int64, device=device)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def matrix(self) -> Tensor:
+        """The counts as a matrix, a view of `counts`."""
+        return self.counts.view(self._shape)
+
+    def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
+        """Count one batch of ids (N, H, W), of any integer type.
+
+        Raises:
+            ValueError: the shapes differ, a tensor is not of integers, a target is neither a valid id nor
+                `ignore_index`, or the prediction at a valid target is no valid id.
+        """
+        raise NotImplementedError
+
+    def scores(self) -> SegmentationScores:
+        """Return the scores of all counts, computed in float64 on the host."""
+        raise NotImplementedError
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the scores by name as float64 tensors, per class (C,) or (); nan for a ratio with denominator 0."""
+
+        def as_tensor(value: Any) -> Tensor:
+            known = [math.nan if each is None else each for each in (value if isinstance(value, tuple) else (value,))]
+            tensor = torch.tensor(known, dtype=torch.float64, device=self.counts.device)
+            return tensor if isinstance(value, tuple) else tensor[0]
+
+        return {name: as_tensor(value) for name, value in vars(self.scores()).items()}
+
+    def reset(self) -> None:
+        """Set all counts to 0."""
+        self.counts.zero_()
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the counts to a device, and return the metric."""
+        self.counts = self.counts.to(device)
+        return self
+
+    def merge(self, other: Self | Tensor) -> Self:
+        """Add the counts of another metric, or a matrix as of `upsample_confusion`, and return this metric.
+
+        Raises:
+            ValueError: they are counts of other classes.
+        """
+        matrix = other if isinstance(other, Tensor) else other.matrix
+        is_other = not isinstance(other, Tensor) and repr(other) != repr(self)
+        if is_other or tuple(matrix.shape) != self._shape or matrix.is_floating_point():
+            what = repr(other) if is_other else f"counts of shape {tuple(matrix.shape)} and {matrix.dtype}"
+            raise ValueError(f"{self!r} cannot add {what}: give counts of the same classes, int64 {self._shape}")
+        self.counts += matrix.to(self.counts.device).flatten()
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and what they count, for `load_state_dict`."""
+        return {"metric": repr(self), "counts": self.counts.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the counts by the counts of a state.
+
+        Raises:
+            ValueError: the state is of another metric, or has other keys.
+        """
+        if state.keys() != {"metric", "counts"} or state["metric"] != repr(self):
+            raise ValueError(f"the state of {state.get('metric', sorted(state))} does not fit {self!r}")
+        self.counts.copy_(state["counts"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_classes}, ignore_index={self.ignore_index})"
+
+
+class ConfusionMatrix(Counts):
     """Counts of (target, prediction) pairs over any number of batches.
 
-    Matrices of devices and ranks are added by summing their `counts`, int64 (C * C,), which is the matrix row by row.
+    `matrix` is int64 (C, C): the row is the target's class, the column the predicted one.
 
     Args:
         num_classes: C, at least 1.
@@ -50,25 +153,22 @@ class ConfusionMatrix:
         device: device of the counts.
 
     Example:
+        >>> import torch
+        >>> from segapp.metrics import ConfusionMatrix
         >>> confusion = ConfusionMatrix(2)
         >>> confusion.update(torch.tensor([[[0, 1, 1, 0]]]), torch.tensor([[[0, 1, 0, 255]]]))
         >>> confusion.matrix.tolist()
         [[1, 1], [0, 1]]
-        >>> confusion.scores().iou
-        (0.5, 0.5)
+        >>> confusion.scores().iou, confusion.compute()["miou"]
+        ((0.5, 0.5), tensor(0.5000, dtype=torch.float64))
     """
 
-    def __init__(self, num_classes: int, ignore_index: int = 255, device: torch.device | str = "cpu") -> None:
-        if num_classes < 1:
-            raise ValueError(f"num_classes={num_classes}: a confusion matrix needs at least one class")
-        self.num_classes, self.ignore_index = num_classes, ignore_index
-        with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
-            self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
+    def __init__(self, num_classes: int, *, ignore_index: int = 255, device: torch.device | str = "cpu") -> None:
+        super().__init__(num_classes, ignore_index=ignore_index, device=device)
 
     @property
-    def matrix(self) -> Tensor:
-        """The matrix, int64 (C, C), a view of `counts`: row is the target's class, column the predicted one."""
-        return self.counts.view(self.num_classes, self.num_classes)
+    def _shape(self) -> tuple[int, ...]:
+        return self.num_classes, self.num_classes
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
         """Count one batch of class ids (N, H, W), of any integer type.
@@ -88,26 +188,27 @@ class ConfusionMatrix:
         return _all_scores(hits, in_target, in_prediction, num_valid_px, accuracy, self.ignore_index)
 
 
-class LabelCounts:
+class LabelCounts(Counts):
     """Counts of targets and predictions of classes that do not exclude each other, over any number of batches.
 
-    It has the same methods as `ConfusionMatrix`; `counts`, int64 (C * 4,), has the matrices one after the other. The
-    mean IoU is the mean over the classes; the pixel accuracy is the share of correct decisions over all valid pixels
-    and classes.
+    `matrix` is int64 (C, 2, 2): row 1 for pixels of the class, column 1 for pixels predicted as it. The mean IoU is the
+    mean over the classes; the pixel accuracy is the share of correct decisions over all valid pixels and classes. For
+    the arguments see `Counts`.
     """
 
-    def __init__(self, num_classes: int, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
-        self.num_classes, self.ignore_index = num_classes, ignore_index
-        with torch.inference_mode(False):  # as above
-            self.counts = torch.zeros(num_classes * 4, dtype=torch.int64, device=device)
+    def __init__(self, num_classes: int, *, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
+        super().__init__(num_classes, ignore_index=ignore_index, device=device)
 
     @property
-    def matrix(self) -> Tensor:
-        """int64 (C, 2, 2), a view of `counts`: row 1 for pixels of the class, column 1 for pixels predicted as it."""
-        return self.counts.view(self.num_classes, 2, 2)
+    def _shape(self) -> tuple[int, ...]:
+        return self.num_classes, 2, 2
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
-        """Count one batch of sets of classes (N, H, W), bit c for class c; errors as in `ConfusionMatrix`."""
+        """Count one batch of sets of classes (N, H, W), bit c for class c.
+
+        Raises:
+            ValueError: as for `ConfusionMatrix`.
+        """
         prediction, target = _valid_ids(self, prediction_NHW, target_NHW, "set of classes", 1 << self.num_classes)
         for number, matrix in enumerate(self.matrix):
             own, found = (target >> number) & 1, (prediction >> number) & 1
@@ -143,13 +244,9 @@ def _valid_ids(counts: Counts, prediction: Tensor, target: Tensor, what: str, nu
     return prediction, target
 
 
-Counts = ConfusionMatrix | LabelCounts
-"""Counts of an evaluation with one class per pixel, or with several."""
-
-
 def counts_for(num_classes: int, ignore_index: int, *, multilabel: bool, device: torch.device | str = "cpu") -> Counts:
     """Return empty counts for targets with one class per pixel, or with sets of classes."""
-    return (LabelCounts if multilabel else ConfusionMatrix)(num_classes, ignore_index, device)
+    return (LabelCounts if multilabel else ConfusionMatrix)(num_classes, ignore_index=ignore_index, device=device)
 
 
 def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:

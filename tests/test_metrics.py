@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import segapp.metrics
+from segapp.losses import upsample_argmax, upsample_confusion
 from segapp.metrics import ConfusionMatrix, LabelCounts
 
 
@@ -64,7 +65,7 @@ def test_every_score_matches_torchmetrics(case):
     from torchmetrics.functional import classification as theirs
 
     num_classes, ignore_index, prediction, target = case
-    confusion = ConfusionMatrix(num_classes, ignore_index)
+    confusion = ConfusionMatrix(num_classes, ignore_index=ignore_index)
     for each in zip(prediction, target, strict=True):
         confusion.update(*each)
     scores = confusion.scores()
@@ -141,7 +142,9 @@ def test_ignored_class_has_no_iou_and_predicting_it_is_wrong():
     assert scores.pixel_accuracy == 0.5
 
 
-@pytest.mark.parametrize(("counts", "named"), [(ConfusionMatrix(4), "class"), (LabelCounts(2, 255), "set of classes")])
+@pytest.mark.parametrize(
+    ("counts", "named"), [(ConfusionMatrix(4), "class"), (LabelCounts(2, ignore_index=255), "set of classes")]
+)
 @pytest.mark.parametrize(("prediction", "target"), [(4, 0), (-1, 0), (0, 4), (0, -1), (0, 2**40)])
 def test_ids_out_of_range_are_refused_and_not_counted(prediction, target, counts, named):
     """A prediction where the target is ignored may be any. Two classes have four sets."""
@@ -184,6 +187,102 @@ def test_wrong_tensors_are_refused(kind):
         kind(3).update(ids.float(), ids)
     with pytest.raises(ValueError, match="at least one class"):
         ConfusionMatrix(0)
+
+
+@pytest.fixture(params=[ConfusionMatrix, LabelCounts])
+def filled(request):
+    """Counts of two batches for 3 classes, of which class 2 occurs nowhere, and counts of the first batch."""
+    counts, first = request.param(3, ignore_index=255), request.param(3, ignore_index=255)
+    for number, (prediction, target) in enumerate([([[[0, 1, 1]]], [[[0, 0, 255]]]), ([[[1, 0, 1]]], [[[1, 1, 1]]])]):
+        counts.update(torch.tensor(prediction), torch.tensor(target))
+        if not number:
+            first.update(torch.tensor(prediction), torch.tensor(target))
+    return counts, first
+
+
+def test_computed_tensors_are_the_scores(filled):
+    for counts in filled:
+        scores, computed = vars(counts.scores()), counts.compute()
+        assert computed.keys() == scores.keys()
+        for name, value in scores.items():
+            known = [
+                float("nan") if each is None else each for each in (value if isinstance(value, tuple) else [value])
+            ]
+            torch.testing.assert_close(
+                computed[name].view(-1), torch.tensor(known, dtype=torch.float64), rtol=0, atol=0, equal_nan=True
+            )
+    assert counts.compute()["iou"].isnan()[2]
+    counts.reset()
+    assert counts.compute()["miou"].isnan()
+
+
+def test_counts_are_merged_saved_and_restored(filled):
+    counts, first = filled
+    rest = type(counts)(3, ignore_index=255).merge(counts.matrix - first.matrix)
+    assert torch.equal(rest.merge(first).counts, counts.counts)
+    state = counts.state_dict()
+    counts.reset()
+    again = type(counts)(3, ignore_index=255).to("cpu")
+    again.load_state_dict(state)
+    assert torch.equal(again.counts, rest.counts), "a state does not change with its metric"
+    assert repr(again) == f"{type(counts).__name__}(3, ignore_index=255)"
+    other = LabelCounts(3) if isinstance(counts, ConfusionMatrix) else ConfusionMatrix(3)
+    for wrong in (type(counts)(4, ignore_index=255), type(counts)(3, ignore_index=7), other):
+        for call in (counts.merge, lambda wrong: counts.load_state_dict(wrong.state_dict())):
+            with pytest.raises(ValueError, match=rf"{type(counts).__name__}\(3, ignore_index=255\)") as refused:
+                call(wrong)
+            assert repr(wrong) in str(refused.value)
+    for matrix in (torch.zeros(2, 2).long(), torch.zeros(counts.matrix.shape)):
+        with pytest.raises(ValueError, match="cannot add counts of shape"):
+            counts.merge(matrix)
+    for state in ({}, {"scale": 3}):
+        with pytest.raises(ValueError, match="does not fit"):
+            counts.load_state_dict(state)
+
+
+def test_counts_of_upsampled_logits_lead_to_scores():
+    logits, target = torch.randn(2, 5, 4, 6), torch.randint(5, (2, 13, 21))
+    expected = ConfusionMatrix(5)
+    expected.update(upsample_argmax(logits, (13, 21)).long(), target)
+    assert ConfusionMatrix(5).merge(upsample_confusion(logits, target).confusion).scores() == expected.scores()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ConfusionMatrix(4.0), "num_classes=4.0: give an integer"),
+        (lambda: LabelCounts("4"), "num_classes='4'"),
+        (lambda: ConfusionMatrix(None), "num_classes=None"),
+        (lambda: ConfusionMatrix(3, ignore_index="cpu"), "ignore_index='cpu'"),
+        (lambda: ConfusionMatrix(3, "cpu"), "takes 2 positional arguments"),
+        (lambda: LabelCounts(True), "num_classes=True"),
+    ],
+)
+def test_wrong_arguments_of_metrics_are_named(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_metrics_run_in_accelerate_beside_torchmetrics(tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    torchmetrics = pytest.importorskip("torchmetrics")
+    accelerator, counts, other = (
+        accelerate.Accelerator(cpu=True),
+        ConfusionMatrix(3),
+        torchmetrics.JaccardIndex(task="multiclass", num_classes=3, ignore_index=255, average=None),
+    )
+    accelerator.register_for_checkpointing(counts)
+    for _ in range(2):
+        prediction, target = torch.randint(3, (2, 2, 5, 7)).unbind()
+        target[0, :2] = 255
+        for metric in (counts, other):
+            metric.update(prediction, target)
+    accelerator.save_state(tmp_path)
+    before = counts.compute()
+    counts.reset()
+    accelerator.load_state(tmp_path)
+    assert torch.equal(counts.compute()["iou"], before["iou"])
+    torch.testing.assert_close(counts.compute()["iou"].float(), other.compute())
 
 
 def test_metrics_import_nothing_of_segapp_and_no_vision_library():
