@@ -465,7 +465,7 @@ def _of_crop(
 ) -> list[DataProblem]:
     sizes = [resize_px or each.size for each in pairs if each.size is not None]
     small = [size for size in sizes if size[0] < crop_px[0] or size[1] < crop_px[1]]
-    if not small:
+    if len(small) <= len(sizes) // 5:  # `init` lets a tenth of the images be lower, and a tenth be narrower
         return []
     smallest = min(small, key=lambda size: size[0] * size[1])
     message = (

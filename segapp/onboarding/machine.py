@@ -16,18 +16,23 @@ from segapp.run.words import size
 
 @dataclass(frozen=True)
 class Machine:
-    """The device of a training; `is_here` is false if the training is to run on another machine."""
+    """The device of a training; `is_here` is false if the training is to run on another machine.
+
+    `plan_option` names the GPUs of another machine for `segapp plan`.
+    """
 
     num_gpus: int
     device: str
     is_here: bool = True
+    plan_option: str = ""
 
 
 def find_machine(gpus: Sequence[GpuSpec] | None) -> Machine:
     """Return a machine with the given GPUs; None: this one."""
     if gpus is not None:
         sizes = ", ".join(size(gpu.total_mib * 2**20) for gpu in gpus)
-        return Machine(len(gpus), f"{count_of(len(gpus))} ({sizes}), as --gpus says", is_here=False)
+        option = " --gpus " + ",".join(f"{gpu.total_mib:.0f}MiB" for gpu in gpus)
+        return Machine(len(gpus), f"{count_of(len(gpus))} ({sizes}), as --gpus says", False, option)
     seen = visible_gpus()
     note = f" ({seen.message})" if seen.cure else ""
     if seen.gpus:
@@ -49,7 +54,7 @@ def weights_problem(encoder: str) -> str | None:
     from segapp.models.weights import hub_problem
 
     problem = hub_problem(*hub_files(encoder)["imagenet"])
-    return problem and f"the hub: {problem}"
+    return problem and f"the Hugging Face hub did not answer for them ({problem})"
 
 
 def time_step(config: RunConfig, scheme: ClassScheme, num_steps: int = 3) -> float:

@@ -140,6 +140,8 @@ def _lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
     batch = min(encoder.batch * max(1, num_gpus), max(1, num_train))
     wanted = f"{encoder.batch} for each of {count_of(num_gpus)}" if num_gpus else f"{encoder.batch} on a CPU"
     reason = wanted if batch == encoder.batch * max(1, num_gpus) else f"all images: {wanted} would be more"
+    if num_gpus:
+        reason += f"; the largest that fits: segapp plan --config FILE{facts.machine.plan_option}"
     steps = max(1, num_train // batch)
     epochs = max(10, round((20_000 if num_gpus else 2_000) / steps))
     yield f"""\
@@ -153,7 +155,7 @@ schedule:
   warmup_steps: 5%
 train:
   epochs: {epochs}  # {epochs * steps:,} steps, {steps} per epoch; {_time(facts, epochs * steps)}
-  batch_size: {batch}  # {reason}; the largest that fits: segapp plan --config FILE
+  batch_size: {batch}  # {reason}
 eval:
   every_epochs: {max(1, epochs // 20)}  # about twenty evaluations"""
     largest_px = max(h * w for h, w in content.sizes_px)

@@ -53,13 +53,19 @@ class LearningWatch:
 
     def replay(self, raws: Iterable[dict[str, Any]], step: int) -> None:
         """Fold the `val` and `alert` events of a run that resumes after a step."""
+        vals: list[Val] = []
         for raw in raws:
             with contextlib.suppress(ValueError):  # a damaged line says nothing
                 event = parse_event(raw)
-                if isinstance(event, Val) and event.step <= step:
-                    self._fold(event)
+                if isinstance(event, Val):
+                    vals.append(event)
+                elif isinstance(event, RunStart) and event.resumed_from_step is not None:
+                    vals = [val for val in vals if val.step <= event.resumed_from_step]  # the others are repeated
                 elif isinstance(event, Alert) and event.kind == "learning":
                     self._note(event)
+        for val in vals:
+            if val.step <= step:
+                self._fold(val)
 
     def observe(self, val: Val, frequency: Sequence[float | None] = (), *, is_last: bool = False) -> list[Alert]:
         """Fold an evaluation, and return new alerts.
@@ -90,7 +96,7 @@ class LearningWatch:
                 text = f"{shown[name]} is in the validation masks and was not predicted in {count} evaluations in a row"
                 tell("unpredicted", [name], f"{text}: {self._moves}")
         fall = self._fall_without_gain()
-        if fall is not None and not self._num_one_class and "overfitting" not in self._told:
+        if fall is not None and not any(self._unpredicted) and "overfitting" not in self._told:
             seen = f"the training loss fell by {fall:.0%} in {NUM_NO_BETTER} evaluations without a better"
             move = "set train.early_stop, augment more (data.scale, data.photometric), or train fewer steps"
             tell("overfitting", [], f"{seen} {self._score.title}: the model overfits: {move}")
@@ -119,7 +125,7 @@ class LearningWatch:
 
     def _fall_without_gain(self) -> float | None:
         """Return the share by which the training loss fell while the score did not improve; None if it did."""
-        if len(self._recent) < NUM_NO_BETTER or not math.isfinite(self._best):
+        if len(self._recent) < NUM_NO_BETTER or not math.isfinite(self._best) or self._best >= 1:  # 1: nothing to gain
             return None
         scores, losses = zip(*self._recent, strict=True)
         fall = (losses[0] - losses[-1]) / abs(losses[0]) if losses[0] else 0.0

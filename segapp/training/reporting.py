@@ -278,7 +278,7 @@ class TrainingReporter:
         """Emit `run_start`, and `weights` for every file of pretrained weights."""
         self._learning = LearningWatch(facts.start, facts.config)
         if self.event_log.writer is not None:
-            events = EventReader(self.event_log.writer.path).read_kinds("val", "alert")
+            events = EventReader(self.event_log.writer.path).read_kinds("run_start", "val", "alert")
             self._learning.replay(events, resumed_from_step or 0)
         live = self.controller.settings
         present = {

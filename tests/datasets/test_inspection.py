@@ -149,14 +149,16 @@ def test_each_of_many_faults_gives_one_finding(root: Path) -> None:
 
 
 def test_small_images_are_counted_and_the_smallest_named(root: Path) -> None:
-    for name, height in (("07.png", 30), ("55.png", 20), ("20.png", 32)):
+    heights = (("07.png", 30), ("55.png", 20), ("20.png", 32), ("41.png", 31))
+    for name, height in heights:
         for kind in ("images", "masks"):
             path = root / kind / "train" / name
             write(path, read(path)[:height])
     assert (
-        "train: 2 of 12 images are smaller than data.crop_px [32, 53] (the smallest [20, 53]): their crops are padded "
+        "train: 3 of 12 images are smaller than data.crop_px [32, 53] (the smallest [20, 53]): their crops are padded "
         "with ignored pixels" in findings(root, (32, 53))[0][3]
     )
+    assert findings(root, (31, 53)) == [], "two of twelve are a crop that `init` proposes"
     assert findings(root, (20, 53)) == []
     message = examined(root, (20, 53), resize_px=(64, 52))[0].findings[0].message
     assert "12 of 12 images" in message

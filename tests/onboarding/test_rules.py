@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from segapp.memory.plan import GpuSpec
 from segapp.onboarding.content import MaskContent
 from segapp.onboarding.division import Division
 from segapp.onboarding.encoding import Classes
 from segapp.onboarding.fingerprint import Fingerprint
 from segapp.onboarding.layout import Pair
-from segapp.onboarding.machine import Machine
+from segapp.onboarding.machine import Machine, find_machine
 from segapp.onboarding.proposal import Facts, config_text
 
 CPU, TWO_GPUS = Machine(0, "the CPU"), Machine(2, "2 GPUs")
@@ -93,7 +94,10 @@ def test_lengths_rates_and_batches_are_of_the_device() -> None:
     assert cpu["optim"]["lr"] == 2e-3
     gpus, text = written(machine=TWO_GPUS, has_weights=True)
     assert (gpus["train"], gpus["optim"]["lr"]) == ({"epochs": 5000, "batch_size": 16}, 7.1e-4)
-    assert "16  # 8 for each of 2 GPUs;" in text
+    assert "16  # 8 for each of 2 GPUs; the largest that fits: segapp plan --config FILE\n" in text
+    assert "4  # 4 on a CPU\n" in written()[1], "segapp plan needs GPUs"
+    elsewhere = written(machine=find_machine([GpuSpec(8192), GpuSpec(24576.4)]))[1]
+    assert "segapp plan --config FILE --gpus 8192MiB,24576MiB\n" in elsewhere
     few, text = written(machine=TWO_GPUS, num_train=5)
     assert (few["train"]["batch_size"], few["optim"]["lr"]) == (5, 4e-4)
     assert "5  # all images: 8 for each of 2 GPUs would be more;" in text

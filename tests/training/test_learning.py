@@ -95,6 +95,7 @@ def test_last_evaluation_tells_of_one_class_at_once(config: dict[str, Any]) -> N
         ("miou", [0.6, 0.5, None, 0.5, 0.5, None], [9, 2.0, 1.0, None, 1.9, 1.7], 6),
         ("miou", [None, 0.5, 0.5, 0.5, 0.5, 0.5], [9, 2.0, 1.0, 1.9, 1.9, 1.0], None),  # nothing to be better than
         ("miou", [0.6, 0.5, 0.5, 0.5, 0.5, 0.5], [9, None, 1.0, 1.9, 1.9, 1.0], None),
+        ("miou", [1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [9, 2.0, 1.5, 1.2, 1.1, 1.0], None),  # nothing to gain
         ("miou", [0.5, 0.5, 0.5, 0.5, 0.5], [9, 2.0, 1.0, 0.9, 0.8], None),
         ("loss", [0.4, 0.5, 0.45, 0.6, 0.7, 0.4], [9, 2.0, 1.0, 1.9, 1.9, 1.7], 6),
         ("loss", [0.4, 0.5, 0.45, 0.6, 0.7, 0.3], [9, 2.0, 1.0, 1.9, 1.9, 1.7], None),
@@ -109,6 +110,8 @@ def test_overfitting_is_a_fall_without_gain(
     assert told(watch, vals) == ([] if at is None else [(at, "overfitting", [])])
     watch = LearningWatch(START, config)
     constant = [val(step, "1", loss=1 / step) for step in range(1, 8)]
+    silent = [val(step, "012", loss=1 / step).model_copy(update={"miou": 0.0}) for step in range(1, 8)]
+    assert told(LearningWatch(START, config), silent) == [(3, UNPREDICTED, ["box"])], "fewer steps would not help"
     assert told(watch, constant) == [(3, ONE, ["road", "Stra\u00dfe", "box"])], "one class everywhere is the cause"
 
 
@@ -133,6 +136,17 @@ def test_resumed_run_repeats_no_alert(config: dict[str, Any], step: int, kept: l
     before = [val(1, "012"), val(2, "012"), val(3, "012" if step == 3 else ALL), *kept]
     watch.replay([*({"type": "val", "step": 1},), *(event.model_dump() for event in before)], step)
     assert told(watch, [val(each, "012") for each in (step + 1, step + 2)]) == found
+
+
+def test_repeated_evaluations_count_once(config: dict[str, Any]) -> None:
+    """Killed after step 2, resumed from step 1, killed again after step 2, and resumed from step 2."""
+    resumed = START.model_copy(update={"resumed_from_step": 1})
+    before = [START, val(1, "012"), val(2, "012"), resumed, val(2, "012")]
+    watch = LearningWatch(START, config)
+    watch.replay([event.model_dump() for event in before], 2)
+    assert told(watch, [val(3, ALL)]) == []
+    watch.replay([event.model_dump() for event in before], 2)
+    assert told(watch, [val(3, "012")]) == [(3, UNPREDICTED, ["box"])]
 
 
 DICE, ENET = "'loss.plus=[{name: dice}]'", "loss.class_weights=enet"
