@@ -198,6 +198,8 @@ class LabelCounts(Counts):
 
     def __init__(self, num_classes: int, *, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
         super().__init__(num_classes, ignore_index=ignore_index, device=device)
+        if num_classes > 63:
+            raise ValueError(f"num_classes={num_classes}: an int64 holds sets of at most 63 classes")
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -235,7 +237,7 @@ def _valid_ids(counts: Counts, prediction: Tensor, target: Tensor, what: str, nu
             raise ValueError(f"{name} of {ids.dtype}: class ids are integers; take the argmax of logits first")
     valid = target != counts.ignore_index
     prediction, target = (ids[valid].to(counts.counts.device, torch.int64) for ids in (prediction, target))
-    out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) >= num_ids)
+    out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) > num_ids - 1)
     if num_out_of_range := int(out_of_range.sum()):
         raise ValueError(
             f"{num_out_of_range} pixels whose prediction or target is not a {what} 0..{num_ids - 1} and "

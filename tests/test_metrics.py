@@ -256,11 +256,21 @@ def test_counts_of_upsampled_logits_lead_to_scores():
         (lambda: ConfusionMatrix(3, ignore_index="cpu"), "ignore_index='cpu'"),
         (lambda: ConfusionMatrix(3, "cpu"), "takes 2 positional arguments"),
         (lambda: LabelCounts(True), "num_classes=True"),
+        (lambda: LabelCounts(0), "num_classes=0: give at least one class"),
+        (lambda: ConfusionMatrix(-1), "num_classes=-1"),
+        (lambda: LabelCounts(64), "num_classes=64: an int64 holds sets of at most 63"),
     ],
 )
 def test_wrong_arguments_of_metrics_are_named(call, words):
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+def test_sets_of_63_classes_are_counted():
+    counts = LabelCounts(63)
+    counts.update(torch.tensor([[[2**63 - 1, 1 << 62]]]), torch.tensor([[[1 << 62, -1]]]))
+    assert counts.matrix[62].tolist() == [[0, 0], [0, 1]]
+    assert counts.matrix[:62, 0, 1].tolist() == [1] * 62
 
 
 def test_metrics_run_in_accelerate_beside_torchmetrics(tmp_path):

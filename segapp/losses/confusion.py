@@ -10,10 +10,11 @@ Shapes: N images, m of them in a band, C classes, h x w of the logits, H x W of 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class LogitsTile:
 
 
 View = Tensor | Sequence[LogitsTile]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def check_views(views: Tensor | Sequence[View]) -> list[View]:
@@ -80,6 +82,18 @@ def first_logits(views: Sequence[View]) -> Tensor:
 
 def _tensors(view: View) -> list[Tensor]:
     return [view] if isinstance(view, Tensor) else [tile.logits for tile in as_whole(view)]
+
+
+def _evaluates(function: _Function) -> _Function:
+    """Decorate a function of logits or views: it runs without a graph, and without autocast, as the bands do."""
+
+    @functools.wraps(function)
+    def run(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = first_logits(check_views(logits)).device.type
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            return function(logits, *args, **kwargs)
+
+    return cast(_Function, run)
 
 
 def probability_bands(
@@ -200,7 +214,7 @@ class Scores(NamedTuple):
     weight_sum: Tensor
 
 
-@torch.no_grad()
+@_evaluates
 def upsample_argmax(logits: Tensor | Sequence[View], size: Sequence[int], *, align_corners: bool = True) -> Tensor:
     """Return the class with the largest upsampled logit; the first one if several are equal.
 
@@ -229,7 +243,7 @@ def upsample_argmax(logits: Tensor | Sequence[View], size: Sequence[int], *, ali
     return prediction
 
 
-@torch.no_grad()
+@_evaluates
 def upsample_sets(
     logits: Tensor | Sequence[View], size: Sequence[int], threshold: float, *, align_corners: bool = True
 ) -> Tensor:
@@ -258,7 +272,7 @@ def logit_of(probability: float) -> float:
     return math.log(probability) - math.log1p(-probability)
 
 
-@torch.no_grad()
+@_evaluates
 def upsample_label_counts(
     logits: Tensor | Sequence[View],
     target: Tensor,
@@ -300,7 +314,7 @@ def upsample_label_counts(
     return torch.stack([rest, in_prediction - both, in_target - both, both], 1).view(C, 2, 2)
 
 
-@torch.no_grad()
+@_evaluates
 def upsample_probabilities(
     logits: Tensor | Sequence[View], size: Sequence[int], *, align_corners: bool = True, is_sigmoid: bool = False
 ) -> Tensor:
@@ -318,7 +332,7 @@ def upsample_probabilities(
     return _joined(probability_bands(views, size, align_corners, is_sigmoid=is_sigmoid), views, size)
 
 
-@torch.no_grad()
+@_evaluates
 def upsample_logits(
     logits: Tensor | Sequence[View], size: Sequence[int], *, align_corners: bool = True, is_sigmoid: bool = False
 ) -> Tensor:
@@ -345,7 +359,7 @@ def _joined(bands: Iterator[tuple[slice, slice, Tensor]], views: Sequence[View],
     return result
 
 
-@torch.no_grad()
+@_evaluates
 def upsample_confusion(
     logits: Tensor | Sequence[View],
     target: Tensor,

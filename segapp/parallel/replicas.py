@@ -17,13 +17,20 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from segapp.compat.torch import buffer_slots, is_compiled, module_slots, parameter_slots, shallow_replica
+from segapp.compat.torch import (
+    FakeTensor,
+    buffer_slots,
+    is_compiled,
+    module_slots,
+    parameter_slots,
+    shallow_replica,
+)
 from segapp.parallel.scatter_gather import buckets, reduce_add, to_device
 
 _BUCKET_BYTES = 25 * 2**20
@@ -61,15 +68,21 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     replicas = []
     for i, (own, others) in enumerate(rows):
         kept = (_kept(i, *pair) for pair in zip(fixed.values(), others, strict=True))
-        replicas.append(_assemble(parts, methods, dict(zip((*trained, *fixed), (*own, *kept), strict=True))))
+        copies = dict(zip((*trained, *fixed), (*own, *kept), strict=True))
+        if i == 0:  # the owner
+            for key, copied in copies.items():
+                _mark_copy(tensors[key], copied)
+        replicas.append(_assemble(parts, methods, copies))
     return replicas
 
 
 @torch.no_grad()
 def write_back(module: nn.Module, owner: nn.Module) -> None:
-    """Copy what the forward pass changed in `owner`, the first copy of a module, into the module.
+    """Give the module what the forward pass changed in `owner`, its first copy: as if the module itself had run.
 
-    These are buffers, also new ones, and frozen parameters.
+    Another tensor in a slot is put into the module's slot, because the graph may have saved the tensor that it
+    replaces. A tensor with new memory, by `.data =`, gives it to the module's. What changed in place is copied, unless
+    the owner has the module's own memory. Trained parameters and buffers that change in place have it on device 0.
     """
     parts = dict(module.named_modules())
     for name, replica in owner.named_modules():
@@ -77,18 +90,19 @@ def write_back(module: nn.Module, owner: nn.Module) -> None:
             continue
         for slots in (parameter_slots, buffer_slots):
             originals: Any = slots(parts[name])
-            for key, value in slots(replica).items():
-                old = originals.get(key)
-                if value is None or value is old or (old is not None and old.requires_grad):
+            copies: Any = slots(replica)
+            for key, value in copies.items():
+                old: Any = originals.get(key)
+                if value is None or value is old:
                     continue
-                if old is not None and old.shape == value.shape:
+                if old is None or _original_of(value) is not old:
+                    kept = value if value.grad_fn is None else value.detach()
+                    originals[key] = kept if old is None else kept.to(old.device)
+                elif _address_of(value) != value.copy_address:
+                    old.data = value.detach().to(old.device)
+                elif not old.requires_grad and (old.device.type != "cpu" or not torch.equal(old, value)):
                     # .data, so that a graph that saved the old values stays valid; batch_norm does the same
-                    if old.device.type != "cpu" or not torch.equal(old, value):
-                        old.data.copy_(value, non_blocking=old.device.type != "cpu")
-                elif slots is buffer_slots:
-                    originals[key] = value if old is None else value.to(old.device)
-                elif old is not None:
-                    old.data = value.to(old.device)
+                    old.data.copy_(value, non_blocking=old.device.type != "cpu")
 
 
 def _assemble(
@@ -252,6 +266,22 @@ _alive: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValue
 """Copies of fixed tensors that a graph refers to, by the identity of the tensor and the position of the copy."""
 
 
+def _address_of(tensor: Tensor) -> int:
+    return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+
+
+def _mark_copy(original: Tensor, copied: Any) -> None:
+    """Let a copy know its original, and its own memory."""
+    if copied is not original:
+        copied.copy_of, copied.copy_address = weakref.ref(original), _address_of(copied)
+
+
+def _original_of(tensor: Tensor) -> Any:
+    """Return the tensor of which this one is a copy, or None."""
+    copy_of: Any = getattr(tensor, "copy_of", None)
+    return None if copy_of is None else copy_of()
+
+
 def _kept(position: int, original: Tensor, copied: Tensor) -> Tensor:
     """Return a copy of a fixed tensor: the one of an earlier forward pass with the new values, if it is still in use.
 
@@ -260,11 +290,11 @@ def _kept(position: int, original: Tensor, copied: Tensor) -> Tensor:
     """
     if copied is original or torch.is_inference_mode_enabled():
         return copied
-    earlier: Any = _alive.get((id(original), position))
-    if earlier is not None and earlier.source() is original and earlier.device == copied.device:
+    earlier = _alive.get((id(original), position))
+    if earlier is not None and _original_of(earlier) is original and earlier.device == copied.device:
         earlier.data = copied
-        return cast(Tensor, earlier)
-    copied.source = weakref.ref(original)  # type: ignore[attr-defined]
+        return earlier
+    _mark_copy(original, copied)
     _alive[id(original), position] = copied
     return copied
 

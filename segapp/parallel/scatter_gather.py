@@ -247,7 +247,7 @@ def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim:
                 )
             return to_device(part[i], devices[i])
         size, total = sizes[i], sum(sizes)
-        if isinstance(part, PackedSequence) or ((part.is_nested or part.is_sparse) and size < total):
+        if isinstance(part, PackedSequence) or ((part.is_nested or part.layout != torch.strided) and size < total):
             kind = "PackedSequence" if isinstance(part, tuple) else "nested or sparse tensor"
             raise TypeError(
                 f"a {kind} cannot be cut into {list(sizes)}: pass padded tensors, and pack them in forward()"
@@ -326,9 +326,8 @@ def _join(tensors: Sequence[Any], device: torch.device, dim: int, name: str) -> 
     try:
         return torch.cat(moved, dim) if moved[0].dim() else torch.stack(moved)
     except (RuntimeError, IndexError) as error:
-        kinds = ", ".join(f"{tuple(tensor.shape)} ({tensor.layout})" for tensor in moved).replace(
-            " (torch.strided)", ""
-        )
+        shapes = ["a nested tensor" if each.is_nested else f"{tuple(each.shape)} ({each.layout})" for each in moved]
+        kinds = ", ".join(shapes).replace(" (torch.strided)", "")
         raise ValueError(
             f"{name} cannot be joined along dim {dim}, because the replicas returned {kinds}: return the samples along"
             " this dim, or use a DataParallelModel, which joins nothing"
@@ -337,9 +336,12 @@ def _join(tensors: Sequence[Any], device: torch.device, dim: int, name: str) -> 
 
 def _elements(output: Any) -> list[Any] | None:
     """Return the elements of an iterable object that holds tensors; None for any other value."""
-    if isinstance(output, Iterator | Set) or not hasattr(type(output), "__iter__"):  # used up, or without an order
+    if isinstance(output, Iterator | Set):  # it would be used up, or has no order
         return None
-    elements = list(output)
+    try:
+        elements = list(output)
+    except Exception:  # not iterable, or not now
+        return None
     return None if next(tensors_in(elements), None) is None else elements
 
 
@@ -354,7 +356,7 @@ def _places(item: Any, count: int) -> list[str]:
 
 def _is_equal(value: Any, other: Any) -> bool:
     try:
-        return bool(value == other)
+        return bool(value == other or (value != value and other != other))  # nan
     except (ValueError, RuntimeError):  # arrays and tensors compare their elements
         return False
 

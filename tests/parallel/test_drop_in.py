@@ -289,7 +289,8 @@ class Usages:
         for name, value in (("mean", torch.ones(3)), ("rows", torch.ones(0, 3)), ("last", None)):
             net.register_buffer(name, value)
         mean, results = net.mean, [(step(model, rows(5)), net.first.clone()) for _ in range(3)]
-        assert not self.is_ours or (net.num_calls, net.mean is mean) == (0, True), "a state dict may share the memory"
+        assert not self.is_ours or net.num_calls == 0
+        assert net.mean is not mean, "the graph may have saved the buffer that was replaced"
         return results
 
     def recurrent_and_attention_layers(self):
@@ -359,6 +360,21 @@ def counted(net, x):
     return net.linear(x * net.count) * net.turns.sum()
 
 
+def replacing(net, x):
+    """Uses what it replaces by another tensor: of another dtype, with a gradient, and a frozen parameter."""
+    output = net.linear(x * net.scale * net.count) * net.calls
+    net.scale = (net.scale * 0.9 + 0.2).detach().requires_grad_()
+    net.count, net.calls = nn.Parameter(net.count * 2, requires_grad=False), net.calls * 0.5
+    return output
+
+
+def renormed(net, x):
+    """A trained weight with a largest norm, as in EEGNet."""
+    net.linear.weight.data = torch.renorm(net.linear.weight.data, 2, 0, 0.3)
+    net.linear.bias.data.clamp_(-0.1, 0.1)
+    return net.linear(x)
+
+
 def growing(net, x):
     net.turns.data = torch.cat([net.turns.data, net.turns.data[-1:] + 1])
     return net.linear(x) * net.turns.sum()
@@ -373,6 +389,9 @@ FORWARDS = {
     "frozen parameter in place": counted,
     "frozen parameter by .data": power_iteration,
     "frozen parameter that grows": growing,
+    "expanded frozen parameter": lambda net, x: net.linear(x) * net.wide.sum(),
+    "buffers replaced after use": replacing,
+    "trained weight by .data": renormed,
     "momentum encoder": momentum_encoder,
     "attribute dictionary": lambda net, x: KeysAreAttributes(y=net.linear(x), z=KeysAreAttributes(x=x)),
     "iterable object": lambda net, x: (net.linear(x), Cache([(x, x * 2), (x + 1, x.sin())])),
@@ -387,6 +406,7 @@ class Written(Apply):
         super().__init__(function, slow=nn.Linear(3, 2).requires_grad_(False))
         for name, size in (("u", 2), ("count", 3), ("turns", 4)):
             self.register_parameter(name, nn.Parameter(torch.linspace(1, 2, size), requires_grad=False))
+        self.wide = nn.Parameter(torch.ones(1).expand(3), requires_grad=False)  # nothing can be copied into it
         self.register_buffer("scale", torch.tensor([2.0, 0.5, 1.5], requires_grad=True))
         self.hyper = nn.Linear(2, 3)
         self.register_buffer("made", None, persistent=False)

@@ -4,7 +4,9 @@ import copy
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
+from enum import Enum
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,7 @@ def test_batch_in_any_container_is_cut_and_joined(name):
         ({"a": torch.ones(5, 3), "b": torch.ones(4)}, {"dim": -3}, r"dim -3, which none.*\[\(5, 3\), \(4,\)\]"),
         ((torch.ones(5, 3), torch.ones(4)), {}, r"\(4,\) cannot be cut along dim 0 into \[3, 2\]"),
         (pack_sequence([torch.ones(5, 2)]), {}, "a PackedSequence cannot be cut into"),
+        (torch.eye(5).to_sparse_csr(), {}, "a nested or sparse tensor cannot be cut into"),
         (torch.eye(5).to_sparse(), {}, "a nested or sparse tensor cannot be cut into"),
         (torch.nested.nested_tensor([torch.ones(i + 1, 2) for i in range(5)], layout=torch.jagged), {}, "a nested or"),
     ],
@@ -105,6 +108,20 @@ Pair = namedtuple("Pair", ["x", "y"])
 class Sides:
     left: Tensor
     right: int
+
+
+class Color(Enum):
+    red = 1
+
+
+class Broken:
+    def __iter__(self):
+        raise LookupError("not now")
+
+    def __eq__(self, other):
+        return isinstance(other, Broken)
+
+    __hash__ = None
 
 
 class Iterable:
@@ -143,6 +160,15 @@ def test_outputs_that_cannot_be_joined_are_refused(output, words):
     net.register_forward_hook(lambda part, args, x: output(x))
     with pytest.raises((TypeError, ValueError), match=words):
         BalancedDataParallel(None, net, CPUS, **UNEVEN)(torch.ones(5, 4, 1))
+
+
+@pytest.mark.parametrize("value", [Color.red, np.array(3.5), float("nan"), range(4), "word", Broken()])
+def test_equal_values_are_returned(value):
+    net = nn.Identity()
+    net.register_forward_hook(lambda part, args, x: (x, copy.copy(value)))
+    joined, same = BalancedDataParallel(None, net, CPUS, **UNEVEN)(torch.ones(5))
+    assert (len(joined), type(same)) == (5, type(value))
+    assert same == value or same != same
 
 
 def test_sparse_outputs_are_joined():

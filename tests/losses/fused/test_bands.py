@@ -4,7 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import CriterionLovasz, overlap, upsample_argmax, upsample_confusion, upsample_probabilities
+from segapp.losses import (
+    CriterionFocal,
+    CriterionLovasz,
+    CriterionTversky,
+    overlap,
+    upsample_argmax,
+    upsample_confusion,
+    upsample_probabilities,
+)
 from segapp.losses.confusion import upsample_label_counts, upsample_sets
 from segapp.losses.fused import pixel_sums as sums
 from segapp.losses.overlap import lovasz_of_image
@@ -107,6 +115,35 @@ def test_predictions_with_any_threads_match_torch(align_corners, mode):
     pairs = 4 * target[valid] + full.argmax(1)[valid]
     assert torch.equal(scores.confusion, torch.bincount(pairs, minlength=16).view(4, 4))
     torch.testing.assert_close(scores.loss_sum, F.cross_entropy(full, target, ignore_index=255, reduction="sum"))
+
+
+@pytest.mark.usefixtures("_on_small_bands")
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_autocast_changes_nothing(num_threads):
+    logits, target = draw(3, low=(5, 6), high=(33, 41))
+    logits, size, before = logits.float().requires_grad_(), (33, 41), torch.get_num_threads()
+
+    def found():
+        loss = CriterionLovasz()(logits, target) + CriterionTversky(alpha=0.3, beta=0.7)(logits, target)
+        loss = loss + CriterionFocal()(logits, target)
+        return [
+            loss.detach(),
+            *torch.autograd.grad(loss, logits),
+            upsample_argmax(logits, size),
+            upsample_argmax([logits, logits.flip(3)], size),
+            upsample_probabilities(logits, size),
+            upsample_sets(logits, size, 0.3),
+            upsample_label_counts(logits, target.clamp(max=16) - 1, 0.3),
+            *upsample_confusion(logits, target),
+        ]
+
+    torch.set_num_threads(num_threads)
+    try:
+        expected = found()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert all(map(torch.equal, found(), expected))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("_on_small_bands")
