@@ -12,10 +12,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from segapp.accelerator import wide
-from segapp.compat.torch import BatchOrInstanceNorm, amp_update_scale_, foreach_copy_, foreach_mul_, takes_found_inf
-from segapp.errors import accepted_words
+from segapp.compat.torch import (
+    BatchOrInstanceNorm,
+    FakeTensor,
+    amp_update_scale_,
+    foreach_copy_,
+    foreach_mul_,
+    takes_found_inf,
+    version_of,
+)
 
 __all__ = ["LossScaler", "Precision", "half_except_batchnorm"]
 
@@ -38,9 +47,19 @@ class LossScaler(nn.Module):
         self.scale = nn.Buffer(torch.tensor(init_scale, dtype=torch.float32, device=device))
         self.growth_tracker = nn.Buffer(torch.tensor(0, dtype=torch.int32, device=device))
 
-    def update(self, is_bad: Tensor) -> None:
-        """Adapt the scale after a step; `is_bad`, 0-dim float32, is nonzero if a gradient was not finite."""
-        amp_update_scale_(self.scale, self.growth_tracker, is_bad, 2.0, 0.5, self.growth_interval)
+    def update(self, is_bad: Tensor | bool) -> None:
+        """Adapt the scale after a step; `is_bad` is true if a gradient was not finite."""
+        found_inf = _condition(is_bad, self.scale.device).to(self.scale, non_blocking=True)
+        amp_update_scale_(self.scale, self.growth_tracker, found_inf, 2.0, 0.5, self.growth_interval)
+
+
+def _condition(value: Tensor | bool, device: torch.device) -> Tensor:
+    """Return one value as a 0-dim bool; a value of the host stays on the CPU, where it is read without waiting."""
+    is_on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+    flag = torch.as_tensor(value, device=device if is_on_device else "cpu")
+    if flag.numel() != 1:
+        raise ValueError(f"one bool is needed, not a tensor of shape {tuple(flag.shape)}: reduce it with any()")
+    return flag.reshape(()).bool()
 
 
 def half_except_batchnorm(model: nn.Module) -> nn.Module:
@@ -64,17 +83,21 @@ class Precision:
     """Precision mode of a training: fp32, fp16 (half weights), amp-fp16 or amp-bf16, with the model's (first) device.
 
     A step is the same in each mode: `backward` for each micro-batch, `grad_norm = finish_gradients(optimizer, 1.0)` and
-    `step(optimizer, is_bad=~grad_norm.isfinite())`. The optimizer has the `master_weights`.
+    `step(optimizer, is_bad=~grad_norm.isfinite())`. The optimizer has the `master_weights`. `optimizer.zero_grad()` may
+    replace the step, and several optimizers may be at different places of this order.
     """
 
     def __init__(self, name: str, device: torch.device | str) -> None:
         if name not in PRECISIONS:
-            raise ValueError(f"precision {name!r} is not known: {accepted_words(name, PRECISIONS)}")
+            raise ValueError(f"precision {name!r} is not known: use one of {', '.join(PRECISIONS)}")
         self.name = name
         self.device = device = torch.device(device)
         self.input_dtype = torch.float16 if name == "fp16" else torch.float32
         self.scaler = LossScaler(device) if name in ("fp16", "amp-fp16") else None
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        # The parameters of all optimizers, with their gradients that are unscaled; the others have the last pass's scale.
+        self._finished: dict[nn.Parameter, TensorWeakRef | None] = {}
+        self._scale, self._scale_version = None if self.scaler is None else self.scaler.scale.clone(), 0
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model with its weights cast, in place, to the mode's dtype."""
@@ -84,32 +107,58 @@ class Precision:
         """Return the parameters for the optimizer: fp32 copies of half parameters, other parameters unchanged."""
         masters = []
         for parameter in parameters:
-            master = parameter
-            if parameter.dtype == torch.float16:
-                master = nn.Parameter(parameter.detach().float())
-                self._pairs.append((parameter, master))
-            masters.append(master)
+            if parameter.dtype == torch.float16 and parameter not in self._masters:
+                self._masters[parameter] = nn.Parameter(parameter.detach().float())
+            masters.append(self._masters.get(parameter, parameter))
+            self._finished.setdefault(masters[-1])
         return masters
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context for forward passes."""
-        if self.name.startswith("amp-"):
-            dtype = torch.bfloat16 if self.name == "amp-bf16" else torch.float16
-            return torch.autocast(self.device.type, dtype=dtype)
-        return contextlib.nullcontext()
+        dtype = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}.get(self.name)
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
+        # Forget what zero_grad has deleted, because DDP uses the same tensors, views of its buckets, in the next pass.
+        self._finished.update((p, None) for p in self._finished if p.grad is None)
+        if self.scaler is None:
+            return loss
+        scale = self.scaler.scale
+        if self._scale_version != version_of(scale):  # gradients of other optimizers have the scale from before a step
+            _multiply(self._gradients(self._finished, are_finished=False), scale / cast(Tensor, self._scale))
+            self._scale, self._scale_version = scale.clone(), version_of(scale)
+        return loss * scale.to(loss.device)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch's scaled loss, and `gradients_to_master`."""
-        self.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self.gradients_to_master()
+        """Run the backward pass of a micro-batch's scaled loss, and `gradients_to_master`.
+
+        Raises:
+            RuntimeError: the pass added to finished gradients; all gradients are deleted.
+        """
+        scaled = self.scale(loss)
+        versions = [(each, version_of(each)) for each in self._gradients(self._finished, are_finished=True)]
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self.gradients_to_master()
+        except BaseException:
+            for parameter in self._masters:  # an optimizer's zero_grad deletes only gradients of master weights
+                parameter.grad = None
+            raise
+        if any(version_of(gradient) != version for gradient, version in versions):
+            for parameter in self._finished:
+                parameter.grad = None
+            raise RuntimeError("backward() added to finished gradients, now deleted: first call step() or zero_grad()")
+
+    def _gradients(self, parameters: Iterable[nn.Parameter], *, are_finished: bool) -> list[Tensor]:
+        # A finished gradient may be replaced before the step. Without a scale, it may also be of the caller's own pass.
+        found = [(p.grad, self._finished.get(p)) for p in parameters if p.grad is not None]
+        is_scaled = self.scaler is not None
+        return [g for g, known in found if (known is not None and (is_scaled or known() is g)) == are_finished]
 
     @torch.no_grad()
     def gradients_to_master(self) -> None:
         """Add half gradients to the gradients of the master weights, in fp32, and delete them."""
-        pairs = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
+        pairs = [(parameter, master) for parameter, master in self._masters.items() if parameter.grad is not None]
         for start in range(0, len(pairs), _CAST_TOGETHER):
             part = pairs[start : start + _CAST_TOGETHER]
             half = [cast(Tensor, parameter.grad) for parameter, _ in part]
@@ -120,54 +169,90 @@ class Precision:
                 parameter.grad = None
 
     @torch.no_grad()
-    def finish_gradients(self, optimizer: torch.optim.Optimizer, clip_grad_norm: float | None = None) -> Tensor:
-        """Unscale the gradients, in place, and clip them to a norm; return their norm before, on the first device."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
-        if self.scaler is not None:
-            inverse = wide(self.scaler.scale).reciprocal().float()
-            for device in {gradient.device for gradient in gradients}:
-                foreach_mul_([each for each in gradients if each.device == device], inverse.to(device))
+    def finish_gradients(self, optimizer: Optimizer, clip_grad_norm: float | None = None) -> Tensor:
+        """Unscale the gradients, in place, and clip them to a norm; return their norm before, on the first device.
+
+        Raises:
+            RuntimeError: they are finished.
+            ValueError: the optimizer has half parameters.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter.dtype == torch.float16 for parameter in parameters):
+            raise ValueError("optimizer has float16 parameters: give it precision.master_weights(model.parameters())")
+        if self._gradients(parameters, are_finished=True):
+            raise RuntimeError("finish_gradients() was called before: first call step() or optimizer.zero_grad()")
+        gradients = self._gradients(parameters, are_finished=False)
+        if self._scale is not None:
+            _multiply(gradients, wide(self._scale).reciprocal().float())
+        self._finished.update((p, None if p.grad is None else TensorWeakRef(p.grad)) for p in parameters)
         grad_norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, grad_norm)
         return grad_norm
 
-    def step(self, optimizer: torch.optim.Optimizer, is_bad: Tensor, is_skipped: Tensor | None = None) -> None:
+    def step(self, optimizer: Optimizer, is_bad: Tensor | bool, is_skipped: Tensor | bool | None = None) -> None:
         """Update the weights and the loss scale in place, and delete the gradients.
 
         The weights stay the same if `is_bad` is true, which lowers the scale, or if `is_skipped` is, which does not.
+        Without `finish_gradients`, the gradients are unscaled here, and the step is bad if one of them is not finite.
         """
-        is_skipped = is_bad if is_skipped is None else is_skipped
+        bad = _condition(is_bad, self.device)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self._gradients(parameters, are_finished=True):
+            bad = bad | ~self.finish_gradients(optimizer).isfinite()
+        skipped = bad if is_skipped is None else bad | _condition(is_skipped, self.device)
         if takes_found_inf(optimizer):  # a fused optimizer of torch, which reads it on the device
-            optimizer.found_inf = is_skipped.float()  # type: ignore[attr-defined]
+            optimizer.found_inf = skipped.to(self.device, torch.float32, non_blocking=True)  # type: ignore[attr-defined]
             optimizer.step()
-        elif type(is_skipped) is not Tensor or not bool(is_skipped):  # a simulated tensor has no value
+            del optimizer.found_inf  # type: ignore[attr-defined]  # the caller's own steps would read it
+        elif isinstance(skipped, FakeTensor) or not bool(skipped):  # a simulated tensor has no value
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        self._finished.update(dict.fromkeys(parameters))
         self.masters_to_model()
         if self.scaler is not None:
-            self.scaler.update(is_bad.float())
+            self.scaler.update(bad)
 
     @torch.no_grad()
     def masters_to_model(self) -> None:
-        if self._pairs:
-            foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
+        if self._masters:
+            foreach_copy_(list(self._masters), list(self._masters.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale and master weights; empty in fp32 and bf16."""
-        state: dict[str, Any] = {}
-        if self.scaler is not None:
-            state["scaler"] = self.scaler.state_dict()
-        if self._pairs:
-            state["masters"] = [m.detach() for _, m in self._pairs]
+        state: dict[str, Any] = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        if self._masters:
+            state["masters"] = [master.detach() for master in self._masters.values()]
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
-        if self.scaler is not None and "scaler" in state:
+        """Load the result of `state_dict`.
+
+        Raises:
+            ValueError: the state is of another mode or model; nothing was loaded.
+        """
+        own, given = _contents(self.state_dict()), _contents(state)
+        for name in own | given:
+            if own.get(name) != given.get(name):
+                raise ValueError(
+                    f"{name} is {given.get(name, 'missing')}, but {own.get(name, 'missing')} in precision {self.name}: "
+                    "load a state of the same mode, after master_weights() of the same model"
+                )
+        if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        if self._pairs and "masters" in state:
-            for (_, master), saved in zip(self._pairs, state["masters"], strict=True):
-                master.copy_(saved)
+        for master, saved in zip(self._masters.values(), state.get("masters", ()), strict=True):
+            master.copy_(saved)
+
+
+def _multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    for device in {gradient.device for gradient in gradients}:
+        foreach_mul_([each for each in gradients if each.device == device], factor.to(device))
+
+
+def _contents(state: object, name: str = "state") -> dict[str, str]:
+    """Return the shape of each tensor, and the type of each other value, by its path."""
+    if isinstance(state, Mapping | list | tuple):
+        items = state.items() if isinstance(state, Mapping) else enumerate(state)
+        return {path: kind for key, value in items for path, kind in _contents(value, f"{name}[{key!r}]").items()}
+    return {name: f"a tensor {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__}

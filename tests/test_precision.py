@@ -1,16 +1,194 @@
-"""Precision modes: dtypes, loss scaling and master weights."""
+"""Precision modes: dtypes, loss scaling, master weights and the order of calls."""
 
 import copy
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from segapp.parallel import convert_sync_batchnorm, place_stages
-from segapp.precision import LossScaler, Precision, half_except_batchnorm
+from segapp.precision import PRECISIONS, LossScaler, Precision, half_except_batchnorm
+from tests.parallel.test_sync_batchnorm import Reads
 
 CPU = torch.device("cpu")
+SGD = torch.optim.SGD
+KINDS: Any = (SGD, lambda p, lr: torch.optim.Adam(p, lr, fused=True), torch.optim.AdamW)
+BOOLS = (bool, int, np.bool_, np.array, torch.tensor, lambda value: torch.tensor([2.0 * value]))
+DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.float16, torch.float16, torch.bfloat16), strict=True))
+
+
+def loss_of(weight: Tensor, factor: float = 1.0) -> Tensor:
+    """Return a loss whose gradients, (1, 2, 3, ...) / 512, are exact in half with the first loss scale."""
+    return (weight.float() * torch.arange(1, weight.numel() + 1) * factor / 512).sum()
+
+
+class Loop:
+    """Three weights in a precision mode, each with an optimizer."""
+
+    def __init__(self, mode: str, *sizes: int) -> None:
+        self.precision = Precision(mode, CPU)
+        self.weights = [self.precision.prepare(nn.Linear(n, 1, bias=False)).weight for n in sizes or (3, 1, 4)]
+        self.masters = self.precision.master_weights(self.weights)
+        self.optimizers = [kind([each], lr=0.5) for kind, each in zip(KINDS, self.masters, strict=False)]
+
+    def backward(self, which: int, factor: float = 1.0) -> None:
+        self.precision.backward(loss_of(self.weights[which], factor))
+
+    def finish(self, which: int) -> Tensor:
+        return ~self.precision.finish_gradients(self.optimizers[which]).isfinite()
+
+    def values(self) -> list[Any]:
+        return [master.tolist() for master in self.masters]
+
+
+class BesideGradScaler(RuleBasedStateMachine):
+    """Three optimizers with one `Precision`, in any order of calls, and each with a GradScaler of its own."""
+
+    @initialize(mode=st.sampled_from(PRECISIONS))
+    def begin(self, mode: str) -> None:
+        self.ours, self.num_bad = Loop(mode), 0
+        with self.ours.precision.autocast():
+            assert (self.ours.weights[0] @ torch.ones(3, 1, dtype=self.ours.precision.input_dtype)).dtype == DTYPES[
+                mode
+            ]
+        self.weights = [nn.Parameter(master.detach().clone()) for master in self.ours.masters]
+        self.optimizers = [kind([each], lr=0.5) for kind, each in zip(KINDS, self.weights, strict=True)]
+        self.scalers = [torch.amp.GradScaler("cpu") for _ in KINDS]
+        self.is_bad: list[Tensor | bool | None] = [None] * 3  # known after finish_gradients
+
+    @rule(i=st.integers(0, 2), factor=st.sampled_from([1.0, -3.0, 0.5, math.inf]), is_interrupted=st.booleans())
+    def backward(self, i: int, factor: float, is_interrupted: bool) -> None:
+        if self.is_bad[i] is not None:  # GradScaler adds scaled to unscaled gradients
+            with pytest.raises(RuntimeError, match="added to finished gradients"):
+                self.ours.backward(i, factor)
+            for each in range(3):
+                assert self.ours.masters[each].grad is None
+                self.zero_grad(each)
+        elif is_interrupted:
+            handle = self.ours.weights[i].register_post_accumulate_grad_hook(lambda _: 1 / 0)
+            pytest.raises(ZeroDivisionError, self.ours.backward, i, factor)
+            handle.remove()
+            self.zero_grad(i)
+        else:
+            self.ours.backward(i, factor)
+            self.scalers[i].scale(loss_of(self.weights[i], factor)).backward()
+
+    @rule(i=st.integers(0, 2))
+    def finish(self, i: int) -> None:
+        if self.is_bad[i] is not None:
+            with pytest.raises(RuntimeError, match="was called before"):
+                self.ours.finish(i)
+        elif self.weights[i].grad is not None:
+            self.is_bad[i] = self.ours.finish(i)
+            self.scalers[i].unscale_(self.optimizers[i])
+
+    @rule(i=st.integers(0, 2))
+    def change_the_gradient(self, i: int) -> None:
+        for weight in (self.ours.masters[i], self.weights[i]):
+            weight.grad = None if weight.grad is None else weight.grad * 2
+
+    @rule(i=st.integers(0, 2), kind=st.sampled_from(BOOLS), is_bad=st.booleans(), is_skipped=st.booleans())
+    def step(self, i: int, kind: Any, is_bad: bool, is_skipped: bool) -> None:
+        if self.weights[i].grad is not None:
+            is_bad |= bool(self.is_bad[i])
+            self.ours.precision.step(self.ours.optimizers[i], kind(is_bad), kind(is_skipped) if is_skipped else None)
+            self.num_bad += is_bad or not self.weights[i].grad.isfinite().all()
+            if not (is_bad or is_skipped):
+                self.scalers[i].step(self.optimizers[i])
+            self.zero_grad(i)
+
+    @rule(i=st.integers(0, 2))
+    def zero_grad(self, i: int) -> None:
+        self.ours.optimizers[i].zero_grad()
+        self.optimizers[i].zero_grad()
+        self.scalers[i] = torch.amp.GradScaler("cpu")
+        self.is_bad[i] = None
+
+    @invariant()
+    def has_the_same_weights(self) -> None:
+        assert self.ours.values() == [weight.tolist() for weight in self.weights]
+        if self.ours.precision.scaler is not None:
+            assert float(self.ours.precision.scaler.scale) == 2.0 ** (16 - self.num_bad)
+
+
+TestBesideGradScaler = BesideGradScaler.TestCase
+TestBesideGradScaler.settings = settings(max_examples=30)
+
+
+def loading(state: Any) -> Any:
+    return lambda loop: loop.precision.load_state_dict(state)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("fp32", lambda _: Precision("bf16", CPU), "known: use one of fp32, fp16, amp-fp16, amp-bf16"),
+    ("fp32", lambda loop: loop.precision.step(loop.optimizers[0], torch.tensor([True, False])), r"\(2,\): .*any"),
+    ("fp16", lambda loop: loop.precision.step(SGD(loop.weights[2:]), False), r"float16 parameters: .*master_weights\("),
+    ("amp-fp16", loading({}), r"\['scaler'\]\['scale'\] is missing, but a tensor \(\) in precision amp-fp16"),
+    ("amp-fp16", loading({"scale": 3}), r"\['scaler'\]\['scale'\] is missing"),
+    ("amp-fp16", loading(torch.amp.GradScaler("cpu").state_dict()), r"\['scaler'\]\['scale'\] is missing"),
+    ("amp-bf16", loading(Loop("amp-fp16").precision.state_dict()), r"\['scale'\] is a tensor \(\), but missing"),
+    ("amp-fp16", loading(Loop("fp16").precision.state_dict()), r"\['masters'\]\[0\] is a tensor \(1, 3\), but missing"),
+    (
+        "fp16",
+        loading(Loop("fp16", 3, 2, 4).precision.state_dict()),
+        r"\[1\] is a tensor \(1, 2\), but a tensor \(1, 1\)",
+    ),
+    (
+        "fp16",
+        loading(Loop("fp16", 3, 1).precision.state_dict()),
+        r"\['masters'\]\[2\] is missing, .*after master_weights",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "call", "words"), WRONG)
+def test_wrong_arguments_are_refused_and_change_nothing(mode: str, call: Any, words: str) -> None:
+    loop = Loop(mode)
+    loop.backward(0)
+    before = repr((loop.values(), loop.precision.state_dict()))
+    with pytest.raises(ValueError, match=words):
+        call(loop)
+    assert repr((loop.values(), loop.precision.state_dict())) == before
+
+
+@pytest.mark.parametrize("mode", PRECISIONS)
+def test_gradients_after_zero_grad_are_of_a_new_step(mode: str) -> None:
+    """DDP uses the same tensor again, a view of its bucket. Without a scale, a plain pass makes a new one."""
+    loop = Loop(mode)
+    weight, master = loop.weights[0], loop.masters[0]
+    loop.backward(0)
+    loop.finish(0)
+    view = master.grad
+    loop.optimizers[0].zero_grad()
+    (gradient,) = torch.autograd.grad(loop.precision.scale(loss_of(weight)), weight)
+    master.grad = view.copy_(gradient)
+    loop.finish(0)
+    assert (master.grad * 512).tolist() == [[1.0, 2.0, 3.0]]
+    loop.optimizers[0].zero_grad()
+    if loop.precision.scaler is None:
+        loss_of(weight).backward()
+        loop.finish(0)
+
+
+def test_step_reads_no_value_from_the_device() -> None:
+    """The optimizer is fused. Simulated tensors have no value to read, whatever the optimizer."""
+    loop = Loop("amp-fp16")
+    with Reads() as reads:
+        loop.backward(1)
+        loop.precision.step(loop.optimizers[1], loop.finish(1))
+    assert reads.num_reads == 0
+    assert not hasattr(loop.optimizers[1], "found_inf"), "a step of the caller's own would be skipped"
+    with FakeTensorMode():
+        loop = Loop("fp16")
+        loop.backward(2)
+        loop.precision.step(loop.optimizers[2], torch.tensor(True))
 
 
 def test_only_batchnorm_stays_in_fp32() -> None:
@@ -32,9 +210,6 @@ def test_scaler_halves_on_overflow_and_doubles_at_interval() -> None:
         scales.append(float(scaler.scale))
     assert scales == [4.0, 4.0, 4.0, 8.0, 8.0]
     assert int(scaler.growth_tracker) == 1
-    precision = Precision("amp-fp16", CPU)
-    precision.step(torch.optim.SGD([nn.Parameter(torch.ones(1))]), torch.tensor(False), is_skipped=torch.tensor(True))
-    assert precision.state_dict()["scaler"]["scale"] == 2.0**16, "skipped for another reason than its gradients"
 
 
 def test_micro_batch_gradients_are_added_in_fp32() -> None:
@@ -45,26 +220,6 @@ def test_micro_batch_gradients_are_added_in_fp32() -> None:
         model.weight.grad = torch.full((1, 1), value, dtype=torch.float16)
         precision.gradients_to_master()
     assert float(master.grad) == 2050.0  # in half, 2048 + 1 is 2048
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("fp32", torch.float32), ("amp-bf16", torch.bfloat16), ("amp-fp16", torch.float16), ("fp16", torch.float16)],
-)
-def test_scaled_gradients_are_unscaled_before_the_step(name: str, dtype: torch.dtype) -> None:
-    precision = Precision(name, CPU)
-    model = precision.prepare(nn.Linear(4, 1, bias=False))
-    masters = precision.master_weights(model.parameters())
-    optimizer = torch.optim.SGD(masters, lr=0.1)
-    images = torch.full((2, 4), 2.0**-6, dtype=precision.input_dtype)
-    with precision.autocast():
-        output = model(images)
-    assert output.dtype == dtype
-    # A gradient of 1 at the output would be 2**16 after scaling and overflow; a mean over pixels has smaller ones.
-    precision.backward(output.float().sum() / 16)
-    assert float(precision.finish_gradients(optimizer)) == 2.0**-8
-    assert masters[0].grad.dtype == torch.float32
-    torch.testing.assert_close(masters[0].grad, torch.full((1, 4), 2.0**-9))
 
 
 def test_own_half_loop_with_clipping_follows_float64() -> None:
@@ -102,20 +257,13 @@ def test_own_half_loop_with_clipping_follows_float64() -> None:
 
 
 def test_scaler_state_round_trip_is_exact() -> None:
-    precision = Precision("fp16", CPU)
-    model = precision.prepare(nn.Linear(2, 2))
-    precision.master_weights(model.parameters())
-    for is_bad in (1.0, 0.0):
-        precision.scaler.update(torch.tensor(is_bad))
-    state = precision.state_dict()
-    other = Precision("fp16", CPU)
-    masters = other.master_weights(other.prepare(nn.Linear(2, 2)).parameters())
-    other.load_state_dict(state)
-    assert (float(other.scaler.scale), int(other.scaler.growth_tracker)) == (2.0**15, 1)
-    assert all(torch.equal(a, b) for a, b in zip(masters, state["masters"], strict=True))
-
-
-def test_unknown_precision_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="fp32, fp16"):
-        Precision("fp8", CPU)
-    assert math.isfinite(float(LossScaler(CPU).scale))
+    loop, other = Loop("fp16"), Loop("fp16")
+    for is_bad in (True, torch.tensor(0.0)):
+        loop.precision.scaler.update(is_bad)
+    state = loop.precision.state_dict()
+    other.precision.load_state_dict(state)
+    assert (float(other.precision.scaler.scale), int(other.precision.scaler.growth_tracker)) == (2.0**15, 1)
+    assert other.values() == loop.values() == [master.tolist() for master in state["masters"]]
+    again = loop.precision.master_weights([*reversed(loop.weights), loop.weights[1]])
+    assert list(map(id, again)) == list(map(id, [*reversed(loop.masters), loop.masters[1]]))
+    assert len(loop.precision.state_dict()["masters"]) == 3, "one of each half parameter"

@@ -13,7 +13,6 @@ from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import load_config
 from segapp.custom.trust import trusting
 from segapp.errors import ConfigError, RunError
-from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest, plan_request
 from segapp.session.session import run_session
@@ -86,20 +85,6 @@ def test_rmsprop_resumes_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -> No
     train(first, tmp_path / "parts")
     assert run_session(TrainRequest(second, RunFolder(tmp_path / "parts"))) == 0
     assert differing(load_checkpoint(tmp_path / "parts").state["model"], reference["model"]) == []
-
-
-def test_own_optimizer_makes_no_bad_step() -> None:
-    for kind, options in ((torch.optim.RMSprop, {}), (torch.optim.Adam, {"fused": True})):
-        precision, weight = Precision("amp-fp16", "cpu"), torch.nn.Parameter(torch.ones(3))
-        optimizer, lowest = kind([weight], lr=0.1, **options), []
-        for is_bad, is_skipped in ((True, None), (False, torch.tensor(True)), (False, None)):
-            weight.grad = torch.ones(3)
-            precision.step(optimizer, torch.tensor(is_bad), is_skipped)
-            lowest.append(float(weight.detach().min()))
-        assert lowest[:2] == [1.0, 1.0]
-        assert lowest[2] < 1.0
-        assert precision.scaler is not None
-        assert float(precision.scaler.scale) == 2.0**15, "lowered by the bad step only"
 
 
 def test_own_schedule_gives_the_factor_at_every_step(tiny: dict[str, Any], tmp_path: Path) -> None:
