@@ -95,7 +95,7 @@ class Precision:
         self.input_dtype = torch.float16 if name == "fp16" else torch.float32
         self.scaler = LossScaler(device) if name in ("fp16", "amp-fp16") else None
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        # The parameters of all optimizers, with their gradients that are unscaled; the others have the last pass's scale.
+        # The parameters of all optimizers, with their unscaled gradients; all others have the scale of the last pass.
         self._finished: dict[nn.Parameter, TensorWeakRef | None] = {}
         self._scale, self._scale_version = None if self.scaler is None else self.scaler.scale.clone(), 0
 

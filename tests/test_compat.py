@@ -180,15 +180,6 @@ def test_grouped_operators_compute_in_place() -> None:
     assert [float(x) for x in a] == [0, 0]  # x - 0.5 (b + x) with x == b
 
 
-def test_loss_scale_grows_and_falls() -> None:
-    scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
-    compat.amp_update_scale_(scale, tracker, torch.tensor(1.0), 2.0, 0.5, 2)
-    assert float(scale) == 4
-    for _ in range(2):
-        compat.amp_update_scale_(scale, tracker, torch.tensor(0.0), 2.0, 0.5, 2)
-    assert (float(scale), int(tracker)) == (8, 0)
-
-
 def test_timeout_of_the_default_group_is_set(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
