@@ -62,18 +62,18 @@ class BesideGradScaler(RuleBasedStateMachine):
         self.scalers = [torch.amp.GradScaler("cpu") for _ in KINDS]
         self.is_bad: list[Tensor | bool | None] = [None] * 3  # known after finish_gradients
 
-    @rule(i=st.integers(0, 2), factor=st.sampled_from([1.0, -3.0, 0.5, math.inf]), is_interrupted=st.booleans())
-    def backward(self, i: int, factor: float, is_interrupted: bool) -> None:
+    @rule(i=st.integers(0, 2), factor=st.sampled_from([1.0, -3.0, math.inf, math.nan]))
+    def backward(self, i: int, factor: float) -> None:
         if self.is_bad[i] is not None:  # GradScaler adds scaled to unscaled gradients
             with pytest.raises(RuntimeError, match="added to finished gradients"):
                 self.ours.backward(i, factor)
             for each in range(3):
                 assert self.ours.masters[each].grad is None
                 self.zero_grad(each)
-        elif is_interrupted:
+        elif math.isnan(factor):  # the pass fails
             handle = self.ours.weights[i].register_post_accumulate_grad_hook(lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                self.ours.backward(i, factor)
+                self.ours.backward(i)
             handle.remove()
             self.zero_grad(i)
         else:
@@ -91,14 +91,17 @@ class BesideGradScaler(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, 2))
     def change_the_gradient(self, i: int) -> None:
+        self.ours.precision.master_weights(self.ours.weights)
         for weight in (self.ours.masters[i], self.weights[i]):
-            weight.grad = None if weight.grad is None else weight.grad * 2
+            if weight.grad is not None:
+                weight.grad = weight.grad.mul_(2) if self.ours.precision.scaler is None else weight.grad * 2
 
-    @rule(i=st.integers(0, 2), kind=st.sampled_from(BOOLS), is_bad=st.booleans(), is_skipped=st.booleans())
-    def step(self, i: int, kind: Any, is_bad: bool, is_skipped: bool) -> None:
+    @rule(i=st.integers(0, 2), kind=st.sampled_from(BOOLS), flags=st.sampled_from(["", "", "bad", "skipped"]))
+    def step(self, i: int, kind: Any, flags: str) -> None:
+        is_bad, is_skipped = flags == "bad", flags == "skipped"
         if self.weights[i].grad is not None:
             is_bad |= bool(self.is_bad[i])
-            self.ours.precision.step(self.ours.optimizers[i], kind(is_bad), kind(is_skipped) if is_skipped else None)
+            self.ours.precision.step(self.ours.optimizers[i], kind(is_bad), kind(is_skipped))
             self.num_bad += is_bad or not self.weights[i].grad.isfinite().all()
             if not (is_bad or is_skipped):
                 self.scalers[i].step(self.optimizers[i])
@@ -119,7 +122,7 @@ class BesideGradScaler(RuleBasedStateMachine):
 
 
 TestBesideGradScaler = BesideGradScaler.TestCase
-TestBesideGradScaler.settings = settings(max_examples=30)
+TestBesideGradScaler.settings = settings(max_examples=80)
 
 
 def loading(state: Any) -> Any:
@@ -171,10 +174,28 @@ def test_gradients_after_zero_grad_are_of_a_new_step(mode: str) -> None:
     master.grad = view.copy_(gradient)
     loop.finish(0)
     assert (master.grad * 512).tolist() == [[1.0, 2.0, 3.0]]
+    loop.precision.step(loop.optimizers[0], False)
+    master.grad = gradient.float()
+    loop.finish(0)
+    assert (master.grad * 512).tolist() == [[1.0, 2.0, 3.0]]
     loop.optimizers[0].zero_grad()
     if loop.precision.scaler is None:
         loss_of(weight).backward()
         loop.finish(0)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "amp-fp16"])
+@pytest.mark.parametrize("num_later", [0, 1, 2])
+def test_scale_of_another_optimizers_step_is_followed(mode: str, num_later: int) -> None:
+    loop = Loop(mode)
+    loop.backward(0)
+    loop.backward(1, math.inf)
+    loop.precision.step(loop.optimizers[1], loop.finish(1))
+    for _ in range(num_later):
+        loop.backward(0)
+    loop.finish(0)
+    assert loop.precision.scaler.scale == 2.0**15
+    assert (loop.masters[0].grad * 512).tolist() == [[n * (1.0 + num_later) for n in (1, 2, 3)]]
 
 
 def test_step_reads_no_value_from_the_device() -> None:
