@@ -63,7 +63,11 @@ def build_criterion(
     first = {**given, "weight": weight, "label_smoothing": section.label_smoothing}
     criteria = [(section.weight, _build_term(section, first))]
     criteria += [(term.weight, _build_term(term, given)) for term in section.plus]
-    return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
+    total = criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
+    for part in total.modules():
+        if isinstance(part, AdditiveCriterion):
+            part.takes_any_aspect = True  # an evaluation squashes images by data.resize_px, but not their masks
+    return total
 
 
 def _build_term(term: LossTerm, given: Mapping[str, Any]) -> AdditiveCriterion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,8 @@ def own_criterion(
     if not callable(loss):
         wanted = "a function of (logits, target), or an AdditiveCriterion"
         raise _wrong_kind("loss.name", term.name, loss, wanted)
+    if isinstance(loss, torch.nn.Module):  # no optimizer updates its parameters, and others may use the module too
+        loss = copy.deepcopy(loss).requires_grad_(False)
     return PlainCriterion(loss, ignore_index=ignore_index, **upsampling)
 
 

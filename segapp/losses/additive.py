@@ -9,8 +9,9 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import wide_sum
+from segapp.losses.fused.checks import check_ignore_index, check_inputs, check_stride
 
 Statistics = tuple[Tensor, ...]
 """Tensors that can be summed: differentiable sums in float32 or better, counts in float64."""
@@ -79,11 +81,13 @@ class AdditiveCriterion(nn.Module):
         is_linear: `finalize` is linear in the differentiable entries, and the others depend only on the target. Then
             `target_statistics` gives the denominators of a step before any logits exist.
         num_statistics: number of entries of `statistics`.
+        takes_any_aspect: logits that no stride explains are resampled, as of a squashed image, instead of refused.
     """
 
     is_sigmoid: bool = False
     is_linear: bool = False
     num_statistics: int = 0
+    takes_any_aspect: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -98,6 +102,13 @@ class AdditiveCriterion(nn.Module):
             target: class ids (N, H, W), uint8 or a signed integer type.
         """
         raise NotImplementedError
+
+    def _heads(self, outputs: Outputs, target: Tensor) -> tuple[Tensor, ...]:
+        """Return the heads, each with a stride that explains its size, unless the criterion `takes_any_aspect`."""
+        heads = heads_of(outputs)
+        for logits in () if self.takes_any_aspect else heads:
+            check_stride(logits, target)
+        return heads
 
     @property
     def task(self) -> AdditiveCriterion:
@@ -148,7 +159,7 @@ class MeanCriterion(AdditiveCriterion):
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
         """Return (loss sum, denominator); see the base class."""
-        main, *auxiliary = heads_of(outputs)
+        main, *auxiliary = self._heads(outputs, target)
         total, count = self.head_sums(main, target)
         for logits in auxiliary:
             total = total + self.aux_weight * self.head_sums(logits, target)[0]
@@ -177,7 +188,7 @@ class PlainCriterion(MeanCriterion):
 
     Args:
         function: takes logits (N, C, H, W), float32 or float64, at the target's resolution and int64 targets (N, H, W)
-            with `ignore_index`; returns a scalar. A module's buffers follow the device.
+            with `ignore_index`; returns a scalar. A module's parameters and buffers follow the device.
         ignore_index: target value of the pixels that are not valid.
         align_corners: as in `F.interpolate`, but True by default.
         aux_weight: weight of the loss of each auxiliary head.
@@ -192,15 +203,15 @@ class PlainCriterion(MeanCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
+        check_ignore_index(ignore_index)
         self.ignore_index, self.align_corners = ignore_index, align_corners
         self.function = function
-        if isinstance(function, nn.Module):
-            function.requires_grad_(False)  # no optimizer updates its parameters
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean x valid pixels, valid pixels) of one head's logits (N, C, h, w)."""
-        if target.is_floating_point():
+        if isinstance(target, Tensor) and target.is_floating_point():
             raise TypeError(f"target is {target.dtype}: give integers, or derive your loss from AdditiveCriterion")
+        check_inputs(logits, target)
         count = self.denominator(target)
         # Without a valid pixel a mean is NaN; neither it nor its gradient may reach the sums.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -239,7 +250,7 @@ class HeadCriterion(AdditiveCriterion):
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
         """Return the heads' sums, stacked; see the base class."""
-        rows = [self.head_statistics(logits, target) for logits in heads_of(outputs)]
+        rows = [self.head_statistics(logits, target) for logits in self._heads(outputs, target)]
         return tuple(torch.stack(entry) for entry in zip(*rows, strict=True))
 
     def finalize(self, totals: Statistics) -> Tensor:
@@ -260,6 +271,7 @@ class CriterionSum(AdditiveCriterion):
         terms: (factor, criterion) pairs.
 
     Raises:
+        TypeError: a term is no such pair, as for a loss of torch: wrap it in `PlainCriterion`.
         ValueError: no terms.
 
     Example:
@@ -269,31 +281,34 @@ class CriterionSum(AdditiveCriterion):
         1.3486
     """
 
-    def __init__(self, terms: Sequence[tuple[float, AdditiveCriterion]]) -> None:
+    def __init__(self, terms: Iterable[tuple[float, AdditiveCriterion]]) -> None:
         super().__init__()
-        if not terms:
+        pairs = list(terms) if isinstance(terms, Iterable) else [terms]
+        if not pairs:
             raise ValueError("CriterionSum has no terms: give at least one (factor, criterion)")
-        self.factors = tuple(float(factor) for factor, _ in terms)
-        self.criteria = nn.ModuleList(criterion for _, criterion in terms)
-        self.is_linear = all(criterion.is_linear for criterion in self._terms())
-        self.is_sigmoid = any(criterion.is_sigmoid for criterion in self._terms())
-        self.num_statistics = sum(criterion.num_statistics for criterion in self._terms())
-
-    def _terms(self) -> list[AdditiveCriterion]:
-        return [criterion for criterion in self.criteria if isinstance(criterion, AdditiveCriterion)]
+        for pair in pairs:
+            given = [type(part).__name__ for part in (pair if isinstance(pair, Sequence) else [pair])]
+            if len(given) != 2 or not isinstance(pair[0], Real) or not isinstance(pair[1], AdditiveCriterion):
+                wanted = "pairs such as (1.0, CriterionCE()), and a loss of your own as (1.0, PlainCriterion(loss))"
+                raise TypeError(f"CriterionSum has the term ({', '.join(given)}): give {wanted}")
+        self.factors = tuple(float(factor) for factor, _ in pairs)
+        self.criteria = cast(Sequence[AdditiveCriterion], nn.ModuleList(criterion for _, criterion in pairs))
+        self.is_linear = all(criterion.is_linear for criterion in self.criteria)
+        self.is_sigmoid = any(criterion.is_sigmoid for criterion in self.criteria)
+        self.num_statistics = sum(criterion.num_statistics for criterion in self.criteria)
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
         """Return the concatenated statistics of the terms."""
-        return tuple(entry for criterion in self._terms() for entry in criterion.statistics(outputs, target))
+        return tuple(entry for criterion in self.criteria for entry in criterion.statistics(outputs, target))
 
     def target_statistics(self, target: Tensor) -> Statistics:
         """Return the concatenated target statistics of the terms; TypeError unless all are linear."""
-        return tuple(entry for criterion in self._terms() for entry in criterion.target_statistics(target))
+        return tuple(entry for criterion in self.criteria for entry in criterion.target_statistics(target))
 
     def finalize(self, totals: Statistics) -> Tensor:
         """Return the sum of factor x loss over the terms."""
         losses, start = [], 0
-        for factor, criterion in zip(self.factors, self._terms(), strict=True):
+        for factor, criterion in zip(self.factors, self.criteria, strict=True):
             stop = start + criterion.num_statistics
             losses.append(factor * criterion.finalize(totals[start:stop]))
             start = stop

@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from segapp.accelerator import wide_dtype
 from segapp.losses.additive import as_whole
 from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, BlockBand, BlockSweep, sweep_bands
-from segapp.losses.fused.checks import check_label_smoothing, checked_target, class_ids, class_masks
+from segapp.losses.fused.checks import check_label_smoothing, check_logits, checked_target, class_ids, class_masks
 from segapp.losses.fused.grid import grid_of
 from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
 from segapp.losses.fused.reference import compute_dtype
@@ -54,24 +55,28 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def check_views(views: Tensor | Sequence[View]) -> list[View]:
-    """Return the views as a list.
+    """Return the views as a list; iterables of views and of tiles are read once.
 
     Raises:
-        TypeError, ValueError: outputs of a `DataParallelModel`; no views or tiles, or views with different N or C.
+        TypeError, ValueError: outputs of a `DataParallelModel`; no views or tiles, or wrong or different shapes.
     """
-    views_list: list[View] = [views] if isinstance(views, Tensor) else list(as_whole(views))
+    given = [views] if isinstance(views, Tensor) else as_whole(views)
+    views_list: list[View] = [view if isinstance(view, Tensor) else list(as_whole(view)) for view in given]
     if not views_list or not all(_tensors(view) for view in views_list):
         raise ValueError("there are no views: give at least one tensor of logits, or one tile")
-    shapes = [tuple(tensor.shape) for view in views_list for tensor in _tensors(view)]
+    tensors = [tensor for view in views_list for tensor in _tensors(view)]
+    for tensor in tensors:
+        check_logits(tensor)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
     if len({shape[:2] for shape in shapes}) > 1:
         raise ValueError(f"views have shapes {shapes}: N and C must agree")
     return views_list
 
 
 def height_width(size: Sequence[int]) -> tuple[int, int]:
-    """Return (H, W) as two numbers, from a tuple, a list or a `torch.Size`; ValueError for another length."""
-    if len(size) != 2:
-        raise ValueError(f"size={tuple(size)} has {len(size)} numbers: give (H, W), such as target.shape[-2:]")
+    """Return (H, W) as two numbers, from a tuple, a list or a `torch.Size`; ValueError for anything else."""
+    if not isinstance(size, Sequence) or [isinstance(side, Integral) and side > 0 for side in size] != [True, True]:
+        raise ValueError(f"size={size}: give (H, W) of at least 1, such as target.shape[-2:]")
     return int(size[0]), int(size[1])
 
 
@@ -81,7 +86,7 @@ def first_logits(views: Sequence[View]) -> Tensor:
 
 
 def _tensors(view: View) -> list[Tensor]:
-    return [view] if isinstance(view, Tensor) else [tile.logits for tile in as_whole(view)]
+    return [view] if isinstance(view, Tensor) else [getattr(tile, "logits", tile) for tile in view]
 
 
 def _evaluates(function: _Function) -> _Function:
@@ -89,9 +94,9 @@ def _evaluates(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def run(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = first_logits(check_views(logits)).device.type
-        with torch.no_grad(), torch.autocast(kind, enabled=False):
-            return function(logits, *args, **kwargs)
+        views = check_views(logits)
+        with torch.no_grad(), torch.autocast(first_logits(views).device.type, enabled=False):
+            return function(logits if isinstance(logits, Tensor) else views, *args, **kwargs)
 
     return cast(_Function, run)
 

@@ -21,15 +21,17 @@ from segapp.accelerator import wide_dtype
 from segapp.losses.additive import MeanCriterion, as_whole
 from segapp.losses.fused.checks import (
     as_class_weight,
+    check_ignore_index,
     check_inputs,
     check_label_smoothing,
+    check_logits,
     is_simulated,
     needs_plain_operators,
     recordable,
 )
 from segapp.losses.fused.kernels import MAX_CLASSES, KernelError, has_kernels, load_kernels, note_failure
 from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of, upsampled_sums
-from segapp.losses.fused.reference import CrossEntropySettings, compute_dtype, target_weight_sum, upsample
+from segapp.losses.fused.reference import compute_dtype, target_weight_sum, upsample
 
 Implementation = Literal["auto", "reference", "triton", "sums"]
 """Implementation of the loss; "auto" chooses by device, sizes and number of classes."""
@@ -85,11 +87,12 @@ def upsample_cross_entropy(
         >>> torch.allclose(loss_sum / weight_sum.float(), F.cross_entropy(full, target), atol=1e-5)
         True
     """
-    as_whole(logits)
+    check_logits(as_whole(logits))
+    check_ignore_index(ignore_index)
     check_label_smoothing(label_smoothing)
     if implementation not in get_args(Implementation):
         raise ValueError(f"implementation={implementation!r}: give one of {', '.join(get_args(Implementation))}")
-    if target.is_floating_point() and target.dim() == 4:
+    if isinstance(target, Tensor) and target.is_floating_point() and target.dim() == 4:
         with torch.autocast(logits.device.type, enabled=False):
             values = upsample(logits, (target.shape[2], target.shape[3]), align_corners)
             weight = None if weight is None else weight.to(values.device, values.dtype)
@@ -97,7 +100,7 @@ def upsample_cross_entropy(
             loss_sum = F.cross_entropy(values, soft, weight, reduction="sum", label_smoothing=label_smoothing)
             return loss_sum, _num_pixels(target)
     check_inputs(logits, target, weight)
-    options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
+    options = PixelOptions(align_corners, ignore_index, label_smoothing=label_smoothing)
     chosen = choose_implementation(logits, target) if implementation == "auto" else implementation
     if chosen == "triton" and len(logits):  # a rank may have no samples, and kernels refuse empty batches
         try:
@@ -133,20 +136,17 @@ def _sums(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropySettings,
+    options: PixelOptions,
     *,
     is_whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums by torch's operators; with `is_whole`, at full resolution."""
-    pixels = PixelOptions(options.align_corners, options.ignore_index)
     function = partial(cross_entropy_sums_of, label_smoothing=options.label_smoothing)
-    loss_sum, weight_sum = upsampled_sums(function, logits, target, pixels, weight, is_whole=is_whole)
+    loss_sum, weight_sum = upsampled_sums(function, logits, target, options, weight, is_whole=is_whole)
     return loss_sum.to(compute_dtype(logits)), weight_sum
 
 
-def _by_kernels(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
-) -> tuple[Tensor, Tensor]:
+def _by_kernels(logits: Tensor, target: Tensor, weight: Tensor | None, options: PixelOptions) -> tuple[Tensor, Tensor]:
     with_gradient, target = torch.is_grad_enabled() and logits.requires_grad, recordable(target)
     if weight is not None:
         weight = weight.detach().to(logits.device, compute_dtype(logits))
@@ -177,7 +177,7 @@ def _operator(
 
     Its parameters are flat because a custom operator takes only tensors and plain values.
     """
-    options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
+    options = PixelOptions(align_corners, ignore_index, label_smoothing=label_smoothing)
     compute = load_kernels(logits.device).cross_entropy_by_triton
     loss_sum, weight_sum, gradient = compute(logits, target, weight, options, with_gradient=with_gradient)
     dtype = compute_dtype(logits)
@@ -195,7 +195,7 @@ def _(logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> t
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, weight, align_corners, ignore_index, label_smoothing, _ = inputs
     ctx.save_for_backward(logits, target, weight, output[2].detach())
-    ctx.options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
+    ctx.options = PixelOptions(align_corners, ignore_index, label_smoothing=label_smoothing)
     ctx.set_materialize_grads(False)
 
 
@@ -253,6 +253,7 @@ class CriterionCE(MeanCriterion):
         implementation: Implementation = "auto",
     ) -> None:
         super().__init__(aux_weight)
+        check_ignore_index(ignore_index)
         check_label_smoothing(label_smoothing)
         self.ignore_index, self.align_corners, self.label_smoothing = ignore_index, align_corners, label_smoothing
         self.implementation: Implementation = implementation

@@ -15,6 +15,7 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import partial
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -300,21 +301,17 @@ class CriterionOHEM(HeadCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
-        if not 0 < threshold <= 1:
+        if not isinstance(threshold, Real) or not 0 < threshold <= 1:
             raise ValueError(f"threshold={threshold}: give a probability above 0 and up to 1")
         if min_kept < 0:
             raise ValueError(f"min_kept={min_kept}: give a number of pixels of at least 0")
         self.threshold, self.min_kept = float(threshold), int(min_kept)
-        self.ignore_index, self.align_corners = ignore_index, align_corners
+        self.options = PixelOptions(align_corners, ignore_index)
         self.register_buffer("weight", as_class_weight(weight))
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
         """Return (loss, weight, count) of one head, each (bins,)."""
-        function, options = (
-            partial(hardness_histogram, self.threshold),
-            PixelOptions(self.align_corners, self.ignore_index),
-        )
-        return upsampled_sums(function, logits, target, options, self.weight)
+        return upsampled_sums(partial(hardness_histogram, self.threshold), logits, target, self.options, self.weight)
 
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the mean loss over the kept bins: bin 0, and each bin with fewer than `min_kept` pixels before it."""

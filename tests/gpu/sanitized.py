@@ -77,7 +77,7 @@ def run(name: str, device: str) -> int:
     """Compute the loss of a shape and its gradient in both layouts and two dtypes; return the number of passes."""
     import torch
 
-    from segapp.losses.fused.reference import CrossEntropySettings
+    from segapp.losses.fused.pixel_sums import PixelOptions
     from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 
     N, C, h, w, H, W = SHAPES[name]
@@ -94,7 +94,7 @@ def run(name: str, device: str) -> int:
 
                 upsample_cross_entropy(logits.requires_grad_(), target)[0].backward()
             else:
-                settings = CrossEntropySettings(True, 255, 0.1)
+                settings = PixelOptions(True, 255, label_smoothing=0.1)
                 found = cross_entropy_by_triton(logits, target, None, settings, with_gradient=True)
                 assert torch.isfinite(found[0])
             passes += 1

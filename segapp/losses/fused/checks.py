@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -16,6 +17,47 @@ from segapp.accelerator import accelerator_of
 from segapp.compat.torch import is_traced_or_transformed
 
 TARGET_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_tensors(**inputs: object) -> None:
+    """Raise TypeError for an input that is not a tensor, such as a numpy array; the keywords are the reported names."""
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} of type {type(value).__name__}: give a tensor, such as torch.as_tensor(array)")
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise TypeError or ValueError unless logits are a floating-point tensor (N, C, h, w)."""
+    check_tensors(logits=logits)
+    if logits.dim() != 4 or 0 in logits.shape[1:]:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}: give (N, C, h, w) with C, h, w of at least 1")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits are {logits.dtype}: give a floating-point tensor")
+
+
+def check_stride(logits: Tensor, target: Tensor) -> None:
+    """Raise ValueError if no stride explains the sizes of logits (N, C, h, w) and of a target (..., H, W).
+
+    Padding changes the number of logits of a side by less than one. So the stride of the height, which may be below 1,
+    is between H / (h + 1) and H / (h - 1), both excluded, and the interval of the width must overlap this one.
+    """
+    check_tensors(logits=logits, target=target)
+    if logits.dim() != 4 or target.dim() < 3 or 0 in logits.shape[1:]:
+        return  # `check_inputs` reports it
+    N, C, h, w = logits.shape
+    H, W = target.shape[-2:]
+
+    def fits(h: int, w: int) -> bool:
+        return H * (w - 1) < W * (h + 1) and W * (h - 1) < H * (w + 1)
+
+    if fits(h, w):
+        return
+    cause = "if the images were squashed, first resize the logits to the target's size with F.interpolate"
+    if fits(C, h):
+        cause = "the channels seem to be last: give logits.permute(0, 3, 1, 2)"
+    elif fits(w, h):
+        cause = "height and width of one of them seem to be swapped: transpose it"
+    raise ValueError(f"logits of shape {(N, C, h, w)} do not fit a target of shape {tuple(target.shape)}: {cause}")
 
 
 def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
@@ -27,13 +69,11 @@ def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -
         weight: class weights (C,), or None.
 
     Raises:
-        TypeError: the logits are not floating point, or the target is not integer.
+        TypeError: one is no tensor, the logits are not floating point, or the target is not integer.
         ValueError: the shapes or devices do not fit together.
     """
-    if logits.dim() != 4 or 0 in logits.shape[1:]:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}: give (N, C, h, w) with C, h, w of at least 1")
-    if not logits.is_floating_point():
-        raise TypeError(f"logits are {logits.dtype}: give a floating-point tensor")
+    check_tensors(target=target, **({} if weight is None else {"weight": weight}))
+    check_logits(logits)
     if target.dtype not in TARGET_DTYPES:
         raise TypeError(f"target is {target.dtype}: give class ids as uint8, int16, int32 or int64")
     if target.dim() != 3 or 0 in target.shape[1:]:
@@ -48,6 +88,13 @@ def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -
         )
 
 
+def check_ignore_index(ignore_index: object) -> None:
+    """Raise TypeError unless ignore_index is an integer; torch's losses have the class weights in its place."""
+    if not isinstance(ignore_index, (int, Integral)):
+        given = "None" if ignore_index is None else f"a {type(ignore_index).__name__}"
+        raise TypeError(f"ignore_index is {given}: give an integer (-1 ignores no id), and class weights as weight=")
+
+
 def check_label_smoothing(label_smoothing: float) -> None:
     """Raise ValueError if label_smoothing is outside [0, 1]."""
     if not 0.0 <= label_smoothing <= 1.0:
@@ -56,6 +103,7 @@ def check_label_smoothing(label_smoothing: float) -> None:
 
 def valid_pixels(target: Tensor, ignore_index: int) -> Tensor:
     """Return the mask target != ignore_index; an ignore_index outside the dtype's range ignores nothing."""
+    check_ignore_index(ignore_index)
     bounds = torch.iinfo(target.dtype)
     if not bounds.min <= ignore_index <= bounds.max:
         return torch.ones_like(target, dtype=torch.bool)
@@ -225,10 +273,10 @@ def _next_report() -> _Report | None:
 def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int) -> str:
     """Return the error message for ids that are no classes."""
     named = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
-    return (
-        f"target holds the ids {named}: classes are 0 to {num_classes - 1} and {ignore_index} is ignored; "
-        "map the labels or change the number of classes"
-    )
+    move = "map the labels or change the number of classes"
+    if num_classes == 1:
+        move = "for one logit per pixel, use CriterionBCE, CriterionDice or another criterion with multilabel=True"
+    return f"target holds the ids {named}: classes are 0 to {num_classes - 1} and {ignore_index} is ignored; {move}"
 
 
 @torch.inference_mode(False)

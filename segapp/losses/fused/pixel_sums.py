@@ -36,6 +36,7 @@ class PixelOptions:
         multilabel: the target holds sets of classes: bit c of an id is class c.
         is_sigmoid: a pixel's logits are used one by one; otherwise a constant may be added to all of them.
         num_differentiable: number of differentiable sums; the others are counts.
+        label_smoothing: share of the target that a cross-entropy spreads evenly over the classes.
     """
 
     align_corners: bool = True
@@ -43,6 +44,7 @@ class PixelOptions:
     multilabel: bool = False
     is_sigmoid: bool = False
     num_differentiable: int = 1
+    label_smoothing: float = 0.0
 
     def num_ids(self, num_classes: int) -> int:
         """Return the number of ids that a valid pixel can have."""

@@ -6,7 +6,6 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -86,18 +85,3 @@ def target_weight_sum(target: Tensor, ignore_index: int, weight: Tensor | None) 
         return wide(valid_pixels(target, ignore_index).sum())
     ids, valid = class_ids(target, weight.numel(), ignore_index)
     return wide_sum(weight.to(target.device, wide_dtype(target.device))[ids] * valid)
-
-
-@dataclass(frozen=True)
-class CrossEntropySettings:
-    """Options of the cross-entropy.
-
-    Attributes:
-        align_corners: as in `F.interpolate`.
-        ignore_index: id of the pixels that are left out.
-        label_smoothing: share of the target spread evenly over the classes.
-    """
-
-    align_corners: bool
-    ignore_index: int
-    label_smoothing: float

@@ -19,7 +19,8 @@ from segapp.accelerator import accelerator_of, wide_sum
 from segapp.losses.fused.checks import NO_ID, is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
 from segapp.losses.fused.kernels import KernelError, block_shape, buffers_of
-from segapp.losses.fused.reference import CrossEntropySettings, compute_dtype
+from segapp.losses.fused.pixel_sums import PixelOptions
+from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.triton_kernels import bad_ids_kernel, gather_kernel, loss_kernel
 
 
@@ -48,7 +49,7 @@ def cross_entropy_by_triton(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropySettings,
+    options: PixelOptions,
     *,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -105,7 +106,7 @@ def _launch(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropySettings,
+    options: PixelOptions,
     buffers: tuple[Tensor, Tensor, Tensor, Tensor],
     gradient: Tensor | None,
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from segapp.losses import cross_entropy
 from segapp.losses.fused import checks
-from segapp.losses.fused.reference import CrossEntropySettings
+from segapp.losses.fused.pixel_sums import PixelOptions
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated_devices import simulated_ledger
 
@@ -47,7 +47,7 @@ def test_plan_counts_what_the_launch_allocates(head, align_corners, monkeypatch)
         monkeypatch.setattr(triton_cross_entropy, kernel, NoKernel())
     C, h, w, H, W = head
     logits, target = torch.empty(4, C, h, w), torch.empty(4, H, W, dtype=torch.uint8)
-    options = CrossEntropySettings(align_corners, 255, 0.0)
+    options = PixelOptions(align_corners, 255, label_smoothing=0.0)
 
     def launch(logits, target):
         return triton_cross_entropy.cross_entropy_by_triton(logits, target, None, options, with_gradient=True)

@@ -12,7 +12,7 @@ from segapp.losses import CriterionCE, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation
 from segapp.losses.fused import checks, kernels
 from segapp.losses.fused.kernels import KernelError
-from segapp.losses.fused.reference import CrossEntropySettings
+from segapp.losses.fused.pixel_sums import PixelOptions
 from segapp.parallel import DataParallelCriterion
 from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.loss_cases import draw, relative_error
@@ -185,7 +185,7 @@ def test_capture_of_a_graph_asks_the_device_nothing(monkeypatch):
     for name, stub in {**stubs, "bounds_of_bad_ids": lambda *_: torch.tensor([3, 3])}.items():
         monkeypatch.setattr(triton_cross_entropy, name, stub)
     logits, target = draw(2, dtype=torch.float32)
-    options = CrossEntropySettings(True, 255, 0.0)
+    options = PixelOptions(True, 255, label_smoothing=0.0)
     loss_sum, _, gradient = triton_cross_entropy.cross_entropy_by_triton(
         logits, target, None, options, with_gradient=True
     )

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
 from segapp.losses.fused import checks, triton_kernels
-from segapp.losses.fused.reference import CrossEntropySettings
+from segapp.losses.fused.pixel_sums import PixelOptions
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 
 MAX_SHARED_BYTES = {
@@ -181,7 +181,7 @@ def usages_of(case: Case) -> list[Usage]:
     """Return what the kernels of a case take on its card; they are compiled, not run."""
     logits, target = inputs_of(case)
     weight = torch.ones(case.num_classes) if case.has_options else None
-    options = CrossEntropySettings(True, 255, 0.1 if case.has_options else 0.0)
+    options = PixelOptions(True, 255, label_smoothing=0.1 if case.has_options else 0.0)
     with pretend_card(case.capability) as card:
         cross_entropy_by_triton(logits, target, weight, options, with_gradient=True)
     checks._reports.clear()  # what the kernels did not write is no target

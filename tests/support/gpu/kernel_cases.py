@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from segapp.losses.fused import kernels
 from segapp.losses.fused.checks import raise_reported
-from segapp.losses.fused.reference import CrossEntropySettings
+from segapp.losses.fused.pixel_sums import PixelOptions
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 from tests.support.gpu.as_on_cuda import call_functions_directly
 
@@ -40,7 +40,7 @@ def check(case, seed):
     target[torch.rand(N, H, W, generator=generator) < 0.3] = 255
     target[:, : H // 3] = 255
     weight = (0.1 + torch.rand(C, generator=generator)).double() if weighted else None
-    options = CrossEntropySettings(align_corners, 255, smoothing)
+    options = PixelOptions(align_corners, 255, label_smoothing=smoothing)
     # In some cases threads take several cells, as they do in large images; in the others they share cells.
     kernels._MANY_THREADS = 1 if seed % 5 % 2 else 1 << 15
     ids = target.to(TARGETS[seed % 3] if C <= 256 else TARGETS[1 + seed % 2])
@@ -57,7 +57,7 @@ def check(case, seed):
 
 
 def check_edges():
-    options = CrossEntropySettings(True, 255, 0.1)
+    options = PixelOptions(True, 255, label_smoothing=0.1)
     logits = torch.randn(1, 4, 2, 3)
     ignored = torch.full((1, 5, 7), 255, dtype=torch.uint8)
     loss_sum, weight_sum, gradient = cross_entropy_by_triton(logits, ignored, None, options, with_gradient=True)
