@@ -283,7 +283,7 @@ class CriterionSum(AdditiveCriterion):
 
     def __init__(self, terms: Iterable[tuple[float, AdditiveCriterion]]) -> None:
         super().__init__()
-        pairs = list(terms) if isinstance(terms, Iterable) else [terms]
+        pairs: list[Any] = list(terms) if isinstance(terms, Iterable) else [terms]
         if not pairs:
             raise ValueError("CriterionSum has no terms: give at least one (factor, criterion)")
         for pair in pairs:

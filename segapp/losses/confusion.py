@@ -85,7 +85,7 @@ def first_logits(views: Sequence[View]) -> Tensor:
     return _tensors(views[0])[0]
 
 
-def _tensors(view: View) -> list[Tensor]:
+def _tensors(view: Any) -> list[Tensor]:
     return [view] if isinstance(view, Tensor) else [getattr(tile, "logits", tile) for tile in view]
 
 

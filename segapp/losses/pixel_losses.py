@@ -301,7 +301,7 @@ class CriterionOHEM(HeadCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
-        if not isinstance(threshold, Real) or not 0 < threshold <= 1:
+        if not isinstance(threshold, (int, float, Real)) or not 0 < threshold <= 1:
             raise ValueError(f"threshold={threshold}: give a probability above 0 and up to 1")
         if min_kept < 0:
             raise ValueError(f"min_kept={min_kept}: give a number of pixels of at least 0")

@@ -5,6 +5,7 @@ import pkgutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from segapp.assembly.criterion import build_criterion
 from segapp.config import LossConfig, LossTerm
@@ -12,6 +13,7 @@ from segapp.config.options import BUILT_INS, LOSSES
 from segapp.errors import ConfigError
 from segapp.losses import CriterionDice, CriterionMaskClassification, CriterionSum
 from segapp.optim import Plateau
+from tests.support.loss_cases import draw
 
 
 def no_rule(rule: str) -> list[float]:
@@ -34,10 +36,14 @@ def test_factory_takes_its_options_with_the_same_defaults(section: str, name: st
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"mask_classification"}))
 def test_every_name_builds_its_criterion(name: str) -> None:
-    criterion = build_criterion(LossConfig(name=name), 3, 255, no_rule)
-    assert type(criterion) is pkgutil.resolve_name(LOSSES[name].factory)
-    loss = criterion(torch.zeros(1, 3, 4, 4), torch.zeros(1, 8, 8, dtype=torch.int32))
-    assert loss.isfinite()
+    """It also takes logits of squashed images, as an evaluation with `data.resize_px` has them."""
+    assert type(build_criterion(LossConfig(name=name), 3, 255, no_rule)) is pkgutil.resolve_name(LOSSES[name].factory)
+    terms = [LossTerm(name="ohem", weight=0.25), LossTerm(name="lovasz", weight=3.0)]
+    criterion = build_criterion(LossConfig(name=name, align_corners=True, plus=terms), 3, 255, no_rule)
+    logits, target = draw(2, 3, (12, 5), (17, 23), ignored=0.2)
+    resized = F.interpolate(logits, (17, 23), mode="bilinear", align_corners=True)
+    for squashed in (logits, (logits,)):
+        torch.testing.assert_close(criterion(squashed, target), criterion(resized, target), rtol=1e-6, atol=0)
 
 
 def test_weight_of_mask_classification_multiplies_its_terms() -> None:

@@ -156,6 +156,21 @@ def record(
     return lambda _: 1.0
 
 
+SHARED = torch.nn.Conv2d(3, 2, 1)
+
+
+def shared_loss() -> torch.nn.Module:
+    """A factory whose module others may use too."""
+    return SHARED
+
+
+def test_loss_of_a_training_is_a_frozen_copy() -> None:
+    criterion = own_criterion(LossTerm(name=f"{__name__}:shared_loss"), 3, 255, None)
+    for own, shared in zip(criterion.parameters(), SHARED.parameters(), strict=True):
+        assert torch.equal(own, shared)
+        assert (own is shared, own.requires_grad, shared.requires_grad) == (False, False, True)
+
+
 USES: dict[str, Callable[[], Any]] = {
     "model": lambda: build_model("python", NAME, 3),
     "loss": lambda: own_criterion(LossTerm(name=NAME), 3, 255, torch.ones(3)),

@@ -36,7 +36,7 @@ GEOTIFFS = {"bands": [3, 1], "dtype": "float32", "value_range": [[-2, 30], [7, 4
 NODATA = -9999
 KEYS: dict[str, dict[str, Any]] = {
     "none": {},
-    "resize_px": {"data": {"resize_px": [32, 48]}},
+    "resize_px": {"data": {"resize_px": [32, 48]}, "loss": {"name": "dice"}},
     "resize_px of a padded network": {"data": {"resize_px": [27, 35], "crop_px": [32, 48]}, "model": PADDED},
     "resize_px in windows": {"data": {"resize_px": [40, 56]}, "eval": {"slide": True, "slide_px": [24, 40]}},
     "windows": {"eval": {"slide": True, "slide_px": [24, 40]}},

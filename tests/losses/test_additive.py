@@ -65,7 +65,7 @@ def test_all_ignored_is_zero_with_zero_gradient(name):
 def test_auxiliary_heads_are_added_with_their_weight(name):
     criterion = criteria()[name]
     logits, target = draw(ignored=0.5)
-    other, third = (draw(low=low, seed=low[0])[0] for low in ((3, 4), (6, 2)))
+    other, third = (draw(low=low, seed=low[0])[0] for low in ((3, 4), (6, 8)))
     expected = criterion(logits, target) + 0.4 * (criterion(other, target) + criterion(third, target))
     named = {"aux": other, "out": logits, "more": third}
     for outputs in ((logits, other, third), named, dict(sorted(named.items(), reverse=True))):
@@ -115,6 +115,9 @@ def test_statistics_sum_adds_and_scales():
     expected = CriterionCE()(logits, target) + 0.5 * CriterionDice()(logits, target)
     assert torch.allclose(total(logits, target), expected, rtol=1e-14)
     assert not total.is_linear
-    assert CriterionSum([(1.0, CriterionCE()), (2.0, CriterionLovasz())]).is_linear
+    terms = [(1.0, CriterionCE()), (2.0, CriterionLovasz()), (3.0, CriterionSum([(0.5, CriterionCE())]))]
+    from_a_generator = CriterionSum(term for term in terms)
+    assert torch.equal(from_a_generator(logits, target), CriterionSum(terms)(logits, target))
+    assert from_a_generator.is_linear
     with pytest.raises(ValueError, match="no terms"):
         CriterionSum([])

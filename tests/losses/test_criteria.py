@@ -49,6 +49,23 @@ def test_plain_loss_of_few_pixels_matches_torch(function, num_valid):
     assert relative_error(mine.grad, theirs.grad) < 1e-12
 
 
+class OwnLoss(torch.nn.PReLU):
+    """Cross-entropy with a learned slope for each class."""
+
+    def forward(self, logits, target):
+        return F.cross_entropy(super().forward(logits), target, ignore_index=255)
+
+
+@pytest.mark.parametrize("is_learned", [True, False])
+def test_plain_criterion_leaves_its_module_as_it_was(is_learned):
+    logits, target = draw(low=(17, 23))
+    mine, theirs = (OwnLoss(4, dtype=torch.float64).requires_grad_(is_learned) for _ in range(2))
+    for loss in (PlainCriterion(mine), theirs):
+        loss(logits.requires_grad_(), target).backward()
+    assert (mine.weight.requires_grad, mine.weight.grad is None) == (is_learned, not is_learned)
+    assert not is_learned or relative_error(mine.weight.grad, theirs.weight.grad) < 1e-12
+
+
 def upsampled(logits, target):
     return F.interpolate(logits, size=target.shape[-2:], mode="bilinear", align_corners=True)
 
@@ -104,13 +121,6 @@ def test_lovasz_skips_images_without_valid_pixels():
     logits, target = draw(3, ignored=[0.2, 1.0, 0.2])
     kept = [0, 2]
     assert relative_error(CriterionLovasz()(logits, target), CriterionLovasz()(logits[kept], target[kept])) < 1e-14
-
-
-@pytest.mark.parametrize("kind", [CriterionDice, CriterionFocal, CriterionTversky])
-def test_ignore_index_in_the_first_place_is_refused(kind):
-    """It is the first argument of `CriterionCE` and of the published losses; here it would be a factor."""
-    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
-        kind(255)
 
 
 @pytest.mark.parametrize(
