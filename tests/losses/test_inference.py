@@ -71,8 +71,6 @@ def test_sizes_may_be_those_of_a_target_or_a_list(function):
     expected = function(logits, (7, 11))
     assert expected.shape[-2:] == (7, 11)
     assert all(torch.equal(function(logits, size), expected) for size in (target.shape[-2:], [7, 11]))
-    views = ((tensor for tensor in (logits, -logits)) for _ in range(2))  # iterables are read once
-    assert torch.equal(function(next(views), (7, 11)), function(list(next(views)), (7, 11)))
 
 
 def test_wrong_inputs_are_named():
@@ -112,7 +110,7 @@ def test_tiles_in_rows_and_columns_are_averaged(band_bytes, monkeypatch):
             place = (..., slice(top, top + 9), slice(left, left + 9))
             total[place] += F.interpolate(logits, (9, 9), mode="bilinear", align_corners=True)
             count[place] += 1
-    torch.testing.assert_close(upsample_probabilities([tiles], (12, 13)), (total / count).softmax(1))
+    torch.testing.assert_close(upsample_probabilities([iter(tiles)], (12, 13)), (total / count).softmax(1))
 
 
 def test_tiles_and_views_are_averaged_as_probabilities():
