@@ -22,7 +22,7 @@ from segapp.run.events import (
     Weights,
 )
 from segapp.run.words import duration, plural, printable
-from segapp.scores import HEADLINES, loss_text, scores_text
+from segapp.scores import HEADLINES, loss_text, score_named, scores_text
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.waiting import EVERY_S, lines_while
 
@@ -66,7 +66,7 @@ class PlainReporter:
             case Val():
                 foreground = [] if self._start is None else list(map(printable, self._start.foreground))
                 scores = scores_text({name: event.score(name) for name in HEADLINES}, event.iou, foreground)
-                self._line(f"epoch {event.epoch}  val  {scores}")
+                self._line(f"epoch {event.epoch}  val  {scores}{self._monitored(event, scores)}")
             case Heartbeat(num_evaluated=int(done)) if time.monotonic() - self._last_line_s >= EVERY_S:
                 self._last_line_s = time.monotonic()
                 self._line(f"evaluating: {done:,} of {event.num_images:,} images")
@@ -103,6 +103,14 @@ class PlainReporter:
         if event.num_trainable is not None and event.num_trainable < event.num_params:
             until = "the whole run" if event.freeze_epochs is None else f"{event.freeze_epochs} epochs"
             self._line(f"{event.num_trainable / 1e6:.2f} M parameters are trained, the others frozen for {until}")
+
+    def _monitored(self, event: Val, shown: str) -> str:
+        """Return the score that selects the best checkpoint, to follow the scores that are shown, unless it is one."""
+        start = self._start
+        if start is None or start.monitor is None or start.monitor in HEADLINES:
+            return ""
+        title, value = printable(score_named(start.monitor).title), event.score(start.monitor, start.classes)
+        return "" if title in shown else f"  {title} {loss_text(value, is_known=False)}"
 
     def _show_step(self, event: Step) -> None:
         if self._start is None:

@@ -66,6 +66,22 @@ def test_evaluation_line_names_the_object() -> None:
     assert val.with_foreground(several) == val
 
 
+@pytest.mark.parametrize(
+    ("monitor", "more"),
+    [
+        ("dice:b: c/d", "  Dice of b: c/d 0.4615"),
+        ("iou:sky", "  IoU of sky -"),
+        ("mean_recall", "  mean recall 0.2500"),
+        ("loss", ""),
+        (None, ""),
+    ],
+)
+def test_evaluation_line_ends_with_the_monitored_score(monitor: str | None, more: str) -> None:
+    start = START.model_copy(update={"classes": ["a", "b: c/d", "sky"], "monitor": monitor})
+    val = Val(epoch=1, step=2, loss=0.5, miou=0.6, iou=[0.9, 0.3, None], mean_recall=0.25)
+    assert lines(start, val)[-1].endswith(f"loss 0.5000{more}")
+
+
 def test_hostile_names_send_no_control_codes() -> None:
     alert = Alert(kind="data", message="bad \x1b[2J name")
     assert "\x1b" not in "".join(lines(alert))
