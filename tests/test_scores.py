@@ -261,6 +261,35 @@ def test_best_is_what_the_monitor_names(tmp_path: Path, monitor: str | None, epo
     assert facts["best_num_scored"] == scored
 
 
+@pytest.mark.parametrize(
+    ("starts", "best"),
+    [
+        ([("miou", None, 4), ("loss", 4, 4), ("miou", 4, 6)], 2),  # killed before a checkpoint of the second monitor
+        ([("miou", None, 4), ("loss", 3, 6), ("miou", 5, 7)], 6),  # after one
+        ([("miou", None, 4), ("loss", 4, 6), ("loss", 1, 4)], 3),  # from before the change
+        ([(None, None, 4), ("loss", 2, 5)], 3),
+        ([(None, None, 4), ("miou", 3, 5)], 2),
+    ],
+)
+def test_view_ranks_from_where_the_trainer_does(starts: list[tuple[str | None, int | None, int]], best: int) -> None:
+    """Step 2 has the best mIoU, step 3 the best loss after it, and of steps 6 and 7, 6 has the better mIoU."""
+    view, at = View(), 0.0
+    fold, miou, loss = (
+        EventFold(view),
+        [0.1, 0.3, 0.9, 0.2, 0.3, 0.4, 0.8, 0.7],
+        [9.0, 0.1, 0.5, 0.2, 0.4, 0.6, 0.7, 0.8],
+    )
+    for monitor, resumed, end in starts:
+        begun = start().model_copy(update={"monitor": monitor, "resumed_from_step": resumed})
+        vals = [
+            Val(epoch=n, step=n, loss=loss[n], miou=miou[n], iou=[0.5] * 3) for n in range((resumed or 0) + 1, end + 1)
+        ]
+        for event in (begun, *vals):
+            fold.add([event.model_dump() | {"t": (at := at + 1)}])
+    assert view.best is not None
+    assert view.best.step == best
+
+
 def test_another_monitor_begins_anew_at_a_resume(tmp_path: Path) -> None:
     """mIoU ranks up to step 2, the loss from there on; the evaluation of step 3 is made twice."""
     view = View()

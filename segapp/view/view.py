@@ -105,9 +105,9 @@ class View:
     """Split -> highest allocation of each device with it, MiB."""
     vals: Evaluations = field(default_factory=Evaluations)
     best: events.Val | None = None
-    """The first with the best monitored score, among the evaluations with a finite loss since `ranked_from_step`."""
-    ranked_from_step: int = -1
-    """Step of the last resume with another `checkpoint.monitor`; -1 without one."""
+    """The first with the best monitored score, among the evaluations with a finite loss in the last of `rankings`."""
+    rankings: list[tuple[int, str]] = field(default_factory=list)
+    """The parts of the run that rank by themselves: the step after which one begins, and its `checkpoint.monitor`."""
     checkpoint: events.Checkpoint | None = None
     marks: list[Mark] = field(default_factory=list)
     gpu0: Gpu0 = field(default_factory=Gpu0)
@@ -149,7 +149,8 @@ class View:
 
     def best_of(self, vals: Iterable[events.Val]) -> events.Val | None:
         """Return the first evaluation with the best monitored score; None if there is none."""
-        values = [(val, as_float(self.monitored(val))) for val in vals if val.step > self.ranked_from_step]
+        begin = self.rankings[-1][0] if self.rankings else -1
+        values = [(val, as_float(self.monitored(val))) for val in vals if val.step > begin]
         ranked = [(val, value) for val, value in values if is_best_candidate(value, val.loss)]
         sign = 1 if self.monitor.larger_is_better else -1
         return max(ranked, key=lambda each: sign * each[1], default=(None,))[0]
@@ -430,8 +431,11 @@ class EventFold:
         view = self.view
         view.num_starts += 1
         view.first_start_s = event.t if view.first_start_s is None else view.first_start_s
-        if view.start is not None and view.start.monitor not in (None, event.monitor):
-            view.ranked_from_step = event.resumed_from_step or 0
+        # As the trainer: a checkpoint keeps its best score, unless the score that is monitored now is another one.
+        step, monitor = event.resumed_from_step or 0, event.monitor or "miou"
+        view.rankings = [each for each in view.rankings if each[0] < step]
+        if not view.rankings or view.rankings[-1][1] != monitor:
+            view.rankings.append((step if view.rankings else -1, monitor))
         view.start = event
         view.classes = [printable(name) for name in event.classes]
         view.end, view.phase, view.evaluating, view.recompute = None, "start", None, None
