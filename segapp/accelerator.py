@@ -292,6 +292,21 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
         set_random_states(states)
 
 
+@contextlib.contextmanager
+def all_random_states_kept() -> Iterator[None]:
+    """Restore torch's random states of the CPU and of all CUDA devices at the end of the `with` statement.
+
+    If CUDA starts in between, its generators get the seed of the CPU's: what `torch.manual_seed` had asked for.
+    """
+    has_cuda, seed = torch.cuda.is_initialized(), torch.initial_seed()  # type: ignore[no-untyped-call]
+    with random_states_kept(CUDA.devices() if has_cuda else ()):
+        try:
+            yield
+        finally:
+            if not has_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.manual_seed_all(seed)
+
+
 def wide_dtype(device: torch.device) -> torch.dtype:
     """Return the widest floating-point type of a device: float64, or float32 if it has no float64."""
     return torch.float64 if accelerator_of(device).has_float64(device) else torch.float32

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from segapp import __version__
-from segapp.accelerator import CUDA, GPUS, gpu_of, random_states_kept
+from segapp.accelerator import GPUS, all_random_states_kept, gpu_of
 from segapp.assembly.data import data_timeout_s
 from segapp.assembly.devices import DevicePlan, freed_memory_kept, numerics, plan_devices
 from segapp.assembly.network import with_weights_defaults
@@ -160,16 +160,13 @@ def _others_cannot_write() -> Iterator[None]:
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
     """Restore the process's random numbers at the end: of Python, numpy and torch, on the CPU and on GPUs."""
-    devices = [torch.device("cpu"), *(CUDA.devices() if torch.cuda.is_initialized() else ())]  # type: ignore[no-untyped-call]
-    seed, of_python, of_numpy = torch.initial_seed(), random.getstate(), np.random.get_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with random_states_kept(devices):
+        with all_random_states_kept():
             yield
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        if len(devices) == 1 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(seed)  # what the caller's seed would give at the first use of CUDA
 
 
 @contextlib.contextmanager
