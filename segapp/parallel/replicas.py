@@ -51,8 +51,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     the same way in each copy.
 
     All other attributes, such as hooks and the training mode, are the same as in the module. Methods that were
-    patched onto a submodule are bound to its copy. Nothing is kept for the next call, so the module may change between
-    two steps.
+    patched onto a submodule are bound to its copy. Nothing is kept for the next call but what a graph refers to
+    (`_kept`), so the module may change between two steps.
 
     Raises:
         TypeError: a part of the module is compiled.
