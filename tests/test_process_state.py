@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def test_process_is_as_it_was(name: str, tiny: dict[str, Any], trained: Path, tm
     finally:
         os.umask(previous)
     assert not name.startswith("train, ") or "refused" in name or read_end(tmp_path / "new") == ENDS[name]
+    grown = {key: Counter(after.pop(key)) - Counter(before.pop(key)) for key in ("threads", "open files", "children")}
+    assert not any(grown.values()), grown  # threads of earlier tests may end meanwhile
     assert {key: value for key, value in after.items() if value != before[key]} == {}
     assert given_back_mib() > 150
 
