@@ -107,7 +107,7 @@ class View:
     best: events.Val | None = None
     """The first with the best monitored score, among the evaluations with a finite loss in the last of `rankings`."""
     rankings: list[tuple[int, str]] = field(default_factory=list)
-    """The parts of the run with a ranking of their own: the step after which one begins, and its `checkpoint.monitor`."""
+    """The parts of the run with their own ranking: the step after which one begins, and its `checkpoint.monitor`."""
     checkpoint: events.Checkpoint | None = None
     marks: list[Mark] = field(default_factory=list)
     gpu0: Gpu0 = field(default_factory=Gpu0)
