@@ -288,7 +288,8 @@ def _kept(position: int, original: Tensor, copied: Tensor) -> Tensor:
     A backward pass through a module's own tensor uses its present values, also if forward passes have replaced them
     since by `.data =`, as some implementations of spectral normalization do. So it is with its copies.
     """
-    if copied is original or torch.is_inference_mode_enabled():
+    has_graph = (copied.is_floating_point() or copied.is_complex()) and not torch.is_inference_mode_enabled()
+    if copied is original or not has_graph:
         return copied
     earlier = _alive.get((id(original), position))
     if earlier is not None and _original_of(earlier) is original and earlier.device == copied.device:

@@ -347,7 +347,6 @@ class SyncBatchNorm(BatchNorm):
             )
         if (not self.training and self.running_mean is not None) or not computed_once(self.__is_divided):
             return BatchNorm.forward(self, input)
-        self.__check_sizes()  # kernels read as many values as there are channels, whatever memory they are in
         x = input.contiguous(memory_format=memory_format_of(input))
         weight, bias = (None if value is None else value.to(_statistics_dtype(x)) for value in (self.weight, self.bias))
         part = _Part()
@@ -413,6 +412,7 @@ class SyncBatchNorm(BatchNorm):
 
     def __join(self, values: list[tuple[_Part, Tensor, tuple[Tensor, Tensor], Tensor]]) -> list[Tensor]:
         """Give the parts of this process (all replicas, or this rank) their statistics; return the joined dummies."""
+        self.__check_sizes()  # kernels read as many values as there are channels, whatever memory they are in
         parts, xs, pairs, dummies = zip(*values, strict=True)
         nodes = [dummy.grad_fn for dummy in dummies]
         if len({node is None for node in nodes}) > 1:
