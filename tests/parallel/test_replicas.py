@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.parallel import DataParallelModel
+from segapp.parallel import BalancedDataParallel, DataParallelModel
 from segapp.parallel.replicas import _layout_of, _pack, _unpack, replicate  # layouts that no module of a test has
 from segapp.parallel.scatter_gather import resolve_devices, scatter
 
@@ -155,3 +155,26 @@ def test_copied_buffers_have_versions_of_their_own():
             if not inference:
                 assert second[0].running_mean._version == 1
                 assert second[1].running_mean._version == second[0].running_var._version == 0
+
+
+def test_frozen_copies_in_use_take_the_present_values():
+    """Their first graph is alive while the caller replaces the values, as the module's own tensor is in it."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.u = nn.Parameter(torch.ones(3)), nn.Parameter(torch.tensor([1.0, 2, 3]), False)
+
+        def forward(self, x):
+            return x * self.weight * self.u
+
+    found = []
+    for num_devices in (1, 3):
+        net, x = Scaled(), torch.arange(15.0).view(5, 3)
+        model = BalancedDataParallel(1 if num_devices > 1 else None, net, ["cpu"] * num_devices)
+        outputs = [model(x)]
+        net.u.data = net.u.data * 3
+        outputs.append(model(x))
+        sum(each.sum() for each in outputs).backward()
+        found.append([outputs[1].detach(), net.weight.grad])
+    assert all(map(torch.equal, *found))
