@@ -16,15 +16,16 @@ from segapp.run.words import size
 
 @dataclass(frozen=True)
 class Machine:
-    """The device of a training; `is_here` is false if the training is to run on another machine.
-
-    `plan_option` names the GPUs of another machine for `segapp plan`.
-    """
+    """The device of a training; `plan_option` names the GPUs of another machine for `segapp plan`."""
 
     num_gpus: int
     device: str
-    is_here: bool = True
     plan_option: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """True if the training is to run on this machine."""
+        return not self.plan_option
 
 
 def find_machine(gpus: Sequence[GpuSpec] | None) -> Machine:
@@ -32,7 +33,7 @@ def find_machine(gpus: Sequence[GpuSpec] | None) -> Machine:
     if gpus is not None:
         sizes = ", ".join(size(gpu.total_mib * 2**20) for gpu in gpus)
         option = " --gpus " + ",".join(f"{gpu.total_mib:.0f}MiB" for gpu in gpus)
-        return Machine(len(gpus), f"{count_of(len(gpus))} ({sizes}), as --gpus says", False, option)
+        return Machine(len(gpus), f"{count_of(len(gpus))} ({sizes}), as --gpus says", option)
     seen = visible_gpus()
     note = f" ({seen.message})" if seen.cure else ""
     if seen.gpus:
