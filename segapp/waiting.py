@@ -44,12 +44,14 @@ def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[N
             wait_s = EVERY_S
 
     _texts.append(text)
-    threading.Thread(target=say, name="lines", daemon=True).start()
+    thread = threading.Thread(target=say, name="lines", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         is_over.set()
         _texts.remove(text)
+        thread.join(1.0)  # a thread that writes to a terminal that takes nothing never ends
 
 
 def watch_signals() -> None:

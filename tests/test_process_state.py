@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from segapp import api
 from segapp.errors import SegappError
+from tests.support.own_parts import Net
 from tests.support.runs import events
 
 
@@ -145,9 +149,78 @@ def test_draws_of_other_threads_do_not_change_a_run(tiny: dict[str, Any], tmp_pa
     alone, is_over, thread = losses("alone"), threading.Event(), threading.Thread(target=lambda: draw())
     thread.start()
     try:
-        found = [losses(f"beside-{number}") for number in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(losses, ["beside-0", "beside-1", "beside-2"]))
     finally:
         is_over.set()
         thread.join()
     assert len(alone) == 5
     assert found == [alone] * 3
+
+
+class Draws(Net):
+    """Adds noise from torch's generator, and has a layer of dropout."""
+
+    def __init__(self, num_classes: int, noise: float = 0.0) -> None:
+        super().__init__(num_classes)
+        self.noise, self.dropout = noise, nn.Dropout(0.3)
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.dropout(self.head(self.backbone(images)))
+        return {"out": logits + self.noise * torch.rand_like(logits) if self.noise and self.training else logits}
+
+
+def drawing(tiny: dict[str, Any], noise: float, **train: Any) -> dict[str, Any]:
+    model = {"library": "python", "name": "tests.test_process_state:Draws", "options": {"noise": noise}}
+    return {**small(tiny), "model": model, "train": {"epochs": 1, "batch_size": 2, **train}}
+
+
+@contextlib.contextmanager
+def running(config: dict[str, Any], run: Path) -> Iterator[tuple[Future[Any], threading.Event]]:
+    """Train in a thread, which waits after its second step until the event is set or the body ends."""
+    stepped, goes_on = threading.Event(), threading.Event()
+
+    def wait(event: Any) -> None:
+        if event.type == "step" and event.step == 2:
+            stepped.set()
+            assert goes_on.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(api.train, config, run=run, on_event=wait)
+        try:
+            assert stepped.wait(60)
+            yield first, goes_on
+        finally:
+            goes_on.set()
+        assert first.result().step == 5
+
+
+def test_models_that_draw_train_one_after_the_other(tiny: dict[str, Any], tmp_path: Path) -> None:
+    names = itertools.count()
+    new = lambda: tmp_path / f"run-{next(names)}"  # noqa: E731
+    match = "another training runs in this process, and tests.test_process_state:Draws draws random numbers"
+    for first, second in ((0.0, 0.1), (0.1, 0.0)):
+        with running(drawing(tiny, first), new()), pytest.raises(SegappError, match=match):
+            api.train(drawing(tiny, second), run=new())
+        api.train(drawing(tiny, second), run=new())
+    with running(drawing(tiny, 0.0), new()):
+        assert api.train(drawing(tiny, 0.0), run=new()).step == 5
+        with pytest.raises(SegappError, match=r"train.deterministic = True, but another training in this process"):
+            api.train(drawing(tiny, 0.0, deterministic=True), run=new())
+
+
+def test_last_of_two_trainings_restores_the_process(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """The training that begins first ends first, so each would restore what the other one has set."""
+    api.train(small(tiny), run=tmp_path / "warm")
+    previous = os.umask(0o007)
+    try:
+        before = state()
+        first_run, second_run = (running(small(tiny), tmp_path / name) for name in ("first", "second"))
+        with first_run as (first, goes_on), second_run:
+            goes_on.set()
+            first.result()
+            assert (before["umask"], state()["umask"]) == ("0007", "0027")
+        after = state()
+    finally:
+        os.umask(previous)
+    assert {key for key, value in after.items() if value != before[key]} <= {"threads"}

@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import platform
-import random
 import shlex
 import socket
 import time
@@ -17,13 +16,12 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from segapp import __version__
-from segapp.accelerator import GPUS, all_random_states_kept, gpu_of
+from segapp.accelerator import GPUS, gpu_of
 from segapp.assembly.data import data_timeout_s
-from segapp.assembly.devices import DevicePlan, freed_memory_kept, numerics, plan_devices
+from segapp.assembly.devices import DevicePlan, freed_memory_kept, plan_devices
 from segapp.assembly.network import with_weights_defaults
 from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.assembly.pairs import build_scheme, check_monitor, count_images, split_names
@@ -52,10 +50,11 @@ from segapp.parallel.distributed import (
 from segapp.parallel.launch import Peers, end_process
 from segapp.planning.auto import is_planned, resolve_auto
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
-from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
+from segapp.run.files import append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, printable
 from segapp.session.failures import as_segapp_error
+from segapp.session.process_state import process_state, sharing_random_numbers
 from segapp.session.ranks import RANK_DEVICES, devices_of_launcher, joined_ranks, launch_ranks
 from segapp.session.request import TrainRequest, taken_note
 from segapp.session.start_checks import changed_length_note
@@ -93,9 +92,7 @@ def run_session(
     Raises:
         SegappError: the training could not begin, or failed.
     """
-    train = request.config.train
-    switches = numerics(deterministic=train.deterministic, tf32=train.tf32)
-    with signals or StopSignals(end_start=end_process) as signals, switches, _random_numbers_kept():
+    with signals or StopSignals(end_start=end_process) as signals, process_state(request.config.train):
         devices = devices_of_launcher() or plan_devices(request.config)
         if devices.mode == "ddp" and not is_launched():
             _check_before_start(request)
@@ -106,7 +103,6 @@ def run_session(
                 _check_before_start(request)
                 with (
                     freed_memory_kept() if own_devices.devices[0].type == "cpu" else contextlib.nullcontext(),
-                    _others_cannot_write(),
                     lines_while(lambda: "" if stage.has_stepped() else f"still starting{others}"),
                     _opened_folder(request, own_devices, ranks) as folder,
                     _reported(folder, request, own_devices, ranks, peers, signals, listener, stage) as context,
@@ -144,29 +140,6 @@ def _with_saved(config: RunConfig, state: Mapping[str, Any], *keys: str) -> RunC
     except (KeyError, TypeError):  # `check_resumable` says what is wrong with the checkpoint
         return config
     return config.model_copy(update={"train": config.train.model_copy(update=kept)})
-
-
-@contextlib.contextmanager
-def _others_cannot_write() -> Iterator[None]:
-    """Set the umask of this process so that only the owner can write to files that the body makes."""
-    before = os.umask(OTHERS_WRITE)
-    os.umask(before | OTHERS_WRITE)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-@contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """Restore the process's random numbers at the end: of Python, numpy and torch, on the CPU and on GPUs."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with all_random_states_kept():
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 @contextlib.contextmanager
@@ -414,6 +387,7 @@ def _restored_trainer(
                 limit=request.limit,
             )
         ) as trainer,
+        sharing_random_numbers(trainer.engine.model),
     ):
         if checkpoint is not None:
             num_train = len(trainer.train_loader.dataset)
