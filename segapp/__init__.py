@@ -13,32 +13,24 @@ from typing import Any as _Any
 
 __version__ = "0.1.0"
 
-_OF_API = (
-    "EvalResult",
-    "Evaluated",
-    "History",
-    "Network",
-    "PredictResult",
-    "StopTraining",
-    "TrainResult",
-    "evaluate",
-    "history",
-    "load",
-    "predict",
-    "train",
-)
+_HOMES = {
+    **dict.fromkeys(("Network", "StopTraining", "evaluate", "history", "load", "predict", "train"), "segapp.api"),
+    **dict.fromkeys(("EvalResult", "Evaluated", "History", "PredictResult", "TrainResult"), "segapp.results"),
+    "Event": "segapp.run.events",
+    "RunConfig": "segapp.config",
+}
 _PACKAGES = ("errors", "losses", "memory", "metrics", "parallel", "precision")
 
-__all__ = [*_OF_API, *_PACKAGES]
+__all__ = [*_HOMES, *_PACKAGES]
 
 
 def __getattr__(name: str) -> _Any:
-    if name in _OF_API:
-        return getattr(_import_module("segapp.api"), name)
+    if name in _HOMES:
+        return getattr(_import_module(_HOMES[name]), name)
     if name in _PACKAGES:
         return _import_module(f"segapp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_OF_API, *_PACKAGES, "__version__"])
+    return sorted([*__all__, "__version__"])

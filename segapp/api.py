@@ -6,184 +6,52 @@ torch; the functions import it when they are called.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import os
+import re
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 import numpy as np
 
 from segapp.custom.trust import accept_code, trusting
-from segapp.errors import ConfigError, DataError
-from segapp.scores import SCORES, EpochLoss, count_scored
+from segapp.errors import ConfigError, DataError, SegappError
+from segapp.results import EvalResult, Evaluated, History, PredictResult, TrainResult
+from segapp.scores import SCORES, EpochLoss
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+    from PIL import Image
     from torch import nn
 
     from segapp.assembly.trained import TrainedModel
     from segapp.config import RunConfig
+    from segapp.inference.predict.polygons import PolygonFormat
+    from segapp.inference.predict.reading import Saved
     from segapp.run.events import Event, RunEnd
     from segapp.training.console import PlainReporter
     from segapp.training.signals import StopSignals
 
-Config: TypeAlias = "str | Path | Mapping[str, Any] | RunConfig"
+AnyPath: TypeAlias = "str | os.PathLike[str]"
+"""A path, or where the argument says so the name of a run or of a shipped config."""
+Config: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | RunConfig"
 """A config: a file or the name of one, nested plain values, or a validated config."""
-Picture: TypeAlias = "str | Path | NDArray[Any] | Any"
+Device: TypeAlias = "str | int | torch.device"
+"""A device: such as "cuda:1" or "cpu", a CUDA index, or a `torch.device`."""
+Picture: TypeAlias = "str | os.PathLike[str] | NDArray[Any] | Image.Image"
 """An image: a file, an array (H, W, B) as it is stored, by default uint8 RGB, or a PIL image."""
 
 
 class StopTraining(Exception):  # noqa: N818 - it is a request, not an error
     """Raise it in `on_event` to stop a training: it saves a checkpoint, and `train` returns with the message."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scored:
-    """Scores of an evaluation; each score is an attribute too, such as `miou`, `mean_dice` and `loss`.
-
-    Attributes:
-        scores: name -> score, for each name of `segapp.scores.SCORES`; None if a value does not exist: a mean over no
-            class, a loss that was not finite, or the loss of an ensemble of models with different losses.
-        iou: class -> IoU; None for a class that does not occur.
-        num_images: number of evaluated images.
-    """
-
-    scores: dict[str, float | None]
-    iou: dict[str, float | None]
-    num_images: int | None = None
-
-    def __getattr__(self, name: str) -> float | None:
-        scores: dict[str, float | None] = self.__dict__.get("scores", {})
-        if name in scores:
-            return scores[name]
-        raise AttributeError(f"{type(self).__name__} has no {name}: its scores are {', '.join(scores)}")
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.iou)
-
-    @property
-    def num_scored(self) -> int:
-        """Number of classes that `miou` averages over: those that occur in the targets or the predictions."""
-        return count_scored(list(self.iou.values()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluated(_Scored):
-    """One evaluation during a training, with its scores.
-
-    Attributes:
-        epoch: counted from 1.
-        step: optimizer updates made.
-        train_loss: mean training loss of the epoch so far, as `segapp ls` shows it; None if it was not finite.
-        val_s: seconds that it took.
-    """
-
-    epoch: int
-    step: int
-    train_loss: float | None
-    val_s: float | None = None
-
-
-class History(tuple[Evaluated, ...]):
-    """The evaluations of a run, in order."""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a dictionary per evaluation, with a key `iou NAME` per class: `pandas.DataFrame(history.rows())`."""
-        plain = ("epoch", "step", "train_loss", "num_images", "val_s", "num_scored")
-        return [
-            {**{name: getattr(row, name) for name in plain}, **row.scores}
-            | {f"iou {name}": value for name, value in row.iou.items()}
-            for row in self
-        ]
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Result of a training.
-
-    Attributes:
-        run: folder of the run.
-        is_finished: False if it was stopped before its end.
-        reason: why it ended.
-        step: optimizer updates made.
-        history: all evaluations of the run, including the ones before a resume.
-    """
-
-    run: Path
-    is_finished: bool
-    reason: str
-    step: int
-    history: History
-
-    @property
-    def val(self) -> Evaluated | None:
-        """The last evaluation; None without one."""
-        return self.history[-1] if self.history else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalResult(_Scored):
-    """Result of an evaluation: everything that `segapp eval` prints; `print(result)` shows the same table.
-
-    With groups of classes, `scores` has `groups_miou` too.
-
-    Attributes:
-        split: name of the data split.
-        confusion: pixels (C, C); the row is the class of the target, the column the predicted class. With several
-            classes per pixel (C, 2, 2).
-        dice: class -> Dice score (F1); None for a class that does not occur, as in the next two.
-        precision: class -> precision.
-        recall: class -> recall.
-        groups: group of classes -> its IoU; empty if the data set has no groups.
-        checkpoints: the evaluated checkpoints; several of an ensemble.
-    """
-
-    split: str
-    confusion: NDArray[np.int64]
-    dice: dict[str, float | None]
-    precision: dict[str, float | None]
-    recall: dict[str, float | None]
-    groups: dict[str, float | None]
-    checkpoints: list[Path]
-    text: str = field(default="", repr=False)
-
-    def __str__(self) -> str:
-        """Return the lines that `segapp eval` prints."""
-        return self.text
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a dictionary of scores per class, worst IoU first: `pandas.DataFrame(result.rows())`."""
-        columns = {"iou": self.iou, "dice": self.dice, "precision": self.precision, "recall": self.recall}
-        names = sorted(self.iou, key=lambda name: (self.iou[name] is None, self.iou[name] or 0.0))
-        return [{"class": name, **{key: values[name] for key, values in columns.items()}} for name in names]
-
-
-@dataclass(frozen=True)
-class PredictResult:
-    """Result of a prediction of files.
-
-    Attributes:
-        paths: the files that were written, in the order of the images.
-        problems: a sentence for each file that could not be read.
-        notes: sentences about the prediction, such as the use of tiles.
-        num_images: number of predicted images and frames.
-        num_px: their pixels.
-        seconds: duration.
-    """
-
-    paths: list[Path]
-    problems: list[str]
-    notes: list[str]
-    num_images: int
-    num_px: int
-    seconds: float
 
 
 class Network:
@@ -198,8 +66,9 @@ class Network:
         from segapp.commands.predict import predictor_of
 
         self.trained = trained
-        self.classes = trained.scheme.names
+        self.classes: tuple[str, ...] = trained.scheme.names
         self._predictor = predictor_of(trained)
+        self._lock, self._num_running, self._training = threading.Lock(), 0, list[Any]()
 
     @property
     def module(self) -> nn.Module:
@@ -211,8 +80,14 @@ class Network:
         """The device that computes."""
         return self.trained.device
 
+    @overload
+    def predict(self, image: list[Picture]) -> list[NDArray[np.unsignedinteger[Any]]]: ...
+    @overload
+    def predict(self, image: Picture) -> NDArray[np.unsignedinteger[Any]]: ...
     def predict(self, image: Picture | list[Picture]) -> Any:
         """Return the class ids (H, W), uint8 (uint16 for more than 256 classes), of an image.
+
+        The module predicts in evaluation mode, also if you train it: its modules are set to that mode meanwhile.
 
         Args:
             image: a path, an array (H, W, B) of stored values (by default uint8 RGB), or a PIL image. A list gives a
@@ -223,10 +98,16 @@ class Network:
             ValueError: the image has another type or shape.
 
         Example:
-            `network.predict("photo.jpg")`, `network.predict(batch)`
+            >>> import segapp
+            >>> network = segapp.load("demo")  # doctest: +SKIP
+            >>> network.predict("photo.jpg").shape  # doctest: +SKIP
         """
         return self._each(image, self._predictor.labels)
 
+    @overload
+    def probabilities(self, image: list[Picture]) -> list[NDArray[np.float32]]: ...
+    @overload
+    def probabilities(self, image: Picture) -> NDArray[np.float32]: ...
     def probabilities(self, image: Picture | list[Picture]) -> Any:
         """Return the probabilities, float32 (C, H, W), with sum 1 over C, of an image; arguments as for `predict`.
 
@@ -236,12 +117,35 @@ class Network:
         """
         return self._each(image, self._predictor.probabilities)
 
+    def __repr__(self) -> str:
+        trained = self.trained
+        facts = f"{str(trained.path)!r}, step {trained.step}, {trained.config.model.name}, {len(self.classes)} classes"
+        return f"{type(self).__name__}({facts}, device={str(self.device)!r})"
+
     def _each(self, image: Any, compute: Callable[[NDArray[Any]], NDArray[Any]]) -> Any:
         if isinstance(image, list):
             return [self._each(one, compute) for one in image]
-        if isinstance(image, np.ndarray) and image.ndim == 4:
-            return compute(self._checked(image))
-        return compute(self._checked(self._pixels_of(image))[None])[0]
+        with self._evaluating():
+            if isinstance(image, np.ndarray) and image.ndim == 4:
+                return compute(self._checked(image))
+            return compute(self._checked(self._pixels_of(image))[None])[0]
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Keep the module in evaluation mode; the last of several threads restores the modes of its parts."""
+        with self._lock:
+            if not self._num_running:
+                self._training = [part for part in self.module.modules() if part.training]
+                for part in self._training:
+                    part.training = False
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                for part in () if self._num_running else self._training:
+                    part.training = True
 
     def _pixels_of(self, image: Any) -> NDArray[Any]:
         """Return the stored values (H, W, B) of a file, a PIL image or an array."""
@@ -249,13 +153,13 @@ class Network:
 
         from segapp.inference.predict.reading import InputFile, read_picture
 
-        if isinstance(image, (str, Path)):
+        if isinstance(image, (str, os.PathLike)):
             path = Path(image)
             if not path.is_file():
                 raise DataError(f"{path} is not a file: check the path", path=path)
             picture = read_picture(InputFile(path, path.stem), self._predictor.pixels)
             if picture.unused_bands:
-                warnings.warn(f"{path}: {picture.unused_bands}", stacklevel=4)
+                warnings.warn(f"{path}: {picture.unused_bands}", stacklevel=5)
             return np.asarray(picture.pixels[:])
         if isinstance(image, Image.Image):
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
@@ -300,10 +204,10 @@ class _Events:
 
 def train(
     config: Config | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
-    run: str | Path | None = None,
-    resume: str | None = None,
+    run: AnyPath | None = None,
+    resume: AnyPath | None = None,
     on_event: Callable[[Event], None] | None = None,
     handle_signals: bool = False,
     progress: bool | None = None,
@@ -313,10 +217,10 @@ def train(
 
     Args:
         config: path or name of a config, nested dictionaries, or a `RunConfig`. Leave it out to resume a run.
-        overrides: config keys to change, as `KEY=VALUE`.
+        overrides: config keys to change, as `KEY=VALUE` or as a dictionary such as `{"train.epochs": 2}`.
         run: folder of the run; None: runs/NAME.
         resume: what to continue: "auto" (the newest run of the config), a run, or a checkpoint file; None: begin anew.
-        on_event: called with each event of the run (`segapp.run.events`), usually in the thread that trains. Raise
+        on_event: called with each event of the run (`segapp.Event`), usually in the thread that trains. Raise
             `StopTraining("reason")` in it to stop the training at the next step with a checkpoint. Any other exception
             ends the training as failed.
         handle_signals: stop the training with a checkpoint on Ctrl-C and SIGTERM; only in the main thread.
@@ -328,7 +232,8 @@ def train(
             `DataError`, `OutOfMemoryError` and so on.
 
     Example:
-        >>> result = train("demo.yaml", ["train.epochs=2"])  # doctest: +SKIP
+        >>> import segapp
+        >>> result = segapp.train("demo.yaml", ["train.epochs=2"])  # doctest: +SKIP
         >>> result.val.miou, result.history.rows()  # doctest: +SKIP
     """
     from segapp.assembly.devices import plan_devices
@@ -337,82 +242,87 @@ def train(
     from segapp.session.launchers import adopt_launcher
     from segapp.session.request import TrainRequest, plan_request
     from segapp.session.session import run_session
-    from segapp.training.console import PlainReporter, has_progress_bar
+    from segapp.training.console import PlainReporter
     from segapp.training.signals import StopSignals
 
-    folder = None if run is None else Path(run)
-    with trusting(trust_parts):
+    _check_flags(handle_signals=handle_signals, trust_parts=trust_parts)
+    if handle_signals and threading.current_thread() is not threading.main_thread():
+        raise ConfigError("handle_signals=True works in the main thread only: leave it out in another thread")
+    folder, words = None if run is None else Path(_path(run, "run")), _words(overrides)
+    with _library_call(trust_parts):
         if resume is None:
             if config is None:
                 raise ConfigError("config is missing: give a file, a dictionary or a RunConfig")
-            request = TrainRequest(_read(config, overrides), run=folder)
+            request = TrainRequest(_read(config, words), run=folder)
             name_trackers(request.config.log)
-        elif isinstance(config, str | Path | None):
-            request = plan_request(None if config is None else str(config), overrides, folder, resume)
+        elif config is None or isinstance(config, str | os.PathLike):
+            named = None if config is None else os.fspath(config)
+            request = plan_request(named, words, folder, _path(resume, "resume"))
         else:
             raise ConfigError(f"resume = {resume!r} continues the run's config: leave config out, or name its file")
-    # On a copy: this process belongs to the caller, and no ranks are started here.
-    if request.config.parallel.mode != "single" and (launcher := adopt_launcher(dict(os.environ))):
-        raise ConfigError(
-            f"{launcher} started several tasks, each of which would train the whole run: use the command segapp train, "
-            "or parallel.mode=single for separate runs",
-            key="parallel.mode",
-        ).see("several-machines")
-    devices = plan_devices(request.config, is_one_process=True)
-    if devices.mode == "ddp":
-        raise ConfigError(
-            "parallel.mode = ddp starts processes: use segapp train, or parallel.mode=dp here", key="parallel.mode"
-        )
-    parallel = request.config.parallel.model_copy(update={"mode": devices.mode})
-    if request.folder is None:
-        path = RunFolder.create(request.config.name, path=request.run).path
-        request = replace(request, run=path, config=request.config.model_copy(update={"parallel": parallel}))
-    else:
-        path = request.folder.path
-    signals = StopSignals(is_active=handle_signals)
-    is_shown = has_progress_bar() if progress is None else progress
-    listener = _Events(on_event, signals, PlainReporter() if is_shown else None)
-    with trusting(trust_parts):
+        # On a copy: this process belongs to the caller, and no ranks are started here.
+        if request.config.parallel.mode != "single" and (launcher := adopt_launcher(dict(os.environ))):
+            raise ConfigError(
+                f"{launcher} started several tasks, each of which would train the whole run: use the command segapp "
+                "train, or parallel.mode=single for separate runs",
+                key="parallel.mode",
+            ).see("several-machines")
+        devices = plan_devices(request.config, is_one_process=True)
+        if devices.mode == "ddp":
+            raise ConfigError(
+                "parallel.mode = ddp starts processes: use segapp train, or parallel.mode=dp here", key="parallel.mode"
+            )
+        parallel = request.config.parallel.model_copy(update={"mode": devices.mode})
+        if request.folder is None:
+            path = RunFolder.create(request.config.name, path=request.run).path
+            request = replace(request, run=path, config=request.config.model_copy(update={"parallel": parallel}))
+        else:
+            path = request.folder.path
+        signals = StopSignals(is_active=handle_signals)
+        listener = _Events(on_event, signals, PlainReporter() if _is_shown(progress) else None)
         run_session(request, listener=listener, signals=signals)
-    evaluations, end = _read_history(path), listener.end
-    if end is None:
-        return TrainResult(path, True, "already complete", 0, evaluations)
-    return TrainResult(path, end.status == "finished", end.reason or "", end.step or 0, evaluations)
+    (evaluations, step), end = _read_run(path), listener.end
+    is_finished = end is None or end.status == "finished"
+    reason = "already complete" if end is None else end.reason or ""
+    return TrainResult(run=path, is_finished=is_finished, reason=reason, step=step, history=evaluations)
 
 
-def history(run: str | Path) -> History:
+def history(run: AnyPath) -> History:
     """Return the evaluations of a run, while it trains or afterwards, without loading torch.
 
     Args:
         run: name or folder of the run.
 
     Raises:
-        RunError: there is no such run.
+        ConfigError: there is no such run.
 
     Example:
-        >>> pandas.DataFrame(history("demo").rows())  # doctest: +SKIP
+        >>> import pandas  # doctest: +SKIP
+        >>> import segapp
+        >>> pandas.DataFrame(segapp.history("demo").rows())  # doctest: +SKIP
     """
     from segapp.run.folder import find_run
 
-    return _read_history(find_run(str(run)).path)
+    return _read_run(find_run(_path(run, "run")).path)[0]
 
 
-def _read_history(path: Path) -> History:
-    """Return the evaluations of a run from its events."""
+def _read_run(path: Path) -> tuple[History, int]:
+    """Return the evaluations of a run and its number of steps, from its events."""
     from segapp.run.events import EventReader, RunStart, StepRun, Val, parse_event
     from segapp.run.folder import RunFolder
 
-    loss, classes, rows = EpochLoss(), list[str](), list[Evaluated]()
+    loss, classes, rows, step = EpochLoss(), list[str](), list[Evaluated](), 0
     start: RunStart | None = None
     for item in chain.from_iterable(EventReader(RunFolder(path).events).skim()):
         if isinstance(item, StepRun):
             loss.add(item.epoch, item.step, item.loss)
+            step = item.step[-1] if item.step else step
             continue
         loss.add_event(item)
         if item["type"] == "run_start":
             start = cast(RunStart, parse_event(item))
             classes, resumed = start.classes, start.resumed_from_step
-            rows = rows if resumed is None else [row for row in rows if row.step <= resumed]
+            rows, step = (rows, step) if resumed is None else ([row for row in rows if row.step <= resumed], resumed)
         elif item["type"] == "val":
             val = cast(Val, parse_event(item)).with_foreground(start)
             rows.append(
@@ -426,18 +336,20 @@ def _read_history(path: Path) -> History:
                     scores={name: val.score(name) for name in SCORES},
                 )
             )
-    return History(rows)
+    return History(rows), step
 
 
 def evaluate(
-    target: str | Path | Sequence[str | Path],
+    target: AnyPath | Sequence[AnyPath],
     *,
     split: str | None = None,
     slide: bool = False,
     tta: bool = False,
-    data_root: str | Path | None = None,
-    devices: str | None = None,
-    config: str | Path | None = None,
+    data_root: AnyPath | None = None,
+    devices: Sequence[Device] | None = None,
+    config: Config | None = None,
+    progress: bool | None = None,
+    trust_parts: bool = False,
 ) -> EvalResult:
     """Evaluate a run (its best checkpoint), a checkpoint, or an ensemble on a data split.
 
@@ -447,22 +359,36 @@ def evaluate(
         slide: use a sliding window instead of the whole image.
         tta: average over flipped and scaled copies.
         data_root: folder of the data set, if it has moved.
-        devices: divide the images among devices, such as "0,1" or "cpu,cpu"; None: the first device of the run.
+        devices: divide the images among devices, such as [0, 1]; None: the first device of the run.
         config: config of the model, if the target holds only weights.
+        progress: show the progress; None: in a notebook or a terminal.
+        trust_parts: run the custom code that the target names; segapp remembers it.
 
     Raises:
         SegappError: the model or the data cannot be used.
 
     Example:
-        >>> result = evaluate("demo", tta=True)  # doctest: +SKIP
+        >>> import segapp
+        >>> result = segapp.evaluate("demo", tta=True)  # doctest: +SKIP
         >>> result.miou, result.dice["road"]  # doctest: +SKIP
     """
     from segapp.commands.evaluate import EvalOptions, as_json, score_lines, score_target
 
-    root, config = (None if each is None else str(each) for each in (data_root, config))
-    options = EvalOptions(split, slide, tta, root, devices, config)
-    scored = score_target(_listed(target), options)
-    raw = as_json(scored)
+    _check_flags(slide=slide, tta=tta, trust_parts=trust_parts)
+    if isinstance(devices, str):
+        raise ConfigError(f"devices is the text {devices!r}: give a list, such as [{devices!r}]")
+    with _library_call(trust_parts):
+        options = EvalOptions(
+            split,
+            slide,
+            tta,
+            None if data_root is None else _path(data_root, "data_root"),
+            None if devices is None else list(devices),
+            None if config is None else _read(config),
+            is_shown=_is_shown(progress),
+        )
+        scored = score_target(_listed(target), options)
+        raw = as_json(scored)
     return EvalResult(
         split=scored.split,
         num_images=raw["num_images"],
@@ -476,19 +402,22 @@ def evaluate(
 
 
 def predict(
-    target: str | Path | Sequence[str | Path],
-    paths: str | Path | Iterable[str | Path],
-    out: str | Path,
+    target: AnyPath | Sequence[AnyPath],
+    paths: AnyPath | Iterable[AnyPath],
+    out: AnyPath,
     *,
-    save: str | Sequence[str] = (),
+    save: Saved | Sequence[Saved] = (),
     label_ids: bool = False,
-    polygons: str | None = None,
+    polygons: PolygonFormat | None = None,
     min_area_px: int = 0,
     simplify_px: float = 0.0,
     slide: bool = False,
     tta: bool = False,
     batch: int | None = None,
-    config: str | Path | None = None,
+    device: Device | None = None,
+    config: Config | None = None,
+    progress: bool | None = None,
+    trust_parts: bool = False,
 ) -> PredictResult:
     """Predict image files and write the results, as `segapp predict` does, with the same options.
 
@@ -505,44 +434,55 @@ def predict(
         slide: use a sliding window instead of the whole image.
         tta: average over flipped and scaled copies.
         batch: images per batch; None: as many as fit into memory.
+        device: where to compute; None: the first device of `parallel.devices` of the run.
         config: config of the model, if the target holds only weights.
+        progress: show the progress; None: in a notebook or a terminal.
+        trust_parts: run the custom code that the target names; segapp remembers it.
 
     Raises:
         SegappError: the model or an option cannot be used, or a path does not exist.
 
     Example:
-        >>> predict("demo", "photos/", "out", save=["overlay"]).paths  # doctest: +SKIP
-        >>> predict("demo", "photos/", "out", polygons="coco", min_area_px=50).problems  # doctest: +SKIP
+        >>> import segapp
+        >>> segapp.predict("demo", "photos/", "out", save=["overlay"]).paths  # doctest: +SKIP
+        >>> segapp.predict("demo", "photos/", "out", polygons="coco", min_area_px=50).problems  # doctest: +SKIP
     """
     from segapp.commands.predict import PredictOptions, build_predictor, output_plan, parse_batch
     from segapp.inference.predict.outputs import parse_saved
     from segapp.inference.predict.pipeline import predict_files
     from segapp.inference.predict.polygons import parse_polygons
     from segapp.inference.predict.reading import find_images
+    from segapp.training.console import progress_bar
 
-    given = [paths] if isinstance(paths, (str, Path)) else paths
-    files, notes = find_images(list(given), Path(out))
-    options = PredictOptions(
-        parse_saved([save] if isinstance(save, str) else list(save)),
-        label_ids,
-        slide,
-        tta,
-        parse_batch("auto" if batch is None else str(batch)),
-        None if config is None else str(config),
-        parse_polygons(polygons, min_area_px, simplify_px),
-    )
-    predictor = build_predictor(_listed(target), options)
-    tally = predict_files(predictor, files, output_plan(Path(out), predictor, options), batch=options.batch)
+    _check_flags(label_ids=label_ids, slide=slide, tta=tta, trust_parts=trust_parts)
+    with _library_call(trust_parts):
+        targets, folder = _listed(target), Path(_path(out, "out"))
+        files, notes = find_images(_listed(paths, "paths"), folder)
+        options = PredictOptions(
+            parse_saved([save] if isinstance(save, str) else list(save)),
+            label_ids,
+            slide,
+            tta,
+            parse_batch("auto" if batch is None else str(batch)),
+            None if config is None else _read(config),
+            parse_polygons(polygons, min_area_px, simplify_px),
+            device,
+        )
+        predictor = build_predictor(targets, options)
+        plan = output_plan(folder, predictor, options)
+        with progress_bar(len(files), "predicting", unit="file", is_shown=_is_shown(progress)) as bar:
+            tally = predict_files(predictor, files, plan, batch=options.batch, progress=bar)
     tally.notes = [*notes, *tally.notes]
     return PredictResult(**{each.name: getattr(tally, each.name) for each in fields(PredictResult)})
 
 
 def load(
-    target: str | Path,
+    target: AnyPath,
     *,
-    device: str | torch.device | None = None,
+    device: Device | None = None,
     slide: bool = False,
     tta: bool = False,
+    config: Config | None = None,
     trust_parts: bool = False,
 ) -> Network:
     """Return the model of a run (its best checkpoint), of a checkpoint, or of an exported .safetensors file.
@@ -552,33 +492,99 @@ def load(
         device: where to compute, such as "cuda:1" or "cpu"; None: the first device of `parallel.devices` of the run.
         slide: use a sliding window instead of the whole image.
         tta: average over flipped and scaled copies.
+        config: config of the model, if the target holds only weights.
         trust_parts: run the custom code that the target names; segapp remembers it.
 
     Raises:
         SegappError: the target or the device cannot be used.
 
     Example:
-        >>> network = load("demo", device="cpu")  # doctest: +SKIP
+        >>> import segapp
+        >>> network = segapp.load("demo", device="cpu")  # doctest: +SKIP
         >>> network.predict("photo.jpg").shape, network.module  # doctest: +SKIP
     """
     from segapp.assembly.trained import load_trained
 
-    place = None if device is None else str(device)
-    with trusting(trust_parts):
-        return Network(load_trained(str(target), slide=slide, tta=tta, device=place))
+    _check_flags(slide=slide, tta=tta, trust_parts=trust_parts)
+    with _library_call(trust_parts):
+        own = None if config is None else _read(config)
+        return Network(load_trained(_path(target, "target"), own, slide=slide, tta=tta, device=device))
 
 
-def _listed(target: str | Path | Sequence[str | Path]) -> list[str]:
-    return [str(target)] if isinstance(target, (str, Path)) else [str(each) for each in target]
+_OPTION = re.compile(
+    r"(segapp [a-z-]+[^;:`]*)?--(resume|out|save|batch|polygons|min-area|simplify|config|devices|split|run|"
+    r"data-root|label-ids|slide|tta|trust-parts)\b"
+)
+"""An option of the command line in a message; with the text before it if it belongs to a command to enter."""
 
 
-def _read(config: Config, overrides: Sequence[str]) -> RunConfig:
+@contextlib.contextmanager
+def _library_call(trust_parts: bool) -> Iterator[None]:
+    """Trust custom code as asked, and let errors name arguments of Python instead of options of a command."""
+    try:
+        with trusting(trust_parts):
+            yield
+    except SegappError as error:
+        text = str(error)
+        said = _OPTION.sub(lambda found: found[0] if found[1] else found[2].replace("-", "_"), text)
+        if said == text:
+            raise
+        raise error.reworded(said) from error.__cause__
+
+
+def _path(value: Any, name: str) -> str:
+    """Return an argument that is one path or name; ConfigError for anything else."""
+    if isinstance(value, (str, os.PathLike)) and isinstance(path := os.fspath(value), str) and path:
+        return path
+    what = repr(value) if isinstance(value, str | bytes | bool | int | None) else f"a {type(value).__name__}"
+    if isinstance(value, TrainResult | Network):
+        advice = ", such as its run" if isinstance(value, TrainResult) else ", such as its trained.path"
+    else:
+        advice = "; load(target).predict takes arrays" if hasattr(value, "dtype") else ""
+    raise ConfigError(f"{name} is {what}: give a path or a name{advice}")
+
+
+def _listed(value: Any, name: str = "target") -> list[str]:
+    """Return an argument that is one path or several as a list."""
+    if isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable) or hasattr(value, "dtype"):
+        return [_path(value, name)]
+    if not (paths := [_path(each, f"{name}[{at}]") for at, each in enumerate(value)]):
+        raise ConfigError(f"{name} is empty: give a path, or a list of them")
+    return paths
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ConfigError(f"{name} is {value!r}: give True or False")
+
+
+def _is_shown(progress: bool | None) -> bool:
+    from segapp.training.console import has_progress_bar
+
+    _check_flags(**({} if progress is None else {"progress": progress}))
+    return has_progress_bar() if progress is None else progress
+
+
+def _words(overrides: Any) -> list[str]:
+    """Return overrides as `KEY=VALUE`; values of a mapping are written as JSON, which the reader of YAML takes."""
+    if isinstance(overrides, Mapping):
+        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in overrides.items()}
+        return [f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}" for key, value in plain.items()]
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+        raise ConfigError(f"overrides is {overrides!r}: give a list such as ['train.epochs=2'], or a dictionary")
+    return [word if isinstance(word, str) else f"{word!r}" for word in overrides]
+
+
+def _read(config: Any, overrides: Sequence[str] = ()) -> RunConfig:
     from segapp.config import RunConfig, load_runnable
     from segapp.config.load import config_of
     from segapp.config.trust import named_code
 
-    if isinstance(config, str | Path):
-        return load_runnable(config, overrides)
+    if isinstance(config, str | os.PathLike):
+        return load_runnable(os.fspath(config), overrides)
+    if not isinstance(config, RunConfig | Mapping):
+        raise ConfigError(f"config is a {type(config).__name__}: give a file, a dictionary or a RunConfig")
     raw = config.model_dump(mode="json") if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
     found = config_of(raw, overrides)
     accept_code(named_code(found).values())

@@ -348,7 +348,9 @@ def evaluate(
         check_data_of(targets, data_root, split)
     from segapp.commands.evaluate import EvalOptions, evaluate_target
 
-    options = EvalOptions(split, slide, tta, data_root, devices, config)
+    words = None if devices is None else [word.strip() for word in devices.split(",") if word.strip()]
+    places = None if words is None else [int(word) if word.isdecimal() else word for word in words]
+    options = EvalOptions(split, slide, tta, data_root, places, config)
     evaluate_target(targets, options, is_json=json_out, json_file=None if json_file is None else Path(json_file))
 
 

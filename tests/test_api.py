@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import multiprocessing
+import os
 import pickle
 import pydoc
 import re
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,16 +24,19 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
 import typer
 from PIL import Image
+from torch import nn
 
 import segapp
 from segapp import History, api, evaluate, predict, train
-from segapp.api import Evaluated, StopTraining, load
+from segapp.api import StopTraining, load
 from segapp.cli import app
 from segapp.config import load_config, validate_config
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.errors import ConfigError, DataError, SegappError
+from segapp.results import Evaluated
 from segapp.run.events import Event
 from segapp.scores import SCORES
 from segapp.training.console import has_progress_bar
@@ -94,7 +100,7 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert [(row.epoch, row.step) for row in again.history] == [(1, 5), (2, 10)]
     assert again.history[0] == first.val
     assert api.history(run) == again.history
-    found = evaluate(run, devices="cpu")
+    found = evaluate(run, devices=["cpu", torch.device("cpu")])
     assert list(found.iou) == list(again.val.iou) == ["ground", "box", "disc"]
     assert (found.num_scored, found.num_classes) == (3, 3)
     best = max(again.history, key=lambda row: row.miou)
@@ -135,8 +141,6 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
         drawn = predict(run, path, tmp_path / "coco", polygons="coco", min_area_px=min_area_px, simplify_px=1)
         assert [each.name for each in drawn.paths] == ["coco.json"]
         assert bool(json.loads(drawn.paths[0].read_text())["annotations"]) == has_polygons
-    with pytest.raises(ConfigError, match="--polygons shape is not known"):
-        predict(run, path, tmp_path / "out", polygons="shape")
     with pytest.raises(DataError, match=r"nosuch\.jpg is neither a file nor a folder: check the path"):
         predict(run, "nosuch.jpg", tmp_path / "out")
     assert np.array_equal(cv2.imread(str(tmp_path / "out" / "labels" / "00.png"), cv2.IMREAD_UNCHANGED), labels)
@@ -148,13 +152,140 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
 
 
 @pytest.mark.parametrize(
-    ("function", "command", "only_printed"),
-    [(predict, "predict", set()), (evaluate, "eval", {"json_out"})],
+    ("function", "command", "only_of_command", "only_of_function"),
+    [(predict, "predict", set(), {"device"}), (evaluate, "eval", {"json_out"}, set())],
 )
-def test_functions_have_the_options_of_their_commands(function: Any, command: str, only_printed: set[str]) -> None:
+def test_functions_have_the_options_of_their_commands(
+    function: Any, command: str, only_of_command: set[str], only_of_function: set[str]
+) -> None:
     options = {each.name for each in typer.main.get_command(app).commands[command].params}  # type: ignore[attr-defined]
-    own = {"target" if name == "targets" else name for name in options - only_printed}
-    assert own - {"help"} == set(inspect.signature(function).parameters)
+    of_command = {"target" if name == "targets" else name for name in options - only_of_command} - {"help"}
+    every = {"progress", "trust_parts"}  # options of all commands, or of the terminal
+    assert of_command | every | only_of_function == set(inspect.signature(function).parameters)
+
+
+def test_arguments_have_the_same_types_in_all_functions() -> None:
+    kinds: dict[str, set[str]] = {}
+    for function in (train, evaluate, predict, load):
+        for name, parameter in inspect.signature(function).parameters.items():
+            kinds.setdefault(name, set()).add(str(parameter.annotation).removesuffix(" | None"))
+    several = {name: found for name, found in kinds.items() if len(found) > 1}
+    assert several == {"target": {"AnyPath", "AnyPath | Sequence[AnyPath]"}}, "load returns one model"
+    assert (kinds["device"], kinds["config"], kinds["progress"]) == ({"Device"}, {"Config"}, {"bool"})
+
+
+WRONG_CALLS = [  # call with the folder of a run, and words of the error
+    (lambda run: evaluate([]), "target is empty: give a path"),
+    (lambda run: evaluate([run, None]), r"target\[1\] is None: give a path or a name"),
+    (lambda run: evaluate(train(resume=run, progress=False)), "target is a TrainResult: .* such as its run"),
+    (lambda run: predict(load(run), "a.png", "out"), "target is a Network: .* such as its trained.path"),
+    (lambda run: evaluate(run, devices="cpu"), r"devices is the text 'cpu': give a list, such as \['cpu'\]"),
+    (lambda run: evaluate(run, devices=[]), "^devices names no device: give at least one"),
+    (lambda run: evaluate(run, devices=[0.5]), "^devices: device 0.5 is not a CUDA index"),
+    (lambda run: evaluate(run, data_root=3), "data_root is 3: give a path"),
+    (lambda run: evaluate(run, config=3), "config is a int: give a file, a dictionary or a RunConfig"),
+    (lambda run: evaluate(run, progress="no"), "progress is 'no': give True or False"),
+    (lambda run: load(run, device="cuda:7"), "^device: device 'cuda:7': no CUDA device"),
+    (lambda run: load(run, device=7), "^device: device 7: no CUDA device"),
+    (lambda run: load(b"run"), "target is b'run': give a path"),
+    (lambda run: load(run, slide="no"), "slide is 'no': give True or False"),
+    (
+        lambda run: predict(run, np.zeros((2, 3, 3)), "out"),
+        r"paths is a ndarray: .*load\(target\).predict takes",
+    ),
+    (lambda run: predict(run, [], "out"), "paths is empty"),
+    (lambda run: predict(run, "a.png", None), "out is None: give a path"),
+    (lambda run: predict(run, run, "out", save=["lables"]), "^save lables is not known: did you mean labels"),
+    (lambda run: predict(run, run, "out", polygons="shape"), "^polygons shape is not known"),
+    (lambda run: predict(run, run, "out", polygons="coco", min_area_px=-1), "^min_area -1 is negative"),
+    (lambda run: predict(run, run, "out", min_area_px=3), "^min_area 3 changes polygons, .*: add polygons FORMAT"),
+    (lambda run: predict(run, run, "out", batch=0), "^batch 0 is neither a positive number"),
+    (lambda run: train(["a.yaml"]), "config is a list: give a file, a dictionary or a RunConfig"),
+    (lambda run: train("demo.yaml", "train.epochs=1"), r"overrides is 'train.epochs=1': give a list such as"),
+    (lambda run: train("demo.yaml", 3), "overrides is 3: give a list such as"),
+    (lambda run: train("demo.yaml", {"train.epochs": "x"}), r"train.epochs = 'x': "),
+    (lambda run: train("demo.yaml", run=run), "already holds a run: add resume to continue it"),
+    (lambda run: train("demo.yaml", run=3), "run is 3: give a path"),
+    (lambda run: train(resume=True), "resume is True: give a path or a name"),
+    (lambda run: train({"name": "x"}, resume=run), "continues the run's config: leave config out"),
+    (lambda run: in_thread(lambda: train("demo.yaml", handle_signals=True)), "in the main thread only"),
+    (lambda run: api.history(3), "run is 3: give a path or a name"),
+    (lambda run: api.history("nosuch"), "nosuch: no such run.*`segapp ls` lists all"),
+]
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def test_wrong_calls_are_named(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train(small(tiny), {"train.steps": 1}, run=tmp_path / "run").run
+    monkeypatch.chdir(tmp_path)
+    for call, words in WRONG_CALLS:
+        with pytest.raises(ConfigError, match=words):
+            call(run)
+    assert sorted(os.listdir()) == ["run"]
+
+
+def test_overrides_may_be_a_mapping_of_plain_values(tiny: dict[str, Any], tmp_path: Path) -> None:
+    given = {"name": "no", "seed": np.int64(3), "optim.lr": 1e-5, "data.crop_px": (32, 48), "data.root": tmp_path}
+    config = api._read(tiny, api._words(given))
+    found = (config.name, config.seed, config.optim.lr, config.data.crop_px, config.data.root)
+    assert found == ("no", 3, 1e-5, (32, 48), str(tmp_path))
+
+
+def test_module_in_training_predicts_as_evaluated(tiny: dict[str, Any], tiny_root: Path, tmp_path: Path) -> None:
+    """Two threads predict at once, and the first one ends while the second one is within a layer."""
+    network = load(train(small(tiny), run=tmp_path / "run").run)
+    module, image = network.module, cv2.imread(str(tiny_root / "images" / "val" / "01.png"))
+    state, plain = copy.deepcopy(module.state_dict()), network.probabilities(image)
+    module.train()
+    norm, head = (next(m for m in module.modules() if isinstance(m, kind)) for kind in (nn.BatchNorm2d, nn.Conv2d))
+    head.eval()
+    before = [part.training for part in module.modules()]
+    entered, first_is_over, waits = threading.Event(), threading.Event(), iter([True, False])
+
+    def wait(*_: Any) -> None:
+        if next(waits, False):
+            entered.set()
+            assert first_is_over.wait(30)
+
+    norm.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(network.probabilities, image)
+        assert entered.wait(30)
+        assert np.array_equal(network.probabilities(image), plain)
+        first_is_over.set()
+        assert np.array_equal(second.result(), plain)
+    assert [part.training for part in module.modules()] == before
+    assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
+
+
+def test_results_show_themselves_in_a_few_lines(tiny: dict[str, Any], tmp_path: Path) -> None:
+    result = train(small(tiny), {"train.epochs": 3}, run=tmp_path / "a<b>")
+    found, network = evaluate(result.run, progress=False), load(result.run)
+    assert all(text in repr(result) for text in ("a<b>", "is_finished=True", "step=15", "3 evaluations", "epoch=3"))
+    assert f"miou={found.miou:.4f}" in repr(found)
+    assert all(text in repr(network) for text in ("best.pt", "3 classes", "device='cpu'"))
+    for each in (result, result.history, found, network, result.val):
+        assert len(repr(each).splitlines()) < 10
+    table = result._repr_html_()
+    assert re.findall(r"<tr><td>(\d)</td><td>(\d+)</td>", table) == [("1", "5"), ("2", "10"), ("3", "15")]
+    assert "a&lt;b&gt;: finished at step 15" in table
+    assert re.findall(r"<tr><td>(\w+)</td>", found._repr_html_()) == [row["class"] for row in found.rows()]
+    assert (result.history[1:].rows(), len(result.history + result.history[:1])) == (result.history.rows()[1:], 4)
+    assert found == evaluate(result.run, progress=False)
+    assert len({found, evaluate(result.run, progress=False), *result.history}) == 4
+
+    losses = result.plot()
+    scores = losses.figure.axes[1]
+    drawn = {line.get_label(): line.get_ydata().tolist() for line in [*losses.lines, *scores.lines]}
+    rows = result.history.rows()
+    names = {"training loss": "train_loss", "validation loss": "loss", "mIoU": "miou", "mean Dice": "mean_dice"}
+    assert drawn == {label: [row[name] for row in rows] for label, name in names.items()}
+    bars = found.plot(ax=losses.figure.add_subplot())
+    assert [bar.get_width() for bar in bars.patches] == [row["iou"] for row in found.rows()[::-1]]
 
 
 def check_scores(found: segapp.EvalResult) -> None:
@@ -218,8 +349,6 @@ def test_history_is_a_table_and_every_score_an_attribute() -> None:
     assert [(row["iou a"], row["iou b"]) for row in History(rows).rows()] == [(0.5, None), (0.25, 0.0)]
     assert [getattr(rows[1], name) for name in SCORES] == list(scores.values())
     assert pickle.loads(pickle.dumps(rows[0])) == copy.copy(rows[0]) == rows[0]
-    with pytest.raises(AttributeError, match="Evaluated has no dice: its scores are miou, "):
-        rows[0].dice  # noqa: B018
 
 
 def test_names_and_signatures_are_those_of_the_functions() -> None:
@@ -227,13 +356,13 @@ def test_names_and_signatures_are_those_of_the_functions() -> None:
     assert shown == sorted(segapp.__all__)
     assert all(hasattr(segapp, name) for name in shown)
     stub = (Path(segapp.__file__).parent / "__init__.pyi").read_text()
-    assert sorted(re.findall(r"^from segapp(?:\.api)? import (\w+) as \1$", stub, re.MULTILINE)) == shown
+    assert sorted(re.findall(r"^from segapp(?:[.\w]+)? import (\w+) as \1$", stub, re.MULTILINE)) == shown
     assert (Path(segapp.__file__).parent / "py.typed").exists()
     assert inspect.signature(segapp.train) == inspect.signature(api.train)
     assert list(inspect.signature(train).parameters)[:3] == ["config", "overrides", "run"]
     text = pydoc.render_doc(segapp.train, renderer=pydoc.plaintext)
     assert "Train a model in this process, and return when the training has ended" in text
-    assert "train(config: 'Config | None' = None, overrides: 'Sequence[str]' = ()" in text
+    assert "train(config: 'Config | None' = None, overrides: 'Sequence[str] | Mapping" in text
     assert "handle_signals: stop the training with a checkpoint on Ctrl-C" in text
     for name in ("train", "evaluate", "predict", "load", "history"):
         assert "Example:" in (inspect.getdoc(getattr(segapp, name)) or ""), name

@@ -24,7 +24,7 @@ from segapp.errors import ConfigError, did_you_mean
 from segapp.memory.gpus import order_by_free_memory, visible_gpus
 from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 from segapp.parallel.distributed import is_launched
-from segapp.parallel.scatter_gather import resolve_devices
+from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
 from segapp.places import keep_compiled_code
 
 
@@ -105,8 +105,10 @@ def _against_ddp(devices: Sequence[torch.device], *, is_one_process: bool) -> st
 _DEVICES = (*ACCELERATORS, "auto")
 
 
-def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.device], str]:
-    """Return the devices of `parallel.devices`, and the reason for the choice.
+def choose_devices(
+    requested: str | Sequence[DeviceLike], name: str = "parallel.devices"
+) -> tuple[list[torch.device], str]:
+    """Return the devices of `parallel.devices`, or of another option with that name, and the reason for the choice.
 
     Raises:
         ConfigError: a device does not exist on this machine.
@@ -126,13 +128,13 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
         for device in devices:  # `resolve_devices` also takes the simulated devices of a memory plan
             if device.type not in _DEVICES:
                 raise ValueError(f"device {str(device)!r} is not supported: use 'cpu', 'cuda:0' or a CUDA index like 0")
-        return devices, "as parallel.devices says"
+        return devices, f"as {name} says"
     except (ValueError, TypeError, RuntimeError) as error:
         kinds = [word.partition(":")[0] for word in named if isinstance(word, str)]
         hints = [did_you_mean(kind, _DEVICES) for kind in kinds if kind not in _DEVICES]
         note = visible_gpus().problem if "visible" in str(error) else ""
         hint = next((f" ({hint})" for hint in [*hints, note] if hint), "")
-        raise ConfigError(f"parallel.devices: {error}{hint}", key="parallel.devices").see("no-gpu") from None
+        raise ConfigError(f"{name}: {error}{hint}", key=name if "." in name else None).see("no-gpu") from None
 
 
 def _names(devices: Sequence[torch.device]) -> str:

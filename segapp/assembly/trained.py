@@ -28,6 +28,7 @@ from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
 from segapp.models.own_generator import own_generator
 from segapp.models.weights import CONFIG_KEY, load_weights, read_metadata, read_weights_file, sha256_of, weights_path
+from segapp.parallel.scatter_gather import DeviceLike
 from segapp.precision import Precision
 from segapp.run.words import printable
 
@@ -62,16 +63,22 @@ class TrainedModel(TrainedState):
 
 
 def load_trained(
-    target: str, config: str | None = None, *, slide: bool = False, tta: bool = False, device: str | None = None
+    target: str,
+    config: str | RunConfig | None = None,
+    *,
+    slide: bool = False,
+    tta: bool = False,
+    device: DeviceLike | None = None,
 ) -> TrainedModel:
     """Return the model of `read_trained` on a device, by default the run's, with its inference; print its messages."""
+    given = None if device is None else choose_devices([device], "device")[0][0]
     trained = read_trained(target, config)
     for message in trained.messages:
         print(f"note: {printable(message)}", file=sys.stderr)
     model, own = trained.model, trained.config
     overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
     evaluation = own.eval.model_copy(update=overrides)
-    place = choose_devices(own.parallel.devices if device is None else device)[0][0]
+    place = given or choose_devices(own.parallel.devices)[0][0]
     precision = Precision(with_precision(own, (place,)).train.precision, place)
     precision.prepare(model.to(place))
     inference = build_inference(own.data, evaluation, model, precision, own.loss.is_aligned)
@@ -79,13 +86,13 @@ def load_trained(
     return TrainedModel(**vars(trained), inference=inference, device=place)
 
 
-def read_trained(target: str, config: str | None = None) -> TrainedState:
+def read_trained(target: str, config: str | RunConfig | None = None) -> TrainedState:
     """Return the network of a run (its best checkpoint, else the last), of a checkpoint, or of a weights file.
 
     Args:
         target: a run's name, its folder, a checkpoint, or with `config` any file that `model.weights` takes. A
             safetensors file of `segapp export` holds its config.
-        config: config for a file that holds only weights: a path or a name.
+        config: config for a file that holds only weights, or its path or name.
 
     Raises:
         CheckpointError: the file is missing, or belongs to another program, config or model.
@@ -93,7 +100,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     """
     path = weights_path(target)
     if config is not None or path.suffix.lower() == ".safetensors":
-        loaded = _config_of(path) if config is None else load_runnable(config)
+        loaded = _config_of(path) if config is None else load_runnable(config) if isinstance(config, str) else config
         with own_generator():
             return _from_weights(path, loaded)
     checkpoint = find_checkpoint(target)

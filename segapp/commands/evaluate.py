@@ -17,6 +17,7 @@ from segapp.assembly.devices import choose_devices
 from segapp.assembly.pairs import build_groups, build_pairs, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
+from segapp.config import RunConfig
 from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
@@ -25,6 +26,7 @@ from segapp.inference.evaluate import EnsembleEvaluator, Evaluation, EvaluationS
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, group_iou, mean_of_known
+from segapp.parallel.scatter_gather import DeviceLike
 from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
@@ -33,14 +35,18 @@ from segapp.training.console import iou_table, progress_bar, worst_first
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of `segapp eval`; if `split` is None, the run's validation split is used."""
+    """Options of `segapp eval`; if `split` is None, the run's validation split is used.
+
+    For `is_shown` see `progress_bar`.
+    """
 
     split: str | None = None
     slide: bool = False
     tta: bool = False
     data_root: str | None = None
-    devices: str | None = None
-    config: str | None = None
+    devices: Sequence[DeviceLike] | None = None
+    config: str | RunConfig | None = None
+    is_shown: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def score_target(targets: Sequence[str], options: EvalOptions) -> ScoredSplit:
     )
     counter = Evaluator if ensemble is None else partial(EnsembleEvaluator, ensemble)
     batches = loader.batches(reads_windows=ensemble is None and settings.reads_windows)
-    with contextlib.closing(loader), progress_bar(len(dataset), "evaluating") as progress:
+    with contextlib.closing(loader), progress_bar(len(dataset), "evaluating", is_shown=options.is_shown) as progress:
         model = copy_to(trained.model, settings.device)
         found = evaluate(model, batches, settings, counter=counter, progress=progress)
     for note in found.notes:
@@ -114,7 +120,7 @@ def _load_ensemble(
     """Return several networks and the mean of their probabilities; ConfigError if they cannot be averaged."""
     for option, value in (("--config", options.config), ("--devices", options.devices)):
         if value is not None:
-            raise ConfigError(f"{option} {value} is for one model, and {len(targets)} are named: leave it out")
+            raise ConfigError(f"{option} is for one model, and {len(targets)} are named: leave it out")
     networks: list[tuple[str, TrainedModel]] = []
 
     def members() -> Iterator[tuple[str, TrainedPredictor]]:
@@ -161,10 +167,9 @@ def _build_settings(
         return settings
     devices = [trained.device]
     if options.devices is not None:
-        names = [name.strip() for name in options.devices.split(",") if name.strip()]
-        devices = choose_devices([int(name) if name.isdecimal() else name for name in names])[0]
-        if not devices:
-            raise ConfigError("--devices names no device: give at least one, e.g. 0,1 or cpu")
+        if not options.devices:
+            raise ConfigError("--devices names no device: give at least one, such as 0 or cpu")
+        devices = choose_devices(options.devices, "--devices")[0]
     criterion = criterion_of(trained.config, trained.scheme, lambda _: [1.0] * trained.scheme.num_classes)
     if trained.criterion is not None:
         criterion.load_state_dict(trained.criterion)  # includes the class weights of the training

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from segapp.assembly.trained import TrainedModel, load_trained
+from segapp.config import RunConfig
 from segapp.errors import ConfigError, DataError
 from segapp.inference.predict.outputs import OutputPlan
 from segapp.inference.predict.pipeline import predict_files
 from segapp.inference.predict.polygons import PolygonPlan
 from segapp.inference.predict.predictor import EnsemblePredictor, Predictor, TrainedPredictor
 from segapp.inference.predict.reading import InputFile, Saved
+from segapp.parallel.scatter_gather import DeviceLike
 from segapp.run.words import printable
 from segapp.training.console import progress_bar
 
@@ -27,7 +29,8 @@ class PredictOptions:
         label_ids: write the ids of the data set instead of class ids.
         polygons: the polygons to write; without `save`, nothing else is written.
         batch: images per batch; None: depending on the free memory.
-        config: config of the network for a file with only weights; None: from the file.
+        config: config of the network for a file with only weights, or its name; None: from the file.
+        device: where to compute; None: the first device of the run.
     """
 
     save: tuple[Saved, ...] = ()
@@ -35,8 +38,9 @@ class PredictOptions:
     slide: bool = False
     tta: bool = False
     batch: int | None = None
-    config: str | None = None
+    config: str | RunConfig | None = None
     polygons: PolygonPlan | None = None
+    device: DeviceLike | None = None
 
 
 def predict_target(networks: Sequence[str], files: Sequence[InputFile], out: Path, options: PredictOptions) -> None:
@@ -106,8 +110,8 @@ def build_predictor(networks: Sequence[str], options: PredictOptions) -> Predict
         return _member(networks[0], options)
     if options.config is not None:
         raise ConfigError(
-            f"--config {options.config} belongs to one file of weights, and {len(networks)} models are named: write "
-            "the weights with their config first (segapp export --format safetensors)"
+            f"--config belongs to one file of weights, and {len(networks)} models are named: write the weights "
+            "with their config first (segapp export --format safetensors)"
         )
     return EnsemblePredictor((name, _member(name, options)) for name in networks)
 
@@ -117,4 +121,5 @@ def predictor_of(trained: TrainedModel) -> TrainedPredictor:
 
 
 def _member(target: str, options: PredictOptions) -> TrainedPredictor:
-    return predictor_of(load_trained(target, options.config, slide=options.slide, tta=options.tta))
+    trained = load_trained(target, options.config, slide=options.slide, tta=options.tta, device=options.device)
+    return predictor_of(trained)

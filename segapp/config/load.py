@@ -185,7 +185,7 @@ def load_runnable(name: str | Path, overrides: Sequence[str] = (), *, is_stored:
 
 def check_code(config: RunConfig, origin: Path, overrides: Sequence[str] = (), *, is_stored: bool = True) -> None:
     """Check that the custom components of a config may run; those that the overrides name are the user's own."""
-    typed = {word.partition("=")[2] for word in overrides}
+    typed = {value for value in parse_overrides(overrides).values() if isinstance(value, str)}
     check_known(named_code(config), origin.resolve(), typed, is_stored=is_stored)
 
 

@@ -141,19 +141,24 @@ def has_progress_bar() -> bool:
 
 
 @contextmanager
-def progress_bar(total: int, label: str, unit: str = "image") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in a terminal or a notebook, else lines; yield a function that takes the number of units."""
+def progress_bar(
+    total: int, label: str, unit: str = "image", *, is_shown: bool | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar, and yield a function that takes the number of units.
+
+    If `is_shown` is None, a terminal or a notebook shows a bar, and other outputs get lines. False shows neither.
+    """
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # tqdm's thread would outlive the bar
 
-    is_shown, num_done = has_progress_bar(), 0
+    has_bar, num_done = has_progress_bar() if is_shown is None else is_shown, 0
 
     def line() -> str:
-        return "" if is_shown else f"{label}: {num_done:,} of {plural(total, unit)}"
+        return "" if has_bar or is_shown is False else f"{label}: {num_done:,} of {plural(total, unit)}"
 
-    with Bar(total=total, desc=label, unit=unit, disable=not is_shown, leave=False) as bar, lines_while(line):
+    with Bar(total=total, desc=label, unit=unit, disable=not has_bar, leave=False) as bar, lines_while(line):
 
         def progress(done: int) -> None:
             nonlocal num_done

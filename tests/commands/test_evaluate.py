@@ -177,8 +177,8 @@ def test_mean_of_a_network_and_itself_is_the_network(runs: Path) -> None:
 
 def test_options_of_one_model_are_refused_for_several(runs: Path, tmp_path: Path) -> None:
     names = [str(runs / "a"), str(runs / "b")]
-    with pytest.raises(ConfigError, match=r"--devices cpu,cpu is for one model, and 2 are named: leave it out"):
-        score_target(names, EvalOptions(devices="cpu,cpu"))
+    with pytest.raises(ConfigError, match=r"--devices is for one model, and 2 are named: leave it out"):
+        score_target(names, EvalOptions(devices=["cpu", "cpu"]))
     images = find_images([runs / "data" / "images" / "holdout"])[0]
     with pytest.raises(ConfigError, match="belongs to one file of weights"):
         predict_target(names, images, tmp_path / "out", PredictOptions(config="x.yaml"))

@@ -53,6 +53,9 @@ def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> 
     Raises:
         ConfigError: an unknown format, an option without `--polygons`, or a missing package.
     """
+    for option, value in (("--min-area", min_area_px), ("--simplify", simplify_px)):
+        if not value >= 0:
+            raise ConfigError(f"{option} {value} is negative: give 0 or more")
     if format is None:
         if min_area_px or simplify_px:
             option = f"--min-area {min_area_px}" if min_area_px else f"--simplify {simplify_px:g}"
