@@ -6,13 +6,13 @@ The page `own-loop` explains the names. They need only torch and the standard li
 from segapp.losses.additive import (
     AdditiveCriterion,
     CriterionSum,
-    Outputs,
+    LossStatistics,
+    ModelOutputs,
     PlainCriterion,
-    Statistics,
     heads_of,
     surrogate,
 )
-from segapp.losses.confusion import Scores, upsample_argmax, upsample_confusion, upsample_probabilities
+from segapp.losses.confusion import ConfusionSums, upsample_argmax, upsample_confusion, upsample_probabilities
 from segapp.losses.cross_entropy import CriterionCE, upsample_cross_entropy
 from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.losses.mask_classification import CriterionMaskClassification
@@ -21,6 +21,7 @@ from segapp.losses.pixel_losses import CriterionBCE, CriterionFocal, CriterionOH
 
 __all__ = [
     "AdditiveCriterion",
+    "ConfusionSums",
     "CriterionBCE",
     "CriterionCE",
     "CriterionDice",
@@ -31,10 +32,9 @@ __all__ = [
     "CriterionOHEM",
     "CriterionSum",
     "CriterionTversky",
-    "Outputs",
+    "LossStatistics",
+    "ModelOutputs",
     "PlainCriterion",
-    "Scores",
-    "Statistics",
     "heads_of",
     "node_features",
     "pair_wise_difference",

@@ -9,6 +9,8 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 from __future__ import annotations
 
 import functools
+import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
@@ -19,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import wide_sum
-from segapp.losses.fused.checks import check_ignore_index, check_inputs, check_stride
+from segapp.losses.fused.checks import check_ignore_index, check_inputs, check_stride, has_values
 
-Statistics = tuple[Tensor, ...]
+LossStatistics = tuple[Tensor, ...]
 """Tensors that can be summed: differentiable sums in float32 or better, counts in float64."""
 
-Outputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+ModelOutputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """Outputs of a model: logits, (logits, *auxiliary logits), or torchvision's {"out": ..., "aux": ...}."""
 
 
@@ -35,7 +37,7 @@ def as_whole(outputs: Any) -> Any:
     return outputs
 
 
-def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
+def heads_of(outputs: ModelOutputs) -> tuple[Tensor, ...]:
     """Return the main logits, then the auxiliary ones, each (N, C, h, w).
 
     Raises:
@@ -57,11 +59,11 @@ def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
     return tuple(map(as_whole, outputs))
 
 
-def _marked_as_sums(statistics: Callable[..., Statistics]) -> Callable[..., Statistics]:
+def _marked_as_sums(statistics: Callable[..., LossStatistics]) -> Callable[..., LossStatistics]:
     """Decorate a criterion's `statistics`: a `DataParallelModel` that returns them knows that they are no means."""
 
     @functools.wraps(statistics)
-    def marked(*args: Any, **kwargs: Any) -> Statistics:
+    def marked(*args: Any, **kwargs: Any) -> LossStatistics:
         sums = statistics(*args, **kwargs)
         if not torch.compiler.is_compiling():
             for entry in sums:
@@ -94,7 +96,7 @@ class AdditiveCriterion(nn.Module):
         if "statistics" in vars(cls):
             cls.statistics = _marked_as_sums(cls.statistics)  # type: ignore[method-assign]
 
-    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+    def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return the sums of a chunk, with the same shapes for every chunk of a step.
 
         Args:
@@ -103,7 +105,7 @@ class AdditiveCriterion(nn.Module):
         """
         raise NotImplementedError
 
-    def _heads(self, outputs: Outputs, target: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, outputs: ModelOutputs, target: Tensor) -> tuple[Tensor, ...]:
         """Return the heads, each with a stride that explains its size, unless the criterion `takes_any_aspect`."""
         heads = heads_of(outputs)
         for logits in () if self.takes_any_aspect else heads:
@@ -115,11 +117,11 @@ class AdditiveCriterion(nn.Module):
         """The criterion that needs only the model's outputs and a target; evaluations report its loss."""
         return self
 
-    def terms(self, totals: Statistics) -> dict[str, Tensor]:
+    def terms(self, totals: LossStatistics) -> dict[str, Tensor]:
         """Return the parts of the loss for display, by name, without weights."""
         return {}
 
-    def target_statistics(self, target: Tensor) -> Statistics:
+    def target_statistics(self, target: Tensor) -> LossStatistics:
         """Return `statistics` with numerators 0, computed only from the target (N, H, W).
 
         Raises:
@@ -127,13 +129,19 @@ class AdditiveCriterion(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} is not linear: its statistics need the logits")
 
-    def finalize(self, totals: Statistics) -> Tensor:
+    def finalize(self, totals: LossStatistics) -> Tensor:
         """Return the scalar loss from the summed statistics; 0 with zero gradient if no pixel was valid."""
         raise NotImplementedError
 
-    def forward(self, outputs: Outputs, target: Tensor) -> Tensor:
+    def forward(self, outputs: ModelOutputs, target: Tensor) -> Tensor:
         """Return the scalar loss of a step with one chunk; see `statistics` for the arguments."""
         return self.finalize(self.statistics(as_whole(outputs), target))
+
+    def extra_repr(self) -> str:
+        """Return the arguments of the constructor with their values, defaults included; modules follow as children."""
+        values = {key: getattr(self, key, self) for key in inspect.signature(type(self)).parameters}
+        shown = {key: value for key, value in values.items() if not isinstance(value, nn.Module)}
+        return ", ".join(f"{key}={shown_value(value)}" for key, value in shown.items())
 
 
 class MeanCriterion(AdditiveCriterion):
@@ -157,7 +165,7 @@ class MeanCriterion(AdditiveCriterion):
         """Return the denominator of `head_sums`, a float64 scalar, computed only from the target (N, H, W)."""
         raise NotImplementedError
 
-    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+    def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return (loss sum, denominator); see the base class."""
         main, *auxiliary = self._heads(outputs, target)
         total, count = self.head_sums(main, target)
@@ -165,11 +173,11 @@ class MeanCriterion(AdditiveCriterion):
             total = total + self.aux_weight * self.head_sums(logits, target)[0]
         return total, count
 
-    def target_statistics(self, target: Tensor) -> Statistics:
+    def target_statistics(self, target: Tensor) -> LossStatistics:
         """Return (0, denominator); see the base class."""
         return torch.zeros((), device=target.device), self.denominator(target)
 
-    def finalize(self, totals: Statistics) -> Tensor:
+    def finalize(self, totals: LossStatistics) -> Tensor:
         """Return loss sum / denominator in the loss sum's dtype; 0 if the denominator is 0."""
         total, count = totals
         return (total * reciprocal_or_zero(count)).to(total.dtype)
@@ -240,20 +248,20 @@ class HeadCriterion(AdditiveCriterion):
         super().__init__()
         self.aux_weight = float(aux_weight)
 
-    def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
+    def head_statistics(self, logits: Tensor, target: Tensor) -> LossStatistics:
         """Return the sums of one head's logits (N, C, h, w)."""
         raise NotImplementedError
 
-    def finalize_head(self, totals: Statistics) -> Tensor:
+    def finalize_head(self, totals: LossStatistics) -> Tensor:
         """Return the scalar loss of one head."""
         raise NotImplementedError
 
-    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+    def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return the heads' sums, stacked; see the base class."""
         rows = [self.head_statistics(logits, target) for logits in self._heads(outputs, target)]
         return tuple(torch.stack(entry) for entry in zip(*rows, strict=True))
 
-    def finalize(self, totals: Statistics) -> Tensor:
+    def finalize(self, totals: LossStatistics) -> Tensor:
         """Return main loss + aux_weight x each auxiliary loss."""
         main, *auxiliary = (self.finalize_head(row) for row in zip(*(entry.unbind(0) for entry in totals), strict=True))
         for loss in auxiliary:
@@ -275,7 +283,8 @@ class CriterionSum(AdditiveCriterion):
         ValueError: no terms.
 
     Example:
-        >>> from segapp.losses import CriterionCE, CriterionDice
+        >>> import torch
+        >>> from segapp.losses import CriterionCE, CriterionDice, CriterionSum
         >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice(smooth=0.0))])(logits, target)), 4)
         1.3486
@@ -297,15 +306,20 @@ class CriterionSum(AdditiveCriterion):
         self.is_sigmoid = any(criterion.is_sigmoid for criterion in self.criteria)
         self.num_statistics = sum(criterion.num_statistics for criterion in self.criteria)
 
-    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+    def __repr__(self) -> str:
+        pairs = zip(self.factors, self.criteria, strict=True)
+        terms = "".join(f"({factor}, {criterion!r}),\n" for factor, criterion in pairs)
+        return f"{type(self).__name__}([\n{textwrap.indent(terms, '  ')}])"
+
+    def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return the concatenated statistics of the terms."""
         return tuple(entry for criterion in self.criteria for entry in criterion.statistics(outputs, target))
 
-    def target_statistics(self, target: Tensor) -> Statistics:
+    def target_statistics(self, target: Tensor) -> LossStatistics:
         """Return the concatenated target statistics of the terms; TypeError unless all are linear."""
         return tuple(entry for criterion in self.criteria for entry in criterion.target_statistics(target))
 
-    def finalize(self, totals: Statistics) -> Tensor:
+    def finalize(self, totals: LossStatistics) -> Tensor:
         """Return the sum of factor x loss over the terms."""
         losses, start = [], 0
         for factor, criterion in zip(self.factors, self.criteria, strict=True):
@@ -315,7 +329,7 @@ class CriterionSum(AdditiveCriterion):
         return torch.stack(losses).sum() if len({loss.dtype for loss in losses}) == 1 else sum(losses[1:], losses[0])
 
 
-def surrogate(criterion: Any, statistics: Statistics, totals: Statistics, *, average: bool = True) -> Tensor:
+def surrogate(criterion: Any, statistics: LossStatistics, totals: LossStatistics, *, average: bool = True) -> Tensor:
     """Return a scalar whose gradient is this chunk's exact share of the gradient of the loss of the whole step.
 
     Use it in your own DDP or gradient-accumulation loop: compute the statistics of each chunk, add them over ranks and
@@ -364,6 +378,14 @@ def surrogate(criterion: Any, statistics: Statistics, totals: Statistics, *, ave
     share = sum(terms[1:], terms[0])
     is_divided = average and dist.is_available() and dist.is_initialized()
     return share * dist.get_world_size() if is_divided else share
+
+
+def shown_value(value: object) -> str:
+    """Return the text of an argument: up to eight weights as a list, more as a shape, and a function as its name."""
+    if isinstance(value, Tensor):
+        is_short = value.numel() <= 8 and has_values(value)
+        return f"[{', '.join(f'{each:.4g}' for each in value.tolist())}]" if is_short else f"<shape {tuple(value.shape)}>"
+    return getattr(value, "__name__", repr(value))
 
 
 def reciprocal_or_zero(count: Tensor) -> Tensor:

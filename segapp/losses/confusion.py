@@ -205,7 +205,7 @@ ONE_HOT_BYTES = 32 << 20
 """Size in bytes of the one-hot matrices with which pairs of classes are counted."""
 
 
-class Scores(NamedTuple):
+class ConfusionSums(NamedTuple):
     """Confusion matrix and loss sums from one pass over the upsampled logits; all can be summed over batches.
 
     Attributes:
@@ -374,7 +374,7 @@ def upsample_confusion(
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     with_loss: bool = True,
-) -> Scores:
+) -> ConfusionSums:
     """Return the confusion matrix and the cross-entropy of the upsampled logits, from one pass.
 
     Args:
@@ -420,7 +420,7 @@ def upsample_confusion(
     else:
         parts = [count(logit_bands(views, size, align_corners))]
     confusion, loss_sum, weight_sum = (torch.stack(entry).sum(0) for entry in zip(*parts, strict=True))
-    return Scores(confusion.view(C + 1, C)[:C], loss_sum if poison is None else loss_sum + poison, weight_sum)
+    return ConfusionSums(confusion.view(C + 1, C)[:C], loss_sum if poison is None else loss_sum + poison, weight_sum)
 
 
 def class_of_largest(values: Tensor) -> Tensor:

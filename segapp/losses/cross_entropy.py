@@ -235,6 +235,8 @@ class CriterionCE(MeanCriterion):
         ValueError: weight or label_smoothing out of range.
 
     Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionCE
         >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionCE()(logits, target)), 4)
         1.0986

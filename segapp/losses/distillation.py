@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
-from segapp.losses.additive import AdditiveCriterion, Statistics, as_whole, reciprocal_or_zero
+from segapp.losses.additive import AdditiveCriterion, LossStatistics, as_whole, reciprocal_or_zero
 
 
 def pixel_wise_divergence(
-    student: Tensor, teacher: Tensor, temperature: float = 1.0, *, align_corners: bool = True
+    student: Tensor, teacher: Tensor, *, temperature: float = 1.0, align_corners: bool = True
 ) -> Tensor:
     """Return each image's mean over the pixels of KL(teacher || student), times the temperature squared.
 
@@ -102,7 +102,8 @@ class CriterionDistilled(AdditiveCriterion):
         factors: name of each distillation term -> its weight, in the order of the values.
 
     Example:
-        >>> from segapp.losses import CriterionCE
+        >>> import torch
+        >>> from segapp.losses import CriterionCE, CriterionDistilled
         >>> criterion = CriterionDistilled(CriterionCE(), {"pixel_wise": 10.0})
         >>> logits, target = torch.zeros(2, 3, 4, 4), torch.zeros(2, 8, 8, dtype=torch.uint8)
         >>> values = torch.tensor([[0.1], [0.3]])
@@ -113,7 +114,7 @@ class CriterionDistilled(AdditiveCriterion):
     def __init__(self, task: AdditiveCriterion, factors: Mapping[str, float]) -> None:
         super().__init__()
         self._task = task
-        self.names = tuple(factors)
+        self.factors = dict(factors)
         # No buffer, because not every device has float64.
         self._factors = torch.tensor(list(factors.values()), dtype=torch.float64)
         self.is_linear = task.is_linear
@@ -124,23 +125,23 @@ class CriterionDistilled(AdditiveCriterion):
         """The criterion of the target."""
         return self._task
 
-    def statistics(self, outputs: Any, target: Tensor) -> Statistics:
+    def statistics(self, outputs: Any, target: Tensor) -> LossStatistics:
         """Return the task's statistics, the terms' sums (terms,) and the number of images."""
         heads, values = as_whole(outputs)[:2]
         count = torch.tensor(len(values), dtype=wide_dtype(values.device), device=values.device)
         return (*self._task.statistics(heads, target), values.sum(0), count)
 
-    def target_statistics(self, target: Tensor) -> Statistics:
+    def target_statistics(self, target: Tensor) -> LossStatistics:
         """Return the task's target statistics, terms' sums of 0 and the number of images."""
         count = torch.tensor(len(target), dtype=wide_dtype(target.device), device=target.device)
-        sums = torch.zeros(len(self.names), device=target.device)
+        sums = torch.zeros(len(self.factors), device=target.device)
         return (*self._task.target_statistics(target), sums, count)
 
-    def terms(self, totals: Statistics) -> dict[str, Tensor]:
+    def terms(self, totals: LossStatistics) -> dict[str, Tensor]:
         """Return each term's mean over the images, by name, without weights."""
-        return dict(zip(self.names, _means(totals).unbind(), strict=True))
+        return dict(zip(self.factors, _means(totals).unbind(), strict=True))
 
-    def finalize(self, totals: Statistics) -> Tensor:
+    def finalize(self, totals: LossStatistics) -> Tensor:
         """Return the task's loss plus the sum over the terms of weight x mean."""
         task = self._task.finalize(totals[:-2])
         device = totals[-2].device
@@ -148,6 +149,6 @@ class CriterionDistilled(AdditiveCriterion):
         return task + (_means(totals) * factors).sum().to(task)
 
 
-def _means(totals: Statistics) -> Tensor:
+def _means(totals: LossStatistics) -> Tensor:
     sums, count = totals[-2:]
     return sums * reciprocal_or_zero(count)

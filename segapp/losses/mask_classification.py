@@ -20,9 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
-from segapp.losses.additive import AdditiveCriterion, Statistics, as_whole, reciprocal_or_zero
+from segapp.losses.additive import AdditiveCriterion, LossStatistics, as_whole, reciprocal_or_zero
 from segapp.losses.cross_entropy import CriterionCE
-from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_simulated, poisoned
+from segapp.losses.fused.checks import (
+    check_ignore_index,
+    check_inputs,
+    check_target_range,
+    class_ids,
+    is_simulated,
+    poisoned,
+)
 from segapp.losses.fused.reference import compute_dtype
 
 
@@ -52,6 +59,8 @@ class CriterionMaskClassification(AdditiveCriterion):
         ValueError: num_queries is less than 1, or a factor is negative.
 
     Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionMaskClassification
         >>> outputs, target = (torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 4)), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionMaskClassification(num_queries=2, num_classes=3)(outputs, target)), 4)
         7.8878
@@ -76,24 +85,25 @@ class CriterionMaskClassification(AdditiveCriterion):
         super().__init__()
         if num_queries < 1:
             raise ValueError(f"num_queries={num_queries}: give at least 1")
-        self.factors = {"class": class_factor, "bce": bce_factor, "dice": dice_factor}
-        for name, value in {**self.factors, "no_object": no_object}.items():
-            if not value >= 0:
-                raise ValueError(f"{name}={value}: give a number of at least 0")
-        self.num_queries, self.num_classes, self.no_object = num_queries, num_classes, no_object
-        self.ignore_index, self.aux_weight = ignore_index, float(aux_weight)
-        self._task = CriterionCE(ignore_index=ignore_index, align_corners=align_corners)
+        check_ignore_index(ignore_index)
+        self.num_queries, self.num_classes = num_queries, num_classes
+        self.class_factor, self.bce_factor, self.dice_factor = class_factor, bce_factor, dice_factor
+        self.no_object, self.aux_weight = no_object, float(aux_weight)
+        for name in ("class_factor", "bce_factor", "dice_factor", "no_object"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)}: give a number of at least 0")
+        self.ignore_index, self.align_corners = ignore_index, align_corners
 
     @property
     def task(self) -> AdditiveCriterion:
         """The cross-entropy of the semantic logits, which the network returns in evaluation mode."""
-        return self._task
+        return CriterionCE(ignore_index=self.ignore_index, align_corners=self.align_corners)
 
-    def terms(self, totals: Statistics) -> dict[str, Tensor]:
+    def terms(self, totals: LossStatistics) -> dict[str, Tensor]:
         """Return the three terms over all predictions, without weights."""
         return dict(zip(("class", "mask_bce", "mask_dice"), _means(totals), strict=True))
 
-    def statistics(self, outputs: Any, target: Tensor) -> Statistics:
+    def statistics(self, outputs: Any, target: Tensor) -> LossStatistics:
         """Return the sums of a chunk.
 
         Args:
@@ -120,7 +130,7 @@ class CriterionMaskClassification(AdditiveCriterion):
             class_sum, bce, dice = (column[0] + self.aux_weight * column[1:].sum() for column in columns)
         return poisoned(class_sum, poison), bce, dice, *self.target_statistics(target)[3:]
 
-    def target_statistics(self, target: Tensor) -> Statistics:
+    def target_statistics(self, target: Tensor) -> LossStatistics:
         """Return the statistics with numerators 0; see the base class."""
         ids, valid = class_ids(target.flatten(1), self.num_classes, self.ignore_index)
         present = torch.zeros(len(ids), self.num_classes + 1, dtype=torch.bool, device=target.device)
@@ -130,10 +140,10 @@ class CriterionMaskClassification(AdditiveCriterion):
         zero = torch.zeros((), device=target.device)
         return zero, zero, zero, num_masks.sum(), torch.where(num_masks > 0, weights, 0.0).sum()
 
-    def finalize(self, totals: Statistics) -> Tensor:
+    def finalize(self, totals: LossStatistics) -> Tensor:
         """Return the weighted sum of the terms; 0 if no pixel was valid."""
-        loss = sum(factor * mean for factor, mean in zip(self.factors.values(), _means(totals), strict=True))
-        assert isinstance(loss, Tensor)
+        classes, bce, dice = _means(totals)
+        loss = self.class_factor * classes + self.bce_factor * bce + self.dice_factor * dice
         return loss.to(totals[0].dtype)
 
     def _areas(self, masks: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -151,8 +161,8 @@ class CriterionMaskClassification(AdditiveCriterion):
     def _cost(self, pairs: tuple[Tensor, Tensor], logs: Tensor) -> Tensor:
         """Return the cost of each match, (N, Q, C): the loss, with -probability instead of the cross-entropy."""
         bce, dice = pairs
-        pixels = self.factors["bce"] * bce + self.factors["dice"] * dice
-        return (pixels - self.factors["class"] * logs[..., :-1].exp()).detach()
+        pixels = self.bce_factor * bce + self.dice_factor * dice
+        return (pixels - self.class_factor * logs[..., :-1].exp()).detach()
 
     def _sums(self, pairs: tuple[Tensor, Tensor], logs: Tensor, match: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         """Return the sums of one prediction: class loss, BCE, Dice.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from segapp.accelerator import wide, wide_dtype, wide_sum
-from segapp.losses.additive import HeadCriterion, MeanCriterion, Statistics, reciprocal_or_zero
+from segapp.losses.additive import HeadCriterion, LossStatistics, MeanCriterion, reciprocal_or_zero
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import checked_target, class_ids, class_masks, is_eager, poisoned, valid_pixels
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
@@ -57,6 +57,8 @@ class CriterionTversky(HeadCriterion):
         ValueError: alpha, beta, gamma or smooth out of range.
 
     Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionTversky
         >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionTversky(alpha=0.3, beta=0.7, smooth=0.0)(logits, target)), 4)
         0.5833
@@ -86,16 +88,17 @@ class CriterionTversky(HeadCriterion):
         if not smooth >= 0:
             raise ValueError(f"smooth={smooth}: give a number of at least 0")
         self.alpha, self.beta, self.gamma, self.smooth = float(alpha), float(beta), float(gamma), float(smooth)
-        self.is_sigmoid = multilabel
-        self.options = PixelOptions(
-            align_corners, ignore_index, multilabel, is_sigmoid=multilabel, num_differentiable=2
-        )
+        self.multilabel = self.is_sigmoid = multilabel
+        self.ignore_index, self.align_corners = ignore_index, align_corners
 
-    def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
+    def head_statistics(self, logits: Tensor, target: Tensor) -> LossStatistics:
         """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
-        return upsampled_sums(partial(overlap_sums, self.is_sigmoid), logits, target, self.options)
+        options = PixelOptions(
+            self.align_corners, self.ignore_index, self.multilabel, is_sigmoid=self.is_sigmoid, num_differentiable=2
+        )
+        return upsampled_sums(partial(overlap_sums, self.multilabel), logits, target, options)
 
-    def finalize_head(self, totals: Statistics) -> Tensor:
+    def finalize_head(self, totals: LossStatistics) -> Tensor:
         """Return the loss of one head; 0 if no pixel was valid."""
         intersection, mass, count = totals
         counted = count > 0 if self.classes == "present" else (count.sum() > 0).expand_as(count)
@@ -126,6 +129,8 @@ class CriterionDice(CriterionTversky):
         ValueError: smooth or classes out of range.
 
     Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionDice
         >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionDice(smooth=0.0)(logits, target)), 4)
         0.5
@@ -328,6 +333,8 @@ class CriterionLovasz(MeanCriterion):
         ValueError: classes has another value.
 
     Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionLovasz
         >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionLovasz()(logits, target)), 4)
         0.6667
@@ -335,8 +342,8 @@ class CriterionLovasz(MeanCriterion):
 
     def __init__(
         self,
-        classes: CountedClasses = "present",
         *,
+        classes: CountedClasses = "present",
         ignore_index: int = 255,
         align_corners: bool = True,
         aux_weight: float = 0.4,

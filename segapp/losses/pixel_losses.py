@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype, wide_sum
-from segapp.losses.additive import HeadCriterion, MeanCriterion, Statistics, reciprocal_or_zero
+from segapp.losses.additive import HeadCriterion, LossStatistics, MeanCriterion, reciprocal_or_zero
 from segapp.losses.fused.checks import as_class_weight, check_label_smoothing, class_masks, has_values
 from segapp.losses.fused.pixel_sums import PixelOptions, pixel_cross_entropy, upsampled_sums
 from segapp.losses.fused.reference import target_weight_sum
@@ -86,6 +86,8 @@ class CriterionBCE(MeanCriterion):
         ValueError: weight, pos_weight or label_smoothing out of range.
 
     Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionBCE
         >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionBCE()(logits, target)), 4)
         0.6931
@@ -96,8 +98,8 @@ class CriterionBCE(MeanCriterion):
 
     def __init__(
         self,
-        weight: Tensor | Sequence[float] | None = None,
         *,
+        weight: Tensor | Sequence[float] | None = None,
         pos_weight: float = 1.0,
         label_smoothing: float = 0.0,
         multilabel: bool = False,
@@ -110,18 +112,19 @@ class CriterionBCE(MeanCriterion):
         if not 0 < pos_weight < float("inf"):
             raise ValueError(f"pos_weight={pos_weight}: give a number above 0")
         self.pos_weight, self.label_smoothing = float(pos_weight), float(label_smoothing)
-        self.options = PixelOptions(align_corners, ignore_index, multilabel, is_sigmoid=True)
+        self.multilabel, self.ignore_index, self.align_corners = multilabel, ignore_index, align_corners
         self.register_buffer("weight", normalised(weight))
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, number of valid pixels) of one head."""
-        function = partial(binary_sum, self.pos_weight, self.label_smoothing, self.options.multilabel)
-        (total,) = upsampled_sums(function, logits, target, self.options, self.weight)
+        function = partial(binary_sum, self.pos_weight, self.label_smoothing, self.multilabel)
+        options = PixelOptions(self.align_corners, self.ignore_index, self.multilabel, self.is_sigmoid)
+        (total,) = upsampled_sums(function, logits, target, options, self.weight)
         return total, self.denominator(target)
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the number of valid pixels."""
-        return target_weight_sum(target, self.options.ignore_index, None)
+        return target_weight_sum(target, self.ignore_index, None)
 
 
 def focal(nll: Tensor, gamma: float) -> Tensor:
@@ -151,12 +154,12 @@ class CriterionFocal(MeanCriterion):
     """Focal loss: cross-entropy weighted by (1 - p_t)^gamma, so that well-classified pixels count less.
 
     Use it when easy background pixels dominate the loss. It takes logits (N, C, h, w) and class ids (N, H, W).
-    Statistics: (loss sum, sum of alpha over valid pixels). With gamma = 0 it equals `CriterionCE`. With `multilabel`,
+    Statistics: (loss sum, weight sum over valid pixels). With gamma = 0 it equals `CriterionCE`. With `multilabel`,
     the statistics are (loss sum, number of valid pixels), and gamma = 0 gives `CriterionBCE`.
 
     Args:
         gamma: focusing exponent, at least 0.
-        weight: alpha, the factor of each class, (C,), or None for equal factors.
+        weight: factor of each class (alpha in the paper), (C,), or None for equal factors.
         multilabel: bit c of a target id is class c, and probabilities are sigmoids; otherwise softmax.
         ignore_index: target id of the pixels that are left out.
         align_corners: as in `F.interpolate`, but True by default.
@@ -166,12 +169,14 @@ class CriterionFocal(MeanCriterion):
         ValueError: gamma or weight out of range.
 
     Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionFocal
         >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionFocal(gamma=2.0)(logits, target)), 4)
         0.4883
     """
 
-    alpha: Tensor | None
+    weight: Tensor | None
 
     def __init__(
         self,
@@ -186,19 +191,20 @@ class CriterionFocal(MeanCriterion):
         super().__init__(aux_weight)
         if not gamma >= 0:
             raise ValueError(f"gamma={gamma}: give a number of at least 0")
-        self.gamma, self.is_sigmoid = float(gamma), multilabel
-        self.options = PixelOptions(align_corners, ignore_index, multilabel, is_sigmoid=multilabel)
-        self.register_buffer("alpha", normalised(weight) if multilabel else as_class_weight(weight))
+        self.gamma, self.multilabel, self.is_sigmoid = float(gamma), multilabel, multilabel
+        self.ignore_index, self.align_corners = ignore_index, align_corners
+        self.register_buffer("weight", normalised(weight) if multilabel else as_class_weight(weight))
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (loss sum, sum of alpha) of one head."""
-        function = partial(focal_sum, self.gamma, self.is_sigmoid)
-        (total,) = upsampled_sums(function, logits, target, self.options, self.alpha)
+        """Return (loss sum, weight sum) of one head."""
+        function = partial(focal_sum, self.gamma, self.multilabel)
+        options = PixelOptions(self.align_corners, self.ignore_index, self.multilabel, self.is_sigmoid)
+        (total,) = upsampled_sums(function, logits, target, options, self.weight)
         return total, self.denominator(target)
 
     def denominator(self, target: Tensor) -> Tensor:
-        """Return the sum of alpha over the valid pixels; with `multilabel` the number of valid pixels."""
-        return target_weight_sum(target, self.options.ignore_index, None if self.is_sigmoid else self.alpha)
+        """Return the weight sum over the valid pixels; with `multilabel` the number of valid pixels."""
+        return target_weight_sum(target, self.ignore_index, None if self.multilabel else self.weight)
 
 
 DROPPED_BITS = 15
@@ -282,6 +288,8 @@ class CriterionOHEM(HeadCriterion):
         ValueError: threshold, min_kept or weight out of range.
 
     Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionOHEM
         >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
         >>> round(float(CriterionOHEM(threshold=0.7)(logits, target)), 4)
         1.0986
@@ -292,9 +300,9 @@ class CriterionOHEM(HeadCriterion):
 
     def __init__(
         self,
+        *,
         threshold: float = 0.7,
         min_kept: int = 100_000,
-        *,
         weight: Tensor | Sequence[float] | None = None,
         ignore_index: int = 255,
         align_corners: bool = True,
@@ -306,14 +314,15 @@ class CriterionOHEM(HeadCriterion):
         if min_kept < 0:
             raise ValueError(f"min_kept={min_kept}: give a number of pixels of at least 0")
         self.threshold, self.min_kept = float(threshold), int(min_kept)
-        self.options = PixelOptions(align_corners, ignore_index)
+        self.ignore_index, self.align_corners = ignore_index, align_corners
         self.register_buffer("weight", as_class_weight(weight))
 
-    def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
+    def head_statistics(self, logits: Tensor, target: Tensor) -> LossStatistics:
         """Return (loss, weight, count) of one head, each (bins,)."""
-        return upsampled_sums(partial(hardness_histogram, self.threshold), logits, target, self.options, self.weight)
+        options = PixelOptions(self.align_corners, self.ignore_index)
+        return upsampled_sums(partial(hardness_histogram, self.threshold), logits, target, options, self.weight)
 
-    def finalize_head(self, totals: Statistics) -> Tensor:
+    def finalize_head(self, totals: LossStatistics) -> Tensor:
         """Return the mean loss over the kept bins: bin 0, and each bin with fewer than `min_kept` pixels before it."""
         loss, weight, count = totals
         number = count.long()  # torch adds floating-point numbers in any order on CUDA

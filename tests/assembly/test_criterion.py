@@ -54,7 +54,7 @@ def test_weight_of_mask_classification_multiplies_its_terms() -> None:
     criterion = total.criteria[0]
     assert isinstance(criterion, CriterionMaskClassification)
     assert criterion.num_queries == 7
-    assert criterion.factors == {"class": 2.0, "bce": 5.0, "dice": 5.0}
+    assert (criterion.class_factor, criterion.bce_factor, criterion.dice_factor) == (2.0, 5.0, 5.0)
 
 
 def test_terms_are_summed_with_their_options_and_weights() -> None:

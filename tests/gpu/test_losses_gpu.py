@@ -130,7 +130,7 @@ def test_torch_operators_match_float64(shape, implementation):
 def criteria():
     return [
         CriterionCE(label_smoothing=0.1),
-        CriterionOHEM(0.5, 1000),
+        CriterionOHEM(threshold=0.5, min_kept=1000),
         CriterionDice(),
         CriterionFocal(),
         CriterionLovasz(),

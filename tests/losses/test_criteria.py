@@ -77,8 +77,8 @@ def pixel_losses(logits, target):
 @pytest.mark.parametrize("min_kept", [100, 700, 1200])
 def test_ohem_keeps_the_hardest_up_to_ties(min_kept):
     logits, target = draw()
-    totals = CriterionOHEM(1e-4, min_kept).statistics(logits, target)
-    loss = CriterionOHEM(1e-4, min_kept)(logits, target)
+    totals = CriterionOHEM(threshold=1e-4, min_kept=min_kept).statistics(logits, target)
+    loss = CriterionOHEM(threshold=1e-4, min_kept=min_kept)(logits, target)
     ordered = pixel_losses(logits, target).sort(descending=True).values
     kept = next(k for k in range(min_kept, ordered.numel() + 1) if abs(float(ordered[:k].mean() - loss)) < 1e-12)
     assert kept - min_kept < 20
@@ -91,10 +91,10 @@ def test_ohem_by_hand():
     logits = torch.stack([probabilities.log(), (1 - probabilities).log()]).view(1, 2, 1, 5)
     target = torch.zeros(1, 1, 5, dtype=torch.uint8)
     losses = -probabilities.log()
-    assert float(CriterionOHEM(0.5, 0)(logits, target)) == pytest.approx(float(losses[:2].mean()))
-    assert float(CriterionOHEM(0.5, 3)(logits, target)) == pytest.approx(float(losses[:3].mean()))
-    assert float(CriterionOHEM(0.5, 100)(logits, target)) == pytest.approx(float(losses.mean()))
-    assert float(CriterionOHEM(0.05, 0)(logits, target)) == 0.0
+    assert float(CriterionOHEM(threshold=0.5, min_kept=0)(logits, target)) == pytest.approx(float(losses[:2].mean()))
+    assert float(CriterionOHEM(threshold=0.5, min_kept=3)(logits, target)) == pytest.approx(float(losses[:3].mean()))
+    assert float(CriterionOHEM(threshold=0.5, min_kept=100)(logits, target)) == pytest.approx(float(losses.mean()))
+    assert float(CriterionOHEM(threshold=0.05, min_kept=0)(logits, target)) == 0.0
 
 
 def test_dice_by_hand():
@@ -126,19 +126,19 @@ def test_lovasz_skips_images_without_valid_pixels():
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: CriterionOHEM(0.0), r"threshold=0\.0"),
-        (lambda: CriterionOHEM(0.5, -1), "min_kept=-1"),
+        (lambda: CriterionOHEM(threshold=0.0), r"threshold=0\.0"),
+        (lambda: CriterionOHEM(threshold=0.5, min_kept=-1), "min_kept=-1"),
         (lambda: CriterionDice(smooth=-1), "smooth=-1"),
         (lambda: CriterionFocal(gamma=math.nan), "gamma=nan"),
         (lambda: CriterionTversky(beta=-1), "beta=-1"),
         (lambda: CriterionTversky(gamma=0), "gamma=0"),
-        (lambda: CriterionLovasz("some"), "classes='some'"),
+        (lambda: CriterionLovasz(classes="some"), "classes='some'"),
         (lambda: CriterionBCE(pos_weight=0), "pos_weight=0"),
         *(
             (lambda x=x: CriterionBCE(label_smoothing=x), f"label_smoothing={x}: give a n")
             for x in (-0.1, 1.5, math.nan)
         ),
-        (lambda: CriterionBCE([0.0, 0.0]), r"weight=\[0\.0, 0\.0\]"),
+        (lambda: CriterionBCE(weight=[0.0, 0.0]), r"weight=\[0\.0, 0\.0\]"),
         (lambda: CriterionBCE(multilabel=True)(torch.zeros(1, 4, 2, 2), torch.full((1, 2, 2), 16)), "holds the ids 16"),
     ],
 )

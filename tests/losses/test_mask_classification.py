@@ -171,7 +171,7 @@ def test_masks_that_do_not_divide_the_target_are_refused():
         CriterionMaskClassification(5, C)(outputs, target[:, :11])
     with pytest.raises(ValueError, match="ids 7"):
         CriterionMaskClassification(5, C)(outputs, torch.where(target == 0, 7, target))
-    with pytest.raises(ValueError, match="dice=-1"):
+    with pytest.raises(ValueError, match="dice_factor=-1"):
         CriterionMaskClassification(5, C, dice_factor=-1)
 
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from segapp.losses import overlap
 from segapp.losses.fused import pixel_sums
-from segapp.losses.fused.pixel_sums import PixelOptions
 from tests.support.loss_cases import criteria, draw
 
 pytestmark = pytest.mark.usefixtures("resolution")
@@ -105,9 +104,6 @@ def change_settings(criterion):
                 setattr(module, key, not value)
             elif isinstance(value, (float, int)):
                 setattr(module, key, type(value)(value / 3 + 0.25))
-            elif isinstance(value, PixelOptions):
-                flags = (not each for each in (value.multilabel, value.is_sigmoid))
-                setattr(module, key, PixelOptions(not value.align_corners, 1, *flags, value.num_differentiable))
             elif key == "classes":
                 setattr(module, key, {"all": "present", "present": "all"}[value])
         for key, value in module.named_buffers(recurse=False):
@@ -141,7 +137,7 @@ def weights_in_place(name, logits, target):
 def masked_classes(name, logits, target):
     """The truth interpolates large finite numbers, which no weight of 0 turns into NaN."""
     criterion = criteria()[name]
-    is_aligned = name == "sum" or getattr(criterion, "options", criterion).align_corners
+    is_aligned = name == "sum" or criterion.align_corners
     whole = (
         mock.patch.object(pixel_sums, "FULL_BYTES", 1 << 60),
         mock.patch.object(overlap, "is_eager", return_value=False),

@@ -53,8 +53,8 @@ def criteria() -> dict[str, AdditiveCriterion]:
     return {
         "ce": CriterionCE(),
         "ce-weighted": CriterionCE(weight=weight, label_smoothing=0.1, align_corners=False),
-        "ohem": CriterionOHEM(0.5, 20),
-        "ohem-min-kept": CriterionOHEM(0.05, 900, weight=weight),
+        "ohem": CriterionOHEM(threshold=0.5, min_kept=20),
+        "ohem-min-kept": CriterionOHEM(threshold=0.05, min_kept=900, weight=weight),
         "dice": CriterionDice(),
         "dice-all": CriterionDice(smooth=0.5, classes="all", align_corners=False),
         "dice-multilabel": CriterionDice(multilabel=True),
@@ -62,12 +62,12 @@ def criteria() -> dict[str, AdditiveCriterion]:
         "tversky-focal": CriterionTversky(alpha=0.6, beta=0.4, gamma=0.75, smooth=0.5),
         "tversky-multilabel": CriterionTversky(gamma=1.5, multilabel=True),
         "bce": CriterionBCE(),
-        "bce-multilabel": CriterionBCE(weight, pos_weight=3.0, label_smoothing=0.1, multilabel=True),
+        "bce-multilabel": CriterionBCE(weight=weight, pos_weight=3.0, label_smoothing=0.1, multilabel=True),
         "focal-multilabel": CriterionFocal(gamma=0.5, weight=weight, multilabel=True),
         "focal": CriterionFocal(gamma=2.0),
         "focal-alpha": CriterionFocal(gamma=0.5, weight=weight),
         "lovasz": CriterionLovasz(),
-        "lovasz-all": CriterionLovasz("all"),
+        "lovasz-all": CriterionLovasz(classes="all"),
         "sum": CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice()), (2.0, CriterionLovasz())]),
     }
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.losses import AdditiveCriterion, Outputs, Statistics, heads_of
+from segapp.losses import AdditiveCriterion, LossStatistics, ModelOutputs, heads_of
 
 
 class SmallNet(nn.Module):
@@ -35,7 +35,7 @@ class BrierLoss(AdditiveCriterion):
         super().__init__()
         self.ignore_index = ignore_index
 
-    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+    def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return (sum of squares, number of valid pixels): sums, so the loss is exact for any batch split."""
         logits = F.interpolate(heads_of(outputs)[0].float(), target.shape[-2:], mode="bilinear", align_corners=True)
         valid = target != self.ignore_index
@@ -43,7 +43,7 @@ class BrierLoss(AdditiveCriterion):
         squares = (logits.softmax(1) - classes).square().sum(1)
         return torch.where(valid, squares, 0.0).sum(), valid.sum(dtype=torch.float64)
 
-    def finalize(self, totals: Statistics) -> Tensor:
+    def finalize(self, totals: LossStatistics) -> Tensor:
         """Return the mean; 0 without a valid pixel."""
         return totals[0] / totals[1].clamp(min=1).to(totals[0].dtype)
 

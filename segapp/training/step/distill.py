@@ -293,7 +293,7 @@ class DistilledInput(NormalizedInput):
                 F.interpolate(values.float(), size, mode="bilinear", align_corners=is_aligned)
                 for values, is_aligned in ((logits, own), (taught, other))
             )
-        return pixel_wise_divergence(logits, taught, self._temperature, align_corners=own)
+        return pixel_wise_divergence(logits, taught, temperature=self._temperature, align_corners=own)
 
 
 class TeacherIdentity(StepParticipant):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from segapp.accelerator import gpu_of
 from segapp.failpoints import failpoint
-from segapp.losses import AdditiveCriterion, Statistics, surrogate
+from segapp.losses import AdditiveCriterion, LossStatistics, surrogate
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import oom_failpoint
 from segapp.optim import set_lr
@@ -200,10 +200,10 @@ class StepEngine:
             done += len(images)
         return cut
 
-    def _passes(self, batches: Sequence[Batch], check: Callable[[], None], *, has_totals: bool) -> Statistics:
+    def _passes(self, batches: Sequence[Batch], check: Callable[[], None], *, has_totals: bool) -> LossStatistics:
         """Compute the gradients of the micro-batches; return the sums of this rank's statistics."""
         totals = self._totals(batches) if has_totals else None
-        sums: Statistics | None = None
+        sums: LossStatistics | None = None
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 check()
@@ -213,7 +213,7 @@ class StepEngine:
         assert sums is not None
         return sums
 
-    def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
+    def _backward(self, batch: Batch, totals: LossStatistics | None) -> LossStatistics:
         """Compute the gradient of this rank's part of a micro-batch, given the statistics of the whole step.
 
         Return this rank's statistics or, without `totals` for the only micro-batch of a step, the sums over all ranks.
@@ -235,7 +235,7 @@ class StepEngine:
         self.precision.backward(loss)
         return own
 
-    def _statistics(self, batch: Batch) -> Statistics:
+    def _statistics(self, batch: Batch) -> LossStatistics:
         self._mark("forward")
         outputs, target = self.network.forward(batch)
         for participant in self.participants:
@@ -245,13 +245,13 @@ class StepEngine:
         return self._summed.statistics(outputs, target)
 
     @torch.no_grad()
-    def _totals(self, batches: Sequence[Batch]) -> Statistics:
+    def _totals(self, batches: Sequence[Batch]) -> LossStatistics:
         """Return the statistics of the whole step, which the gradient of every micro-batch depends on.
 
         A linear criterion needs only the denominators, which follow from the targets. Others first need a forward pass
         of every micro-batch; buffers and random numbers are restored after it.
         """
-        sums: Statistics | None = None
+        sums: LossStatistics | None = None
         rng = None if self.criterion.is_linear else capture_torch_rng(self._rng_devices)
         for batch in batches:
             if self.criterion.is_linear:
@@ -329,5 +329,5 @@ class StepEngine:
             participant.load_state_dict(state.get(participant.name))
 
 
-def _added(a: Statistics, b: Statistics) -> Statistics:
+def _added(a: LossStatistics, b: LossStatistics) -> LossStatistics:
     return tuple(x + y for x, y in zip(a, b, strict=True))

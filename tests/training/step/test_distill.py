@@ -228,7 +228,7 @@ def test_terms_equal_a_loop_over_pixels_and_pairs() -> None:
     generator = torch.Generator().manual_seed(5)
     student_logits = torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64)
     teacher_logits = torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64)
-    found = pixel_wise_divergence(student_logits, teacher_logits, 2.0)
+    found = pixel_wise_divergence(student_logits, teacher_logits, temperature=2.0)
     for image in range(2):
         total = 0.0
         for y in range(4):
