@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Self
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 __all__ = ["ConfusionMatrix", "Counts", "LabelCounts", "SegmentationScores"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SegmentationScores:
     """Scores of a confusion matrix. A ratio is in [0, 1], or None if its denominator is 0.
 
@@ -48,25 +49,26 @@ class Counts:
     Args:
         num_classes: C, at least 1.
         ignore_index: target id of the pixels that are left out.
-        device: device of the counts.
+        device: device of the counts, such as "cpu", "cuda:1" or 1.
 
     Attributes:
         counts: the counts, int64, one after the other; sum them to add the counts of devices and ranks.
 
     Raises:
         TypeError: the number of classes or `ignore_index` is no integer.
-        ValueError: there is no class.
+        ValueError: there is no class, or the device is not known.
     """
 
-    def __init__(self, num_classes: int, *, ignore_index: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_classes: int, *, ignore_index: int, device: torch.device | str | int = "cpu") -> None:
         for name, value in (("num_classes", num_classes), ("ignore_index", ignore_index)):
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not isinstance(value, Integral) or isinstance(value, bool):
                 raise TypeError(f"{name}={value!r}: give an integer")
         if num_classes < 1:
             raise ValueError(f"num_classes={num_classes}: give at least one class")
-        self.num_classes, self.ignore_index = num_classes, ignore_index
+        self.num_classes, self.ignore_index = int(num_classes), int(ignore_index)
         with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
-            self.counts = torch.zeros(math.prod(self._shape), dtype=torch.int64, device=device)
+            self.counts = torch.zeros(math.prod(self._shape), dtype=torch.int64, device="cpu")
+        self.to(device)
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -81,6 +83,7 @@ class Counts:
         """Count one batch of ids (N, H, W), of any integer type.
 
         Raises:
+            TypeError: one is no tensor, such as a numpy array.
             ValueError: the shapes differ, a tensor is not of integers, a target is neither a valid id nor
                 `ignore_index`, or the prediction at a valid target is no valid id.
         """
@@ -104,24 +107,42 @@ class Counts:
         """Set all counts to 0."""
         self.counts.zero_()
 
-    def to(self, device: torch.device | str) -> Self:
-        """Move the counts to a device, and return the metric."""
-        self.counts = self.counts.to(device)
+    @torch.inference_mode(False)
+    def to(self, device: torch.device | str | int) -> Self:
+        """Move the counts to a device, and return the metric.
+
+        Raises:
+            ValueError: the device is not known, or holds no values.
+        """
+        try:
+            if (place := torch.device(device)).type == "meta":
+                raise TypeError
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f'device={device!r} cannot hold counts: give one such as "cpu" or "cuda:0"') from error
+        self.counts = self.counts.to(place)
         return self
 
     def merge(self, other: Self | Tensor) -> Self:
         """Add the counts of another metric, or a matrix as of `upsample_confusion`, and return this metric.
 
         Raises:
-            ValueError: they are counts of other classes.
+            ValueError: they are counts of other classes, or a tensor that holds no counts.
         """
-        matrix = other if isinstance(other, Tensor) else other.matrix
-        is_other = not isinstance(other, Tensor) and repr(other) != repr(self)
-        if is_other or tuple(matrix.shape) != self._shape or matrix.is_floating_point():
-            what = repr(other) if is_other else f"counts of shape {tuple(matrix.shape)} and {matrix.dtype}"
-            raise ValueError(f"{self!r} cannot add {what}: give counts of the same classes, int64 {self._shape}")
-        self.counts += matrix.to(self.counts.device).flatten()
+        is_same = isinstance(other, Counts) and repr(other) == repr(self)
+        self.counts += self._checked(other.matrix if is_same else other, self._shape)
         return self
+
+    def _checked(self, counts: object, shape: tuple[int, ...]) -> Tensor:
+        """Return counts of a shape as int64 (P,) on the metric's device, and ValueError for anything else."""
+        if not isinstance(counts, Tensor):
+            given = repr(counts) if isinstance(counts, Counts) else f"a {type(counts).__name__}"
+        elif tuple(counts.shape) != shape or counts.dtype != torch.int64 or counts.is_meta:
+            given = f"counts of shape {tuple(counts.shape)} and {counts.dtype} on {counts.device}"
+        elif (counts < 0).any():
+            given = f"negative counts, down to {int(counts.min())}"
+        else:
+            return counts.to(self.counts.device).flatten()
+        raise ValueError(f"{self!r} cannot take {given}: give counts of the same classes, int64 {shape}, at least 0")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and what they count, for `load_state_dict`."""
@@ -131,11 +152,16 @@ class Counts:
         """Replace the counts by the counts of a state.
 
         Raises:
-            ValueError: the state is of another metric, or has other keys.
+            ValueError: the state is of another metric, has other keys, or holds no counts.
         """
-        if state.keys() != {"metric", "counts"} or state["metric"] != repr(self):
-            raise ValueError(f"the state of {state.get('metric', sorted(state))} does not fit {self!r}")
-        self.counts.copy_(state["counts"])
+        if not isinstance(state, Mapping) or state.keys() != {"metric", "counts"} or state["metric"] != repr(self):
+            given = (
+                state.get("metric", sorted(map(str, state)))
+                if isinstance(state, Mapping)
+                else f"a {type(state).__name__}"
+            )
+            raise ValueError(f"the state of {given} does not fit {self!r}: give the `state_dict()` of such a metric")
+        self.counts.copy_(self._checked(state["counts"], tuple(self.counts.shape)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_classes}, ignore_index={self.ignore_index})"
@@ -163,8 +189,26 @@ class ConfusionMatrix(Counts):
         ((0.5, 0.5), tensor(0.5000, dtype=torch.float64))
     """
 
-    def __init__(self, num_classes: int, *, ignore_index: int = 255, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_classes: int, *, ignore_index: int = 255, device: torch.device | str | int = "cpu") -> None:
         super().__init__(num_classes, ignore_index=ignore_index, device=device)
+
+    @classmethod
+    def from_matrix(cls, matrix: Tensor, *, ignore_index: int = 255) -> Self:
+        """Return the metric of a matrix (C, C) of counts, such as of `upsample_confusion`, on the CPU.
+
+        Raises:
+            ValueError: it is no square matrix of integers of at least 0.
+
+        Example:
+            >>> import torch
+            >>> from segapp.losses import upsample_confusion
+            >>> from segapp.metrics import ConfusionMatrix
+            >>> logits, target = torch.tensor([[[[4.0]], [[1.0]]]]), torch.tensor([[[0, 1, 0], [0, 255, 0]]])
+            >>> ConfusionMatrix.from_matrix(upsample_confusion(logits, target).confusion).scores().iou
+            (0.8, 0.0)
+        """
+        num_classes = len(matrix) if isinstance(matrix, Tensor) and matrix.ndim else 1
+        return cls(max(1, num_classes), ignore_index=ignore_index).merge(matrix)
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -174,6 +218,7 @@ class ConfusionMatrix(Counts):
         """Count one batch of class ids (N, H, W), of any integer type.
 
         Raises:
+            TypeError: one is no tensor, such as a numpy array.
             ValueError: the shapes differ, a tensor is not of integers, a target is neither a class nor `ignore_index`,
                 or the prediction at a valid target is no class.
         """
@@ -196,7 +241,7 @@ class LabelCounts(Counts):
     the arguments see `Counts`.
     """
 
-    def __init__(self, num_classes: int, *, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_classes: int, *, ignore_index: int = -1, device: torch.device | str | int = "cpu") -> None:
         super().__init__(num_classes, ignore_index=ignore_index, device=device)
         if num_classes > 63:
             raise ValueError(f"num_classes={num_classes}: an int64 holds sets of at most 63 classes")
@@ -209,6 +254,7 @@ class LabelCounts(Counts):
         """Count one batch of sets of classes (N, H, W), bit c for class c.
 
         Raises:
+            TypeError: as for `ConfusionMatrix`.
             ValueError: as for `ConfusionMatrix`.
         """
         prediction, target = _valid_ids(self, prediction_NHW, target_NHW, "set of classes", 1 << self.num_classes)
@@ -227,16 +273,21 @@ class LabelCounts(Counts):
 
 def _valid_ids(counts: Counts, prediction: Tensor, target: Tensor, what: str, num_ids: int) -> tuple[Tensor, Tensor]:
     """Return the valid pixels' predictions and targets, int64 (P,) each, after a check of shapes, dtypes and values."""
-    if prediction.shape != target.shape:
-        raise ValueError(
-            f"prediction of shape {tuple(prediction.shape)}, target of shape {tuple(target.shape)}: they "
-            f"must have the same (N, H, W)"
-        )
     for name, ids in (("prediction", prediction), ("target", target)):
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"{name} of type {type(ids).__name__}: give a tensor, such as torch.as_tensor(array)")
         if ids.is_floating_point() or ids.is_complex():
             raise ValueError(f"{name} of {ids.dtype}: class ids are integers; take the argmax of logits first")
+        if ids.is_meta:
+            raise ValueError(f"{name} on {ids.device} holds no values: give a tensor of another device")
+    if prediction.shape != target.shape or target.ndim > 3:
+        raise ValueError(
+            f"prediction of shape {tuple(prediction.shape)}, target of shape {tuple(target.shape)}: they "
+            f"must have the same (N, H, W), with one {what} for each pixel"
+        )
+    prediction, target = (ids.to(counts.counts.device) for ids in (prediction, target))
     valid = target != counts.ignore_index
-    prediction, target = (ids[valid].to(counts.counts.device, torch.int64) for ids in (prediction, target))
+    prediction, target = (ids[valid].to(torch.int64) for ids in (prediction, target))
     out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) > num_ids - 1)
     if num_out_of_range := int(out_of_range.sum()):
         raise ValueError(

@@ -384,7 +384,9 @@ def shown_value(value: object) -> str:
     """Return the text of an argument: up to eight weights as a list, more as a shape, and a function as its name."""
     if isinstance(value, Tensor):
         is_short = value.numel() <= 8 and has_values(value)
-        return f"[{', '.join(f'{each:.4g}' for each in value.tolist())}]" if is_short else f"<shape {tuple(value.shape)}>"
+        return (
+            f"[{', '.join(f'{each:.4g}' for each in value.tolist())}]" if is_short else f"<shape {tuple(value.shape)}>"
+        )
     return getattr(value, "__name__", repr(value))
 
 
