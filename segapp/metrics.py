@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,26 +68,53 @@ class Counts:
             raise ValueError(f"num_classes={num_classes}: give at least one class")
         self.num_classes, self.ignore_index = int(num_classes), int(ignore_index)
         with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
-            self.counts = torch.zeros(math.prod(self._shape), dtype=torch.int64, device="cpu")
+            self.counts = torch.zeros(math.prod(self._kind[0]), dtype=torch.int64, device="cpu")
         self.to(device)
 
     @property
-    def _shape(self) -> tuple[int, ...]:
+    def _kind(self) -> tuple[tuple[int, ...], int, str]:
+        """The shape of the matrix, the number of ids, and what an id is."""
         raise NotImplementedError
 
     @property
     def matrix(self) -> Tensor:
         """The counts as a matrix, a view of `counts`."""
-        return self.counts.view(self._shape)
+        return self.counts.view(self._kind[0])
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
-        """Count one batch of ids (N, H, W), of any integer type.
+        """Count one batch of ids (N, H, W), of any integer type; for `LabelCounts`, bit c of an id is class c.
 
         Raises:
             TypeError: one is no tensor, such as a numpy array.
             ValueError: the shapes differ, a tensor is not of integers, a target is neither a valid id nor
                 `ignore_index`, or the prediction at a valid target is no valid id.
         """
+        _, num_ids, what = self._kind
+        for name, ids in (("prediction", prediction_NHW), ("target", target_NHW)):
+            if not isinstance(ids, Tensor):
+                raise TypeError(f"{name} of type {type(ids).__name__}: give a tensor, such as torch.as_tensor(array)")
+            if ids.is_floating_point() or ids.is_complex():
+                raise ValueError(f"{name} of {ids.dtype}: class ids are integers; take the argmax of logits first")
+            if ids.is_meta:
+                raise ValueError(f"{name} on {ids.device} holds no values: give a tensor of another device")
+        if prediction_NHW.shape != target_NHW.shape or target_NHW.ndim > 3:
+            raise ValueError(
+                f"prediction of shape {tuple(prediction_NHW.shape)}, target of shape {tuple(target_NHW.shape)}: they "
+                f"must have the same (N, H, W), with one {what} for each pixel"
+            )
+        prediction, target = (ids.to(self.counts.device) for ids in (prediction_NHW, target_NHW))
+        valid = target != self.ignore_index
+        prediction, target = (ids[valid].to(torch.int64) for ids in (prediction, target))
+        out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) > num_ids - 1)
+        if num_out_of_range := int(out_of_range.sum()):
+            raise ValueError(
+                f"{num_out_of_range} pixels whose prediction or target is not a {what} 0..{num_ids - 1} and "
+                f"whose target is not ignore_index={self.ignore_index}: map the masks' ids to classes first"
+            )
+        self._count(prediction, target)
+
+    def _count(self, prediction: Tensor, target: Tensor) -> None:
+        """Add the ids (P,) of the valid pixels."""
         raise NotImplementedError
 
     def scores(self) -> SegmentationScores:
@@ -95,13 +123,8 @@ class Counts:
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores by name as float64 tensors, per class (C,) or (); nan for a ratio with denominator 0."""
-
-        def as_tensor(value: Any) -> Tensor:
-            known = [math.nan if each is None else each for each in (value if isinstance(value, tuple) else (value,))]
-            tensor = torch.tensor(known, dtype=torch.float64, device=self.counts.device)
-            return tensor if isinstance(value, tuple) else tensor[0]
-
-        return {name: as_tensor(value) for name, value in vars(self.scores()).items()}
+        scores = {name: np.array(value, np.float64) for name, value in vars(self.scores()).items()}
+        return {name: torch.as_tensor(value, device=self.counts.device) for name, value in scores.items()}
 
     def reset(self) -> None:
         """Set all counts to 0."""
@@ -129,7 +152,7 @@ class Counts:
             ValueError: they are counts of other classes, or a tensor that holds no counts.
         """
         is_same = isinstance(other, Counts) and repr(other) == repr(self)
-        self.counts += self._checked(other.matrix if is_same else other, self._shape)
+        self.counts += self._checked(other.matrix if is_same else other, self._kind[0])
         return self
 
     def _checked(self, counts: object, shape: tuple[int, ...]) -> Tensor:
@@ -155,11 +178,9 @@ class Counts:
             ValueError: the state is of another metric, has other keys, or holds no counts.
         """
         if not isinstance(state, Mapping) or state.keys() != {"metric", "counts"} or state["metric"] != repr(self):
-            given = (
-                state.get("metric", sorted(map(str, state)))
-                if isinstance(state, Mapping)
-                else f"a {type(state).__name__}"
-            )
+            given = f"a {type(state).__name__}"
+            if isinstance(state, Mapping):
+                given = state.get("metric", sorted(map(str, state)))
             raise ValueError(f"the state of {given} does not fit {self!r}: give the `state_dict()` of such a metric")
         self.counts.copy_(self._checked(state["counts"], tuple(self.counts.shape)))
 
@@ -198,39 +219,23 @@ class ConfusionMatrix(Counts):
 
         Raises:
             ValueError: it is no square matrix of integers of at least 0.
-
-        Example:
-            >>> import torch
-            >>> from segapp.losses import upsample_confusion
-            >>> from segapp.metrics import ConfusionMatrix
-            >>> logits, target = torch.tensor([[[[4.0]], [[1.0]]]]), torch.tensor([[[0, 1, 0], [0, 255, 0]]])
-            >>> ConfusionMatrix.from_matrix(upsample_confusion(logits, target).confusion).scores().iou
-            (0.8, 0.0)
         """
         num_classes = len(matrix) if isinstance(matrix, Tensor) and matrix.ndim else 1
         return cls(max(1, num_classes), ignore_index=ignore_index).merge(matrix)
 
     @property
-    def _shape(self) -> tuple[int, ...]:
-        return self.num_classes, self.num_classes
+    def _kind(self) -> tuple[tuple[int, ...], int, str]:
+        return (self.num_classes, self.num_classes), self.num_classes, "class"
 
-    def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
-        """Count one batch of class ids (N, H, W), of any integer type.
-
-        Raises:
-            TypeError: one is no tensor, such as a numpy array.
-            ValueError: the shapes differ, a tensor is not of integers, a target is neither a class nor `ignore_index`,
-                or the prediction at a valid target is no class.
-        """
-        prediction, target = _valid_ids(self, prediction_NHW, target_NHW, "class", self.num_classes)
+    def _count(self, prediction: Tensor, target: Tensor) -> None:
         self.counts += torch.bincount(target * self.num_classes + prediction, minlength=len(self.counts))
 
     def scores(self) -> SegmentationScores:
         """Return the scores of all counts, computed in float64 on the host."""
-        hits, in_target, in_prediction = _marginals(self.matrix.cpu())
-        num_valid_px = sum(in_target)
-        accuracy = _ratio(sum(hits), num_valid_px)
-        return _all_scores(hits, in_target, in_prediction, num_valid_px, accuracy, self.ignore_index)
+        matrix = self.matrix.cpu()
+        sums = matrix.diagonal().tolist(), matrix.sum(1).tolist(), matrix.sum(0).tolist()
+        num_valid_px, accuracy = sum(sums[1]), _ratio(sum(sums[0]), sum(sums[1]))
+        return _all_scores(*sums, num_valid_px, accuracy, self.ignore_index)
 
 
 class LabelCounts(Counts):
@@ -239,6 +244,9 @@ class LabelCounts(Counts):
     `matrix` is int64 (C, 2, 2): row 1 for pixels of the class, column 1 for pixels predicted as it. The mean IoU is the
     mean over the classes; the pixel accuracy is the share of correct decisions over all valid pixels and classes. For
     the arguments see `Counts`.
+
+    Raises:
+        ValueError: there are more than 63 classes.
     """
 
     def __init__(self, num_classes: int, *, ignore_index: int = -1, device: torch.device | str | int = "cpu") -> None:
@@ -247,17 +255,10 @@ class LabelCounts(Counts):
             raise ValueError(f"num_classes={num_classes}: an int64 holds sets of at most 63 classes")
 
     @property
-    def _shape(self) -> tuple[int, ...]:
-        return self.num_classes, 2, 2
+    def _kind(self) -> tuple[tuple[int, ...], int, str]:
+        return (self.num_classes, 2, 2), 1 << self.num_classes, "set of classes"
 
-    def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
-        """Count one batch of sets of classes (N, H, W), bit c for class c.
-
-        Raises:
-            TypeError: as for `ConfusionMatrix`.
-            ValueError: as for `ConfusionMatrix`.
-        """
-        prediction, target = _valid_ids(self, prediction_NHW, target_NHW, "set of classes", 1 << self.num_classes)
+    def _count(self, prediction: Tensor, target: Tensor) -> None:
         for number, matrix in enumerate(self.matrix):
             own, found = (target >> number) & 1, (prediction >> number) & 1
             matrix.add_(torch.bincount(own * 2 + found, minlength=4).view(2, 2))
@@ -271,62 +272,19 @@ class LabelCounts(Counts):
         return _all_scores(hits.tolist(), in_target.tolist(), in_prediction.tolist(), num_valid_px, accuracy)
 
 
-def _valid_ids(counts: Counts, prediction: Tensor, target: Tensor, what: str, num_ids: int) -> tuple[Tensor, Tensor]:
-    """Return the valid pixels' predictions and targets, int64 (P,) each, after a check of shapes, dtypes and values."""
-    for name, ids in (("prediction", prediction), ("target", target)):
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"{name} of type {type(ids).__name__}: give a tensor, such as torch.as_tensor(array)")
-        if ids.is_floating_point() or ids.is_complex():
-            raise ValueError(f"{name} of {ids.dtype}: class ids are integers; take the argmax of logits first")
-        if ids.is_meta:
-            raise ValueError(f"{name} on {ids.device} holds no values: give a tensor of another device")
-    if prediction.shape != target.shape or target.ndim > 3:
-        raise ValueError(
-            f"prediction of shape {tuple(prediction.shape)}, target of shape {tuple(target.shape)}: they "
-            f"must have the same (N, H, W), with one {what} for each pixel"
-        )
-    prediction, target = (ids.to(counts.counts.device) for ids in (prediction, target))
-    valid = target != counts.ignore_index
-    prediction, target = (ids[valid].to(torch.int64) for ids in (prediction, target))
-    out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) > num_ids - 1)
-    if num_out_of_range := int(out_of_range.sum()):
-        raise ValueError(
-            f"{num_out_of_range} pixels whose prediction or target is not a {what} 0..{num_ids - 1} and "
-            f"whose target is not ignore_index={counts.ignore_index}: map the masks' ids to classes first"
-        )
-    return prediction, target
-
-
 def counts_for(num_classes: int, ignore_index: int, *, multilabel: bool, device: torch.device | str = "cpu") -> Counts:
     """Return empty counts for targets with one class per pixel, or with sets of classes."""
     return (LabelCounts if multilabel else ConfusionMatrix)(num_classes, ignore_index=ignore_index, device=device)
 
 
-def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Return the confusion matrix of groups of classes; a confusion within a group counts as correct.
-
-    For the Cityscapes categories it equals the category scores of the Cityscapes evaluation. From int64 (C, C) and the
-    class ids of each of G groups, int64 (G + 1, G + 1); the last row and column hold the classes of no group.
-    """
-    num_classes = matrix.shape[0]
-    member = torch.full((num_classes,), len(groups), dtype=torch.int64)
-    for number, classes in enumerate(groups):
-        member[list(classes)] = number
-    side = len(groups) + 1
-    indices = member.view(-1, 1) * side + member
-    joined = torch.zeros(side * side, dtype=torch.int64)
-    return joined.scatter_add_(0, indices.flatten(), matrix.cpu().flatten()).view(side, side)
-
-
 def group_iou(matrix: Tensor, groups: Sequence[Sequence[int]]) -> tuple[float | None, ...]:
-    """Return the IoU of each group of classes; None if it occurs neither in targets nor in predictions."""
-    hits, in_target, in_prediction = _marginals(group_matrix(matrix, groups))
-    return tuple(_ratio(hits[g], in_target[g] + in_prediction[g] - hits[g]) for g in range(len(groups)))
+    """Return the IoU of each group of classes; None if it occurs neither in targets nor in predictions.
 
-
-def _marginals(matrix: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Return true positives, target pixels and predicted pixels of each class."""
-    return matrix.diagonal().tolist(), matrix.sum(1).tolist(), matrix.sum(0).tolist()
+    A confusion within a group counts as correct. For the Cityscapes categories it equals the category scores of the
+    Cityscapes evaluation. The matrix is (C, C).
+    """
+    parts = [(matrix[own][:, own].sum(), matrix[own].sum(), matrix[:, own].sum()) for own in map(list, groups)]
+    return tuple(_ratio(int(hits), int(target + prediction - hits)) for hits, target, prediction in parts)
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:

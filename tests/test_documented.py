@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import doctest
 import inspect
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import segapp
@@ -30,14 +33,27 @@ PUBLIC = {
 }
 
 
-def documented(section: str) -> Iterator[tuple[str, str]]:
-    """Yield name and first word of each line of a section, of public names, their methods and properties."""
+MEMBERS = types.FunctionType, property, classmethod, staticmethod
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of public names, their methods and properties."""
     for name, item in PUBLIC.items():
-        own = vars(item).items() if inspect.isclass(item) else ()
-        for path, each in [(name, item), *((f"{name}.{key}", value) for key, value in own if key[0] != "_")]:
-            text = inspect.cleandoc(getattr(each, "__doc__", None) or "")
-            if found := re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", text, re.MULTILINE):
-                yield from ((path, word) for word in re.findall(r"^    ([\w, ]+):", found[1], re.MULTILINE))
+        own = vars(item) if inspect.isclass(item) else {}
+        members = {f"{name}.{key}": own[key] for key in own if key[0] != "_" and isinstance(own[key], MEMBERS)}
+        for path, each in {name: item, **members}.items():
+            yield path, inspect.cleandoc(getattr(each, "__doc__", None) or "")
+
+
+def documented(section: str) -> Iterator[tuple[str, str]]:
+    """Yield name and first word of each line of a section."""
+    for path, text in docstrings():
+        if found := re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", text, re.MULTILINE):
+            yield from ((path, word) for word in re.findall(r"^    ([\w, ]+):", found[1], re.MULTILINE))
+
+
+LOGITS = torch.tensor([[[[4.0, 4.0]], [[1.0, 4.0]], [[0.0, 5.0]]]])  # predicts 0 and 2
+TARGET = torch.tensor([[[1, 2]]])
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +167,73 @@ RAISES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
         lambda run: without_matplotlib(segapp.evaluate(run, progress=False).plot),
         r"run `pip install matplotlib`",
     ),
-}
+    ("losses.AdditiveCriterion.target_statistics", "TypeError"): (
+        lambda: losses.CriterionDice().target_statistics(TARGET),
+        "CriterionDice is not linear: its statistics need the logits"),
+    ("losses.CriterionBCE", "ValueError"): (lambda: losses.CriterionBCE(pos_weight=0.0),
+        "pos_weight=0.0: give a number above 0"),
+    ("losses.CriterionCE", "ValueError"): (lambda: losses.CriterionCE(label_smoothing=1.5),
+        "label_smoothing=1.5: give a number from 0 to 1"),
+    ("losses.CriterionDice", "ValueError"): (lambda: losses.CriterionDice(classes="macro"),  # type: ignore[arg-type]
+        'classes=\'macro\': give "present" or "all"'),
+    ("losses.CriterionFocal", "ValueError"): (lambda: losses.CriterionFocal(gamma=-1.0),
+        "gamma=-1.0: give a number of at least 0"),
+    ("losses.CriterionLovasz", "ValueError"): (
+        lambda: losses.CriterionLovasz(classes="macro"),  # type: ignore[arg-type]
+        'classes=\'macro\': give "present" or "all"'),
+    ("losses.CriterionMaskClassification", "ValueError"): (
+        lambda: losses.CriterionMaskClassification(4, 3, bce_factor=-2.0),
+        "bce_factor=-2.0: give a number of at least 0"),
+    ("losses.CriterionMaskClassification.statistics", "ValueError"): (
+        lambda: losses.CriterionMaskClassification(3, 3).statistics((LOGITS, torch.zeros(1, 3, 4)), TARGET[:, :, :1]),
+        "masks of 1x2 do not divide a target of 1x1: pad the images"),
+    ("losses.CriterionOHEM", "ValueError"): (lambda: losses.CriterionOHEM(min_kept=-1),
+        "min_kept=-1: give a number of pixels"),
+    ("losses.CriterionSum", "TypeError"): (
+        lambda: losses.CriterionSum([(1.0, torch.nn.CrossEntropyLoss())]),  # type: ignore[list-item]
+        r"the term \(float, CrossEntropyLoss\): give .* PlainCriterion"),
+    ("losses.CriterionSum", "ValueError"): (lambda: losses.CriterionSum([]), "CriterionSum has no terms: give"),
+    ("losses.CriterionTversky", "ValueError"): (lambda: losses.CriterionTversky(alpha=0.3, beta=-0.7),
+        "alpha=0.3, beta=-0.7: give numbers of at least 0"),
+    ("losses.heads_of", "TypeError"): (lambda: losses.heads_of({"aux": LOGITS}), r"keys \['aux'\]: .* under \"out\""),
+    ("losses.heads_of", "ValueError"): (lambda: losses.heads_of(()), "outputs are an empty sequence: the first"),
+    ("losses.pair_wise_difference", "ValueError"): (
+        lambda: losses.pair_wise_difference(torch.ones(2, 3, 4), torch.ones(2, 3, 6)),
+        r"nodes \(2, 3, 4\) and teacher \(2, 3, 6\): use one grid"),
+    ("losses.pixel_wise_divergence", "ValueError"): (lambda: losses.pixel_wise_divergence(LOGITS, LOGITS[:, :2]),
+        r"\(1, 3, 1, 2\), teacher's \(1, 2, 1, 2\): N and C must agree"),
+    ("losses.upsample_confusion", "TypeError"): (lambda: losses.upsample_confusion(LOGITS, TARGET.float()),
+        "target is torch.float32: give class ids"),
+    ("losses.upsample_confusion", "ValueError"): (lambda: losses.upsample_confusion(LOGITS, TARGET + 1),
+        "ids 3: classes are 0 to 2"),
+    ("losses.upsample_cross_entropy", "KernelError"): (
+        lambda: losses.upsample_cross_entropy(LOGITS, TARGET, implementation="triton"),
+        r"cannot run on cpu: .* `segapp doctor` .* implementation=\"auto\""),
+    ("losses.upsample_cross_entropy", "TypeError"): (lambda: losses.upsample_cross_entropy(LOGITS.long(), TARGET),
+        "logits are torch.int64: give a floating-point"),
+    ("losses.upsample_cross_entropy", "ValueError"): (lambda: losses.upsample_cross_entropy(LOGITS, TARGET - 2),
+        "ids -1: classes are 0 to 2"),
+    ("metrics.ConfusionMatrix.from_matrix", "ValueError"): (lambda: metrics.ConfusionMatrix.from_matrix(torch.eye(3)),
+        r"counts of shape \(3, 3\) and torch.float32 on cpu: give .* int64 \(3, 3\)"),
+    ("metrics.Counts", "TypeError"): (lambda: metrics.ConfusionMatrix(4.0),  # type: ignore[arg-type]
+        "num_classes=4.0: give an integer"),
+    ("metrics.Counts", "ValueError"): (lambda: metrics.LabelCounts(3, device="gpu"),
+        "device='gpu' cannot hold counts"),
+    ("metrics.Counts.load_state_dict", "ValueError"): (
+        lambda: metrics.ConfusionMatrix(3).load_state_dict(metrics.LabelCounts(3).state_dict()),
+        r"state of LabelCounts\(3, ignore_index=-1\) does not fit ConfusionMatrix\(3, ignore_index=255\)"),
+    ("metrics.Counts.merge", "ValueError"): (lambda: metrics.ConfusionMatrix(3).merge(metrics.ConfusionMatrix(4)),
+        r"ConfusionMatrix\(3, ignore_index=255\) cannot take ConfusionMatrix\(4, ignore_index=255\)"),
+    ("metrics.Counts.to", "ValueError"): (lambda: metrics.LabelCounts(3).to("meta"),
+        "device='meta' cannot hold counts"),
+    ("metrics.Counts.update", "TypeError"): (
+        lambda: metrics.LabelCounts(3).update(TARGET.numpy(), TARGET),  # type: ignore[arg-type]
+        "prediction of type ndarray: give a tensor"),
+    ("metrics.Counts.update", "ValueError"): (lambda: metrics.LabelCounts(3).update(TARGET, TARGET[0]),
+        r"\(1, 1, 2\), target of shape \(1, 2\): they must have the same"),
+    ("metrics.LabelCounts", "ValueError"): (lambda: metrics.LabelCounts(64),
+        "num_classes=64: an int64 holds sets of at most 63 classes"),
+}  # fmt: skip
 
 # Name -> an object, which may need the run, and the expected value of each attribute.
 ATTRIBUTES: dict[str, Callable[..., tuple[Any, dict[str, Any]]]] = {
@@ -160,6 +242,26 @@ ATTRIBUTES: dict[str, Callable[..., tuple[Any, dict[str, Any]]]] = {
     "Network": of_network,
     "PredictResult": of_prediction,
     "TrainResult": of_training,
+    "losses.AdditiveCriterion": lambda: (
+        losses.CriterionSum([(2.0, losses.CriterionBCE()), (0.5, losses.CriterionOHEM())]),
+        {"is_sigmoid": True, "is_linear": False, "num_statistics": 5, "takes_any_aspect": False},
+    ),
+    "losses.ConfusionSums": lambda: (
+        losses.upsample_confusion(LOGITS, TARGET),
+        {
+            "confusion": torch.tensor([[0, 0, 0], [1, 0, 0], [0, 0, 1]]),
+            "loss_sum": pytest.approx(float(F.cross_entropy(LOGITS, TARGET, reduction="sum"))),
+            "weight_sum": 2.0,
+        },
+    ),
+    "losses.KernelError": lambda: (
+        losses.KernelError(torch.device("cpu"), OSError("error:\n no compiler\nis found")),
+        {"reason": "OSError: error: ... is found"},
+    ),
+    "metrics.Counts": lambda: (
+        metrics.ConfusionMatrix(2).merge(torch.tensor([[5, 0], [2, 3]])),
+        {"counts": torch.tensor([5, 0, 2, 3])},
+    ),
 }
 
 
@@ -184,3 +286,76 @@ def test_attribute_means_what_it_says(name: str, run: Path) -> None:
     for attribute, value in expected.items():
         own = getattr(found, attribute)
         assert np.array_equal(own, value) if isinstance(value, torch.Tensor | np.ndarray) else own == value, attribute
+
+
+UNFINISHED = {"evaluate", "history", "load", "predict", "train"} | {
+    f"parallel.{name}"
+    for name in ("BalancedDataParallel", "DataParallelModel", "SampleMasks", "plan_chunks", "set_recompute")
+}
+
+
+EXAMPLES = {name: text for name, text in docstrings() if ">>> " in text}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_a_docstring_run_alone(name: str) -> None:
+    """They begin with their imports; examples with `+SKIP` need a run or a data set, so they are only compiled."""
+    if name in UNFINISHED:
+        pytest.skip("its examples do not begin with their imports yet")
+    examples, output = doctest.DocTestParser().get_examples(EXAMPLES[name]), list[str]()
+    assert examples[0].source.startswith(("import ", "from "))
+    for example in examples:
+        compile(example.source, name, "single")
+    test = doctest.DocTest(examples, {}, name, None, None, None)
+    assert doctest.DocTestRunner().run(test, out=output.append).failed == 0, "".join(output)
+
+
+# Options that may be given by position, and why.
+CONTRACT, OF_TORCH = "the design document fixes the call", "the class or method that it replaces in torch takes them so"
+POSITIONAL = {
+    "losses.CriterionCE.__init__": ("ignore_index weight align_corners label_smoothing aux_weight", CONTRACT),
+    "parallel.BalancedDataParallel.__init__": ("device_ids output_device dim", CONTRACT),
+    "parallel.BalancedDataParallel.load_state_dict": ("strict assign", OF_TORCH),
+    "parallel.DataParallelCriterion.__init__": ("device_ids", CONTRACT),
+    "parallel.DataParallelModel.__init__": ("device_ids", CONTRACT),
+    "parallel.DataParallelModel.load_state_dict": ("strict assign", OF_TORCH),
+    "parallel.gradient_penalty": ("fake kind", CONTRACT),
+    "parallel.plan_chunks": ("gpu0_bsz", CONTRACT),
+    "train": ("config overrides", "a file and keys, as on the command line"),
+}
+POSITIONAL_YET = {
+    "memory.DeviceInfo.__init__": "uuid total_mib pid is_own name usable_mib machine",
+    "memory.DeviceMemoryTracker.__init__": "devices counters",
+    "memory.DeviceMemoryTracker.report_progress": "activity",
+    "parallel.ReplicaOutputs.__init__": "sizes devices main_device dim mode positions",
+    "parallel.ReplicaOutputs.gather": "device",
+    "parallel.recomputed_blocks": "num_devices",
+    "parallel.sum_over_ranks": "group",
+    "precision.Precision.finish_gradients": "clip_grad_norm",
+    "precision.Precision.step": "is_skipped",
+}
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the functions of public names; of classes, the constructor and the public methods, inherited ones too."""
+    for name, item in PUBLIC.items():
+        parts = [key for key in dir(item) if key[0] != "_" or key == "__init__"] if inspect.isclass(item) else []
+        members = [(f"{name}.{key}", inspect.getattr_static(item, key)) for key in parts] or [(name, item)]
+        for path, member in members:
+            function = inspect.unwrap(getattr(member, "__func__", member))
+            if inspect.isfunction(function) and function.__module__.startswith("segapp"):
+                yield path, function
+
+
+def test_options_are_keywords() -> None:
+    """A parameter with a default is an option; arguments without one may be given by position."""
+    found = {
+        name: " ".join(
+            each.name
+            for each in inspect.signature(function).parameters.values()
+            if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is not each.empty
+        )
+        for name, function in public_functions()
+    }
+    found = {name: options for name, options in found.items() if options and name not in POSITIONAL_YET}
+    assert found == {name: options for name, (options, _) in POSITIONAL.items()}

@@ -22,14 +22,7 @@ from torch import Tensor
 from segapp.accelerator import wide_dtype
 from segapp.losses.additive import AdditiveCriterion, LossStatistics, as_whole, reciprocal_or_zero
 from segapp.losses.cross_entropy import CriterionCE
-from segapp.losses.fused.checks import (
-    check_ignore_index,
-    check_inputs,
-    check_target_range,
-    class_ids,
-    is_simulated,
-    poisoned,
-)
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_simulated, poisoned
 from segapp.losses.fused.reference import compute_dtype
 
 
@@ -85,7 +78,6 @@ class CriterionMaskClassification(AdditiveCriterion):
         super().__init__()
         if num_queries < 1:
             raise ValueError(f"num_queries={num_queries}: give at least 1")
-        check_ignore_index(ignore_index)
         self.num_queries, self.num_classes = num_queries, num_classes
         self.class_factor, self.bce_factor, self.dice_factor = class_factor, bce_factor, dice_factor
         self.no_object, self.aux_weight = no_object, float(aux_weight)

@@ -158,7 +158,12 @@ def test_examples_are_short_and_pass_a_strict_type_checker(tmp_path: Path) -> No
     assert len(SCRIPTS) == 6
     assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) > 61] == []
     wrong = tmp_path / "wrong.py"  # an ignored error that is none is an error
-    wrong.write_text("from segapp.losses import CriterionDice\nCriterionDice(255)  # type: ignore[call-arg]\n")
+    wrong.write_text(
+        "from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz\n"
+        "CriterionDice(255)  # type: ignore[call-arg]\n"
+        "CriterionCE(implementation='fast')  # type: ignore[arg-type]\n"
+        "CriterionLovasz(classes='al')  # type: ignore[arg-type]\n"
+    )
     for i, block in enumerate(blocks()):
         if block.language == "python" and "segapp.parallel" in block.text and block.mark != "not run":
             (tmp_path / f"block_{i}.py").write_text(block.text)

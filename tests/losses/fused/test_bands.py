@@ -15,7 +15,6 @@ from segapp.losses import (
 )
 from segapp.losses.confusion import upsample_label_counts, upsample_sets
 from segapp.losses.fused import pixel_sums as sums
-from segapp.losses.overlap import lovasz_of_image
 from segapp.metrics import LabelCounts
 from tests.support.loss_cases import criteria, cut_into_bands, draw, relative_error
 
@@ -85,12 +84,6 @@ def test_full_resolution_is_taken_below_a_limit_of_its_bytes(more_bytes, is_full
     logits, target = draw(2, 3, (5, 6), (17, 23))
     criteria()["focal"](logits, target)
     assert bool(calls) == is_full
-
-
-def test_lovasz_equals_the_sum_over_images():
-    logits, target = draw(2, 3, (3, 3), (7, 8))
-    plain_sum = sum(lovasz_of_image(logits[i : i + 1], target[i], True, 255, "present") for i in range(2))
-    assert relative_error(CriterionLovasz()(logits, target), plain_sum / 2) < 1e-12
 
 
 @pytest.mark.usefixtures("_on_small_bands")

@@ -88,12 +88,6 @@ def test_without_a_compiler_the_run_goes_on(monkeypatch, tmp_path):
     assert "`segapp doctor` says what is missing" in messages[0]
 
 
-def test_explicit_triton_names_the_reason_and_the_next_move():
-    logits, target = draw(2)
-    with pytest.raises(KernelError, match=r"cannot run on cpu: .* `segapp doctor` .* implementation=\"auto\""):
-        upsample_cross_entropy(logits, target, implementation="triton")
-
-
 @pytest.mark.usefixtures("_trial_succeeds")
 @pytest.mark.parametrize("where", ["forward", "backward", "replicas"])
 def test_failed_launch_after_the_trial_falls_back(where, monkeypatch):
