@@ -116,7 +116,8 @@ def assert_equal(criterion, target, truth, case, tolerance=1e-12):
     expected = truth(case.upsampled(theirs)) if case.num_valid else theirs.sum() * 0.0
     expected.backward()
     assert relative_error(loss.detach(), expected.detach()) < tolerance
-    assert relative_error(mine.grad, theirs.grad) < tolerance
+    scale = theirs.grad.abs().max().clamp_min(1e-4)  # terms that cancel are rounded
+    assert (mine.grad - theirs.grad).abs().max() <= tolerance * scale
 
 
 drawn = settings(max_examples=25)
@@ -209,7 +210,7 @@ def test_focal_has_smps_definition(case, gamma):
         losses = smp._functional.softmax_focal_loss_with_logits(values, case.ids % 255, gamma, "none")
         return (losses * weights).sum() / weights.sum()
 
-    assert_equal(ours, case.ids, truth, case, 1e-9)  # 1 - p is rounded
+    assert_equal(ours, case.ids, truth, case, 1e-10)
 
 
 @drawn
@@ -246,4 +247,4 @@ def test_lovasz_has_smps_definition(case, classes):
             patch.setattr(Tensor, "float", Tensor.double)
             return smp.lovasz._lovasz_softmax(values.softmax(1)[images], case.ids[images], classes, True, 255)
 
-    assert_equal(ours, case.ids, truth, case, 1e-9)  # 1 - p is rounded
+    assert_equal(ours, case.ids, truth, case, 1e-10)
