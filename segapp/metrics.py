@@ -151,8 +151,8 @@ class Counts:
         Raises:
             ValueError: they are counts of other classes, or a tensor that holds no counts.
         """
-        is_same = isinstance(other, Counts) and repr(other) == repr(self)
-        self.counts += self._checked(other.matrix if is_same else other, self._kind[0])
+        added: object = other.matrix if isinstance(other, Counts) and repr(other) == repr(self) else other
+        self.counts += self._checked(added, self._kind[0])
         return self
 
     def _checked(self, counts: object, shape: tuple[int, ...]) -> Tensor:
