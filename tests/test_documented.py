@@ -324,6 +324,9 @@ POSITIONAL = {
     "train": ("config overrides", "a file and keys, as on the command line"),
 }
 POSITIONAL_YET = {
+    "EvalResult.plot": "ax",
+    "History.plot": "ax",
+    "TrainResult.plot": "ax",
     "memory.DeviceInfo.__init__": "uuid total_mib pid is_own name usable_mib machine",
     "memory.DeviceMemoryTracker.__init__": "devices counters",
     "memory.DeviceMemoryTracker.report_progress": "activity",
