@@ -513,7 +513,7 @@ def load(
 
 _OPTION = re.compile(
     r"(segapp [a-z-]+[^;:`]*)?--(resume|out|save|batch|polygons|min-area|simplify|config|devices|split|run|"
-    r"data-root|label-ids|slide|tta|trust-parts)\b"
+    r"data-root|label-ids|slide|tta)\b"
 )
 """An option of the command line in a message; with the text before it if it belongs to a command to enter."""
 

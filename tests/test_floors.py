@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import segapp
 from tests.support import ROOT
 from tests.support.import_graph import circles, import_graph
 from tests.support.recorded_runs import RecordedRun
@@ -124,6 +126,40 @@ def test_reports_without_images_load_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "", "the names of the libraries that were imported"
     assert all("<svg" in Path(page).read_text() for page in pages)
+
+
+LIBRARIES = {"torchvision", "albumentations", "timm", "segmentation_models_pytorch", "scipy", "jinja2", "tensorboard"}
+
+RUN_COMMANDS = """
+        import contextlib, torch
+        from segapp.__main__ import main
+        def run(*words):
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    main(list(words))
+            except SystemExit as end:
+                assert not end.code, words
+"""
+
+
+def test_evaluation_loads_only_the_library_of_the_model(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Nor does it load the library of augmentation; timm imports torchvision itself."""
+    models = {
+        "own": {"library": "python", "name": "tests.support.own_parts:Net"},
+        "torchvision": tiny["model"],
+        "smp": {"library": "smp", "name": "Unet", "encoder": "resnet18"},
+    }
+    commands = []
+    for name, model in models.items():
+        run = segapp.train({**tiny, "model": model}, {"train.steps": 1}, run=tmp_path / name, progress=False).run
+        photos, out = f"{tiny['data']['root']}/images/val", f"{tmp_path}/{name}-out"
+        commands += [
+            f"run('eval', '{run}')",
+            f"run('predict', '{run}', '{photos}', '--out', '{out}', '--save', 'labels')",
+        ]
+    loaded = [modules & LIBRARIES for modules in loaded_by(*commands, after=RUN_COMMANDS)]
+    of_smp = {"segmentation_models_pytorch", "timm", "torchvision"}
+    assert loaded == [set(), set(), {"torchvision"}, {"torchvision"}, of_smp, of_smp]
 
 
 def test_screen_loads_no_torch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,8 +13,6 @@ from segapp.accelerator import accelerator_of
 from segapp.assembly.pairs import build_pairs, build_pixels, build_scheme, own_data
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_component
-from segapp.datasets.augment import BandValues, TrainTransform
-from segapp.datasets.augment.pipeline import check_transform
 from segapp.datasets.cache import CacheFiles, PixelCache, disk_files, memory_files
 from segapp.datasets.dataset import PairMix, SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair, check_pairs, refuse_in_data
@@ -30,6 +29,9 @@ from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from segapp.places import own_folder, place_of
 from segapp.run.files import machine_id
+
+if TYPE_CHECKING:
+    from segapp.datasets.augment import TrainTransform
 
 NUM_TRIED = 4
 """Number of custom data set images that are read before a training to check them and to get their sizes."""
@@ -122,6 +124,9 @@ def _transform(
     """
     if not is_training:
         return None
+    from segapp.datasets.augment import BandValues, TrainTransform  # albumentations, which only a training needs
+    from segapp.datasets.augment.pipeline import check_transform
+
     bands = BandValues(None if pixels.is_rgb8 else pixels.ranges, pixels.fill)
     transform = TrainTransform(
         data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands

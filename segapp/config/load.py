@@ -185,8 +185,16 @@ def load_runnable(name: str | Path, overrides: Sequence[str] = (), *, is_stored:
 
 def check_code(config: RunConfig, origin: Path, overrides: Sequence[str] = (), *, is_stored: bool = True) -> None:
     """Check that the custom components of a config may run; those that the overrides name are the user's own."""
-    typed = {value for value in parse_overrides(overrides).values() if isinstance(value, str)}
+    typed = set(_texts(parse_overrides(overrides)))
     check_known(named_code(config), origin.resolve(), typed, is_stored=is_stored)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in nested values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        yield from (text for each in (value.values() if isinstance(value, Mapping) else value) for text in _texts(each))
 
 
 def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:

@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from scipy.spatial import KDTree  # type: ignore[import-untyped]
 
 from segapp.datasets.images.raster import IDENTITY, Georeference, crs_name, outlines
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -167,6 +166,8 @@ def joined(rings: Sequence[NDArray[Any]]) -> NDArray[Any]:
     outline, *holes = rings
     if not holes:
         return outline
+    from scipy.spatial import KDTree  # type: ignore[import-untyped]
+
     starts = [hole[np.lexsort(hole.T)[0]] for hole in holes]
     nearest = KDTree(outline).query(np.array(starts))[1]
     pieces, done = [], 0
