@@ -148,23 +148,26 @@ def test_options_out_of_range_are_named(build, words):
         build()
 
 
-def as_another(criterion):
-    """Set the options that all criteria have to values that are no defaults."""
+def another(name, ignore_index):
+    """Return a criterion with other values of the options that all criteria have."""
+    criterion = criteria()[name]
     for module in criterion.modules():
         if isinstance(module, AdditiveCriterion) and not isinstance(module, CriterionSum):
-            module.ignore_index, module.aux_weight = 1, 0.7
+            module.ignore_index, module.aux_weight = ignore_index, 0.7
     return criterion
 
 
 @pytest.mark.parametrize("name", criteria())
 def test_repr_of_a_criterion_builds_it_again(name):
     """The weights have four digits. The names and values of the options are compared by the loss."""
-    criterion = as_another(criteria()[name])
+    criterion = another(name, 1)
     logits, target = draw(3, ignored=0.0)
     target[target == 2] = 3  # an absent class
     again = eval(repr(criterion), vars(losses))
-    assert relative_error(again([logits, -logits], target), criterion([logits, -logits], target)) < 1e-4
+    loss = criterion([logits, -logits], target)
+    assert relative_error(again([logits, -logits], target), loss) < 1e-4
     assert repr(again) == repr(criterion)
+    assert torch.equal(another(name, 255)([logits, -logits], torch.where(target == 1, 255, target)), loss)
 
 
 def test_repr_is_short_whatever_a_criterion_holds():

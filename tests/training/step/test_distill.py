@@ -141,7 +141,7 @@ def test_resumed_distillation_is_bitwise_equal(
 
 
 def test_student_and_teacher_see_one_frame_with_own_mean_and_std(base: dict[str, Any], teacher: Path) -> None:
-    own: Any = {"distill": {"pair_wise": 0, "holistic": 0}, "train": {"precision": "fp32"}}
+    own: Any = {"distill": {"pair_wise": 0, "holistic": 0, "temperature": 3.0}, "train": {"precision": "fp32"}}
     config = student(base, teacher, **own, data={"mean": [0.2, 0.3, 0.4], "std": [0.6, 0.5, 0.4], "crop_px": [43, 61]})
     trained, model = read_trained(str(teacher)), build_network(config.model, 3).eval()
     taught = build_teacher(trained, [CPU], torch.float32)
@@ -159,13 +159,13 @@ def test_student_and_teacher_see_one_frame_with_own_mean_and_std(base: dict[str,
         assert shapes == [(2, 3, 48, 64)] * 2
         logits = model(seen[0])[0], trained.model(seen[1])[0]
         close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-7)
-        close(found, pixel_wise_divergence(*logits, align_corners=False))
+        close(found, pixel_wise_divergence(*logits, temperature=3.0, align_corners=False))
         taught.align_corners = True  # each network's logits lie where its own loss put them
         full = [
             F.interpolate(each, (48, 64), mode="bilinear", align_corners=is_aligned)
             for each, is_aligned in zip(logits, (False, True), strict=True)
         ]
-        close(inner(images)[1][:, 0], pixel_wise_divergence(*full))
+        close(inner(images)[1][:, 0], pixel_wise_divergence(*full, temperature=3.0))
 
 
 def test_crops_that_the_teacher_sees_at_another_size_are_refused() -> None:
