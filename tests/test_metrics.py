@@ -350,26 +350,59 @@ def test_sets_of_63_classes_are_counted():
     assert counts.matrix[:62, 0, 1].tolist() == [1] * 62
 
 
-def test_metrics_run_in_accelerate_beside_torchmetrics(tmp_path):
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    torchmetrics = pytest.importorskip("torchmetrics")
-    accelerator, counts, other = (
-        accelerate.Accelerator(cpu=True),
-        ConfusionMatrix(3),
-        torchmetrics.JaccardIndex(task="multiclass", num_classes=3, ignore_index=255, average=None),
-    )
-    accelerator.register_for_checkpointing(counts)
-    for _ in range(2):
-        prediction, target = torch.randint(3, (2, 2, 5, 7)).unbind()
-        target[0, :2] = 255
-        for metric in (counts, other):
-            metric.update(prediction, target)
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated", "ignore:.*contains no parameters")
+def test_metrics_run_in_frameworks_beside_torchmetrics(tmp_path):
+    """Three evaluations of two batches, the second without a valid pixel. Ids are classes, or sets of two classes."""
+    accelerate, lightning, torchmetrics = map(pytest.importorskip, ("accelerate", "lightning", "torchmetrics"))
+    ids = torch.randint(4, (3, 2, 2, 2, 5, 7), generator=torch.Generator().manual_seed(1))
+    ids[:, :, 1, 0, 2:] = ids[1, :, 1] = 255
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.counts = ConfusionMatrix(4), LabelCounts(2, ignore_index=255)
+            self.theirs = (
+                torchmetrics.JaccardIndex("multiclass", num_classes=4, ignore_index=255),
+                torchmetrics.JaccardIndex("multilabel", num_labels=2, ignore_index=255),
+            )
+
+        def on_validation_epoch_start(self):
+            for metric in (*self.counts, *self.theirs):
+                metric.to(self.device).reset()
+
+        def validation_step(self, batch):
+            for metric in (*self.counts, self.theirs[0]):
+                metric.update(*batch)
+            self.theirs[1].update(*(torch.stack([x & 1, x >> 1], 1).where(x[:, None] < 4, 255) for x in batch))
+
+        def on_validation_epoch_end(self):
+            self.log_dict({type(metric).__name__: metric.compute()["miou"] for metric in self.counts})
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["counts"] = [metric.state_dict() for metric in self.counts]
+
+        def on_load_checkpoint(self, checkpoint):
+            for metric, state in zip(self.counts, checkpoint["counts"], strict=True):
+                metric.load_state_dict(state)
+
+    module, trainer = Module(), lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    for epoch, batches in enumerate(ids):
+        (logged,) = trainer.validate(module, torch.utils.data.DataLoader(batches, batch_size=None), verbose=False)
+        expected = [float("nan")] * 2 if epoch == 1 else [float(metric.compute()) for metric in module.theirs]
+        found = [logged["ConfusionMatrix"], logged["LabelCounts"]]
+        assert found == pytest.approx(expected, abs=1e-6, nan_ok=True)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = Module.load_from_checkpoint(tmp_path / "last.ckpt").counts
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(*module.counts)
     accelerator.save_state(tmp_path)
-    before = counts.compute()
-    counts.reset()
+    for metric in module.counts:
+        metric.reset()
     accelerator.load_state(tmp_path)
-    assert torch.equal(counts.compute()["iou"], before["iou"])
-    torch.testing.assert_close(counts.compute()["iou"].float(), other.compute())
+    for metric, restored, per_pixel in zip(module.counts, again, (1, 2), strict=True):
+        assert restored.counts.sum() == per_pixel * (ids[2, :, 1] != 255).sum()
+        assert torch.equal(metric.counts, restored.counts)
 
 
 def test_metrics_import_nothing_of_segapp_and_no_vision_library():

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +40,16 @@ network = example["build_network"]()
 losses = example["train"](network, info.device, int(sys.argv[2]))
 torch.save((losses, network.state_dict()), f"{sys.argv[3]}/{info.rank}.pt")
 shutdown()
+"""
+
+PROCESS = """
+import json, os, runpy, sys, torch
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+example = runpy.run_path(sys.argv[1])
+network = example["build_network"]()
+confusion = example["train"](network, *json.loads(sys.argv[2]))
+torch.save((network.state_dict(), confusion.matrix), os.environ.get("LOCAL_RANK", "0") + ".pt")
 """
 
 
@@ -154,9 +169,50 @@ def test_half_network_on_two_devices_follows_float64() -> None:
     assert found < 0.02
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+def test_frameworks_train_the_network_of_a_plain_loop(framework: str, num_processes: int, tmp_path: Path) -> None:
+    """Two epochs of 10 steps; with Accelerate in two runs, and a third one only restores the state."""
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    from torchmetrics.functional import classification
+
+    name, launcher, calls = {
+        "lightning": ("lightning_module", [], [[num_processes]]),
+        "accelerate": (
+            "accelerate_loop",
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"],
+            [["state", 1], ["state", 1], ["state", 0]],
+        ),
+    }[framework]
+    module = example(name)
+    plain, (images, target) = module["build_network"](), module["draw"](79).tensors
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
+    for rows in [*torch.arange(79).split(8)] * 2:
+        optimizer.zero_grad()
+        loss_of(plain, images[rows], target[rows]).backward()
+        optimizer.step()
+    images, target = module["draw"](27).tensors
+    logits = F.interpolate(plain.eval()(images), target.shape[-2:], mode="bilinear", align_corners=True)
+    pixels, options = (logits.argmax(1), target), {"num_classes": 4, "ignore_index": 255}
+
+    (tmp_path / "process.py").write_text(PROCESS)
+    for call in calls:
+        command = [*launcher, "process.py", str(FOLDER / "examples" / f"{name}.py"), json.dumps(call)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        shown = subprocess.check_output([sys.executable, *command], env=env, cwd=tmp_path, text=True, timeout=200)
+    assert re.findall("^mIoU .+", shown, re.M) == [
+        f"mIoU {classification.multiclass_jaccard_index(*pixels, **options):.4f}"
+    ]
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_processes)]
+    assert largest_difference([(state, plain.state_dict()) for state, _ in found], framework) < 1e-12
+    for _, matrix in found:
+        assert torch.equal(matrix, classification.multiclass_confusion_matrix(*pixels, **options))
+
+
 def test_examples_are_short_and_pass_a_strict_type_checker(tmp_path: Path) -> None:
-    assert len(SCRIPTS) == 6
-    assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) > 61] == []
+    assert len(SCRIPTS) == 8
+    assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) > 80] == []
     wrong = tmp_path / "wrong.py"  # an ignored error that is none is an error
     wrong.write_text(
         "from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz\n"
