@@ -7,9 +7,12 @@ form.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, SupportsIndex
 
 Mode = Literal["single", "dp", "ddp", "model"]
@@ -34,19 +37,7 @@ class SplitCheck:
 class RankSplit:
     """The split of every batch over ranks, the same on all of them; `gpu0_bsz` and `shares` may change between steps.
 
-    Args:
-        num_ranks: Ranks that share a batch.
-        gpu0_bsz: Samples of rank 0 in a full batch; None for an even split.
-        shares: Samples of every rank in a full batch, instead of `gpu0_bsz`.
-        full_batch: Samples of a full batch.
-
-    Raises:
-        TypeError: A number is not an integer.
-        ValueError: No such split of a full batch exists.
-
-    Example:
-        >>> RankSplit(3, gpu0_bsz=0, full_batch=8).plan(8)
-        (0, 4, 4)
+    `plan_chunks` describes the other arguments and their errors.
     """
 
     def __init__(
@@ -95,20 +86,19 @@ def plan_chunks(
         ValueError: A number is negative, no device is left to take the samples, or the arguments contradict each other.
 
     Example:
+        >>> from segapp.parallel import plan_chunks
         >>> plan_chunks(8, 3), plan_chunks(8, 3, 2), plan_chunks(8, 3, 0)
         ((2, 3, 3), (2, 3, 3), (0, 4, 4))
         >>> plan_chunks(5, 3, 4), plan_chunks(5, 3, 4, full_batch=8), plan_chunks(4, 3, shares=[2, 3, 3])
         ((4, 1, 0), (2, 2, 1), (1, 2, 1))
     """
-    num_samples = _check_count("num_samples", num_samples, least=0)
-    num_devices = _check_count("num_devices", num_devices, least=1)
-    if full_batch is not None:
-        full_batch = _check_count("full_batch", full_batch, least=1)
+    num_samples = check_count("num_samples", num_samples)
+    num_devices = check_count("num_devices", num_devices, least=1)
+    gpu0_bsz, shares, full_batch = check_request(num_devices, gpu0_bsz, shares, full_batch)
     if shares is not None:
-        return _scale_shares(num_samples, _check_shares(shares, num_devices, gpu0_bsz, full_batch))
+        return _scale_shares(num_samples, shares)
     if gpu0_bsz is None:
         return _even(num_samples, num_devices)
-    gpu0_bsz = check_gpu0_bsz(gpu0_bsz, num_devices, full_batch)
     if num_devices == 1:
         return (num_samples,)
     own = min(gpu0_bsz, num_samples)
@@ -131,6 +121,7 @@ def replan_shares(shares: Sequence[int], old: Sequence[str], new: Sequence[str],
         num_samples: Samples to distribute.
 
     Example:
+        >>> from segapp.chunks import replan_shares
         >>> replan_shares([4, 2, 2], ["a", "b", "c"], ["a", "c"], 8), replan_shares([6, 2], ["a", "b"], ["b", "d"], 9)
         ((5, 3), (3, 6))
     """
@@ -168,6 +159,7 @@ def check_split(
         The split, or the reasons of the refusal.
 
     Example:
+        >>> from segapp.chunks import check_split
         >>> check_split(8, 3, 2).split
         (2, 3, 3)
         >>> check_split(8, 3, 9).reasons[0]
@@ -194,24 +186,31 @@ def check_split(
     return SplitCheck(split, (), tuple(notes))
 
 
-def check_gpu0_bsz(gpu0_bsz: int, num_devices: int, full_batch: int | None = None) -> int:
-    """Return `gpu0_bsz` as an int; raise an error if no split is possible with it.
-
-    Args:
-        gpu0_bsz: Samples of device 0 in a full batch.
-        num_devices: Devices that share the batch.
-        full_batch: Samples of a full batch, if known.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: It is negative, above the full batch, or 0 on a single device.
-    """
-    gpu0_bsz = _check_count("gpu0_bsz", gpu0_bsz, least=0, more="None splits evenly")
-    if gpu0_bsz == 0 and num_devices == 1:
-        raise ValueError("gpu0_bsz=0 gives the only device no samples: use None, or add a device")
-    if full_batch is not None and gpu0_bsz > full_batch:
-        raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
-    return gpu0_bsz
+def check_request(
+    num_devices: int, gpu0_bsz: int | None, shares: Iterable[int] | None, full_batch: int | None
+) -> tuple[int | None, list[int] | None, int | None]:
+    """Return `gpu0_bsz`, `shares` and `full_batch` of `plan_chunks` as integers; raise its errors."""
+    if full_batch is not None:
+        full_batch = check_count("full_batch", full_batch, least=1)
+    if gpu0_bsz is not None:
+        gpu0_bsz = check_count("gpu0_bsz", gpu0_bsz, more="None splits evenly")
+        if gpu0_bsz == 0 and num_devices == 1:
+            raise ValueError("gpu0_bsz=0 gives the only device no samples: use None, or add a device")
+        if full_batch is not None and gpu0_bsz > full_batch:
+            raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
+    if shares is not None:
+        if isinstance(shares, str | Mapping | Set) or not isinstance(shares, Iterable):
+            raise TypeError(f"shares={shares!r} is not a list: give the samples of each device, in device order")
+        shares = [check_count(f"shares[{i}]", share) for i, share in enumerate(shares)]
+        if gpu0_bsz is not None:
+            raise ValueError(f"gpu0_bsz={gpu0_bsz} and shares={shares} exclude each other: one of them must be None")
+        if len(shares) != num_devices:
+            raise ValueError(f"shares={shares} names {len(shares)} devices, there are {num_devices}: give one each")
+        if sum(shares) == 0:
+            raise ValueError(f"shares={shares} gives every device 0 samples: make at least one share positive")
+        if full_batch is not None and sum(shares) != full_batch:
+            raise ValueError(f"shares={shares} add up to {sum(shares)}, but the batch is {full_batch}: make them equal")
+    return gpu0_bsz, shares, full_batch
 
 
 def _even(num_samples: int, num_devices: int) -> tuple[int, ...]:
@@ -230,32 +229,23 @@ def _scale_shares(num_samples: int, shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _check_shares(
-    shares: Sequence[int], num_devices: int, gpu0_bsz: int | None, full_batch: int | None
-) -> Sequence[int]:
-    shares = [_check_count(f"shares[{i}]", share, least=0) for i, share in enumerate(shares)]
-    if gpu0_bsz is not None and (not shares or gpu0_bsz != shares[0]):
-        raise ValueError(f"gpu0_bsz={gpu0_bsz} contradicts shares={list(shares)}: give one of the two")
-    if len(shares) != num_devices:
-        raise ValueError(f"shares={list(shares)} names {len(shares)} devices, there are {num_devices}: give one each")
-    if sum(shares) == 0:
-        raise ValueError(f"shares={list(shares)} gives every device 0 samples: make at least one share positive")
-    if full_batch is not None and sum(shares) != full_batch:
-        raise ValueError(
-            f"shares={list(shares)} add up to {sum(shares)}, but the batch is {full_batch}: make them equal"
-        )
-    return shares
-
-
-def _check_count(name: str, value: SupportsIndex, least: int, more: str = "") -> int:
+def check_count(name: str, value: SupportsIndex, *, least: int = 0, more: str = "") -> int:
     """Return the number as an int, whatever type of integer it has."""
     wanted = f"use {least} or more{', ' + more if more else ''}"
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name}={value!r} is not a whole number: {wanted}")
-    number = operator.index(value)
+    number = None
+    with contextlib.suppress(TypeError):
+        number = None if isinstance(value, bool) else operator.index(value)
+    if number is None:
+        raise TypeError(f"{name}={reprlib.repr(value)} is not a whole number: {wanted}")
     if number < least:
         raise ValueError(f"{name}={number} is too small: {wanted}")
     return number
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise ValueError for anything but a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise ValueError(f"{name}={value!r}: give a number above 0")
 
 
 def _suggest(batch_size: int, num_devices: int) -> list[int]:

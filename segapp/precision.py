@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from segapp.accelerator import wide
+from segapp.chunks import check_positive
 from segapp.compat.torch import (
     BatchOrInstanceNorm,
     FakeTensor,
@@ -25,10 +26,11 @@ from segapp.compat.torch import (
     takes_found_inf,
     version_of,
 )
+from segapp.parallel.scatter_gather import DeviceLike, parse_device
 
 __all__ = ["LossScaler", "Precision", "half_except_batchnorm"]
 
-PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
+PrecisionName = Literal["fp32", "fp16", "amp-fp16", "amp-bf16"]
 
 _CAST_TOGETHER = 64
 """Half gradients that are cast in one launch; casting all of them together would need additional memory."""
@@ -41,11 +43,16 @@ class LossScaler(nn.Module):
     GradScaler refuses half parameters and waits for the device in every step.
     """
 
-    def __init__(self, device: torch.device, *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+    def __init__(self, device: DeviceLike, *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         super().__init__()
-        self.growth_interval = growth_interval
+        check_positive("init_scale", init_scale)
+        check_positive("growth_interval", growth_interval)
+        device, self.growth_interval = parse_device(device), int(growth_interval)
         self.scale = nn.Buffer(torch.tensor(init_scale, dtype=torch.float32, device=device))
         self.growth_tracker = nn.Buffer(torch.tensor(0, dtype=torch.int32, device=device))
+
+    def extra_repr(self) -> str:
+        return f"scale={float(self.scale)}, growth_interval={self.growth_interval}, device={str(self.scale.device)!r}"
 
     def update(self, is_bad: Tensor | bool) -> None:
         """Adapt the scale after a step; `is_bad` is true if a gradient was not finite."""
@@ -56,6 +63,8 @@ class LossScaler(nn.Module):
 def _condition(value: Tensor | bool, device: torch.device) -> Tensor:
     """Return one value as a 0-dim bool; a value of the host stays on the CPU, where it is read without waiting."""
     is_on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+    if value is None or isinstance(value, str):
+        raise TypeError(f"one bool is needed, not {value!r}: give ~grad_norm.isfinite(), or False")
     flag = torch.as_tensor(value, device=device if is_on_device else "cpu")
     if flag.numel() != 1:
         raise ValueError(f"one bool is needed, not a tensor of shape {tuple(flag.shape)}: reduce it with any()")
@@ -82,22 +91,25 @@ def half_except_batchnorm(model: nn.Module) -> nn.Module:
 class Precision:
     """Precision mode of a training: fp32, fp16 (half weights), amp-fp16 or amp-bf16, with the model's (first) device.
 
-    A step is the same in each mode: `backward` for each micro-batch, `grad_norm = finish_gradients(optimizer, 1.0)` and
+    A step is the same in each mode: `backward` for each micro-batch, `grad_norm = finish_gradients(optimizer)` and
     `step(optimizer, is_bad=~grad_norm.isfinite())`. The optimizer has the `master_weights`. `optimizer.zero_grad()` may
     replace the step, and several optimizers may be at different places of this order.
     """
 
-    def __init__(self, name: str, device: torch.device | str) -> None:
-        if name not in PRECISIONS:
-            raise ValueError(f"precision {name!r} is not known: use one of {', '.join(PRECISIONS)}")
+    def __init__(self, name: PrecisionName, device: DeviceLike) -> None:
+        if name not in get_args(PrecisionName):
+            raise ValueError(f"precision {name!r} is not known: use one of {', '.join(get_args(PrecisionName))}")
         self.name = name
-        self.device = device = torch.device(device)
+        self.device = device = parse_device(device)
         self.input_dtype = torch.float16 if name == "fp16" else torch.float32
         self.scaler = LossScaler(device) if name in ("fp16", "amp-fp16") else None
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         # The parameters of all optimizers, with their unscaled gradients; all others have the scale of the last pass.
         self._finished: dict[nn.Parameter, TensorWeakRef | None] = {}
         self._scale, self._scale_version = None if self.scaler is None else self.scaler.scale.clone(), 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {str(self.device)!r})"
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model with its weights cast, in place, to the mode's dtype."""
@@ -169,13 +181,15 @@ class Precision:
                 parameter.grad = None
 
     @torch.no_grad()
-    def finish_gradients(self, optimizer: Optimizer, clip_grad_norm: float | None = None) -> Tensor:
+    def finish_gradients(self, optimizer: Optimizer, *, clip_grad_norm: float | None = None) -> Tensor:
         """Unscale the gradients, in place, and clip them to a norm; return their norm before, on the first device.
 
         Raises:
             RuntimeError: they are finished.
-            ValueError: the optimizer has half parameters.
+            ValueError: the optimizer has half parameters, or the norm is not above 0.
         """
+        if clip_grad_norm is not None:
+            check_positive("clip_grad_norm", clip_grad_norm)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(parameter.dtype == torch.float16 for parameter in parameters):
             raise ValueError("optimizer has float16 parameters: give it precision.master_weights(model.parameters())")
@@ -190,17 +204,17 @@ class Precision:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, grad_norm)
         return grad_norm
 
-    def step(self, optimizer: Optimizer, is_bad: Tensor | bool, is_skipped: Tensor | bool | None = None) -> None:
+    def step(self, optimizer: Optimizer, is_bad: Tensor | bool, *, is_skipped: Tensor | bool = False) -> None:
         """Update the weights and the loss scale in place, and delete the gradients.
 
         The weights stay the same if `is_bad` is true, which lowers the scale, or if `is_skipped` is, which does not.
         Without `finish_gradients`, the gradients are unscaled here, and the step is bad if one of them is not finite.
         """
-        bad = _condition(is_bad, self.device)
+        bad, other = (_condition(value, self.device) for value in (is_bad, is_skipped))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self._gradients(parameters, are_finished=True):
             bad = bad | ~self.finish_gradients(optimizer).isfinite()
-        skipped = bad if is_skipped is None else bad | _condition(is_skipped, self.device)
+        skipped = bad | other
         if takes_found_inf(optimizer):  # a fused optimizer of torch, which reads it on the device
             optimizer.found_inf = skipped.to(self.device, torch.float32, non_blocking=True)  # type: ignore[attr-defined]
             optimizer.step()

@@ -89,7 +89,11 @@ def test_tie_of_remainders_goes_to_device_0_last(num_samples, shares, split):
         (lambda: plan_chunks(-1, 2), ValueError, "num_samples=-1"),
         (lambda: plan_chunks(8, 3, shares=[4, 4]), ValueError, "names 2 devices, there are 3"),
         (lambda: plan_chunks(8, 2, shares=[0, 0]), ValueError, "gives every device 0 samples"),
-        (lambda: plan_chunks(8, 2, 3, shares=[4, 4]), ValueError, "contradicts shares"),
+        (
+            lambda: plan_chunks(8, 2, 3, shares=[4, 4]),
+            ValueError,
+            r"gpu0_bsz=3 and shares=\[4, 4\] exclude each other: one of them must be None",
+        ),
         (lambda: plan_chunks(8, 2, shares=[4, 5], full_batch=8), ValueError, "add up to 9, but the batch is 8"),
     ],
 )

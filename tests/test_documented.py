@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -18,6 +19,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import segapp
 from segapp import errors, losses, memory, metrics, parallel, precision
@@ -265,6 +268,124 @@ ATTRIBUTES: dict[str, Callable[..., tuple[Any, dict[str, Any]]]] = {
 }
 
 
+# Of `parallel` and `precision`.
+CPUS, IMAGES = ["cpu"] * 3, torch.arange(70.0).view(5, 2, 7)
+
+
+class Step(nn.Module):
+    """What a forward pass does, to a layer that may be recomputed."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.norm, self.block, self.call = parallel.SyncBatchNorm(2), nn.BatchNorm1d(2), call
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self, x)
+
+
+def replicas(call: Callable[..., Any], x: Tensor = IMAGES, **options: Any) -> Any:
+    return parallel.DataParallelModel(Step(call), CPUS, **options)(x)
+
+
+def recompute(net: nn.Module, *names: str) -> nn.Module:
+    parallel.set_recompute(net, [names])
+    return net
+
+
+def count(net: Any, x: Tensor) -> Tensor:
+    net.calls = net.calls + 1
+    return x.relu()
+
+
+def half_loop(num_finished: int = 1, **options: Any) -> Any:
+    ours, weight = precision.Precision("amp-fp16", "cpu"), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(ours.master_weights([weight]))
+    ours.backward(weight.sum())
+    for _ in range(num_finished):
+        ours.finish_gradients(optimizer, **options)
+    ours.backward(weight.sum())
+
+
+def unequal(net: Any, x: Tensor) -> Any:
+    return parallel.allreduce(x) if len(x) == 2 else x
+
+
+RAISES |= {
+    ("parallel.DataParallelCriterion", "TypeError"): (
+        lambda: parallel.DataParallelCriterion(type("Sums", (), {"statistics": len})()), "Sums has no finalize"),
+    ("parallel.DataParallelCriterion.statistics", "ValueError"): (
+        lambda: parallel.DataParallelCriterion(losses.CriterionCE()).statistics(replicas(count), IMAGES[:4, 0]),
+        r"4 samples and the outputs have \[1, 2, 2\]: pass the target of the model's batch"),
+    ("parallel.DataParallelCriterion.statistics", "TypeError"): (
+        lambda: parallel.DataParallelCriterion(SimpleNamespace(statistics=lambda x, t: [x], finalize=sum)).statistics(
+            replicas(count), IMAGES), r"statistics\(\) returned list: return a tuple of tensors"),
+    ("parallel.DataParallelModel", "TypeError"): (
+        lambda: parallel.DataParallelModel(torch.compile(nn.ReLU()), CPUS), "is compiled.*: use one device"),
+    ("parallel.DataParallelModel", "ValueError"): (
+        lambda: parallel.DataParallelModel(nn.ReLU(), ["cpu:0", "abacus"]), "device 'abacus' is not known: use 'cpu'"),
+    ("parallel.DataParallelModel", "AttributeError"): (
+        lambda: setattr(parallel.BalancedDataParallel(1, nn.ReLU(), CPUS), "device_ids", [0]), "wrap the module again"),
+    ("parallel.DataParallelModel.forward", "ValueError"): (
+        lambda: replicas(count, dim=3), "cannot be cut along dim 3, which none of its tensors has"),
+    ("parallel.DataParallelModel.forward", "TypeError"): (
+        lambda: replicas(count, torch.eye(5).to_sparse()), "a nested or sparse tensor cannot be cut .*: pass padded"),
+    ("parallel.ReplicaOutputs", "ValueError"): (
+        lambda: parallel.ReplicaOutputs([IMAGES, torch.tensor(3)]), "no tensor with samples: pass the result"),
+    ("parallel.ReplicaOutputs", "TypeError"): (lambda: replicas(count).reverse(), "number and order .* are fixed"),
+    ("parallel.SyncBatchNorm", "ValueError"): (
+        lambda: replicas(lambda net, x: net.norm(x), IMAGES[:1, :, 0]), "more than 1 value per channel"),
+    ("parallel.SyncBatchNorm", "TypeError"): (lambda: parallel.SyncBatchNorm(2)(IMAGES.numpy()), "got a ndarray: give"),
+    ("parallel.SyncBatchNorm", "RuntimeError"): (
+        lambda: replicas(lambda net, x: net.norm)[1](IMAGES), "outside its replica's forward .*: use segapp.parallel"),
+    ("parallel.allreduce", "TypeError"): (lambda: parallel.allreduce(IMAGES, 3), "got a int: give tensors"),
+    ("parallel.allreduce", "ValueError"): (
+        lambda: replicas(lambda net, x: parallel.allreduce(x)), "different shapes from the replicas: .*: give"),
+    ("parallel.allreduce", "ReplicaDesyncError"): (
+        lambda: replicas(unequal), "every replica must run the same synchronized layers"),
+    ("parallel.balance_stages", "ValueError"): (
+        lambda: parallel.balance_stages(Step(lambda net, x: net.norm(x * x.sum().item())), CPUS, IMAGES),
+        "Step cannot be measured without values .*: name the device of each stage"),
+    ("parallel.convert_sync_batchnorm", "TypeError"): (
+        lambda: parallel.convert_sync_batchnorm(recompute(Step(count), "block")), "set_recompute after the conversion"),
+    ("parallel.gradient_penalty", "ValueError"): (
+        lambda: parallel.gradient_penalty(torch.sum, IMAGES, kind="dragan", alpha=IMAGES), "does not use alpha: leave"),
+    ("parallel.gradient_penalty", "TypeError"): (
+        lambda: parallel.gradient_penalty(DistributedDataParallel.__new__(DistributedDataParallel), IMAGES, IMAGES),
+        "does not reduce all gradients of a penalty: pass its module"),
+    ("parallel.place_stages", "ValueError"): (
+        lambda: parallel.place_stages(Step(count), {"norm": "cpu", "blok": "cpu"}), "no submodule 'blok': name one of"),
+    ("parallel.place_stages", "TypeError"): (
+        lambda: parallel.place_stages(torch.compile(Step(count)), {"norm": "cpu"}), "is compiled"),
+    ("parallel.plan_chunks", "ValueError"): (
+        lambda: parallel.plan_chunks(9, 3, 1, shares=[1, 5, 3]), "gpu0_bsz=1 and shares=.* exclude each other"),
+    ("parallel.plan_chunks", "TypeError"): (
+        lambda: parallel.plan_chunks(9, 3, full_batch=9.0), "full_batch=9.0 is not a whole number: use 1 or more"),
+    ("parallel.set_recompute", "TypeError"): (
+        lambda: parallel.set_recompute(Step(count), [["norm"], "block"]), "the string .block. instead"),
+    ("parallel.set_recompute", "ValueError"): (
+        lambda: recompute(Step(count), "norm", "blok"), "no block 'blok': the nearest name is 'block'"),
+    ("parallel.set_recompute", "RuntimeError"): (
+        lambda: recompute(nn.Sequential(Step(count)), "0")(IMAGES.clone().requires_grad_()), "0.calls is a buffer"),
+    ("precision.Precision.backward", "RuntimeError"): (lambda: half_loop(), r"finished gradients, .*: first call step"),
+    ("precision.Precision.finish_gradients", "RuntimeError"): (lambda: half_loop(2), "was called before: first call"),
+    ("precision.Precision.finish_gradients", "ValueError"): (
+        lambda: half_loop(clip_grad_norm=-1), "clip_grad_norm=-1: give a number above 0"),
+    ("precision.Precision.load_state_dict", "ValueError"): (
+        lambda: precision.Precision("fp32", 0).load_state_dict(precision.Precision("fp16", "cpu").state_dict()),
+        "missing in precision fp32: load a state of the same mode"),
+}  # fmt: skip
+ATTRIBUTES |= {
+    "parallel.DataParallelModel": lambda: (
+        [model := parallel.DataParallelModel(nn.ReLU(), CPUS, shares=[4, 0, 6]), model(IMAGES)][0],
+        {"last_split": (2, 0, 3)}),
+    "parallel.ReplicaOutputs": lambda: (
+        parallel.DataParallelModel(nn.ReLU(), CPUS, shares=[0, 6, 8], dim=2, mode="lockstep")(IMAGES),
+        {"sizes": (3, 4), "devices": (torch.device("cpu"),) * 2, "main_device": torch.device("cpu"), "dim": 2,
+         "mode": "lockstep", "positions": (1, 2)}),
+}  # fmt: skip
+
+
 @pytest.mark.skip(reason="rows are being written")
 def test_each_documented_line_has_a_row(run: Path) -> None:
     assert sorted(documented("Raises")) == sorted(RAISES)
@@ -327,15 +448,6 @@ POSITIONAL_YET = {
     "EvalResult.plot": "ax",
     "History.plot": "ax",
     "TrainResult.plot": "ax",
-    "memory.DeviceInfo.__init__": "uuid total_mib pid is_own name usable_mib machine",
-    "memory.DeviceMemoryTracker.__init__": "devices counters",
-    "memory.DeviceMemoryTracker.report_progress": "activity",
-    "parallel.ReplicaOutputs.__init__": "sizes devices main_device dim mode positions",
-    "parallel.ReplicaOutputs.gather": "device",
-    "parallel.recomputed_blocks": "num_devices",
-    "parallel.sum_over_ranks": "group",
-    "precision.Precision.finish_gradients": "clip_grad_norm",
-    "precision.Precision.step": "is_skipped",
 }
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from segapp.parallel import convert_sync_batchnorm, place_stages
-from segapp.precision import PRECISIONS, LossScaler, Precision, half_except_batchnorm
+from segapp.precision import LossScaler, Precision, PrecisionName, half_except_batchnorm
 from tests.parallel.test_sync_batchnorm import Reads
 
 CPU = torch.device("cpu")
 SGD = torch.optim.SGD
 KINDS: Any = (SGD, lambda p, lr: torch.optim.Adam(p, lr, fused=True), torch.optim.AdamW)
 BOOLS = (bool, int, np.bool_, np.array, torch.tensor, lambda value: torch.tensor([2.0 * value]))
+PRECISIONS = get_args(PrecisionName)
 DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.float16, torch.float16, torch.bfloat16), strict=True))
 
 
@@ -55,6 +56,7 @@ class BesideGradScaler(RuleBasedStateMachine):
     def begin(self, mode: str) -> None:
         self.ours, self.num_bad = Loop(mode), 0
         inputs = torch.ones(2, 3, dtype=self.ours.precision.input_dtype)
+        assert inputs.dtype == (torch.float16 if mode == "fp16" else torch.float32)
         with self.ours.precision.autocast():
             assert nn.functional.linear(inputs, self.ours.weights[0]).dtype == DTYPES[mode]
         self.weights = [nn.Parameter(master.detach().clone()) for master in self.ours.masters]
@@ -75,6 +77,7 @@ class BesideGradScaler(RuleBasedStateMachine):
             with pytest.raises(ZeroDivisionError):
                 self.ours.backward(i)
             handle.remove()
+            assert [p.grad for p in self.ours.weights if p.dtype == torch.float16] in ([], [None] * 3)
             self.zero_grad(i)
         else:
             self.ours.backward(i, factor)
@@ -101,7 +104,7 @@ class BesideGradScaler(RuleBasedStateMachine):
         is_bad, is_skipped = flags == "bad", flags == "skipped"
         if self.weights[i].grad is not None:
             is_bad |= bool(self.is_bad[i])
-            self.ours.precision.step(self.ours.optimizers[i], kind(is_bad), kind(is_skipped))
+            self.ours.precision.step(self.ours.optimizers[i], kind(is_bad), is_skipped=kind(is_skipped))
             self.num_bad += is_bad or not self.weights[i].grad.isfinite().all()
             if not (is_bad or is_skipped):
                 self.scalers[i].step(self.optimizers[i])
@@ -132,7 +135,21 @@ def loading(state: Any) -> Any:
 WRONG: list[tuple[str, Any, str]] = [
     ("fp32", lambda _: Precision("bf16", CPU), "known: use one of fp32, fp16, amp-fp16, amp-bf16"),
     ("fp32", lambda loop: loop.precision.step(loop.optimizers[0], torch.tensor([True, False])), r"\(2,\): .*any"),
-    ("fp16", lambda loop: loop.precision.step(SGD(loop.weights[2:]), False), r"float16 parameters: .*master_weights\("),
+    (
+        "fp32",
+        lambda loop: loop.precision.finish_gradients(loop.optimizers[0], clip_grad_norm=-1),
+        "norm=-1: give a num",
+    ),
+    ("fp32", lambda _: LossScaler("cpu", init_scale=0), "init_scale=0: give a number above 0"),
+    ("fp32", lambda _: LossScaler("cpu", growth_interval=True), "growth_interval=True: give a number above 0"),
+    ("fp32", lambda _: LossScaler("gpu"), "device 'gpu' is not known: use 'cpu'"),
+    (
+        "fp16",
+        lambda loop: loop.precision.step(
+            SGD([{"params": part} for part in (loop.masters[:1], loop.weights[2:])]), False
+        ),
+        r"float16 parameters: .*master_weights\(",
+    ),
     ("amp-fp16", loading({}), r"\['scaler'\]\['scale'\] is missing, but a tensor \(\) in precision amp-fp16"),
     ("amp-fp16", loading({"scale": 3}), r"\['scaler'\]\['scale'\] is missing"),
     ("amp-fp16", loading(torch.amp.GradScaler("cpu").state_dict()), r"\['scaler'\]\['scale'\] is missing"),
@@ -191,11 +208,16 @@ def test_scale_of_another_optimizers_step_is_followed(mode: str, num_later: int)
     loop.backward(0)
     loop.backward(1, math.inf)
     loop.precision.step(loop.optimizers[1], loop.finish(1))
+    loop.backward(2)
+    loop.finish(2)  # and its gradients stay
     for _ in range(num_later):
         loop.backward(0)
     loop.finish(0)
     assert loop.precision.scaler.scale == 2.0**15
     assert (loop.masters[0].grad * 512).tolist() == [[n * (1.0 + num_later) for n in (1, 2, 3)]]
+    assert (loop.masters[2].grad * 512).tolist() == [[1, 2, 3, 4]]
+    with pytest.raises(RuntimeError, match="added to finished gradients"):  # also to the last of several
+        loop.backward(2)
 
 
 def test_step_reads_no_value_from_the_device() -> None:
@@ -224,7 +246,7 @@ def test_only_batchnorm_stays_in_fp32() -> None:
 
 
 def test_scaler_halves_on_overflow_and_doubles_at_interval() -> None:
-    scaler = LossScaler(CPU, init_scale=8.0, growth_interval=3)
+    scaler = LossScaler("cpu", init_scale=8.0, growth_interval=3)
     scales = []
     for is_bad in (1.0, 0.0, 0.0, 0.0, 0.0):
         scaler.update(torch.tensor(is_bad))
@@ -235,12 +257,13 @@ def test_scaler_halves_on_overflow_and_doubles_at_interval() -> None:
 
 def test_micro_batch_gradients_are_added_in_fp32() -> None:
     precision = Precision("fp16", CPU)
-    model = precision.prepare(nn.Linear(1, 1, bias=False))
-    (master,) = precision.master_weights(model.parameters())
+    model = precision.prepare(nn.ParameterList(torch.ones(1) for _ in range(130)))
+    masters = precision.master_weights(model.parameters())
     for value in (2048.0, 1.0, 1.0):
-        model.weight.grad = torch.full((1, 1), value, dtype=torch.float16)
+        for weight in model:
+            weight.grad = torch.full((1,), value, dtype=torch.float16)
         precision.gradients_to_master()
-    assert float(master.grad) == 2050.0  # in half, 2048 + 1 is 2048
+    assert {float(master.grad) for master in masters} == {2050.0}  # in half, 2048 + 1 is 2048
 
 
 def test_own_half_loop_with_clipping_follows_float64() -> None:
@@ -252,7 +275,8 @@ def test_own_half_loop_with_clipping_follows_float64() -> None:
     model = precision.prepare(convert_sync_batchnorm(net))
     place_stages(model, {"1": "cpu"}, output_device="cpu")
     masters = precision.master_weights(model.parameters())
-    optimizers = [torch.optim.SGD(each, lr=0.5, momentum=0.9) for each in (masters, truth.parameters())]
+    groups = [{"params": masters[:2]}, {"params": masters[2:]}]
+    optimizers = [torch.optim.SGD(each, lr=0.5, momentum=0.9) for each in (groups, truth.parameters())]
     scales, num_clipped = [], 0
     for step in range(5):
         for images in torch.randn(2, 4, 3, 9, 7):  # two micro-batches

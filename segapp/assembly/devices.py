@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 from segapp.parallel.distributed import is_launched
 from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
 from segapp.places import keep_compiled_code
+from segapp.precision import Precision, PrecisionName
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,11 @@ def with_precision(config: RunConfig, devices: Sequence[torch.device]) -> RunCon
     if any(device.type == "cpu" for device in devices) or fp32_part(config) is not None:
         precision = "fp32"
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+
+
+def build_precision(config: RunConfig, device: torch.device) -> Precision:
+    """Return the precision of a training; `with_precision` has replaced auto."""
+    return Precision(cast(PrecisionName, config.train.precision), device)
 
 
 def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.device) -> bool:

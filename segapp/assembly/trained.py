@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from segapp.assembly.devices import choose_devices, with_precision
+from segapp.assembly.devices import build_precision, choose_devices, with_precision
 from segapp.assembly.network import (
     build_inference,
     build_network,
@@ -29,7 +29,6 @@ from segapp.models import SegmentationModel
 from segapp.models.own_generator import own_generator
 from segapp.models.weights import CONFIG_KEY, load_weights, read_metadata, read_weights_file, sha256_of, weights_path
 from segapp.parallel.scatter_gather import DeviceLike
-from segapp.precision import Precision
 from segapp.run.words import printable
 
 
@@ -79,7 +78,7 @@ def load_trained(
     overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
     evaluation = own.eval.model_copy(update=overrides)
     place = given or choose_devices(own.parallel.devices)[0][0]
-    precision = Precision(with_precision(own, (place,)).train.precision, place)
+    precision = build_precision(with_precision(own, (place,)), place)
     precision.prepare(model.to(place))
     inference = build_inference(own.data, evaluation, model, precision, own.loss.is_aligned)
     model.eval()

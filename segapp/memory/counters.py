@@ -13,9 +13,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuPoller, GpuStatus
 from segapp.memory.peaks import PHASES
 from segapp.memory.split_check import usable_mib
+from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
 from segapp.run.events import Alert, DeviceMemory, Event, Heartbeat, Memory
 
 IDLE = "data"
@@ -51,6 +52,7 @@ class DeviceInfo:
     """A device of a training and the process that uses it."""
 
     device: str
+    _: KW_ONLY
     uuid: str | None = None
     """UUID of a GPU, without the prefix "GPU-"; None for a CPU."""
     total_mib: float | None = None
@@ -172,7 +174,8 @@ def device_info_of(device: torch.device) -> DeviceInfo:
     if gpu is None:
         return DeviceInfo(str(device), total_mib=host_memory_mib(), pid=os.getpid())
     facts = gpu.facts(device)
-    return DeviceInfo(str(device), facts.uuid or None, facts.total_bytes / 2**20, os.getpid(), name=facts.name)
+    total_mib, pid = facts.total_bytes / 2**20, os.getpid()
+    return DeviceInfo(str(device), uuid=facts.uuid or None, total_mib=total_mib, pid=pid, name=facts.name)
 
 
 def counters_of(info: DeviceInfo) -> MemoryCounters | None:
@@ -211,10 +214,12 @@ class DeviceMemoryTracker:
 
     def __init__(
         self,
-        devices: Sequence[DeviceInfo | torch.device | str] = (),
+        devices: Iterable[DeviceInfo | DeviceLike],
+        *,
         counters: Sequence[MemoryCounters | None] | None = None,
     ) -> None:
-        self.devices = tuple(d if isinstance(d, DeviceInfo) else device_info_of(torch.device(d)) for d in devices)
+        own = (d if isinstance(d, DeviceInfo) else device_info_of(*resolve_devices([d])) for d in devices)
+        self.devices = tuple(own)
         self.phase = self.activity = "start"
         self.last_progress_s = time.monotonic()
         keys = [(info.uuid or info.device, info.pid) for info in self.devices]
@@ -228,6 +233,9 @@ class DeviceMemoryTracker:
         """True if the current phase is the only one since the last reset of the peaks."""
         self._finished_sizes: set[Hashable] = set()
         self._is_left_out = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({[info.device for info in self.devices]}, phase={self.phase!r})"
 
     def usable_mib(self) -> list[float | None]:
         """Return each device's memory for this run: its total minus the memory of other processes; None if unknown."""
@@ -263,7 +271,7 @@ class DeviceMemoryTracker:
         else:
             self._is_phase_whole = False
         self.phase = phase
-        self.report_progress(phase)
+        self.report_progress(activity=phase)
 
     def begin_step(self, sizes: Hashable) -> None:
         """Record that a step begins; leave the peaks out until the next one if cuDNN times its algorithms in this step.
@@ -284,7 +292,7 @@ class DeviceMemoryTracker:
         """Record that a step with these sizes was made to its end."""
         self._finished_sizes.add(sizes)
 
-    def report_progress(self, activity: str | None = None) -> None:
+    def report_progress(self, *, activity: str | None = None) -> None:
         """Record progress of the training thread, in a phase or in `read`, while it waits for a batch."""
         self.activity = activity or self.activity
         self.last_progress_s = time.monotonic()

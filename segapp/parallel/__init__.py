@@ -11,7 +11,7 @@ from segapp.parallel.dropout import SampleMasks, mask_by_sample, sample_masks
 from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.parallel.penalties import gradient_penalty
 from segapp.parallel.recompute import recomputed_blocks, set_recompute
-from segapp.parallel.reductions import allreduce, sum_over_ranks
+from segapp.parallel.reductions import allreduce
 from segapp.parallel.replica_threads import ReplicaDesyncError, current_replica
 from segapp.parallel.scatter_gather import ReplicaOutputs
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
@@ -37,7 +37,6 @@ __all__ = [
     "revert_sync_batchnorm",
     "sample_masks",
     "set_recompute",
-    "sum_over_ranks",
 ]
 
 

@@ -72,11 +72,6 @@ def no_samples_problem(
         *inputs: example inputs on that device; only their shapes and dtypes are used.
         autocast: returns the context of the training's forward pass.
         loss: returns a 0-dim tensor from the module's outputs, for the backward pass.
-
-    Example:
-        >>> no_samples_problem(nn.Conv2d(3, 4, 1), torch.zeros(2, 3, 8, 8))
-        >>> no_samples_problem(nn.BatchNorm2d(3), torch.zeros(2, 3, 8, 8))
-        "BatchNorm layer '' is not synchronized (sync_bn: true), and its statistics need samples"
     """
     for name, layer in plain_batchnorms(module).items():
         if layer.training:
@@ -118,12 +113,6 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
     `DistributedDataParallel` waits for the gradient of every parameter, unless it searches for unused ones itself.
 
     `smallest_chunk` has the same arguments.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> net.spare = nn.Linear(2, 1, bias=False)
-        >>> unused_parameters(net, torch.zeros(2, 2))
-        ['spare.weight']
     """
     synced = [(layer, type(layer)) for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

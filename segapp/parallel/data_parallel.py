@@ -13,17 +13,17 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Never, TypeVar, cast
+from typing import Any, Never, SupportsIndex, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import random_states
-from segapp.chunks import check_gpu0_bsz, plan_chunks
+from segapp.chunks import check_positive, check_request, plan_chunks
 from segapp.compat.torch import STATE_DICT_METADATA, dispatch_modes
 from segapp.parallel.dropout import with_masks
 from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, current_replica, keep_workers
-from segapp.parallel.replicas import check_replicable, replicate, write_back
+from segapp.parallel.replicas import check_module, check_replicable, replicate, write_back
 from segapp.parallel.scatter_gather import (
     DeviceLike,
     ReplicaOutputs,
@@ -67,6 +67,10 @@ _MEAN_OF_MEANS = (
 )
 
 
+_SPLIT = ("gpu0_bsz", "shares", "full_batch")
+"""Arguments that are checked together."""
+
+
 class DataParallelModel(nn.Module):
     """Run a module on several devices; each output stays on the device that computed it.
 
@@ -78,24 +82,33 @@ class DataParallelModel(nn.Module):
             CPU if there is none. An empty list runs the module itself, wherever it is.
         gpu0_bsz: samples of device 0 in a full batch; see `plan_chunks`.
         dim: the dimension of the samples in inputs and outputs.
-        shares: samples of every device in a full batch, instead of `gpu0_bsz`.
+        shares: samples of every device in a full batch; excludes `gpu0_bsz`.
         full_batch: samples of a full batch; a shorter batch scales `gpu0_bsz` down, and a larger `gpu0_bsz` is an
             error.
         mode: "threads", or "lockstep" for one replica at a time in a fixed order.
         timeout_s: seconds to wait for a missing replica.
 
+    The keyword arguments are also attributes. A new value is checked, and takes effect at the next forward pass.
+
     Attributes:
         last_split: samples per device in the last forward pass, with zeros.
 
     Raises:
-        TypeError: a device is of the wrong kind, or a part of the module is compiled.
-        ValueError: a device does not exist, or the split is impossible.
+        TypeError: an argument is of the wrong kind, or a part of the module is compiled.
+        ValueError: a device does not exist, the split is impossible, or `mode` or `timeout_s` has no meaning.
+        AttributeError: the devices are set later.
 
     Example:
+        >>> from torch import nn, zeros
+        >>> from segapp.parallel import DataParallelModel
         >>> model = DataParallelModel(nn.Linear(2, 1), ["cpu", "cpu", "cpu"], gpu0_bsz=1)
-        >>> [tuple(output.shape) for output in model(torch.zeros(5, 2))]
+        >>> [tuple(output.shape) for output in model(zeros(5, 2))]
         [(1, 1), (2, 1), (2, 1)]
     """
+
+    gpu0_bsz: int | None = None
+    shares: Sequence[int] | None = None
+    full_batch: int | None = None
 
     def __init__(
         self,
@@ -115,34 +128,41 @@ class DataParallelModel(nn.Module):
                 " dim=...; there is no output_device, because each output stays on its device"
             )
         nn.Module.__init__(self)  # not the next class, which may be nn.DataParallel
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module={module!r} is not an nn.Module: the arguments may be in another order")
+        check_module(module)
         self.devices = _resolve_any(device_ids)
+        self.device_ids = list(self.devices)  # as `torch.nn.DataParallel` names them
         if len(self.devices) > 1:
             check_replicable(module)
         self.module = module
-        self.dim = dim
-        self.shares = shares
-        self.full_batch = full_batch
+        self.shares, self.full_batch, self.gpu0_bsz = shares, full_batch, gpu0_bsz
+        self.dim, self.timeout_s = dim, timeout_s
         self.mode: Mode = mode
-        self.timeout_s = timeout_s
         self._warnings: list[str] = []  # a list, which copies of this module in replicas share
         self._draws: dict[tuple[bool, int], bool] = {}
         """Whether forward passes draw random numbers, by grad mode and number of parts in training mode."""
-        self.device_ids = list(self.devices)  # as `torch.nn.DataParallel` names them
-        self.gpu0_bsz = gpu0_bsz
-        self.last_split: tuple[int, ...] = (0,) * len(self.plan(full_batch or 1))  # raises for an impossible split
+        self.last_split: tuple[int, ...] = (0,) * (len(self.devices) or 1)
 
-    @property
-    def gpu0_bsz(self) -> int | None:
-        """Samples of device 0 in a full batch; a new value takes effect at the next forward pass."""
-        return self._gpu0_bsz
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Check an argument, in the constructor and later."""
+        if name in _SPLIT:
+            request = [value if name == each else getattr(self, each) for each in _SPLIT]
+            value = check_request(len(self.devices) or 1, *request)[_SPLIT.index(name)]
+        elif name == "dim" and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
+            raise TypeError(f"dim={value!r} is not a whole number: use the dimension of the samples, such as 0")
+        elif name == "mode" and value not in get_args(Mode):
+            raise ValueError(f"mode={value!r} is not known: use 'threads' or 'lockstep'")
+        elif name == "timeout_s":
+            check_positive(name, value)
+        elif name == "output_device" and value is not None:
+            value = resolve_devices([value])[0]
+        elif name in ("devices", "device_ids") and name in vars(self):
+            raise AttributeError(f"the {name} of a {type(self).__name__} cannot be set later: wrap the module again")
+        super().__setattr__(name, value)
 
-    @gpu0_bsz.setter
-    def gpu0_bsz(self, value: int | None) -> None:
-        if value is not None:
-            value = check_gpu0_bsz(value, len(self.devices) or 1, self.full_batch)
-        self._gpu0_bsz = value
+    def extra_repr(self) -> str:
+        """Return the arguments other than the module."""
+        names = ("device_ids", *_SPLIT, "dim", "mode", "timeout_s", "output_device")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name))
 
     def plan(self, num_samples: int) -> tuple[int, ...]:
         """Return the samples per device for a batch of this size, with zeros."""
@@ -160,16 +180,18 @@ class DataParallelModel(nn.Module):
             if given is not None:
                 batch = map_tensors(ReplicaOutputs.gather, batch, ReplicaOutputs)
             home = next((tensor.device for tensor in tensors_in(batch)), torch.device("cpu"))
-            return ReplicaOutputs([batch], [batch_size(batch, self.dim) or 0], [home], dim=self.dim, mode=self.mode)
+            sizes = [batch_size(batch, self.dim) or 0]
+            return ReplicaOutputs([batch], sizes=sizes, devices=[home], dim=self.dim, mode=self.mode)
         if given is None:
             split = self.plan(batch_size(batch, self.dim) or 0)
             used: Sequence[int] = [i for i, size in enumerate(split) if size] or [0]
-            sizes: Sequence[int] = [split[i] for i in used]
+            sizes = [split[i] for i in used]
         else:
-            used, sizes = self._positions_of(given), given.sizes
+            used, sizes = self._positions_of(given), list(given.sizes)
         devices = [self.devices[i] for i in used]
         chunks = scatter(batch, devices, sizes, self.dim)
-        return ReplicaOutputs(chunks, sizes, devices, self.devices[0], self.dim, self.mode, used)
+        placed: Any = {"main_device": self.devices[0], "dim": self.dim, "mode": self.mode, "positions": used}
+        return ReplicaOutputs(chunks, sizes=sizes, devices=devices, **placed)
 
     def _positions_of(self, chunks: ReplicaOutputs) -> list[int]:
         """Return the positions of the devices of chunks; chunks on other devices will be copied."""
@@ -320,8 +342,10 @@ class BalancedDataParallel(DataParallelModel, nn.DataParallel[nn.Module]):  # ty
         shares, full_batch, mode, timeout_s: as for `DataParallelModel`.
 
     Example:
+        >>> from torch import nn, zeros
+        >>> from segapp.parallel import BalancedDataParallel
         >>> model = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu", "cpu"])
-        >>> tuple(model(torch.zeros(5, 2)).shape), model.last_split
+        >>> tuple(model(zeros(5, 2)).shape), model.last_split
         ((5, 1), (1, 4))
     """
 
@@ -340,9 +364,9 @@ class BalancedDataParallel(DataParallelModel, nn.DataParallel[nn.Module]):  # ty
     ) -> None:
         options: dict[str, Any] = {"shares": shares, "full_batch": full_batch, "mode": mode, "timeout_s": timeout_s}
         super().__init__(module, device_ids, gpu0_bsz=gpu0_bsz, dim=dim, **options)
-        home = next(iter(self.devices), None)
-        target = home if output_device is None else resolve_devices([output_device])[0]
-        self.src_device_obj, self.output_device = home, target  # type: ignore[assignment]  # devices, not indices
+        home: Any = next(iter(self.devices), None)  # a device, not an index
+        target: Any = home if output_device is None else output_device
+        self.src_device_obj, self.output_device = home, target
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -361,7 +385,7 @@ class BalancedDataParallel(DataParallelModel, nn.DataParallel[nn.Module]):  # ty
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chunks of a batch and return their joined outputs, like the bare module."""
         outputs = super().forward(*args, **kwargs)
-        return outputs.gather(self.output_device) if self.devices or len(outputs) > 1 else outputs[0]
+        return outputs.gather(device=self.output_device) if self.devices or len(outputs) > 1 else outputs[0]
 
 
 class DataParallelCriterion(nn.Module):
@@ -381,6 +405,8 @@ class DataParallelCriterion(nn.Module):
 
     def __init__(self, criterion: Any, device_ids: Iterable[DeviceLike] | None = None) -> None:
         super().__init__()
+        if isinstance(criterion, type):
+            raise TypeError(f"{criterion.__name__} is a class: give an object, such as {criterion.__name__}()")
         for method in ("statistics", "finalize"):
             if not callable(getattr(criterion, method, None)):
                 raise TypeError(
@@ -390,6 +416,10 @@ class DataParallelCriterion(nn.Module):
                 )
         self.criterion = criterion
         self.devices = () if device_ids is None else _resolve_any(device_ids)
+
+    def extra_repr(self) -> str:
+        """Return the devices."""
+        return f"device_ids={list(self.devices)}"
 
     def forward(self, outputs: Any, target: Any) -> Tensor:
         """Return the scalar loss on device 0; see `statistics` for the arguments."""
@@ -415,7 +445,7 @@ class DataParallelCriterion(nn.Module):
         """
         if not isinstance(outputs, ReplicaOutputs):
             parts = outputs if isinstance(outputs, list) else [outputs]
-            outputs = ReplicaOutputs(parts, main_device=self.devices[0] if self.devices else None)
+            outputs = ReplicaOutputs(parts, main_device=next(iter(self.devices), None))
         chunks: ReplicaOutputs = outputs
         targets = _split_target(target, chunks)
         keep_workers(self)
@@ -456,8 +486,9 @@ def _split_target(target: Any, outputs: ReplicaOutputs) -> list[Any]:
                 return [to_device(chunk, device) for chunk, device in zip(target, outputs.devices, strict=True)]
         num_samples = batch_size(target, outputs.dim)
         if num_samples != sum(outputs.sizes):
+            given = "has no tensor with samples" if num_samples is None else f"has {num_samples} samples"
             raise ValueError(
-                f"the target has {num_samples} samples and the outputs have {list(outputs.sizes)}: pass the target of"
-                " the model's batch, or one part per output"
+                f"the target {given} and the outputs have {list(outputs.sizes)}: pass the target of the model's batch,"
+                " or one part per output"
             )
     return scatter(target, outputs.devices, outputs.sizes, outputs.dim)

@@ -68,19 +68,24 @@ class SampleMasks:
     """Makes the keys of samples for the layers of a network after `mask_by_sample`, from the seed of the run.
 
     Example:
+        >>> from torch import nn, ones
+        >>> from segapp.parallel import SampleMasks, mask_by_sample, sample_masks
         >>> network = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))
         >>> mask_by_sample(network)
         >>> masks = SampleMasks(network, seed=3)
         >>> with sample_masks(masks.keys(epoch=1, first=0, count=3)):
-        ...     outputs = network(torch.ones(3, 1))
+        ...     outputs = network(ones(3, 1))
         >>> with sample_masks(masks.keys(epoch=1, first=2, count=1)):
-        ...     bool((network(torch.ones(1, 1)) == outputs[2:]).all())
+        ...     bool((network(ones(1, 1)) == outputs[2:]).all())
         True
     """
 
     def __init__(self, network: nn.Module, seed: int) -> None:
         self._num_layers = sum(isinstance(layer, _Masked) for layer in network.modules())
         self._seed = seed
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_layers={self._num_layers}, seed={self._seed})"
 
     def keys(self, epoch: int, first: int, count: int) -> Tensor | None:
         """Return the keys (N, layers) of N = `count` samples in int64; None if no layer drops anything.

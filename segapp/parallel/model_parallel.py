@@ -40,10 +40,12 @@ def place_stages(
         output_device: device that the module's outputs are moved to; None: they are not moved.
 
     Raises:
-        ValueError: an unknown device or submodule, or a parameter shared between devices.
+        ValueError: no stages, an unknown device or submodule, or a parameter shared between devices.
         TypeError: a part of the module is compiled.
     """
     check_replicable(module)
+    if not isinstance(stages, Mapping) or not stages:
+        raise ValueError(f"stages={stages!r}: give names of submodules and their devices, such as {{'0': 'cuda:0'}}")
     parts = dict(module.named_modules())
     if unknown := [name for name in stages if name not in parts]:
         raise ValueError(f"{type(module).__name__} has no submodule {unknown[0]!r}: name one of named_modules()")
@@ -88,10 +90,6 @@ def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
     """Return the device number of each stage, non-decreasing, such that the largest load of a device is minimal.
 
     The costs, such as bytes, are >= 0 and in the order of use; there is at least one device.
-
-    Example:
-        >>> plan_stages([4, 1, 1, 3, 3], 2)
-        (0, 0, 0, 1, 1)
     """
     # best[i] = (load of the fullest device, first stage of each device) for the first i stages
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] + [(sum(costs[:i]), (0,)) for i in range(1, len(costs) + 1)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.accelerator import wide
-from segapp.parallel.reductions import has_other_ranks, sum_over_ranks
+from segapp.parallel.reductions import all_reduce_ranks, has_other_ranks
 from segapp.parallel.scatter_gather import tensors_in
 
 PenaltyKind = Literal["wgan-gp", "wgan-lp", "dragan"]
@@ -50,15 +50,15 @@ def gradient_penalty(
         real: (N, ...) real samples.
         fake: (N, ...) generated samples; not needed for "dragan".
         kind: kind of penalty.
-        alpha: (N,) interpolation between fake (0) and real (1); None: drawn uniformly.
-        noise: in [0, 1], shape of real, for "dragan"; None: drawn uniformly.
+        alpha: (N,) interpolation between fake (0) and real (1), not for "dragan"; None: drawn uniformly.
+        noise: in [0, 1], shape of real, only for "dragan"; None: drawn uniformly.
 
     Returns:
         A scalar in float32 or better, differentiable with respect to the critic's parameters. For a gradient of exactly
         0, where the derivative of the norm would be NaN, the derivative is 0.
 
     Raises:
-        ValueError: an unknown kind, or shapes that do not fit.
+        ValueError: an unknown kind, an argument that the kind does not use, or shapes that do not fit.
         TypeError: the critic is wrapped in `DistributedDataParallel`, which would leave gradients unreduced.
     """
     if kind not in get_args(PenaltyKind):
@@ -68,6 +68,8 @@ def gradient_penalty(
             "the critic is wrapped in DistributedDataParallel, which does not reduce all gradients of a penalty: pass "
             "its module, and call all_reduce_gradients(module.parameters()) after backward()"
         )
+    if (noise if kind != "dragan" else alpha) is not None:
+        raise ValueError(f"kind={kind!r} does not use {'noise' if kind != 'dragan' else 'alpha'}: leave it out")
     with torch.enable_grad():
         points = _points(real, fake, kind, alpha, noise).detach().requires_grad_()
         scores = list(tensors_in(critic(points)))
@@ -110,8 +112,8 @@ def _deviation(values: Tensor) -> Tensor:
     if not has_other_ranks():
         return values.to(torch.promote_types(values.dtype, torch.float32)).std()
     values = wide(values)
-    total, count = sum_over_ranks(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
-    variance: Tensor = sum_over_ranks((values - total / count).square().sum()) / (count - 1)
+    total, count = all_reduce_ranks(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
+    variance: Tensor = all_reduce_ranks((values - total / count).square().sum()) / (count - 1)
     return variance.sqrt()
 
 
@@ -126,5 +128,5 @@ def _norms(gradient: Tensor) -> Tensor:
 def _mean_over_all(values: Tensor) -> Tensor:
     if not has_other_ranks():
         return values.mean()
-    total = sum_over_ranks(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
+    total = all_reduce_ranks(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
     return total[0] / total[1].detach()

@@ -14,9 +14,10 @@ A block becomes an instance of a subclass of its own class, which copies of the 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,6 +36,7 @@ from segapp.compat.torch import (
     version_of,
 )
 from segapp.parallel.replica_threads import current_replica
+from segapp.parallel.replicas import check_module
 from segapp.parallel.scatter_gather import map_tensors
 
 BlockSets: TypeAlias = tuple[tuple[str, ...], ...]
@@ -213,7 +215,7 @@ def _recomputed(kind: type[nn.Module]) -> Any:
     return type(kind.__name__, (RecomputedBlock, kind), attributes)
 
 
-def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
+def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
     """Choose the blocks of a network whose activations are recomputed in the backward pass, in place.
 
     A later call replaces the choice; empty sets undo it. Call it between two steps. Parameters, buffers, state-dict
@@ -226,35 +228,44 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
 
     Raises:
         TypeError: a set is a string.
-        ValueError: a block lies within another, is compiled, or has a `forward` that its class does not have; in a
-            later forward pass, the model has another number of devices than there are sets.
+        ValueError: the network has no block of this name, or a block lies within another, is compiled, or has a
+            `forward` that its class does not have; in a later forward pass, the model has another number of devices
+            than there are sets.
         RuntimeError: in a later step, a block's inputs or buffers change so that it cannot be recomputed.
 
     Example:
+        >>> from torch import nn
+        >>> from segapp.parallel import recomputed_blocks, set_recompute
         >>> network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
         >>> set_recompute(network, [["1"]])
-        >>> type(network[1]).__name__, isinstance(network[1], RecomputedBlock)
-        ('Sequential', True)
+        >>> recomputed_blocks(network)
+        (('1',),)
     """
-    if word := next((each for each in (sets, *sets) if isinstance(each, str)), None):
+    check_module(network)
+    plan = [sets] if isinstance(sets, str) else [each if isinstance(each, str) else list(each) for each in sets]
+    if word := next((each for each in plan if isinstance(each, str)), None):
         raise TypeError(f"set_recompute got the string {word!r} instead of a set of names: write [[{word!r}]]")
-    names = {name for blocks in sets for name in blocks}
+    parts = dict(network.named_modules(remove_duplicate=False))
+    names = {name for blocks in plan for name in blocks}
     for name in names:
-        if outer := next((other for other in names if name.startswith(f"{other}.")), None):
-            raise ValueError(f"{name} lies within {outer}: name one of them")
+        if name not in parts:
+            nearest = difflib.get_close_matches(str(name), parts, n=1, cutoff=0)[0]
+            raise ValueError(f"{type(network).__name__} has no block {name!r}: the nearest name is {nearest!r}")
+        if outer := [other or "the model" for other in names - {name} if name.startswith(other and f"{other}.")]:
+            raise ValueError(f"{name} lies within {outer[0]}: name one of them")
+        if not is_recomputable(parts[name]):
+            raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
     for block in network.modules():
         if isinstance(block, RecomputedBlock):
             block.__class__ = type(block).__mro__[2]
             del block.__dict__["recompute_plan"]
     for name in sorted(names):
-        block = network.get_submodule(name)
-        if not is_recomputable(block):
-            raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
+        block = parts[name]
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
-        devices = {i for i, blocks in enumerate(sets) if name in blocks}
+        devices = {i for i, blocks in enumerate(plan) if name in blocks}
         block.__dict__["recompute_plan"] = SimpleNamespace(
-            name=name, devices=devices, num_sets=len(sets), is_checked=False
+            name=name, devices=devices, num_sets=len(plan), is_checked=False
         )
 
 
@@ -263,7 +274,7 @@ def is_recomputable(block: nn.Module) -> bool:
     return not is_compiled(block) and "forward" not in block.__dict__
 
 
-def recomputed_blocks(network: nn.Module, num_devices: int = 1) -> BlockSets:
+def recomputed_blocks(network: nn.Module, *, num_devices: int = 1) -> BlockSets:
     """Return the names that `set_recompute` chose for each device, in the order of the network."""
     plans = [part.recompute_plan for part in network.modules() if isinstance(part, RecomputedBlock)]
     return tuple(tuple(plan.name for plan in plans if _is_in_set(plan, i)) for i in range(num_devices))

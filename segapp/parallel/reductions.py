@@ -32,9 +32,13 @@ def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
         gradient of the sum of all parts' losses.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: the parts' shapes differ.
         ReplicaDesyncError: not every replica called it.
     """
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"allreduce got a {type(tensor).__name__}: give tensors, as in allreduce(*tensors)")
     return computed_once(partial(_all_reduced, tensors))  # a recomputed block has no other replicas to add
 
 
@@ -43,7 +47,7 @@ def _all_reduced(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if replica is not None and replica.num_replicas > 1:
         return cast(tuple[Tensor, ...], replica.exchange("allreduce", tensors, _sum_of_parts))
     if has_other_ranks():
-        return tuple(sum_over_ranks(tensor) for tensor in tensors)
+        return tuple(all_reduce_ranks(tensor) for tensor in tensors)
     return tensors
 
 
@@ -92,7 +96,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over_ranks(grad, ctx.group), None
+        return all_reduce_ranks(grad, ctx.group), None
 
 
 class _StackRanks(torch.autograd.Function):
@@ -113,11 +117,11 @@ class _StackRanks(torch.autograd.Function):
 
 
 def sum_of_layer(tensor: Tensor) -> Tensor:
-    """Return the sum over the ranks of a layer's tensor, like `sum_over_ranks` in the layers' group."""
-    return sum_over_ranks(tensor, _layers_group)
+    """Return the sum over the ranks of a layer's tensor, like `all_reduce_ranks` in the layers' group."""
+    return all_reduce_ranks(tensor, _layers_group)
 
 
-def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_reduce_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the sum of all ranks' tensors of one shape, differentiable any number of times; every rank calls it."""
     return cast(Tensor, _SumOverRanks.apply(tensor, group))
 

@@ -135,7 +135,7 @@ class ReplicaThreads(Generic[T]):
         self.devices = tuple(devices)
         self.positions = tuple(positions) or tuple(range(len(self.devices)))
         self.num_devices = num_devices or len(self.devices)
-        self.timeout_s = timeout_s
+        self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         # A single call runs in the caller's thread, which already has these states.
         self._entered = _caller_states(self.devices) if len(self.devices) > 1 else _make_current
         self.is_lockstep: bool = mode == "lockstep" or bool(dispatch_modes())

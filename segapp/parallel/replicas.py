@@ -131,6 +131,12 @@ def _assemble(
     return next(iter(replicas.values()))
 
 
+def check_module(module: object) -> None:
+    """Raise TypeError for anything but a module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r} is not an nn.Module: give the model itself, and check the arguments' order")
+
+
 def check_replicable(module: nn.Module) -> None:
     """Check that copies of a module compute the same as the module.
 

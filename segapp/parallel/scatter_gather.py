@@ -35,39 +35,42 @@ def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[tor
     Raises:
         TypeError: an entry has another type.
         ValueError: a device does not exist on this machine, or the list is empty.
-
-    Example:
-        >>> resolve_devices(["cpu", "cpu"])
-        (device(type='cpu'), device(type='cpu'))
     """
     if device_ids is None:
         return tuple(CUDA.devices()) or (torch.device("cpu"),)
-    if isinstance(device_ids, str | int | torch.device):
-        raise TypeError(f"device_ids={device_ids!r} is one device: give a list, such as [{device_ids!r}]")
+    if not isinstance(device_ids, Iterable) or isinstance(device_ids, str | Mapping | Set):
+        raise TypeError(f"device_ids={device_ids!r} is not a list: give one, such as ['cuda:0', 'cuda:1'] or ['cpu']")
     devices = tuple(_resolve_device(device_id) for device_id in device_ids)
     if not devices:
         raise ValueError("device_ids is empty: name at least one device, or use None for all CUDA devices")
     return devices
 
 
-def _resolve_device(device_id: DeviceLike) -> torch.device:
+def parse_device(device_id: DeviceLike) -> torch.device:
+    """Return the device of a CUDA index, a string or a `torch.device`, whether it exists or not."""
     if isinstance(device_id, SupportsIndex) and not isinstance(device_id, bool):
         device_id = operator.index(device_id)  # also one of NumPy's integers
     if isinstance(device_id, bool) or not isinstance(device_id, str | int | torch.device):
         raise TypeError(f"device {device_id!r} is not a CUDA index, a string or a torch.device: use e.g. 0 or 'cuda:0'")
     try:
-        device = torch.device(CUDA.kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+        return torch.device(CUDA.kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
     except RuntimeError as error:
         raise ValueError(f"device {device_id!r} is not known: use 'cpu', 'cuda:0' or a CUDA index like 0") from error
+
+
+def _resolve_device(device_id: DeviceLike) -> torch.device:
+    device = parse_device(device_id)
     if device.type == "meta":
         raise ValueError("device 'meta' holds no values: use 'cpu', 'cuda:0' or a CUDA index like 0")
     if gpu := gpu_of(device):
         count, name = gpu.count(), gpu.kind.upper()
         if count == 0:
-            raise ValueError(f"device {device_id!r}: no {name} device is visible here: use ['cpu'], or see {gpu.tool}")
+            raise ValueError(
+                f"device {str(device)!r}: no {name} device is visible here: use ['cpu'], or see {gpu.tool}"
+            )
         device = torch.device(gpu.kind, gpu.current_index()) if device.index is None else device
         if device.index >= count:
-            raise ValueError(f"device {device_id!r}: only {count} {name} devices are visible: use 0 to {count - 1}")
+            raise ValueError(f"device '{device}': only {count} {name} devices are visible: use 0 to {count - 1}")
     return device
 
 
@@ -168,10 +171,11 @@ class ReplicaOutputs(list[Any]):
 
     They are also inputs: a `DataParallelModel` or `DataParallelCriterion` runs each chunk on its device. To pass other
     chunks in the same way, give only a list of them, such as `ReplicaOutputs([output.detach() for output in outputs])`;
-    chunks without samples are left out.
+    chunks without samples are left out. An output may be replaced, but their number and order are fixed.
 
     Attributes:
         sizes: samples per output, as many as there are outputs.
+        devices: the device of each output.
         main_device: device 0 of the model, where sums are computed, even if it has no samples.
         dim: the dimension of the samples.
         mode: how the replicas ran.
@@ -179,11 +183,13 @@ class ReplicaOutputs(list[Any]):
 
     Raises:
         ValueError: without `sizes`, an output has no tensor with the dimension of the samples.
+        TypeError: the outputs are not a list, or an output is added, removed or moved.
     """
 
     def __init__(
         self,
         outputs: Iterable[Any],
+        *,
         sizes: Sequence[int] | None = None,
         devices: Sequence[torch.device] = (),
         main_device: torch.device | None = None,
@@ -191,6 +197,8 @@ class ReplicaOutputs(list[Any]):
         mode: Mode = "threads",
         positions: Sequence[int] = (),
     ) -> None:
+        if isinstance(outputs, Tensor) or not isinstance(outputs, Iterable):
+            raise TypeError(f"outputs are a {type(outputs).__name__}: give a list with one output per device")
         super().__init__(outputs)
         positions = positions or range(len(self))
         if sizes is None:
@@ -198,18 +206,37 @@ class ReplicaOutputs(list[Any]):
             if not found or None in found:
                 raise ValueError("outputs hold no tensor with samples: pass the result of the model")
             positions = [i for i, size in enumerate(found) if size] or [0]
-            self[:], sizes = [self[i] for i in positions], [found[i] or 0 for i in positions]
+            super().__init__([self[i] for i in positions])
+            sizes = [found[i] or 0 for i in positions]
             devices = [next(tensors_in(output)).device for output in self]
+        if {len(sizes), len(devices), len(positions)} != {len(self)}:
+            raise ValueError(f"{len(self)} outputs have {len(sizes)} sizes and {len(devices)} devices: give one each")
         self.sizes, self.devices, self.positions = tuple(sizes), tuple(devices), tuple(positions)
         self.main_device = self.devices[0] if main_device is None else main_device
         self.dim = dim
         self.mode: Mode = mode
+
+    def __reduce__(self) -> Any:
+        return partial(type(self), **vars(self)), ([*self],)
+
+    def __repr__(self) -> str:
+        shapes = [[tuple(tensor.shape) for tensor in tensors_in(output)] for output in self]
+        attributes = (f"{name}={value!r}" for name, value in {"shapes": shapes, **vars(self)}.items())
+        return f"{type(self).__name__}({', '.join(attributes)})"
 
     def _refuse(self, *_: object) -> Never:
         """Refuse arithmetic, of which a list would repeat or append its elements."""
         self.__torch_function__("arithmetic")
 
     __add__ = __iadd__ = __sub__ = __mul__ = __rmul__ = __imul__ = __truediv__ = __neg__ = _refuse
+
+    def _keep_order(self, *_: object, **__: object) -> Never:
+        raise TypeError(
+            "the number and order of ReplicaOutputs are fixed, because each output has its device and samples: make"
+            " ReplicaOutputs([...]) of another list"
+        )
+
+    append = extend = insert = pop = remove = clear = reverse = sort = __delitem__ = _keep_order
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Never:
@@ -220,7 +247,7 @@ class ReplicaOutputs(list[Any]):
             "the loss with DataParallelCriterion(criterion)(outputs, target), or join the outputs with outputs.gather()"
         )
 
-    def gather(self, device: DeviceLike | None = None) -> Any:
+    def gather(self, *, device: DeviceLike | None = None) -> Any:
         """Return all outputs joined on one device, by default device 0."""
         return gather(self, self.main_device if device is None else resolve_devices([device])[0], self.dim)
 

@@ -24,6 +24,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,10 +33,12 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from segapp.accelerator import wide
+from segapp.chunks import check_positive
 from segapp.compat.torch import BatchNorm, is_replica
 from segapp.parallel.recompute import RecomputedBlock, computed_once
 from segapp.parallel.reductions import all_reduce_in_place, has_other_ranks, stack_ranks, sum_of_layer
 from segapp.parallel.replica_threads import current_replica
+from segapp.parallel.replicas import check_module
 from segapp.parallel.scatter_gather import reduce_add, to_device
 
 _NO_SAMPLES = 1e-30
@@ -330,7 +333,8 @@ class SyncBatchNorm(BatchNorm):
     underscores.
 
     Raises:
-        ValueError: the whole batch has one value per channel.
+        ValueError: the input is not a floating-point (N, C, ...), or the whole batch has one value per channel.
+        TypeError: the input is not a tensor.
         RuntimeError: a replica's layer runs outside its forward pass, as in torch's activation checkpointing without
             `set_recompute`.
     """
@@ -340,12 +344,16 @@ class SyncBatchNorm(BatchNorm):
         if isinstance(input, torch.fx.Proxy) and type(self) is SyncBatchNorm:
             # A call of this layer, as for a converted layer and for torch's own.
             return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
-        self._check_input_dim(input)
-        if input.dim() < 2 or input.size(1) != self.num_features:
+        if not isinstance(input, Tensor | torch.fx.Proxy):
+            raise TypeError(f"{self.__name()} got a {type(input).__name__}: give a tensor")
+        if input.dim() < 2 or input.size(1) != self.num_features or not input.is_floating_point():
             raise ValueError(
-                f"{self.__name()} expects input of shape (N, {self.num_features}, ...), got {tuple(input.shape)}"
+                f"{self.__name()} expects floating-point input of shape (N, {self.num_features}, ...), got"
+                f" {tuple(input.shape)} in {input.dtype}"
             )
+        self._check_input_dim(input)
         if (not self.training and self.running_mean is not None) or not computed_once(self.__is_divided):
+            self.__check_arguments()
             return BatchNorm.forward(self, input)
         x = input.contiguous(memory_format=memory_format_of(input))
         weight, bias = (None if value is None else value.to(_statistics_dtype(x)) for value in (self.weight, self.bias))
@@ -360,13 +368,14 @@ class SyncBatchNorm(BatchNorm):
         part.statistics = computed_once(exchanged)
         return cast(Tensor, _NormalizePart.apply(part, dummy.grad_fn, x, weight, bias, joined[0]))
 
-    def __check_sizes(self) -> None:
+    def __check_arguments(self) -> None:
         for name in ("weight", "bias", "running_mean", "running_var"):
             value = getattr(self, name)
             if value is not None and value.numel() != self.num_features:
                 raise ValueError(f"{self.__name()}: {name} has {value.numel()} values for {self.num_features} channels")
-        if not self.eps > 0:
-            raise ValueError(f"{self.__name()}: eps={self.eps}: give a number above 0")
+        check_positive(f"{self.__name()}: eps", self.eps)
+        if self.momentum is not None and not (isinstance(self.momentum, Real) and 0 <= self.momentum <= 1):
+            raise ValueError(f"{self.__name()}: momentum={self.momentum!r}: give a number from 0 to 1, or None")
 
     def __is_divided(self) -> bool:
         """Return True if this layer has only a part of the batch, as a replica or as a rank."""
@@ -412,7 +421,7 @@ class SyncBatchNorm(BatchNorm):
 
     def __join(self, values: list[tuple[_Part, Tensor, tuple[Tensor, Tensor], Tensor]]) -> list[Tensor]:
         """Give the parts of this process (all replicas, or this rank) their statistics; return the joined dummies."""
-        self.__check_sizes()  # kernels read as many values as there are channels, whatever memory they are in
+        self.__check_arguments()  # kernels read as many values as there are channels, whatever memory they are in
         parts, xs, pairs, dummies = zip(*values, strict=True)
         nodes = [dummy.grad_fn for dummy in dummies]
         if len({node is None for node in nodes}) > 1:
@@ -533,6 +542,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     Raises:
         TypeError: a layer cannot be synchronized, because its class computes BatchNorm itself; no layer is converted.
     """
+    check_module(module)
     plain = plain_batchnorms(module)
     for name, layer in plain.items():
         if obstacle := _obstacle(layer):
@@ -550,6 +560,7 @@ def plain_batchnorms(module: nn.Module) -> dict[str, BatchNorm]:
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Turn every `SyncBatchNorm` back into its original class, by default `nn.BatchNorm2d`, and return the module."""
+    check_module(module)
     for layer in list(module.modules()):
         if isinstance(layer, SyncBatchNorm):
             kind: Any = getattr(layer, "batchnorm_class", nn.BatchNorm2d)

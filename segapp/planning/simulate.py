@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from segapp.assembly.devices import with_precision
+from segapp.assembly.devices import build_precision, with_precision
 from segapp.assembly.network import largest_phase
 from segapp.assembly.own_parts import fp32_part, plain_loss_note
 from segapp.assembly.pairs import build_pixels, build_scheme
@@ -43,7 +43,6 @@ from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk
 from segapp.parallel.model_parallel import balance_stages, home_of
 from segapp.parallel.recompute import is_recomputable
 from segapp.planning.trial import blank_batch, evaluate_blank, evaluation_size
-from segapp.precision import Precision
 from segapp.run.words import first_line
 from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout, StepParts
 from segapp.training.step.engine import StepEngine
@@ -124,7 +123,7 @@ class Simulator:
     def _needs_samples(self, images: Tensor) -> str | None:
         """Return why a rank of ddp cannot be without samples; None if it can."""
         config, layout = self.assembler.config, StepLayout("ddp", (torch.device("meta"),))
-        dtype = Precision(config.train.precision, torch.device("cpu")).input_dtype
+        dtype = build_precision(config, torch.device("cpu")).input_dtype
         network = self.assembler.prepare(copy.deepcopy(self._plain), layout)
         inner = NormalizedInput(network, Preprocessing(build_pixels(config.data), dtype).to("meta"))
         return no_samples_problem(inner, images)
@@ -214,7 +213,7 @@ class Simulator:
 
     def _stages(self, source: nn.Module, devices: Sequence[str]) -> dict[str, str]:
         """Return the stages balanced by memory, as in the trainer."""
-        dtype = Precision(self.assembler.config.train.precision, torch.device("cpu")).input_dtype
+        dtype = build_precision(self.assembler.config, torch.device("cpu")).input_dtype
         example = torch.empty(2, self.assembler.pixels.num_bands, *self._crop_px, dtype=dtype, device="meta")
         balanced = balance_stages(source, devices, example)
         return {name: str(device) for name, device in balanced.items()}

@@ -95,8 +95,10 @@ class BatchSplitController:
             return settings.shares is None
         if not self.checker.check(settings.gpu0_bsz, settings.shares).is_possible:
             return False
-        divider.shares = None if settings.shares is None else list(settings.shares)
-        divider.full_batch = None if settings.shares is not None else self.batch_size
-        divider.gpu0_bsz = None if settings.shares is not None else settings.gpu0_bsz
+        divider.gpu0_bsz = divider.shares = divider.full_batch = None  # the new values exclude the old ones
+        if settings.shares is None:
+            divider.full_batch, divider.gpu0_bsz = self.batch_size, settings.gpu0_bsz
+        else:
+            divider.shares = list(settings.shares)
         self.checker = replace(self.checker, current=self.current)
         return True

@@ -38,7 +38,7 @@ class RecomputableBlocks:
 
     def __init__(self, model: nn.Module, num_devices: int = 1, problem: str | None = None) -> None:
         self._model = model
-        self._configured = recomputed_blocks(model, num_devices)
+        self._configured = recomputed_blocks(model, num_devices=num_devices)
         self.names: tuple[str, ...] = ()
         try:
             self.names = tuple(name for name, block in find_blocks(model).items() if is_recomputable(block))

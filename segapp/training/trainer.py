@@ -388,9 +388,9 @@ class Trainer:
     def _next_group(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return the micro-batches of the next step."""
         began, size = time.perf_counter(), min(self.settings.accumulate, len(self.train_loader) - self.position.batch)
-        self.device_memory.report_progress("read")
+        self.device_memory.report_progress(activity="read")
         group = [next(batches) for _ in range(size)]
-        self.device_memory.report_progress(IDLE)
+        self.device_memory.report_progress(activity=IDLE)
         self.activities.clock.wait_s += time.perf_counter() - began
         return group
 

@@ -175,12 +175,12 @@ def test_steps_match_one_device_at_every_gpu0_bsz(device_ids, dtype, limit):
 def test_penalties_match_one_device(kind):
     torch.manual_seed(2)
     real, fake, noise = (torch.randn(6, 3, 16, 16, dtype=torch.float64, device="cuda") for _ in range(3))
-    alpha = torch.rand(6, dtype=torch.float64, device="cuda")
+    drawn = {"noise": noise} if kind == "dragan" else {"alpha": torch.rand(6, dtype=torch.float64, device="cuda")}
     truth = Critic().double().cuda()
     critic = convert_sync_batchnorm(copy.deepcopy(truth))
-    expected = gradient_penalty(truth, real, fake, kind, alpha=alpha, noise=noise)
+    expected = gradient_penalty(truth, real, fake, kind, **drawn)
     expected.backward()
-    penalty = gradient_penalty(DataParallelModel(critic, SAME, gpu0_bsz=1), real, fake, kind, alpha=alpha, noise=noise)
+    penalty = gradient_penalty(DataParallelModel(critic, SAME, gpu0_bsz=1), real, fake, kind, **drawn)
     penalty.backward()
     assert relative_error([penalty.detach()], [expected.detach()]) <= 1e-12
     assert relative_error(grads_of(critic), grads_of(truth)) <= 1e-9

@@ -52,7 +52,7 @@ class Counters:
 def gpu_infos() -> list[DeviceInfo]:
     """Return devices in torch's order, which is not nvidia-smi's."""
     uuids = ("cccc", "aaaa", "bbbb")
-    return [DeviceInfo(f"cuda:{i}", uuid, 1000.0, name=f"card {uuid}") for i, uuid in enumerate(uuids)]
+    return [DeviceInfo(f"cuda:{i}", uuid=uuid, total_mib=1000.0, name=f"card {uuid}") for i, uuid in enumerate(uuids)]
 
 
 def step(watch: DeviceMemoryTracker, counters: Counters, peaks: dict[str, float]) -> None:
@@ -66,7 +66,7 @@ def step(watch: DeviceMemoryTracker, counters: Counters, peaks: dict[str, float]
 def test_each_phase_of_a_profiled_step_gets_its_own_peak():
     counters = Counters()
     assert DeviceMemoryTracker(["cpu"]).devices == (sampler_module.device_info_of(torch.device("cpu")),)
-    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", uuid="aaaa")], counters=[counters])
     peaks = {"forward": 300.0, "loss": 500.0, "backward": 500.0, "step": 120.0}  # the last phase names the peak
     watch.mark("data")
     watch.sample()  # asks for the profile of the steps that follow
@@ -85,7 +85,7 @@ def test_each_phase_of_a_profiled_step_gets_its_own_peak():
 
 def test_observed_peaks_restart_with_a_new_split():
     counters = Counters()
-    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", uuid="aaaa")], counters=[counters])
     watch.sample()
     step(watch, counters, {"forward": 900.0, "backward": 100.0})
     watch.reset_observed()
@@ -98,7 +98,7 @@ def test_observed_peaks_restart_with_a_new_split():
 
 def test_peak_while_cudnn_times_algorithms_is_left_out(monkeypatch):
     counters = Counters()
-    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", uuid="aaaa")], counters=[counters])
     counters.use(150.0)  # the weights arrive
     counters.use(100.0)
 
@@ -174,7 +174,7 @@ def test_peak_that_cannot_be_reset_is_reported_all_the_same(monkeypatch):
 def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
     run = RunFolder.create(path=folder / "run")
     infos = gpu_infos()
-    watch = DeviceMemoryTracker(infos, [Counters() for _ in infos])
+    watch = DeviceMemoryTracker(infos, counters=[Counters() for _ in infos])
     watch.mark("data")
     return MemorySampler(EventWriter(run.events).write, watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
 
@@ -205,7 +205,7 @@ def test_total_memory_is_the_total_of_the_slice_that_torch_uses():
 
 def test_ranks_on_the_cpu_are_counted_by_their_process():
     counters = [Counters() for _ in range(3)]
-    tracker = DeviceMemoryTracker([DeviceInfo("cpu", pid=pid) for pid in (7, 8, 7)], counters)
+    tracker = DeviceMemoryTracker([DeviceInfo("cpu", pid=pid) for pid in (7, 8, 7)], counters=counters)
     for of_device, mib in zip(counters, (10.0, 20.0, 30.0), strict=True):
         of_device.use(mib)
     assert [found["allocated_mib"] for found in tracker.sample()] == [10.0, 20.0, 10.0]
@@ -222,7 +222,7 @@ def test_driver_is_asked_about_own_gpus_alone(monkeypatch):
         return 3 * 2**20, 10 * 2**20
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    infos = [DeviceInfo(f"cuda:{i}", uuid, is_own=i != 1) for i, uuid in enumerate(("a", "b", "c"))]
+    infos = [DeviceInfo(f"cuda:{i}", uuid=uuid, is_own=i != 1) for i, uuid in enumerate(("a", "b", "c"))]
     tracker = DeviceMemoryTracker([*infos, infos[0]])  # two logical devices on the first
     assert tracker.driver_used_mib() == {"a": 7.0}
     assert asked == ["cuda:0", "cuda:2"]
@@ -230,7 +230,7 @@ def test_driver_is_asked_about_own_gpus_alone(monkeypatch):
 
 def test_blocked_write_is_told_again_after_each_further_time():
     saving_s, told = [None], []
-    watch = DeviceMemoryTracker([DeviceInfo("cpu")], [Counters()])
+    watch = DeviceMemoryTracker([DeviceInfo("cpu")], counters=[Counters()])
     monitor = MemorySampler(told.append, watch, saving_s=lambda: saving_s[0], blocked_s=30.0)
     for saving_s[0] in (10.0, 30.0, 40.0, 61.0, 90.0, 95.0, 120.0, None, 29.0, 35.0):
         monitor.beat()
@@ -281,7 +281,7 @@ def test_intervals_are_those_of_the_documentation(tmp_path, monkeypatch, step_s,
     More heartbeats are only for steps that the last second of the log does not name.
     """
     run = RunFolder.create(path=tmp_path / "run")
-    watch = DeviceMemoryTracker([DeviceInfo("cpu")], [Counters()])
+    watch = DeviceMemoryTracker([DeviceInfo("cpu")], counters=[Counters()])
     watch.mark("data")
     log, now_s, ages = EventLog(EventWriter(run.events)), 1000.0, list[float]()
 

@@ -71,7 +71,7 @@ class TrainedRun:
         self.folder = RunFolder.create(path=path)
         self.writer, self.mode = EventWriter(self.folder.events), mode
         log = EventLog(self.writer)
-        self.devices = [DeviceInfo(f"cuda:{i}", f"GPU-{i}", total_mib) for i in range(num_devices)]
+        self.devices = [DeviceInfo(f"cuda:{i}", uuid=f"GPU-{i}", total_mib=total_mib) for i in range(num_devices)]
         self.counters = [Counters() for _ in self.devices]
         model: Any = nn.Linear(1, 1)
         network = TrainedNetwork(model, model, CPU)
@@ -83,7 +83,7 @@ class TrainedRun:
             network = RankNetwork(model, lambda: model, CPU, Ranks(), RankSplit(num_devices, full_batch=batch_size))
         network.smallest_chunk, network.needs_samples = smallest_chunk, needs_samples
         self.split = BatchSplitController(network, batch_size, mode)
-        memory = DeviceMemoryTracker(self.devices, self.counters)
+        memory = DeviceMemoryTracker(self.devices, counters=self.counters)
         self.controller = CommandController(
             Inbox(self.folder, log),
             log,

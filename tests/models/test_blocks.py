@@ -103,7 +103,7 @@ def test_recomputed_networks_take_the_same_step(library, name, encoder, options,
         outputs = DataParallelModel(
             net, ["cpu"] * num_devices, gpu0_bsz=1 if num_devices > 1 else None, mode="lockstep"
         )(torch.randn(3, 3, px, px))
-        sum(logits.float().square().mean() for logits in tensors_in(outputs.gather("cpu"))).backward()
+        sum(logits.float().square().mean() for logits in tensors_in(outputs.gather(device="cpu"))).backward()
         gradients = [p.grad for p in net.parameters() if p.grad is not None]
         found.append([*gradients, *net.buffers()])
     assert len(found[0]) == len(found[1])

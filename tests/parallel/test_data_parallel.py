@@ -60,8 +60,6 @@ def test_shares_and_full_batch_scale_a_short_batch():
     assert model(torch.ones(4, 2)).sizes == (1, 2, 1)
     model = DataParallelModel(nn.Linear(2, 2), ["cpu"] * 3, gpu0_bsz=4, full_batch=8)
     assert model(torch.ones(4, 2)).sizes == (2, 1, 1)
-    with pytest.raises(ValueError, match="gpu0_bsz=9 is more than the batch of 8"):
-        model.gpu0_bsz = 9
 
 
 class WithChildModule(nn.Module):
@@ -191,7 +189,7 @@ def test_outputs_are_no_tensor_in_arithmetic_and_losses():
             compute()
     assert [*outputs, *outputs][3] is outputs[0]
     assert torch.cat(outputs).shape == (7, 2, 2, 2)
-    assert pickle.loads(pickle.dumps(outputs)).sizes == (1, 3, 3)
+    assert repr(pickle.loads(pickle.dumps(outputs))) == repr(outputs)
 
 
 def test_integers_of_numpy_are_integers():
@@ -199,16 +197,11 @@ def test_integers_of_numpy_are_integers():
         model = BalancedDataParallel(number, nn.Identity(), ["cpu"] * 3, full_batch=np.int64(7))
         model(torch.zeros(7, 1))
         assert (model.last_split, {type(size) for size in (model.gpu0_bsz, *model.last_split)}) == ((2, 3, 2), {int})
-    for wrong in (True, np.bool_(True), 2.0, "2"):
-        with pytest.raises(TypeError, match="is not a whole number"):
-            BalancedDataParallel(wrong, nn.Identity(), ["cpu"] * 3)
-    with pytest.raises(ValueError, match="device 0: "):
+    with pytest.raises(ValueError, match="device 'cuda:0': "):
         DataParallelModel(nn.Identity(), [np.int64(0)] if not torch.cuda.is_available() else [np.int64(99)])
 
 
 def test_bad_models_devices_and_splits_are_refused():
-    with pytest.raises(TypeError, match=r"not an nn\.Module"):
-        DataParallelModel(3, ["cpu"])
     compiled = nn.Sequential(nn.Linear(1, 1))
     compiled.compile(backend="eager")
     for module in (torch.compile(nn.Linear(1, 1), backend="eager"), compiled):
@@ -218,16 +211,12 @@ def test_bad_models_devices_and_splits_are_refused():
         DataParallelModel(nn.LazyLinear(1), ["cpu"] * 2)
     with pytest.raises(TypeError, match=r"1 is compiled.*leave out torch.compile and torch.jit"):
         DataParallelModel(nn.Sequential(nn.ReLU(), torch.jit.script(nn.Linear(1, 1))), ["cpu"] * 2)
-    with pytest.raises(ValueError, match=r"weight of Linear is on meta and device 0 is cpu: call module.to\('cpu'\)"):
-        DataParallelModel(nn.Linear(1, 1, device="meta"), ["cpu"] * 2)(torch.ones(2, 1))
     inner = BalancedDataParallel(1, nn.Linear(1, 1), ["cpu"] * 2)
     with pytest.raises(
         RuntimeError, match="BalancedDataParallel runs in a replica of another one: wrap only the outer"
     ):
         DataParallelModel(nn.Sequential(inner), ["cpu"] * 3)(torch.ones(3, 1))
     assert len(BalancedDataParallel(None, nn.Sequential(inner), ["cpu"])(torch.ones(3, 1))) == 3, "no replica around it"
-    with pytest.raises(ValueError, match="is not known"):
-        DataParallelModel(nn.Linear(1, 1), ["cpu"] * 2, mode="fast")(torch.ones(2, 1))
 
 
 def test_batchnorm_on_single_values_error_names_next_move():
@@ -277,27 +266,3 @@ class TestCriterion:
         DataParallelCriterion(criterion)(outputs, x).backward()
         assert criterion.scale.grad == x.mean()
         assert (criterion.calls, criterion.last) == (1, 1), "of the first replica"
-
-    def test_outputs_and_targets_that_do_not_match_are_refused(self):
-        with pytest.raises(TypeError, match="CrossEntropyLoss has no statistics"):
-            DataParallelCriterion(nn.CrossEntropyLoss())
-        images, target = make_batch(4)
-        outputs = DataParallelModel(SmallNet().double(), ["cpu"] * 2)(images)
-        with pytest.raises(ValueError, match=r"the target has 3 samples and the outputs have \[2, 2\]"):
-            DataParallelCriterion(PlainCE())(outputs, target[:3])
-        with pytest.raises(ValueError, match="no tensor with samples"):
-            DataParallelCriterion(PlainCE())([], target)
-
-        class Wrong(PlainCE):
-            def statistics(self, outputs, target):
-                return outputs[0].sum()
-
-        with pytest.raises(TypeError, match="return a tuple"):
-            DataParallelCriterion(Wrong())(outputs, target)
-
-
-def test_positions_and_unknown_keywords_are_refused():
-    with pytest.raises(TypeError, match=r"device_ids, 0\): write gpu0_bsz=.*no output_device"):
-        DataParallelModel(nn.Linear(1, 1), ["cpu"] * 3, 0)
-    with pytest.raises(TypeError, match="full_bach"):
-        BalancedDataParallel(1, nn.Linear(1, 1), ["cpu"] * 3, full_bach=3)

@@ -32,7 +32,7 @@ def test_examples_in_docstrings_are_true(package: object) -> None:
     names = [each.name for each in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]  # type: ignore[attr-defined]
     results = [doctest.testmod(importlib.import_module(name)) for name in names]
     assert sum(result.failed for result in results) == 0
-    assert sum(result.attempted for result in results) >= 19
+    assert sum(result.attempted for result in results) >= 15
 
 
 def test_splits_of_a_batch_load_no_torch() -> None:

@@ -20,6 +20,10 @@ def samples():
     return {"real": real, "fake": fake, "alpha": torch.rand(6).double(), "noise": noise}
 
 
+def used(kind, samples):
+    return {name: each for name, each in samples.items() if name != ("alpha" if kind == "dragan" else "noise")}
+
+
 def by_hand(critic, kind, real, fake, alpha, noise):
     """The three formulas, implemented again for one device."""
     if kind == "dragan":
@@ -45,7 +49,7 @@ def test_penalties_match_their_formulas_at_every_split(kind, samples):
             critic.zero_grad()
             model = DataParallelModel(critic, ["cpu"] * num_devices, gpu0_bsz=gpu0_bsz)
             scores = [torch.cat(list(model(x))).mean() for x in (fake, real)]
-            loss = scores[0] - scores[1] + 10 * gradient_penalty(model, kind=kind, **samples)
+            loss = scores[0] - scores[1] + 10 * gradient_penalty(model, kind=kind, **used(kind, samples))
             loss.backward()
             assert relative_error([loss.detach()], [expected.detach()]) <= 1e-12
             assert relative_error(grads_of(critic), grads_of(truth)) <= 1e-9
@@ -70,6 +74,8 @@ def test_half_samples_give_a_float32_penalty():
     [
         (lambda c, x: gradient_penalty(c, x, x, kind="gp"), "use one of wgan-gp, wgan-lp, dragan"),
         (lambda c, x: gradient_penalty(c, x), "needs fake samples"),
+        (lambda c, x: gradient_penalty(c, x, x, alpha=x[:, 0], noise=x), "kind='wgan-gp' does not use noise: leave"),
+        (lambda c, x: gradient_penalty(c, x, None, "dragan", alpha=x[:, 0]), "kind='dragan' does not use alpha: leave"),
         (lambda c, x: gradient_penalty(c, x, x[:1]), r"fake has shape \(1, 4\) and real \(3, 4\)"),
         (lambda c, x: gradient_penalty(c, x, x, alpha=torch.rand(2)), "one per sample"),
         (lambda c, x: gradient_penalty(c, x, kind="dragan", noise=torch.rand(2)), "noise has shape"),

@@ -17,7 +17,7 @@ from segapp.losses import CriterionCE, surrogate
 from segapp.parallel import SyncBatchNorm, distributed
 from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, wrap_ddp
 from segapp.parallel.launch import launch_local
-from segapp.parallel.reductions import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
+from segapp.parallel.reductions import all_reduce_ranks, has_other_ranks, layers_group, stack_ranks, use_layers_group
 from tests.support import ROOT
 
 
@@ -182,7 +182,7 @@ def test_layers_exchange_in_a_group_of_their_own(group_size, monkeypatch):
     layer(x).sum().backward()
     assert used == [("all_gather_into_tensor", group), ("all_reduce", group)]
     used.clear()
-    sum_over_ranks(torch.ones(1))
+    all_reduce_ranks(torch.ones(1))
     assert used == [("all_reduce", None)]
     distributed.shutdown()
     assert layers_group() is None

@@ -32,12 +32,12 @@ def test_only_the_first_chunk_may_be_a_view(dim):
     ("device_ids", "error", "words"),
     [
         (["cuda:99"], ValueError, "cuda:99"),
-        ([99], ValueError, "device 99"),
+        ([99], ValueError, "device 'cuda:99'"),
         (["nonsense"], ValueError, "use 'cpu', 'cuda:0' or a CUDA index"),
         ([], ValueError, "name at least one device"),
         (["meta"], ValueError, "holds no values"),
         ([True], TypeError, "not a CUDA index"),
-        ("cpu", TypeError, r"give a list, such as \['cpu'\]"),
+        ("cpu", TypeError, "is not a list: give one, such as"),
     ],
 )
 def test_absent_devices_are_refused(device_ids, error, words):

@@ -82,7 +82,7 @@ def planned_engines(configs: list[RunConfig]) -> list[dict[str, Any]]:
 def trained_engine(config: RunConfig, folder: Path) -> dict[str, Any]:
     run = RunFolder.create(path=folder)
     log = EventLog(EventWriter(run.events))
-    context = RunContext(run, log, Ranks(), StopSignals(), DeviceMemoryTracker())
+    context = RunContext(run, log, Ranks(), StopSignals(), DeviceMemoryTracker([]))
     trainer = build_trainer(config, context, plan_devices(config))
     log.close()
     return description(trainer.engine)

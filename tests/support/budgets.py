@@ -262,7 +262,9 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         limits.clear()
         if budgets_mib is None:
             return device_infos(devices, ranks, None)
-        return [DeviceInfo("cpu", f"logical {i}", mib, os.getpid()) for i, mib in enumerate(budgets_mib)]
+        return [
+            DeviceInfo("cpu", uuid=f"logical {i}", total_mib=mib, pid=os.getpid()) for i, mib in enumerate(budgets_mib)
+        ]
 
     def logical_counters(info: DeviceInfo) -> Any:
         is_logical = (info.uuid or "").startswith("logical ")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.assembly.criterion import criterion_of
-from segapp.assembly.devices import uses_channels_last
+from segapp.assembly.devices import build_precision, uses_channels_last
 from segapp.assembly.network import build_network, check_sizes, put_adapters
 from segapp.assembly.optimizer import build_optimizer, build_parameter_groups
 from segapp.assembly.pairs import build_pixels
@@ -146,7 +146,7 @@ class StepAssembler:
         self.pixels = build_pixels(config.data)
         if teacher is not None:
             check_teacher(config, teacher, scheme)
-            Precision(config.train.precision, torch.device("cpu")).prepare(teacher.model)
+            build_precision(config, torch.device("cpu")).prepare(teacher.model)
 
     def build_model(self, *, with_weights: bool) -> SegmentationModel:
         """Build the model in fp32 on the CPU, with its pretrained weights unless a checkpoint will replace them.
@@ -194,7 +194,7 @@ class StepAssembler:
             except TypeError as error:
                 raise ConfigError(f"{error}, or set parallel.sync_bn=false", key="parallel.sync_bn") from error
         mask_by_sample(model)
-        Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
+        build_precision(self.config, torch.device("cpu")).prepare(model)
         if uses_channels_last(self.config.train, model, layout.devices[0]):
             model.to(memory_format=torch.channels_last)
         self._set_blocks(model, layout)
@@ -266,7 +266,7 @@ class StepAssembler:
         check_mode(config, "single" if is_one_device else layout.mode)
         if backend is None:
             backend = RealDevices(gradient_as_bucket_view=config.parallel.gradient_as_bucket_view)
-        precision = Precision(config.train.precision, device)
+        precision = build_precision(config, device)
         preprocessing = Preprocessing(build_pixels(config.data), precision.input_dtype).to(device)
         inner = self._inner(parts, layout, backend, preprocessing)
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import wide_dtype
-from segapp.assembly.devices import uses_channels_last
+from segapp.assembly.devices import build_precision, uses_channels_last
 from segapp.assembly.pairs import build_pixels
 from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -103,8 +103,9 @@ class CriticTrainer(StepParticipant):
     def begin(self) -> None:
         """Store the state for `rollback`, and divide batches over the devices as the student's network does."""
         if isinstance(self.network, DataParallelModel) and isinstance(self._student, DataParallelModel):
-            self.network.shares = self._student.shares
-            self.network.gpu0_bsz = self._student.gpu0_bsz
+            own, student = self.network, self._student
+            own.gpu0_bsz = own.shares = own.full_batch = None  # the new values exclude the old ones
+            own.shares, own.full_batch, own.gpu0_bsz = student.shares, student.full_batch, student.gpu0_bsz
         self._guard.remember()
         self._seen.clear()
 
@@ -155,7 +156,7 @@ class CriticTrainer(StepParticipant):
 
     def _scores(self, maps: Tensor) -> Tensor:
         scores = self._run(maps)
-        gathered: Tensor = scores.gather(self.device) if isinstance(self.network, DataParallelModel) else scores
+        gathered: Tensor = scores.gather(device=self.device) if isinstance(self.network, DataParallelModel) else scores
         return gathered.float()
 
     @torch.no_grad()
@@ -435,8 +436,7 @@ def build_distilled_input(
 
 def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
     """Return the critic's precision: fp32 weights, because half weights lose small updates; the student's autocast."""
-    name = config.train.precision
-    return Precision("amp-fp16" if name == "fp16" else name, device)
+    return Precision("amp-fp16", device) if config.train.precision == "fp16" else build_precision(config, device)
 
 
 def build_distillation(config: RunConfig, network: TrainedNetwork, inner: DistilledInput) -> list[StepParticipant]:

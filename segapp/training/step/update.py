@@ -65,7 +65,7 @@ class WeightUpdate:
     @torch.no_grad()
     def finish_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Unscale and clip the gradients; return their norm and whether the step is bad."""
-        grad_norm = self.precision.finish_gradients(self.optimizer, self.clip_grad_norm)
+        grad_norm = self.precision.finish_gradients(self.optimizer, clip_grad_norm=self.clip_grad_norm)
         return grad_norm, (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).float()
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class WeightUpdate:
         `is_skipped` leaves the weights as they are for another reason too; None: only for `is_bad`.
         """
         is_skipped = is_bad if is_skipped is None else is_skipped
-        self.precision.step(self.optimizer, is_bad, is_skipped)
+        self.precision.step(self.optimizer, is_bad, is_skipped=is_skipped)
         if self.average is not None:
             self.average.update(is_skipped)
         bad = is_bad.long()

@@ -55,7 +55,7 @@ class ControllerHarness:
             Inbox(self.folder, event_log),
             event_log,
             self.batch_split,
-            DeviceMemoryTracker(),
+            DeviceMemoryTracker([]),
             LiveSettings(),
             recompute=RecomputableBlocks(nn.Linear(1, 1)),
         )

@@ -107,7 +107,12 @@ class NotedRanks(Ranks):
 def test_devices_that_share_an_evaluation_are_the_others() -> None:
     model = TinyNet()
     replicas = DataParallelModel(model, ["cpu"] * 4)
-    replicas.devices = (CPU, torch.device("meta"), CPU, torch.device("meta"))  # stand for two logical devices on each
+    vars(replicas)["devices"] = (
+        CPU,
+        torch.device("meta"),
+        CPU,
+        torch.device("meta"),
+    )  # stand for two logical devices on each
     assert ReplicatedNetwork(model, replicas, CPU).further_devices == (torch.device("meta"),)  # type: ignore[arg-type]
     assert TrainedNetwork(model, model, CPU).further_devices == ()  # type: ignore[arg-type]
 
