@@ -137,7 +137,7 @@ def watches_memory() -> str:
     counts: metrics.Counts = ConfusionMatrix(3)
     try:
         counts.merge(counts)
-    except (errors.SegappError, parallel.ReplicaDesyncError) as error:
+    except (errors.SegappError, parallel.ReplicaDesyncError, losses.KernelError) as error:
         return str(error)
     except errors.ConfigErr:  # type: ignore[attr-defined]
         return ""
