@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -250,6 +251,12 @@ def without_autocast() -> Iterator[None]:
     key = getattr(torch._C.DispatchKey, "AutocastPrivateUse1")  # noqa: B009  # not in its stubs
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         yield
+
+
+def release_compiled_graphs() -> None:
+    """Free the memory of CUDA graphs that `torch.compile` has recorded; a later call records them again."""
+    if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
+        trees.reset_cudagraph_trees()
 
 
 def keep_inductor_in(folder: str) -> None:

@@ -29,7 +29,14 @@ class Feature:
 
 
 FEATURES = (
-    Feature("train.compile", ("single", "ddp"), lambda config: config.train.compile, "set it to false"),
+    Feature("train.compile", ("single", "ddp"), lambda config: config.train.compile is True, "set it to false"),
+    Feature(
+        "train.compile",
+        ("single",),
+        lambda config: config.train.compile == "reduce-overhead",
+        "set it to true",
+        "reduce-overhead",
+    ),
     Feature("distill", ("single", "dp", "ddp"), lambda config: config.distill is not None),
     Feature(
         "model.name",

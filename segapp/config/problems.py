@@ -297,6 +297,9 @@ _TRAINING: tuple[Rule, ...] = (
      and not _has_other_number_of_budgets(c.parallel), "is empty: give one number per device, or null"),
     ("train.compile", lambda c: c.train.compile and c.distill is not None,
      "does not support distill: set it to false, or leave distill out"),
+    ("train.compile", lambda c: c.train.compile == "reduce-overhead" and c.train.accumulate > 1,
+     "reduce-overhead cannot be combined with train.accumulate = {train.accumulate}, because the gradients of a pass "
+     "lie in the memory of its graph: set it to true, or train.accumulate to 1"),
     ("train.recompute", lambda c: c.train.recompute != "off" and c.train.compile,
      "cannot be combined with train.compile: set one of them to off or false"),
     ("parallel.devices", lambda c: c.parallel.devices == [], "is empty: name at least one device, or auto"),

@@ -378,9 +378,10 @@ class TrainConfig(Section):
     early_stop: Annotated[PositiveInt | None, OnResume] = None
     """Stop after this number of evaluations without a better checkpoint.monitor; null: never. Change it to 10 or 20 to
     end runs that no longer improve."""
-    compile: Annotated[bool, OnResume] = False
+    compile: Annotated[bool | Literal["reduce-overhead"], OnResume] = False
     """Compile the forward and backward pass with torch.compile; not with the modes dp and model, nor with distill.
-    Change it to true for long runs on a GPU; the first step takes minutes."""
+    reduce-overhead, an experiment in the mode single, also launches the kernels of both passes as CUDA graphs, whose
+    memory segapp plan does not count. Change it to true for long runs on a GPU; the first step takes minutes."""
     deterministic: Annotated[bool, OnResume] = False
     """On GPUs, use only deterministic algorithms; slower, and cuDNN times no algorithms. Change it to
     true if two runs must agree exactly."""

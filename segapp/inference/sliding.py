@@ -61,11 +61,19 @@ class NormalizedInput(nn.Module):
         self.preprocessing = preprocessing
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self._compiled: Callable[[Tensor], Any] | None = None
+        self._as_cuda_graphs = False
+        self._graph_shape: torch.Size | None = None
 
-    def compile_training(self) -> None:
-        """Run the model's forward pass in training through torch.compile; the model itself is not modified."""
+    def compile_training(self, *, as_cuda_graphs: bool = False) -> None:
+        """Run the model's forward pass in training through torch.compile; the model itself is not modified.
+
+        With `as_cuda_graphs`, graphs are recorded for the shape of the first batch. Others, such as the short last
+        batch and pieces after an out-of-memory error, are not compiled.
+        """
         keep_inductor_in(keep_compiled_code())
-        self._compiled = torch.compile(lambda images: self.model(images))
+        options: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if as_cuda_graphs else {}
+        self._compiled = torch.compile(lambda images: self.model(images), **options)
+        self._as_cuda_graphs = as_cuda_graphs
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return (logits, *auxiliary logits) of stored images (N, B, H, W).
@@ -79,6 +87,10 @@ class NormalizedInput(nn.Module):
             oom_failpoint("train.forward")
         # Evaluation has many sizes, and a rank may have no sample: each would be compiled anew.
         is_compiled = self._compiled is not None and self.training and len(images) > 0
+        if is_compiled and self._as_cuda_graphs:
+            self._graph_shape = self._graph_shape or images.shape
+            is_compiled = images.shape == self._graph_shape
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # the outputs of the pass before may be overwritten
         call: Any = self._compiled if is_compiled else self.model
         try:
             with sample_masks(keys):

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from segapp.accelerator import GPUS, Gpu, accelerator_of, gpu_of
+from segapp.compat.torch import release_compiled_graphs
 from segapp.failpoints import failpoint
 from segapp.memory.counters import IDLE, DeviceMemoryTracker
 from segapp.memory.peaks import PHASES
@@ -154,6 +155,7 @@ def release(error: BaseException, device: torch.device) -> None:
         traceback.clear_frames(seen.__traceback__)  # their local variables fill the memory
         seen = seen.__cause__ or seen.__context__
     gc.collect()
+    release_compiled_graphs()
     _read("how to empty its cache", accelerator_of(device).empty_cache)
 
 

@@ -95,19 +95,21 @@ def test_split_in_a_mode_that_cannot_do_the_rest_is_refused() -> None:
 def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> None:
     asked: dict[str, dict[str, Any]] = {
         "train.compile": COMPILED,
+        "train.compile reduce-overhead": {"train": {"compile": "reduce-overhead"}},
         "distill": DISTILLED,
-        "model.name": EOMT,
+        "model.name eomt": EOMT,
     }
+    own = asked[f"{feature.key} {feature.value}".strip()]
     for mode in ("single", "dp", "ddp", "model"):
-        config = config_of({}, **asked[feature.key])  # `auto`, so that no check has been made yet
+        config = config_of({}, **own)  # `auto`, so that no check has been made yet
         forced = config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": mode})})
         num_gpus = 1 if mode == "single" else 3
         if mode in feature.modes:
-            assert config_of({"mode": mode}, **asked[feature.key])
+            assert config_of({"mode": mode}, **own)
             assert plan_devices(forced).mode == choose_mode(forced, num_gpus) == mode
             continue
         for act in (
-            lambda mode=mode: config_of({"mode": mode}, **asked[feature.key]),
+            lambda mode=mode: config_of({"mode": mode}, **own),
             lambda forced=forced: plan_devices(forced),
             lambda forced=forced, num_gpus=num_gpus: choose_mode(forced, num_gpus),
         ):

@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,21 +11,27 @@ import torch
 from torch import nn
 from torch._inductor import codecache
 
+from segapp.assembly.criterion import criterion_of
+from segapp.assembly.pairs import build_scheme
+from segapp.config import load_config
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import RunError
 from segapp.inference.sliding import NormalizedInput
+from segapp.memory.oom import release
+from segapp.training.step.assembler import StepAssembler
+from tests.support import ROOT
 from tests.support.rank_runs import losses
 from tests.support.runs import differing, merged, train
 from tests.training.test_resume import final_state, stopped_and_resumed
 
 
-def compiled(num_bands: int = 3) -> NormalizedInput:
+def compiled(num_bands: int = 3, **options: Any) -> NormalizedInput:
     model: Any = nn.Conv2d(num_bands, 2, 1)
     model.suitable_size = lambda *size: size
     network = NormalizedInput(model, Preprocessing(PixelFormat(mean=(0.5,) * 3, std=(0.2,) * 3)))
     keys = list(network.state_dict())
-    network.compile_training()
+    network.compile_training(**options)
     assert list(network.state_dict()) == keys
     return network
 
@@ -64,6 +71,62 @@ def test_only_training_with_samples_is_compiled(monkeypatch: pytest.MonkeyPatch)
     assert (len(defaults) >= 3, {*defaults}) == (True, {own})
     with pytest.raises(RuntimeError, match="expected input"):  # errors of the network are not hidden
         compiled(num_bands=4)(images(1))
+
+
+def test_cuda_graphs_are_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short last batch and the pieces after an out-of-memory error run without; so does the evaluation."""
+    calls: list[Any] = []
+
+    def compile_(call: Any, **options: Any) -> Any:
+        calls.append(options)
+        return lambda images: calls.append(len(images)) or call(images)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append("step"))
+    network = compiled(as_cuda_graphs=True)
+    for size, is_training in ((3, True), (2, True), (1, True), (3, False), (3, True)):
+        assert len(network.train(is_training)(images(size))) == size
+    assert calls == [{"mode": "reduce-overhead", "dynamic": False}, "step", 3, "step", "step", "step", 3]
+
+
+def test_memory_of_graphs_is_freed_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    trees = SimpleNamespace(reset_cudagraph_trees=lambda: calls.append("reset"))
+    release(RuntimeError("out of memory"), torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    release(RuntimeError("out of memory"), torch.device("cpu"))
+    assert calls == ["reset"]
+
+
+FAMILIES = {
+    (config.model.library, config.model.name, config.model.encoder): path
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    for config in [load_config(path)]
+}
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", FAMILIES.values(), ids=lambda path: path.stem)
+def test_forward_and_loss_compile_into_one_graph(path: Path) -> None:
+    """The loss of mask classification reads values, so only its forward pass is one graph."""
+    config = load_config(path, ["model.weights=null", "model.weights_backbone=null"])
+    scheme = build_scheme(config.data)
+    model = StepAssembler(config, scheme).build_model(with_weights=False).train()
+    criterion = criterion_of(config, scheme, lambda _: [1.0] * scheme.num_classes)
+    size = model.suitable_size(64, 96)
+    images, target = torch.zeros(2, 3, *size), torch.zeros(2, *size, dtype=torch.uint8)
+    graphs: list[Any] = []
+
+    def run(images: torch.Tensor) -> Any:
+        outputs = model(images)
+        has_one_graph = config.loss.name != "mask_classification"
+        return criterion.finalize(criterion.statistics(outputs, target)) if has_one_graph else outputs
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compile(run, backend=lambda graph, _: graphs.append(graph) or graph.forward)(images)
+    assert (len(graphs), dict(torch._dynamo.utils.counters["graph_break"])) == (1, {})
 
 
 @pytest.mark.slow

@@ -354,7 +354,7 @@ class StepAssembler:
         if backend.has_values and network.divider is not None:
             self._check_chunks(network, inner, criterion, precision)
         if self.config.train.compile and backend.has_values:  # after the checks, which use the network otherwise
-            inner.compile_training()
+            inner.compile_training(as_cuda_graphs=self.config.train.compile == "reduce-overhead")
         return network
 
     def _check_chunks(
