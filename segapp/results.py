@@ -138,7 +138,7 @@ class History(tuple[Evaluated, ...]):
             for row in self
         ]
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, *, ax: Axes | None = None) -> Axes:
         """Draw the losses and, on a second axis, mIoU and mean Dice by step; return the axes of the losses.
 
         Args:
@@ -206,9 +206,9 @@ class TrainResult:
         """The last evaluation; None without one."""
         return self.history[-1] if self.history else None
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, *, ax: Axes | None = None) -> Axes:
         """Draw the history; see `History.plot`."""
-        return self.history.plot(ax)
+        return self.history.plot(ax=ax)
 
     def __repr__(self) -> str:
         return (
@@ -253,7 +253,7 @@ class EvalResult(_Scored):
         names = sorted(self.iou, key=lambda name: (self.iou[name] is None, self.iou[name] or 0.0))
         return [{"class": name, **{key: values[name] for key, values in columns.items()}} for name in names]
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self, *, ax: Axes | None = None) -> Axes:
         """Draw the IoU of each class as bars, the worst at the top, and return the axes.
 
         Args:

@@ -61,7 +61,7 @@ RULES: list[tuple[str, str, str, str]] = [
     ("schedule.warmup_steps", "schedule.warmup_steps=1", "schedule={name: onecycle, warmup_steps: 1}", "set it to 0"),
     ("train.compile", "train.compile=true", "train.compile=true; parallel.mode=dp", "mode: dp"),
     ("train.compile", "train.compile=reduce-overhead", "train.compile=reduce-overhead; parallel.mode=ddp", "mode: ddp"),
-    ("train.compile", "train.compile=reduce-overhead", "train.compile=reduce-overhead; train.accumulate=2", "of a pass"),
+    ("train.compile", "train.compile=reduce-overhead", "train.compile=reduce-overhead; train.accumulate=2", "a pass"),
     ("train.compile", "distill={teacher: t}", "distill={teacher: t}; train.compile=true", "support distill"),
     ("parallel.gpu0_bsz", "parallel.gpu0_bsz=8", "parallel.gpu0_bsz=9", "9 is above train.batch_size = 8: use 0 to 8"),
     ("parallel.gpu0_bsz", "parallel.gpu0_bsz=9; train.batch_size=auto", "parallel.gpu0_bsz=-1", "= -1"),

@@ -387,7 +387,6 @@ ATTRIBUTES |= {
 }  # fmt: skip
 
 
-@pytest.mark.skip(reason="rows are being written")
 def test_each_documented_line_has_a_row(run: Path) -> None:
     assert sorted(documented("Raises")) == sorted(RAISES)
     attributes = [(name, word) for name, row in ATTRIBUTES.items() for word in called(row, run)[1]]
@@ -410,20 +409,12 @@ def test_attribute_means_what_it_says(name: str, run: Path) -> None:
         assert np.array_equal(own, value) if isinstance(value, torch.Tensor | np.ndarray) else own == value, attribute
 
 
-UNFINISHED = {
-    f"parallel.{name}"
-    for name in ("BalancedDataParallel", "DataParallelModel", "SampleMasks", "plan_chunks", "set_recompute")
-}
-
-
 EXAMPLES = {name: text for name, text in docstrings() if ">>> " in text}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_of_a_docstring_run_alone(name: str) -> None:
     """They begin with their imports; examples with `+SKIP` need a run or a data set, so they are only compiled."""
-    if name in UNFINISHED:
-        pytest.skip("its examples do not begin with their imports yet")
     examples, output = doctest.DocTestParser().get_examples(EXAMPLES[name]), list[str]()
     assert examples[0].source.startswith(("import ", "from "))
     for example in examples:
@@ -444,11 +435,6 @@ POSITIONAL = {
     "parallel.gradient_penalty": ("fake kind", CONTRACT),
     "parallel.plan_chunks": ("gpu0_bsz", CONTRACT),
     "train": ("config overrides", "a file and keys, as on the command line"),
-}
-POSITIONAL_YET = {
-    "EvalResult.plot": "ax",
-    "History.plot": "ax",
-    "TrainResult.plot": "ax",
 }
 
 
@@ -473,7 +459,7 @@ def test_options_are_keywords() -> None:
         )
         for name, function in public_functions()
     }
-    found = {name: options for name, options in found.items() if options and name not in POSITIONAL_YET}
+    found = {name: options for name, options in found.items() if options}
     assert found == {name: options for name, (options, _) in POSITIONAL.items()}
 
 
