@@ -186,7 +186,7 @@ WRONG_CALLS = [  # call with the folder of a run, and words of the error
     (lambda run: evaluate(run, config=3), "config is a int: give a file, a dictionary or a RunConfig"),
     (lambda run: evaluate(run, progress="no"), "progress is 'no': give True or False"),
     (lambda run: load(run, device="cuda:7"), "^device: device 'cuda:7': no CUDA device"),
-    (lambda run: load(run, device=7), "^device: device 7: no CUDA device"),
+    (lambda run: load(run, device=7), "^device: device 'cuda:7': no CUDA device"),
     (lambda run: load(b"run"), "target is b'run': give a path"),
     (lambda run: load(run, slide="no"), "slide is 'no': give True or False"),
     (
