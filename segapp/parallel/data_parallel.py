@@ -106,10 +106,6 @@ class DataParallelModel(nn.Module):
         [(1, 1), (2, 1), (2, 1)]
     """
 
-    gpu0_bsz: int | None = None
-    shares: Sequence[int] | None = None
-    full_batch: int | None = None
-
     def __init__(
         self,
         module: nn.Module,
@@ -145,7 +141,7 @@ class DataParallelModel(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Check an argument, in the constructor and later."""
         if name in _SPLIT:
-            request = [value if name == each else getattr(self, each) for each in _SPLIT]
+            request = [value if name == each else vars(self).get(each) for each in _SPLIT]
             value = check_request(len(self.devices) or 1, *request)[_SPLIT.index(name)]
         elif name == "dim" and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
             raise TypeError(f"dim={value!r} is not a whole number: use the dimension of the samples, such as 0")

@@ -353,7 +353,8 @@ class SyncBatchNorm(BatchNorm):
             )
         self._check_input_dim(input)
         if (not self.training and self.running_mean is not None) or not computed_once(self.__is_divided):
-            self.__check_arguments()
+            if self.training:
+                self.__check_numbers()  # torch's kernels check the sizes
             return BatchNorm.forward(self, input)
         x = input.contiguous(memory_format=memory_format_of(input))
         weight, bias = (None if value is None else value.to(_statistics_dtype(x)) for value in (self.weight, self.bias))
@@ -368,12 +369,16 @@ class SyncBatchNorm(BatchNorm):
         part.statistics = computed_once(exchanged)
         return cast(Tensor, _NormalizePart.apply(part, dummy.grad_fn, x, weight, bias, joined[0]))
 
-    def __check_arguments(self) -> None:
+    def __check_sizes(self) -> None:
         for name in ("weight", "bias", "running_mean", "running_var"):
             value = getattr(self, name)
             if value is not None and value.numel() != self.num_features:
                 raise ValueError(f"{self.__name()}: {name} has {value.numel()} values for {self.num_features} channels")
-        check_positive(f"{self.__name()}: eps", self.eps)
+        self.__check_numbers()
+
+    def __check_numbers(self) -> None:
+        if type(self.eps) is not float or not self.eps > 0:  # the name takes time
+            check_positive(f"{self.__name()}: eps", self.eps)
         if self.momentum is not None and not (isinstance(self.momentum, Real) and 0 <= self.momentum <= 1):
             raise ValueError(f"{self.__name()}: momentum={self.momentum!r}: give a number from 0 to 1, or None")
 
@@ -421,7 +426,7 @@ class SyncBatchNorm(BatchNorm):
 
     def __join(self, values: list[tuple[_Part, Tensor, tuple[Tensor, Tensor], Tensor]]) -> list[Tensor]:
         """Give the parts of this process (all replicas, or this rank) their statistics; return the joined dummies."""
-        self.__check_arguments()  # kernels read as many values as there are channels, whatever memory they are in
+        self.__check_sizes()  # kernels read as many values as there are channels, whatever memory they are in
         parts, xs, pairs, dummies = zip(*values, strict=True)
         nodes = [dummy.grad_fn for dummy in dummies]
         if len({node is None for node in nodes}) > 1:
