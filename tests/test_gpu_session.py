@@ -243,10 +243,10 @@ def test_page_is_made_from_partial_files_alone(tmp_path: Path) -> None:
     (tmp_path / "rows" / "step.jsonl").write_text("\n".join(map(json.dumps, measured)) + '\n{"case": "b", "out')
     text = page(tmp_path)
     assert "a card, torch 2.11" in text
-    assert "| tests | side by side | failed | 1 | 1 | 1 | 1.5 | 4 |" in text
+    assert "| tests | side by side | failed | 1 | 1 | 1 | 1.5 | 3 |" in text
     assert "| step | alone | not ended | 1 | 0 | 0 |" in text
     assert "| plan | side by side | not begun |" in text
-    names = ["- ranks: exit 3: no such module", "- tests: `t::two`: 1 is not 2", "| row | part |"]
+    names = ["- tests: `t::two`: 1 is not 2", "- ranks: exit 3: no such module", "| row | part |"]
     assert sorted(names, key=text.index) == [names[1], names[0], names[2]], "failures first, in the order of the rows"
     assert "- 1: needs two cards" in text
     assert "| single | 2.5 |" in text

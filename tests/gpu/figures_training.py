@@ -105,28 +105,32 @@ def small_cases(device: str) -> list[Case]:
     return [Case(f"LR-ASPP, 4 images, {way}", partial(_small_row, place, way)) for way in SMALL_WAYS]
 
 
-SMALL_WAYS: dict[str, dict[str, str]] = {
-    "eager": {},
-    "torch.compile": {},
-    "torch.compile, reduce-overhead": {"mode": "reduce-overhead"},
+SMALL_WAYS: dict[str, bool | str] = {
+    "plain": False,
+    "eager": False,
+    "torch.compile": True,
+    "torch.compile, reduce-overhead": "reduce-overhead",
 }
-"""By name: options of torch.compile."""
+"""By name: `train.compile`; plain is a loop that a person writes by hand."""
 
 
 def _small_row(place: torch.device, way: str) -> dict[str, Any]:
-    is_gpu = place.type == "cuda"
-    is_compiled = way.startswith("torch.compile")
-    options = SMALL_WAYS[way] if is_gpu else {"backend": "eager"}  # a CPU would compile for minutes
-    config = figures_config(is_gpu, SMALL, precision="auto", batch_size=4, compile=is_compiled)
+    is_gpu, compile_ = place.type == "cuda", torch.compile
+
+    def compile_eager(call: Callable[..., Any], **_: Any) -> Any:  # a CPU would compile for minutes
+        return compile_(call, backend="eager")
+
+    config = figures_config(is_gpu, SMALL, precision="auto", batch_size=4, compile=SMALL_WAYS[way])
     with (
-        mock.patch.object(torch, "compile", partial(torch.compile, **options)),
+        mock.patch.object(torch, "compile", compile_ if is_gpu else compile_eager),
         engine_of(config, place, "single") as engine,
     ):
         batch = batch_of(config, engine, place)
+        step = plain_step(config, engine, batch) if way == "plain" else lambda: engine.step([batch])
         for _ in range(3):
-            engine.step([batch])
-        seconds, cpu_s = _timed(lambda: engine.step([batch]), place, num_steps=50 if is_gpu else 1)
-        assert (_normalized(engine)._compiled is not None) == is_compiled
+            step()
+        seconds, cpu_s = _timed(step, place, num_steps=50 if is_gpu else 1)
+        assert (_normalized(engine)._compiled is not None) == (SMALL_WAYS[way] is not False)
     return {"way": way, "precision": "auto", "images/s": 4 / seconds, "ms a step": 1e3 * seconds, "CPU s a step": cpu_s}
 
 

@@ -1,8 +1,8 @@
 """What a session on one card runs: the rows in order, each with its limit and with what it needs.
 
-A rented card has few minutes. The figures that need it alone come first, one after the other. Then everything that
-could show a wrong result runs side by side, because it needs no quiet. A row is either a call of pytest or a function
-that returns cases (`tests.gpu.cases`).
+A rented card has few minutes. Everything that could show a wrong result comes first, side by side, because it needs no
+quiet. Then come the figures that need the card alone, one after the other. A row is either a call of pytest or a
+function that returns cases (`tests.gpu.cases`).
 """
 
 from __future__ import annotations
@@ -71,68 +71,69 @@ class ScheduledRow:
 
 
 ROWS = (
-    # The first case of a process with a network takes 45 to 60 s, as Triton compiles the kernels of the loss and cuDNN
-    # times its algorithms. Later cases take 5 to 30 s. The limits are for all cases of the row at this pace.
-    ScheduledRow(
-        "step",
-        "Training step against a plain loop of PyTorch",
-        "alone",
-        1.5,
-        cases="tests.gpu.figures_training:step_cases",
-    ),
-    ScheduledRow(
-        "loss",
-        "Loss against interpolate + cross_entropy, torch.compile and Liger",
-        "alone",
-        1.5,
-        cases="tests.gpu.figures_loss:loss_cases",
-    ),
-    ScheduledRow(
-        "small-network",
-        "LR-ASPP, 4 images: eager, torch.compile with and without reduce-overhead",
-        "alone",
-        1.5,
-        cases="tests.gpu.figures_training:small_cases",
-    ),
-    ScheduledRow(
-        "tests",
-        "Losses against float64, steps, replicas, trainings, ranks, whole runs",
-        "side by side",
-        4,
-        tests=("tests/gpu",),
-        workers=10,
-        dry_tests=("tests/parallel/test_replica_checks.py",),
-    ),
+    # The figures that need a quiet card are in the order in which they are wanted. The first case of a process with a
+    # network takes 45 to 60 s, as Triton compiles the kernels of the loss and cuDNN times its algorithms. Later cases
+    # take 5 to 30 s.
     ScheduledRow(
         "ranks",
         "Steps of 2 to 4 ranks on one card through gloo, against one device in float64",
         "side by side",
-        4,
+        3,
         cases="tests.gpu.rank_figures:gloo_cases",
     ),
     ScheduledRow(
         "ranks-nccl",
         "Steps of 2 ranks on one card through NCCL",
         "side by side",
-        4,
+        3,
         cases="tests.gpu.rank_figures:nccl_cases",
         needs=("NCCL",),
         has_dry_form=False,
     ),
     ScheduledRow(
+        "tests",
+        "Losses against float64, steps, replicas, trainings, ranks, whole runs",
+        "side by side",
+        3,
+        tests=("tests/gpu",),
+        workers=10,
+        dry_tests=("tests/parallel/test_replica_checks.py",),
+    ),
+    ScheduledRow(
         "plan",
         "Planned against measured peaks of twelve networks",
         "side by side",
-        4,
+        3,
         cases="tests.gpu.figures_plan:plan_cases",
     ),
     ScheduledRow(
         "sanitizer",
         "compute-sanitizer on the kernels of the loss: memcheck, racecheck, initcheck",
         "side by side",
-        4,
+        3,
         cases="tests.gpu.sanitized:sanitizer_cases",
         needs=("compute-sanitizer",),
+    ),
+    ScheduledRow(
+        "small-network",
+        "LR-ASPP, 4 images: a plain loop, eager, torch.compile with and without reduce-overhead",
+        "alone",
+        1.25,
+        cases="tests.gpu.figures_training:small_cases",
+    ),
+    ScheduledRow(
+        "step",
+        "Training step against a plain loop of PyTorch",
+        "alone",
+        1,
+        cases="tests.gpu.figures_training:step_cases",
+    ),
+    ScheduledRow(
+        "loss",
+        "Loss against interpolate + cross_entropy, torch.compile and Liger",
+        "alone",
+        0.5,
+        cases="tests.gpu.figures_loss:loss_cases",
     ),
 )
 
