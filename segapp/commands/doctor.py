@@ -116,6 +116,9 @@ def _torch() -> Iterator[Diagnosis]:
     cuda, rocm = torch.version.cuda, torch.version.hip
     build = f"built for ROCm {rocm}" if rocm else f"built for CUDA {cuda}" if cuda else "built without CUDA"
     yield Diagnosis("torch", "ok", f"{torch.__version__}, {build}", True)
+    policy = os.environ.get("OMP_WAIT_POLICY", "not set")
+    threads = f"{torch.get_num_threads()} for a training on the CPU; OMP_WAIT_POLICY: {policy} (segapp docs speed)"
+    yield Diagnosis("threads", "ok", threads)
 
 
 def _torchvision() -> Iterator[Diagnosis]:

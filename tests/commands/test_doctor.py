@@ -180,6 +180,13 @@ def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu, tmp_path):
     assert (finding.found, finding.fix) == ("no GPU: training runs on the CPU", "")
 
 
+def test_threads_of_a_training_on_the_cpu_are_named(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    threads = {each.name: each.found for each in module.IMPORTS["torch"]()}["threads"]
+    assert threads.startswith("7 for a training on the CPU; OMP_WAIT_POLICY: ACTIVE")
+
+
 def test_each_gpu_is_tried(no_gpu):
     tiny = SimpleNamespace(name="NVIDIA H200", total_memory=141 * GIB, major=9, minor=0)
     ones = torch.ones
