@@ -17,10 +17,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
-from segapp.errors import ConfigError, SegappError, StorageError
+from segapp.errors import ConfigError, SegappError, StorageError, closest_words
 from segapp.run.words import ESCAPED, announce_torch, printable
 from segapp.waiting import lines_while, watch_signals
 
@@ -58,9 +58,11 @@ def main(arguments: list[str] | None = None) -> None:
     doing = "" if not words or words[0] in _WITH_OWN_LINES else f"segapp {words[0]}: still running"
     with (
         trusting("--trust-parts" in arguments),
-        _one_line_errors(is_debug, as_json=is_json),
+        _one_line_errors(words, is_debug, as_json=is_json),
         lines_while(lambda: doing),
     ):
+        if words[:1] != ["sweep"] and sum(word.partition("=")[0] == "--config" for word in words) > 1:
+            raise ConfigError("--config is given more than once: name one config, and change its keys with KEY=VALUE")
         while True:
             try:
                 sys.exit(app(words, standalone_mode=False) or 0)
@@ -129,7 +131,7 @@ def _open_closed_streams() -> None:
 
 
 @contextlib.contextmanager
-def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
+def _one_line_errors(words: list[str], is_debug: bool, *, as_json: bool) -> Iterator[None]:
     """Print an error that a user can act on as one line, or also as JSON, and exit with the exit code of its class."""
     import typer
 
@@ -138,6 +140,8 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     try:
         yield
     except usage_error as error:
+        if meant := _meant_override(error, words):
+            _fail(ConfigError(meant), as_json)
         if as_json:
             _print_json(ConfigError(error.format_message()))
         error.message = "\n".join(map(printable, error.message.split("\n")))
@@ -157,6 +161,29 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
         _fail(StorageError(f"{shown}: free space or choose another folder", path=name), as_json)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _meant_override(error: Any, words: list[str]) -> str | None:
+    """Return a sentence with the override for an option that is a key of the config, as `--epochs 5`; else None."""
+    option = getattr(error, "option_name", None)
+    command = None if error.ctx is None else error.ctx.command
+    if option is None or command is None or not (command.name == "sweep" or command.params[0].name == "overrides"):
+        return None
+    from segapp.config.words import keys_like
+
+    if option in ("--cfg-options", "--opts", "--override"):
+        return f"{option} is no option of segapp: write only the words KEY=VALUE that follow it"
+    path = option.lstrip("-").replace("-", "_").split(".")
+    keys, options = keys_like(path), [name.lstrip("-") for each in command.params for name in each.opts]
+    closest = closest_words(path[-1], [*(key.split(".")[-1] for key in keys), *options])
+    if closest and closest[0] in options:
+        return None  # typer suggests the option
+    at = next((at for at, word in enumerate(words) if word.partition("=")[0] == option), None)
+    if not keys or at is None:
+        return None
+    value = words[at].partition("=")[2] or "".join(word for word in words[at + 1 : at + 2] if word[:1] != "-")
+    written = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
+    return f"{option} is no option of this command: keys of the config are written as {written}"
 
 
 def _print_json(error: SegappError) -> None:

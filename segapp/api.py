@@ -69,6 +69,7 @@ class Network:
         self.classes: tuple[str, ...] = trained.scheme.names
         self._predictor = predictor_of(trained)
         self._lock, self._num_running, self._training = threading.Lock(), 0, list[Any]()
+        self._process = os.getpid()
 
     @property
     def module(self) -> nn.Module:
@@ -133,6 +134,11 @@ class Network:
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Keep the module in evaluation mode; the last of several threads restores the modes of its parts."""
+        if self._process != os.getpid():  # a fork: its threads of OpenMP are gone, and a second one would wait for them
+            import torch
+
+            torch.set_num_threads(1)
+            self._process, self._lock, self._num_running = os.getpid(), threading.Lock(), 0
         with self._lock:
             if not self._num_running:
                 self._training = [part for part in self.module.modules() if part.training]

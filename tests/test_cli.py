@@ -98,6 +98,16 @@ DDP = "parallel.mode=ddp parallel.devices=[cpu,cpu]"
         ("train --config tiny.yaml parallel.devices=cuda:7", 2, ["cuda:7"]),
         ("train --config tiny.yaml data.classes=[ground,box]", 3, [".png", "2"]),
         ("train --config tiny.yaml --resume nothing", 2, ["nothing: no such run"]),
+        ("train --config tiny.yaml --config tiny.yaml", 2, ["--config is given more than once"]),
+        ("train --config tiny.yaml --epochs 5", 2, ["--epochs is no option", "train.epochs=5"]),
+        ("check --config tiny.yaml --batch-size=3", 2, ["train.batch_size=3 or eval.batch_size=3"]),
+        ("plan --config tiny.yaml --optim.lr 0.5 --gpus 1x1GiB", 2, ["optim.lr=0.5"]),
+        ("sweep --config tiny.yaml --gpu 0", 2, ["parallel.devices=0"]),
+        (
+            "train --config tiny.yaml --cfg-options train.epochs=5",
+            2,
+            ["--cfg-options is no option", "the words KEY"],
+        ),
         ("eval nothing", 2, ["no such run"]),
         ("status nothing", 2, ["no such run"]),
         pytest.param("train --config tiny.yaml data.root=no --detach", 3, ["no"], marks=pytest.mark.slow),
@@ -109,6 +119,13 @@ def test_user_error_gives_one_line_its_exit_code_and_no_run(
 ) -> None:
     assert_one_clear_error(segapp(*arguments.split(), cwd=tmp_path), code, *parts)
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_last_override_of_a_key_counts_and_a_line_says_so(config_file: Path, tmp_path: Path) -> None:
+    words = ("optim.lr=0.5", "seed=3", "optim.lr=0.25", "optim.lr=0.125")
+    printed = segapp("train", "--config", "tiny.yaml", *words, "--print-config", cwd=tmp_path)
+    assert yaml.safe_load(printed.stdout)["optim"]["lr"] == 0.125
+    assert printed.stderr == "note: optim.lr is given more than once: optim.lr=0.125 counts\n"
 
 
 def test_print_config_and_schema_are_valid(config_file: Path, tmp_path: Path) -> None:
@@ -171,6 +188,7 @@ def test_interrupt_during_an_import_is_no_traceback(config_file: Path, tmp_path:
     [
         ("no\u202esuch",),
         ("train", "--no\u202esuch"),
+        ("train", "--detatch\u202e"),
         ("predict", "a", "b", "--out", "c", "--save", "d", "--no\u202esuch"),
         ("ls", "a", "b\u2066\x1b[2J\x9b\u200b\U000e0041"),
         ("ctl",),

@@ -99,6 +99,7 @@ def named_config(config: str | None, overrides: Sequence[str] = (), advice: str 
 def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
     """Parse `dotted.key=value` words with YAML values; raise ConfigError for any other word."""
     parsed: dict[tuple[str, ...], Any] = {}
+    repeated: dict[tuple[str, ...], str] = {}
     for word in overrides:
         key, equals, text = word.partition("=")
         path = tuple(part.strip() for part in key.split("."))
@@ -106,11 +107,21 @@ def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
             if is_config_name(word):
                 raise ConfigError(f"{word!r} is a config: write --config {word}", path=word)
             raise ConfigError(f"override {word!r} is not KEY=VALUE, e.g. train.batch_size=4", value=word)
+        repeated |= {path: word} if path in parsed else {}
         if path == ("checkpoint", "monitor") and text.startswith(tuple(f"{kind}:" for kind in CLASS_SCORES)):
             parsed[path] = text  # the name of a class may hold ": " or " #", which YAML would read as its own signs
         else:
             parsed[path], _ = parse_yaml(text, f"override {key}", key=key)
+    for word in repeated.values():
+        _note_repeated(word)
     return parsed
+
+
+@cache
+def _note_repeated(word: str) -> None:
+    """Print once, on the first rank, which of several overrides of a key counts."""
+    if "RANK" not in os.environ:
+        print(f"note: {word.partition('=')[0].strip()} is given more than once: {word} counts", file=sys.stderr)
 
 
 def _merge(raw: dict[str, Any], overrides: Mapping[tuple[str, ...], Any]) -> None:

@@ -92,14 +92,26 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ())
 
 
 def meant_key(path: Sequence[str]) -> str:
-    """Return the suggestion for an unknown key, as "did you mean optim.lr?", or the keys that exist.
+    """Return the suggestion for an unknown key, as "did you mean optim.lr?", or the keys that exist."""
+    if found := keys_like(path):
+        return f"did you mean {' or '.join(found)}?"
+    *section, _ = path
+    if section and (siblings := _siblings(section)):
+        return f"{'.'.join(section)} has {', '.join(sorted(siblings))}"
+    return f"the sections are {', '.join(RunConfig.model_fields)}"
+
+
+def keys_like(path: Sequence[str]) -> list[str]:
+    """Return the keys that the user of an unknown key probably meant, the most similar first.
 
     Candidates are keys of the same section with a similar spelling, keys with that name in other sections, and keys
     that have that name in other programs; if there are none, similar names in all sections.
     """
     keys = list(known_keys())
+    if tuple(path) in keys:
+        return [".".join(path)]
     *section, word = path
-    siblings = [key[-1] for key in keys if list(key[:-1]) == section] or _keys_of_entry(section)
+    siblings = _siblings(section)
     found = [".".join((*section, name)) for name in closest_words(word, siblings)]
     if not found:
         same = [key for key in keys if key[-1] == word]
@@ -109,11 +121,12 @@ def meant_key(path: Sequence[str]) -> str:
     if not found:
         names = {**KEYS_ELSEWHERE, **{key[-1]: ".".join(key) for key in reversed(keys) if len(key) > 1}}
         found = [names[name] for name in closest_words(word, names)]
-    if found:
-        return f"did you mean {' or '.join(dict.fromkeys(found))}?"
-    if section and siblings:
-        return f"{'.'.join(section)} has {', '.join(sorted(siblings))}"
-    return f"the sections are {', '.join(RunConfig.model_fields)}"
+    return list(dict.fromkeys(found))
+
+
+def _siblings(section: Sequence[str]) -> list[str]:
+    """Return the keys of a section, or of an entry of a list."""
+    return [key[-1] for key in known_keys() if list(key[:-1]) == list(section)] or _keys_of_entry(section)
 
 
 def _keys_of_entry(section: Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ def start_alerts(
     val: Targets | None,
     *,
     largest_px: tuple[int, int] | None,
+    num_images: int,
     num_batches: int,
     device_type: str,
 ) -> list[Alert]:
@@ -46,6 +47,7 @@ def start_alerts(
     found = [
         *(("classes", message) for message in _of_classes(config.checkpoint.monitor, scheme, train, val)),
         *(("schedule", message) for message in (schedule_notes(config, num_batches) if num_batches else ())),
+        *(("batch", message) for message in (_of_batch(config.train, num_images, num_batches) if num_batches else ())),
         *(("data", message) for message in _of_data(config.data, largest_px)),
     ]
     if config.train.precision in ("fp16", "amp-fp16") and device_type == "cpu":
@@ -89,6 +91,20 @@ def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
         f"schedule.warmup_steps = {section.warmup_steps}: the learning rate rises towards optim.lr for {rises} of "
         f"the {total_steps} steps of this run: set it to 5%, or train longer"
     ]
+
+
+def _of_batch(train: TrainConfig, num_images: int, num_batches: int) -> Iterator[str]:
+    """Yield a sentence if an epoch has fewer images than a step asks for."""
+    if train.batch_size > num_images:
+        yield (
+            f"train.batch_size = {train.batch_size}: there are only {num_images} training images, so each step has all "
+            f"of them: set it to {num_images} or less"
+        )
+    elif train.accumulate > num_batches:
+        yield (
+            f"train.accumulate = {train.accumulate}: an epoch has only {num_batches} batches of {train.batch_size} of "
+            f"the {num_images} training images, so each step has {num_batches}: set it to {num_batches} or less"
+        )
 
 
 def changed_length_note(

@@ -130,6 +130,7 @@ def build_trainer(
             train_set.targets,
             val_set.targets,
             largest_px=train_set.largest_px,
+            num_images=len(train_set),
             num_batches=len(train_loader) if limit is None else 0,
             device_type=engine.device.type,
         )

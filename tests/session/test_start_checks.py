@@ -31,7 +31,14 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
     config = merged(merged(tiny, schedule={"warmup_steps": 0}).model_dump(mode="json"), **sections)
     train_set, val_set = counted("train", (50, 20, 30)), counted("val", (9, 1, 1))
     alerts = start_alerts(
-        config, SCHEME, train_set, val_set, largest_px=(48, 64), num_batches=num_batches or 0, device_type="cpu"
+        config,
+        SCHEME,
+        train_set,
+        val_set,
+        largest_px=(48, 64),
+        num_images=201,
+        num_batches=num_batches or 0,
+        device_type="cpu",
     )
     return [(alert.kind, alert.message) for alert in alerts]
 
@@ -53,6 +60,10 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
         ({"data": {"val_split": "test_2017"}}, "data", "segapp eval --split test_2017"),
         ({"train": {"precision": "fp16"}}, "precision", "train.precision = fp16 on the CPU"),
         ({"train": {"precision": "amp-bf16"}}, None, ""),
+        ({"train": {"batch_size": 201}}, None, ""),
+        ({"train": {"batch_size": 202}}, "batch", "there are only 201 training images, so each step has all of them"),
+        ({"train": {"accumulate": 100}}, None, ""),
+        ({"train": {"accumulate": 101}}, "batch", "only 100 batches of 2 of the 201 training images, so each step has"),
     ],
 )
 def test_alerts_of_a_config(tiny: dict[str, Any], sections: dict[str, Any], kind: str | None, words: str) -> None:
@@ -115,7 +126,7 @@ def test_alerts_of_the_masks(tiny: dict[str, Any]) -> None:
     def of(train_set: Targets, val_set: Targets, monitor: str = "miou") -> tuple[list[str], list[str]]:
         config = merged(tiny, schedule={"warmup_steps": 0}, checkpoint={"monitor": monitor})
         alerts = start_alerts(
-            config, SCHEME, train_set, val_set, largest_px=(48, 64), num_batches=100, device_type="cpu"
+            config, SCHEME, train_set, val_set, largest_px=(48, 64), num_images=201, num_batches=100, device_type="cpu"
         )
         assert {alert.kind for alert in alerts} <= {"classes"}
         return [alert.message for alert in alerts], start_notes(SCHEME, (train_set, val_set))
