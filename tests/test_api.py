@@ -10,7 +10,6 @@ import os
 import pickle
 import pydoc
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -35,7 +34,7 @@ from segapp.api import StopTraining, load
 from segapp.cli import app
 from segapp.config import load_config, validate_config
 from segapp.datasets.images.pixel_format import PixelFormat
-from segapp.errors import ConfigError, DataError, SegappError
+from segapp.errors import ConfigError, SegappError
 from segapp.results import Evaluated
 from segapp.run.events import Event
 from segapp.scores import SCORES
@@ -52,14 +51,12 @@ def small(tiny: dict[str, Any]) -> dict[str, Any]:
 def test_training_in_a_thread_equals_that_of_the_command(tiny: dict[str, Any], tmp_path: Path) -> None:
     seen: list[Event] = []
     results: list[Any] = []
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)]
     config = small(tiny)
     thread = threading.Thread(
         target=lambda: results.append(train(config, run=tmp_path / "thread", on_event=seen.append))
     )
     thread.start()
     thread.join(60)
-    assert before == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)]
     (result,) = results
     assert (result.run, result.is_finished, result.step) == (tmp_path / "thread", True, 5)
     assert [event.type for event in seen].count("step") == 5
@@ -110,8 +107,6 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     check_scores(found)
     network = load(run, device="cpu")
     assert (network.device.type, network.module.training) == ("cpu", False)
-    with pytest.raises(ConfigError, match="cuda:7"):
-        load(run, device="cuda:7")
     path, other = (tiny_root / "images" / "val" / name for name in ("00.png", "03.png"))
     images = [cv2.cvtColor(cv2.imread(str(each)), cv2.COLOR_BGR2RGB) for each in (path, other)]
     (labels, others), probabilities = map(network.predict, images), network.probabilities(images[0])
@@ -122,8 +117,6 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert (batch.shape, network.probabilities(images[0][None]).shape) == ((2, 48, 64), (1, 3, 48, 64))
     listed = network.predict([path, str(other), images[0], Image.open(other)])
     assert all(np.array_equal(*each) for each in zip([*batch, *listed], [labels, others] * 3, strict=True))
-    with pytest.raises(DataError, match=r"nosuch\.png is not a file: check the path"):
-        network.predict("nosuch.png")
     Image.fromarray(np.dstack([images[0], images[1][..., 0]])).save(tmp_path / "infrared.png")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network._predictor, "pixels", PixelFormat((1, 2, 3)))
@@ -141,14 +134,10 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
         drawn = predict(run, path, tmp_path / "coco", polygons="coco", min_area_px=min_area_px, simplify_px=1)
         assert [each.name for each in drawn.paths] == ["coco.json"]
         assert bool(json.loads(drawn.paths[0].read_text())["annotations"]) == has_polygons
-    with pytest.raises(DataError, match=r"nosuch\.jpg is neither a file nor a folder: check the path"):
-        predict(run, "nosuch.jpg", tmp_path / "out")
     assert np.array_equal(cv2.imread(str(tmp_path / "out" / "labels" / "00.png"), cv2.IMREAD_UNCHANGED), labels)
     every = predict(run, [str(path.parent)], tmp_path / "all", save=["labels"], batch=3)
     assert every.paths == [tmp_path / "all" / "labels" / f"{number:02}.png" for number in range(4)]
     assert np.array_equal(cv2.imread(str(every.paths[3]), cv2.IMREAD_UNCHANGED), others)
-    with pytest.raises(ValueError, match=r"float64 of shape \(2, 2\): give uint8 RGB"):
-        network.predict(np.zeros((2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +174,6 @@ WRONG_CALLS = [  # call with the folder of a run, and words of the error
     (lambda run: evaluate(run, data_root=3), "data_root is 3: give a path"),
     (lambda run: evaluate(run, config=3), "config is a int: give a file, a dictionary or a RunConfig"),
     (lambda run: evaluate(run, progress="no"), "progress is 'no': give True or False"),
-    (lambda run: load(run, device="cuda:7"), "^device: device 'cuda:7': no CUDA device"),
     (lambda run: load(run, device=7), "^device: device 'cuda:7': no CUDA device"),
     (lambda run: load(b"run"), "target is b'run': give a path"),
     (lambda run: load(run, slide="no"), "slide is 'no': give True or False"),
@@ -206,11 +194,12 @@ WRONG_CALLS = [  # call with the folder of a run, and words of the error
     (lambda run: train("demo.yaml", {"train.epochs": "x"}), r"train.epochs = 'x': "),
     (lambda run: train("demo.yaml", run=run), "already holds a run: add resume to continue it"),
     (lambda run: train("demo.yaml", run=3), "run is 3: give a path"),
+    (lambda run: train("demo.yaml", ["optim.lr=-1"]), r"optim\.lr = -1"),
+    (lambda run: train("demo.yaml", ["parallel.mode=ddp"], run="ddp"), "starts processes: .* parallel.mode=dp"),
     (lambda run: train(resume=True), "resume is True: give a path or a name"),
     (lambda run: train({"name": "x"}, resume=run), "continues the run's config: leave config out"),
     (lambda run: in_thread(lambda: train("demo.yaml", handle_signals=True)), "in the main thread only"),
     (lambda run: api.history(3), "run is 3: give a path or a name"),
-    (lambda run: api.history("nosuch"), "nosuch: no such run.*`segapp ls` lists all"),
 ]
 
 
@@ -312,13 +301,7 @@ def test_results_show_themselves_in_a_few_lines(tiny: dict[str, Any], tmp_path: 
 
 
 def check_scores(found: segapp.EvalResult) -> None:
-    """Compare the scores of a result with those of its confusion matrix, by their definitions."""
-    matrix = found.confusion.astype(np.float64)
-    own, target, predicted = np.diag(matrix), matrix.sum(1), matrix.sum(0)
-    assert list(found.dice.values()) == pytest.approx(list(2 * own / (target + predicted)))
-    assert list(found.recall.values()) == pytest.approx(list(own / target))
-    known = {name: own[at] / predicted[at] if predicted[at] else None for at, name in enumerate(found.iou)}
-    assert found.precision == pytest.approx(known)
+    """Compare the rows and the text of a result with its scores."""
     assert found.mean_dice == pytest.approx(np.mean(list(found.dice.values())))
     rows = found.rows()
     assert [row["iou"] for row in rows] == sorted(found.iou.values())  # type: ignore[type-var]
@@ -327,15 +310,6 @@ def check_scores(found: segapp.EvalResult) -> None:
     assert [line.split()[0] for line in lines[1:4]] == [row["class"] for row in rows], "as segapp eval prints them"
     assert lines[-1].startswith(f"val: mIoU {found.miou:.4f} over 3 of 3 classes")
     assert [path.name for path in found.checkpoints] == ["best.pt"]
-
-
-def test_errors_are_segapp_errors_and_none_ends_the_process(tiny: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"optim\.lr = -1"):
-        train(small(tiny), ["optim.lr=-1"])
-    with pytest.raises(ConfigError, match=r"starts processes: use segapp train, or parallel.mode=dp"):
-        train(small(tiny), ["parallel.mode=ddp"], run=tmp_path / "ddp")
-    with pytest.raises(SegappError, match="no run"):
-        load(tmp_path / "nothing")
 
 
 def test_program_stops_a_training_at_an_event(

@@ -91,7 +91,6 @@ DDP = "parallel.mode=ddp parallel.devices=[cpu,cpu]"
     [
         ("train", 2, ["--config FILE is missing"]),
         ("train --config absent.yaml", 2, ["'absent.yaml' not found"]),
-        ("train --config tiny.yaml train.epoch=3", 2, ["did you mean train.epochs?"]),
         ("train --config tiny.yaml data.root=nowhere", 3, ["nowhere", "images/<split>/"]),
         ("train --config tiny.yaml model.name=fcnn", 2, ["fcnn", "fcn"]),
         ("train --config tiny.yaml model.weights=lost.pt", 4, ["lost.pt"]),
@@ -108,8 +107,6 @@ DDP = "parallel.mode=ddp parallel.devices=[cpu,cpu]"
             2,
             ["--cfg-options is no option", "the words KEY"],
         ),
-        ("eval nothing", 2, ["no such run"]),
-        ("status nothing", 2, ["no such run"]),
         pytest.param("train --config tiny.yaml data.root=no --detach", 3, ["no"], marks=pytest.mark.slow),
         pytest.param(f"train --config tiny.yaml data.root=no {DDP}", 3, ["no"], marks=pytest.mark.slow),
     ],

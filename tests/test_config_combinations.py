@@ -12,6 +12,7 @@ LABELS_31, LABELS_32 = (f"data.classes=[{','.join(f'c{i}' for i in range(count))
 SETS = "data.format=folder; loss.name=bce; data.multilabel=channels; "
 AB, THREE_COLORS = "data.classes=[a,b]; ", "data.palette=[[0,0,0],[9,9,9],[5,5,5]]"
 BUDGET, NO_TERM = "parallel.memory_budget_mib", "pixel_wise: 0, pair_wise: 0, holistic: 0"
+PLUS = "loss.plus=[{name: dice}"
 EOMT = "model={library: segapp, name: eomt, encoder: tu-x}; loss.name=mask_classification; "
 
 RULES: list[tuple[str, str, str, str]] = [
@@ -36,6 +37,8 @@ RULES: list[tuple[str, str, str, str]] = [
         f"{SETS}{AB}data.multilabel=files",
         "needs {class}",
     ),
+    ("data.sampling", SETS + AB, f"{SETS}{AB}data.sampling=class-balanced", "needs one class per pixel"),
+    ("data.label_map", SETS + AB, f"{SETS}{AB}data.label_map={{1: 0}}", "cannot be combined"),
     ("data.palette", "data.rgb_masks=false", "data.rgb_masks=true", "needs one color per class"),
     ("data.palette", f"{AB}{THREE_COLORS}; data.rgb_masks=true", AB + THREE_COLORS, "3 colors, but data.classes has 2"),
     ("data.bands", "data.dtype=uint16; data.bands=[2]", "data.dtype=uint16", "needs the bands"),
@@ -50,6 +53,8 @@ RULES: list[tuple[str, str, str, str]] = [
     ("loss.name", "loss.name=ce", "loss.name=mask_classification", "is for eomt"),
     ("loss.plus", EOMT, f"{EOMT}loss.plus=[{{name: mask_classification}}]", "leave it out"),
     ("loss.plus", "loss.name=bce; loss.plus=[{name: bce}]", "loss.name=bce; loss.plus=[{name: ce}]", "(bce)"),
+    ("loss.plus.1.name", f"{SETS}{AB}{PLUS}]", f"{SETS}{AB}{PLUS}, {{name: ce}}]", "ce is for one class per pixel"),
+    ("loss.name", SETS + AB, f"{SETS}{AB}{PLUS}]; loss.name=ohem", "ohem is for one class per pixel"),
     ("loss.plus.0.name", "loss.plus=[{name: ohem}]", "loss.plus=[{name: mask_classification}]", "cannot be added"),
     ("loss.label_smoothing", "loss.label_smoothing=0.1", "loss={name: dice, label_smoothing: 0.1}", "not dice"),
     ("loss.class_weights", f"{AB}loss.class_weights=[0,1]", f"{AB}loss.class_weights=[0,0]", "no weight above 0"),

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import segapp
 from segapp import errors, losses, memory, metrics, parallel, precision
+from segapp.docs.pages import find_page
 from tests.support import ROOT
 from tests.support.runs import events
 
@@ -421,6 +422,16 @@ def test_examples_of_a_docstring_run_alone(name: str) -> None:
         compile(example.source, name, "single")
     test = doctest.DocTest(examples, {}, name, None, None, None)
     assert doctest.DocTestRunner().run(test, out=output.append).failed == 0, "".join(output)
+
+
+@pytest.mark.parametrize("package", [parallel, losses], ids=["parallel", "losses"])
+def test_names_for_an_own_loop_are_on_the_page(package: types.ModuleType) -> None:
+    names = package.__all__
+    assert dir(package) == names == sorted(names)
+    assert len(names) < 28, "names of the trainer are imported from the modules"
+    page = find_page("own-loop")[0].text()
+    assert [name for name in names if f"`{name}`" not in page] == []
+    assert all(inspect.getdoc(getattr(package, name)) for name in names)
 
 
 # Options that may be given by position, and why.

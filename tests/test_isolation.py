@@ -11,16 +11,12 @@ from tests.support import ROOT
 from tests.support.isolation import Watch
 
 
-def test_working_directory_and_home_are_empty() -> None:
-    assert os.listdir() == []
-    assert os.listdir(Path.home()) == []
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_working_directory_and_home_are_empty(turn: str) -> None:
+    """The second turn does not see the files of the first one."""
+    assert os.listdir() == os.listdir(Path.home()) == []
     assert Path.home().resolve() != Path.cwd()
     assert not Path.cwd().is_relative_to(ROOT)
-
-
-@pytest.mark.parametrize("turn", ["first", "second"])
-def test_files_of_one_test_are_not_seen_by_the_next(turn: str) -> None:
-    assert os.listdir() == os.listdir(Path.home()) == []
     Path(f"left by the {turn}").write_text("")
     Path.home().joinpath("settings").mkdir()
 
@@ -52,7 +48,7 @@ def test_watch_names_uses_of_a_folder(tmp_path: Path) -> None:
 def test_start_in_a_folder_with_runs_changes_no_result(tmp_path: Path) -> None:
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "home" / ".config" / "segapp").mkdir(parents=True)
-    name = "tests/test_api.py::test_errors_are_segapp_errors_and_none_ends_the_process"
+    name = "tests/test_api.py::test_wrong_calls_are_named"
     words = [sys.executable, "-m", "pytest", "-n", "0", "-c", str(ROOT / "pyproject.toml"), str(ROOT / name)]
     environ = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)

@@ -234,7 +234,6 @@ def load(metric, **changes):
 MISUSES = [  # call with a metric c of three classes that ignores 255, words
     *((lambda c, n=n: type(c)(n), f"num_classes={n!r}: give an integer") for n in (4.0, "4", None, True)),
     *((lambda c, n=n: type(c)(n), f"num_classes={n}: give at least one class") for n in (0, -1)),
-    (lambda c: LabelCounts(64), "num_classes=64: an int64 holds sets of at most 63"),
     (lambda c: type(c)(3, "cpu"), "takes 2 positional arguments"),
     *((lambda c, i=i: type(c)(3, ignore_index=i), f"ignore_index={i!r}: give an int") for i in ("cpu", None, 0.5)),
     *((lambda c, d=d: type(c)(3, device=d), f"device={d!r} cannot hold counts: give") for d in ("gpu", "meta", 0.5)),

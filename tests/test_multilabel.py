@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from segapp.assembly.data import build_dataset
 from segapp.assembly.pairs import build_pairs, build_scheme
-from segapp.config import DataConfig, validate_config
+from segapp.config import DataConfig
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import read_mask
-from segapp.errors import ConfigError, DataError
+from segapp.errors import DataError
 from segapp.inference.drawing import colorize
 from segapp.losses.confusion import upsample_label_counts, upsample_probabilities, upsample_sets
 from segapp.metrics import LabelCounts
@@ -63,34 +63,11 @@ def test_masks_that_do_not_fit_are_named(tmp_path: Path) -> None:
         read_mask(tmp_path / "rgb.png", scheme_of("bits"))
 
 
-def test_combinations_that_make_no_sense_are_refused(tiny: dict[str, Any]) -> None:
-    for values, message in (
-        ({"sampling": "class-balanced"}, "needs one class per pixel"),
-        ({"label_map": {1: 0}}, "label_map.*cannot be combined"),
-    ):
-        data = {**tiny["data"], "multilabel": "bits", **values}
-        with pytest.raises(ConfigError, match=message):
-            validate_config({**tiny, "loss": {"name": "bce"}, "data": data})
-    with pytest.raises(ConfigError, match="sigmoids"):
-        validate_config({**tiny, "loss": {"name": "ce", "plus": [{"name": "bce"}]}})
-
-
-def test_loss_of_one_class_is_named_by_its_place(tiny: dict[str, Any]) -> None:
-    data = {**tiny["data"], "multilabel": "bits"}
-    loss = {"name": "bce", "plus": [{"name": "dice"}, {"name": "ce"}]}
-    with pytest.raises(ConfigError, match=r"loss\.plus\.1\.name.*: ce is for one class per pixel"):
-        validate_config({**tiny, "data": data, "loss": loss})
-    with pytest.raises(ConfigError, match=r"loss\.name.*: ohem is for one class per pixel"):
-        validate_config({**tiny, "data": data, "loss": {"name": "ohem", "plus": [{"name": "dice"}]}})
-
-
-@pytest.mark.parametrize("num_views", [1, 2])
-def test_counts_and_sets_match_plain_operators(num_views: int) -> None:
+def test_counts_and_sets_match_plain_operators() -> None:
     logits, _ = draw(3, 4, (5, 6), (17, 23), sigma=1.0)
     target = torch.randint(0, 16, (3, 17, 23), generator=torch.Generator().manual_seed(2)).int()
     target[0, :5] = -1
-    views = [logits + 40, draw(3, 4, (3, 4), seed=4, sigma=1.0)[0]][:num_views]
-    views[0] = views[0] - 40
+    views = [logits, draw(3, 4, (3, 4), seed=4, sigma=1.0)[0]]
     full = [F.interpolate(view, (17, 23), mode="bilinear", align_corners=True) for view in views]
     probability = torch.stack([each.sigmoid() for each in full]).mean(0)
     bits = torch.arange(4).view(1, -1, 1, 1)

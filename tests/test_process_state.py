@@ -26,6 +26,7 @@ from segapp import api
 from segapp.errors import SegappError
 from tests.support.own_parts import Net
 from tests.support.runs import events
+from tests.test_api import small
 
 
 def state() -> dict[str, Any]:
@@ -68,11 +69,6 @@ def given_back_mib() -> float:
 @pytest.fixture
 def trained(tiny: dict[str, Any], tmp_path: Path) -> Path:
     return api.train(small(tiny), run=tmp_path / "run").run
-
-
-def small(tiny: dict[str, Any]) -> dict[str, Any]:
-    model = {"library": "python", "name": "tests.support.own_parts:Net"}
-    return {**tiny, "model": model, "train": {"epochs": 1, "batch_size": 2}}
 
 
 def ends_with(error: BaseException) -> Callable[[Any], None]:

@@ -134,7 +134,7 @@ def test_every_criterion_is_compared():
 @drawn
 @given(cases(), smoothings, st.sampled_from(["auto", "reference", "sums"]))
 def test_ce_has_smps_definition(case, label_smoothing, way):
-    """smp divides by all pixels, also ignored ones, and has no class weights (test_cross_entropy.py: torch's)."""
+    """smp divides by all pixels, also ignored ones, and has no class weights (test_accuracy.py: torch's)."""
     theirs = smp.SoftCrossEntropyLoss("sum", label_smoothing, 255)
     ours = CriterionCE(label_smoothing=label_smoothing, align_corners=case.align_corners, implementation=way)
     assert_equal(ours, case.ids, lambda values: theirs(values, case.ids) / case.num_valid, case)

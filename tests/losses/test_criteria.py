@@ -1,7 +1,6 @@
 """Edge cases of the criteria by hand and against torch; test_against_smp.py has their definitions."""
 
 import functools
-import math
 
 import pytest
 import torch
@@ -21,8 +20,9 @@ from segapp.losses import (
     CriterionSum,
     CriterionTversky,
     PlainCriterion,
+    upsample_cross_entropy,
 )
-from tests.support.loss_cases import criteria, draw, relative_error
+from tests.support.loss_cases import class_weight, criteria, draw, relative_error
 
 
 def mean_of_valid(logits, target):
@@ -79,6 +79,40 @@ def pixel_losses(logits, target):
     return F.cross_entropy(upsampled(logits, target), target, ignore_index=255, reduction="none")[target != 255]
 
 
+def test_batch_without_images_has_loss_zero():
+    logits = torch.zeros(0, 3, 4, 4, requires_grad=True)
+    loss = CriterionCE()(logits, torch.zeros(0, 8, 8, dtype=torch.uint8))
+    loss.backward()
+    assert loss.item() == 0.0
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 3, 300])
+def test_any_ignore_index_is_honoured(ignore_index):
+    logits, target = draw(ignored=0.0)
+    target[:, :5] = ignore_index
+    truth = F.cross_entropy(upsampled(logits, target), target, ignore_index=ignore_index)
+    assert relative_error(CriterionCE(ignore_index)(logits, target), truth) < 1e-12
+
+
+def test_ignore_index_outside_the_dtype_ignores_nothing():
+    logits = torch.zeros(1, 200, 2, 2, dtype=torch.float64)
+    target = torch.full((1, 4, 4), 156, dtype=torch.uint8)
+    _, weight_sum = upsample_cross_entropy(logits, target, ignore_index=-100)
+    assert int(weight_sum) == 16
+
+
+def test_weight_is_a_copy_of_the_caller_s():
+    logits, target = draw()
+    weight = class_weight()
+    criterion = CriterionCE(weight=weight)
+    expected = F.cross_entropy(upsampled(logits, target), target, weight, ignore_index=255)
+    weight.fill_(1.0)
+    assert relative_error(criterion(logits, target), expected) < 1e-12
+    criterion.weight.fill_(2.0)
+    assert torch.equal(weight, torch.ones_like(weight))
+    assert dict(criterion.named_buffers()).keys() == {"weight"}
+
+
 @pytest.mark.parametrize("min_kept", [100, 700, 1200])
 def test_ohem_keeps_the_hardest_up_to_ties(min_kept):
     logits, target = draw()
@@ -120,32 +154,6 @@ def test_gradient_of_a_sure_and_right_model_is_finite(criterion):
     loss.backward()
     assert loss.item() == pytest.approx(0.0, abs=1e-6)
     assert torch.isfinite(logits.grad).all()
-
-
-def test_lovasz_skips_images_without_valid_pixels():
-    logits, target = draw(3, ignored=[0.2, 1.0, 0.2])
-    kept = [0, 2]
-    assert relative_error(CriterionLovasz()(logits, target), CriterionLovasz()(logits[kept], target[kept])) < 1e-14
-
-
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: CriterionOHEM(threshold=0.0), r"threshold=0\.0"),
-        (lambda: CriterionDice(smooth=-1), "smooth=-1"),
-        (lambda: CriterionFocal(gamma=math.nan), "gamma=nan"),
-        (lambda: CriterionTversky(gamma=0), "gamma=0"),
-        *(
-            (lambda x=x: CriterionBCE(label_smoothing=x), f"label_smoothing={x}: give a n")
-            for x in (-0.1, 1.5, math.nan)
-        ),
-        (lambda: CriterionBCE(weight=[0.0, 0.0]), r"weight=\[0\.0, 0\.0\]"),
-        (lambda: CriterionBCE(multilabel=True)(torch.zeros(1, 4, 2, 2), torch.full((1, 2, 2), 16)), "holds the ids 16"),
-    ],
-)
-def test_options_out_of_range_are_named(build, words):
-    with pytest.raises(ValueError, match=words):
-        build()
 
 
 def another(name, ignore_index):
@@ -193,13 +201,6 @@ def test_repr_is_short_whatever_a_criterion_holds():
     assert repr(CriterionMaskClassification(6, 4, **factors, **options)) == (
         f"CriterionMaskClassification({numbers}, {shown})"
     )
-
-
-def test_bce_of_class_ids_is_that_of_one_hot_targets():
-    logits, target = draw()
-    sets = torch.where(target == 255, 255, 1 << target.clamp(max=4))
-    one, several = CriterionBCE()(logits, target), CriterionBCE(multilabel=True)(logits, sets)
-    assert relative_error(one, several) < 1e-14
 
 
 def test_bce_of_one_logit_is_cross_entropy_against_a_zero():

@@ -127,17 +127,6 @@ def test_loss_by_hand():
     )
 
 
-def test_cells_that_classes_share_count_by_area():
-    masks = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
-    classes = torch.zeros(1, 1, C + 1, dtype=torch.float64)
-    target = torch.zeros(1, 2, 2, dtype=torch.uint8)
-    target[0, 0, 0] = 255
-    target[0, 0, 1] = 2
-    statistics = CriterionMaskClassification(1, C).statistics([masks, classes], target)
-    assert float(statistics[1]) == pytest.approx(math.log(2))  # a logit of 0, whatever the area
-    assert float(statistics[2]) == pytest.approx(1 - (0.5 + 1) / (0.375 + 0.5 + 1))  # class 0, of the larger area
-
-
 def test_no_valid_pixel_gives_loss_and_gradient_zero():
     outputs, target = drawn()
     loss = CriterionMaskClassification(5, C)(outputs, torch.full_like(target, 255))
@@ -163,12 +152,6 @@ def test_matching_has_the_least_cost_of_all_permutations(shape):
         assert all(present[image, c] for _, c in matches)
         assert len({q for q, _ in matches}) == len(matches) == len(rows)
         assert sum(float(costs[image, number, q, c]) for q, c in matches) == pytest.approx(least)
-
-
-def test_ids_of_no_class_are_named():
-    outputs, target = drawn()
-    with pytest.raises(ValueError, match="ids 7"):
-        CriterionMaskClassification(5, C)(outputs, torch.where(target == 0, 7, target))
 
 
 def test_evaluations_report_cross_entropy_of_semantic_logits():

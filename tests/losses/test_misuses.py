@@ -12,6 +12,7 @@ from torch import nn
 
 from segapp import losses
 from segapp.losses import CriterionCE, CriterionDice, CriterionSum, PlainCriterion
+from segapp.losses.confusion import LogitsTile
 from tests.support.loss_cases import criteria, draw
 
 KINDS = [getattr(losses, f"Criterion{name}") for name in ("CE", "OHEM", "Lovasz", "BCE", "Focal", "Dice", "Tversky")]
@@ -51,6 +52,16 @@ MISUSES = [  # functions or criteria, call with logits (5, 4, 5, 6) and target (
     ([CriterionCE], lambda f, x, t: f([0.1, 0.2]), TypeError, f"ignore_index is a list: {INDEX}"),
     (KINDS[1:], lambda f, x, t: f(255), TypeError, "takes 1 positional argument but 2 were given"),
     (KINDS[1:2], lambda f, x, t: f(threshold=torch.ones(4)), ValueError, "threshold=tensor.*: give a probability"),
+    (KINDS[1:2], lambda f, x, t: f(threshold=0.0), ValueError, r"threshold=0\.0"),
+    (KINDS[5:], lambda f, x, t: f(smooth=-1), ValueError, "smooth=-1"),
+    (KINDS[4:5], lambda f, x, t: f(gamma=math.nan), ValueError, "gamma=nan"),
+    (KINDS[6:], lambda f, x, t: f(gamma=0), ValueError, "gamma=0"),
+    *((KINDS[:4:3], lambda f, x, t, share=share: f(label_smoothing=share), ValueError, f"smoothing={share}: give a n")
+      for share in (-0.1, 1.5, math.nan)),
+    (KINDS[3:4], lambda f, x, t: f(weight=[0.0, 0.0]), ValueError, r"weight=\[0\.0, 0\.0\]"),
+    (KINDS[3:], lambda f, x, t: f(multilabel=True)(x, t % 16 + 16), ValueError, "holds the ids 16, 17"),
+    ([losses.CriterionMaskClassification], lambda f, x, t: f(4, 3)((x, x[:, :, 0, :4]), t[:, :15, :18] % 2 * 7),
+     ValueError, "ids 7"),
     ([CriterionCE], lambda f, x, t: f(weight=torch.tensor([-1.0, 1.0])), ValueError, r"weight=\[-1.0, 1.0\]"),
     (UPSAMPLED, lambda f, x, t: f(x, t, weight=[1.0] * 4), TypeError, "weight of type list: give a tensor"),
     (UPSAMPLED, lambda f, x, t: f(x, t, weight=torch.ones(3)), ValueError, "one weight for each of 4 classes"),
@@ -58,6 +69,10 @@ MISUSES = [  # functions or criteria, call with logits (5, 4, 5, 6) and target (
     (VIEWS, lambda f, x, t: f(x[0], (8, 9)), ValueError, SHAPE.format("4, 5, 6")),
     (VIEWS, lambda f, x, t: f([x, x.numpy()], (8, 9)), TypeError, "logits of type ndarray: give a tensor"),
     (VIEWS, lambda f, x, t: f(x.long(), (8, 9)), TypeError, "logits are torch.int64: give"),
+    (VIEWS, lambda f, x, t: f([], (8, 9)), ValueError, "no views"),
+    (VIEWS, lambda f, x, t: f([[]], (8, 9)), ValueError, "no views"),
+    (VIEWS, lambda f, x, t: f([x, x[:1]], (8, 9)), ValueError, "N and C must agree"),
+    (VIEWS, lambda f, x, t: f([[LogitsTile(x, 4, 0, (8, 9), (8, 9))]], (4, 9)), ValueError, "no tile covers the o"),
     *((VIEWS, lambda f, x, t, size=size: f(x, size), ValueError, r"size=.*: give \(H, W\) of at least 1, such as t")
       for size in (16, (0, 4), (4.5, 8), (2, 17, 23), None, "ab")),
     *(([CriterionSum], lambda f, x, t, terms=terms: f(terms), TypeError, rf"the term \({given}\): {TERM}")

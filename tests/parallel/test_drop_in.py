@@ -8,6 +8,7 @@ with dtype and `requires_grad`, and all else exactly. Quotations are from the do
 import copy
 import io
 import pickle
+import types
 from collections import OrderedDict, namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
@@ -274,6 +275,42 @@ class Usages:
         model = self._wrap(Net())
         changes = (model.eval, model.train, model.module.norm.eval, model.train, model.module.eval)
         return [(change(), train(model, 5))[1] for change in changes]
+
+    def parts_changed_between_steps(self):
+        net = Apply(None, first=nn.Linear(3, 3), second=nn.Linear(3, 3))
+        net.register_buffer("offset", torch.zeros(3))
+
+        def forward(net, x):
+            return net.parts["second"](net.parts["first"](x)) + (net.moved if hasattr(net, "moved") else net.offset)
+
+        def swap():
+            net.parts["first"], net.parts["second"] = net.parts["second"], net.parts["first"]
+
+        def rename_buffer():
+            del net.offset
+            net.register_buffer("moved", torch.ones(3))
+            net.forward = types.MethodType(lambda net, x: forward(net, x) * 2, net)
+
+        def tie_weights():
+            net.parts["second"].weight = net.parts["first"].weight
+
+        def replace_weight():
+            net.parts["first"].weight = nn.Parameter(torch.full((3, 3), 0.5))
+
+        net.function, model, results = forward, self._wrap(net), []
+        for change in (swap, lambda: net.offset.add_(3), tie_weights, replace_weight, rename_buffer):
+            results.append(step(model, rows(5)))
+            change()
+        return results, step(model, rows(5))
+
+    def frozen_parameter_replaced_in_a_live_graph(self):
+        net = Written(lambda net, x: net.linear(x) * net.u)
+        model = self._wrap(net)
+        outputs = [model(rows(5))]
+        net.u.data = net.u.data * 3
+        outputs.append(model(rows(5)))
+        loss_of(outputs).backward()
+        return outputs
 
     # "in-place updates to the parameters or buffers on device[0] will be recorded", but not other attributes
     def buffers_and_attributes_changed_in_forward(self):

@@ -1,7 +1,6 @@
-"""Loss, gradients and state equal those of one device at any split; the mean of means does not."""
+"""Loss, gradients and state equal those of one device at any split."""
 
 import copy
-import math
 import random
 import warnings
 from collections import UserDict
@@ -57,32 +56,6 @@ def test_random_steps_match_one_device_in_float32():
         assert max(errors_of(seed, torch.float32)) <= 1e-5, seed
 
 
-def mean_of_means(outputs, target, sizes):
-    parts = [
-        F.cross_entropy(chunk[0], labels, ignore_index=255)
-        for chunk, labels in zip(outputs, target.split(list(sizes)), strict=True)
-    ]
-    return torch.stack(parts).mean()
-
-
-def test_mean_of_means_fails_the_exactness_check():
-    images, target = make_batch(7, ignored=0.95)
-    torch.manual_seed(0)
-    truth = SmallNet(has_aux=False).double().eval()
-    true_loss = PlainCE()(truth(images), target)
-    true_loss.backward()
-    net = copy.deepcopy(truth)
-    net.zero_grad()
-    outputs = DataParallelModel(net, ["cpu"] * 3, gpu0_bsz=1)(images)
-    loss = mean_of_means(outputs, target, outputs.sizes)
-    loss.backward()
-    assert relative_error([loss.detach()], [true_loss.detach()]) > 1e-3
-    assert relative_error(grads_of(net), grads_of(truth)) > 1e-2
-    target[:1] = 255
-    assert math.isnan(mean_of_means(outputs, target, outputs.sizes).item()), "a chunk without a valid pixel"
-    assert torch.isfinite(DataParallelCriterion(PlainCE())(outputs, target))
-
-
 def test_10_threaded_steps_are_bitwise_equal_to_lockstep():
     images, target = make_batch(7, dtype=torch.float32)
     torch.manual_seed(0)
@@ -91,8 +64,9 @@ def test_10_threaded_steps_are_bitwise_equal_to_lockstep():
     def step(mode):
         net = copy.deepcopy(origin)
         model = DataParallelModel(net, ["cpu"] * 4, gpu0_bsz=1, mode=mode)
-        loss = DataParallelCriterion(PlainCE())(model(images), target)
-        loss.backward()
+        for _ in range(2):  # the first pass of a model on logical devices is always in lockstep
+            loss = DataParallelCriterion(PlainCE())(model(images), target)
+            loss.backward()
         return [loss.detach(), *grads_of(net), *net.buffers()]
 
     first = step("lockstep")

@@ -4,8 +4,6 @@ Each loop wraps its networks by `wrap(module, dim=0)`, trains them for some step
 values that it logs and its networks. Losses, weights, buffers and frozen vectors must be those of the bare networks.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -281,76 +279,11 @@ def transformer_xl(wrap):
     return logs, (net,)
 
 
-class Upsampler(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.ConvTranspose2d(4, 6, 4, 1), nn.BatchNorm2d(6)
-        self.last = SpectralNorm(nn.Conv2d(6, 2, 3, padding=1))
-
-    def forward(self, z, scale):
-        x = F.relu_(self.norm(self.first(z.sub_(z.mean(1, keepdim=True)).view(-1, 4, 1, 1))))
-        return torch.tanh(self.last(F.interpolate(x, scale_factor=2))) * scale
-
-
-def gan_of_a_stranger(wrap):
-    """Hinge losses, two steps of the critic for one of the generator, an average of weights, an input made in place."""
-    generator, critic = wrap(Upsampler()), wrap(Discriminator(2))
-    average, logs = copy.deepcopy(generator), []
-    optimizers = [torch.optim.RMSprop(net.parameters(), 0.005) for net in (generator, critic)]
-    for step in range(6):
-        noise = torch.randn(5, 4)
-        fake = generator(noise.clone(), scale=torch.tensor(0.9))
-        if step % 3 < 2:
-            loss = F.relu(1 - critic(torch.randn(5, 2, 8, 8))[0]).mean() + F.relu(1 + critic(fake.detach())[0]).mean()
-        else:
-            loss = -critic(fake)[0].mean()
-        optimizer = optimizers[step % 3 < 2]
-        for each in optimizers:
-            each.zero_grad(set_to_none=bool(step % 2))
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            for own, other in zip(average.parameters(), generator.parameters(), strict=True):
-                own.lerp_(other, 0.1)
-        logs.append(loss.detach())
-    return [*logs, average.eval()(torch.randn(5, 4), scale=torch.tensor(1.0)).detach()], (generator, critic, average)
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.cells, self.out = nn.Embedding(9, 6), nn.LSTM(6, 6, 2), nn.Linear(6, 9)
-        self.register_buffer("num_tokens", torch.zeros((), dtype=torch.long))
-
-    def forward(self, tokens, state=None):
-        self.num_tokens += tokens.shape[0]
-        output, state = self.cells(self.table(tokens), state)
-        return self.out(output.view(-1, 6)).view(*tokens.shape, 9), state
-
-
-def language_model_of_a_stranger(wrap):
-    """Truncated backpropagation; tokens and both states of the cells have the samples in dimension 1."""
-    net, state, logs = wrap(Recurrent(), dim=1), None, []
-    optimizer = torch.optim.SGD(net.parameters(), 0.5)
-    text = torch.randint(9, (13, 5))
-    for begin in (0, 4, 8):
-        state = None if state is None else tuple(each.detach() for each in state)
-        logits, state = net(text[begin : begin + 4], state=state)
-        loss = F.cross_entropy(logits.reshape(-1, 9), text[begin + 1 : begin + 5].reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        logs += [loss.detach(), *(each.detach() for each in state)]
-    return logs, (net,)
-
-
 LOOPS = [
     style_based_gan,
     structure_from_motion,
     structured_knowledge_distillation,
     transformer_xl,
-    gan_of_a_stranger,
-    language_model_of_a_stranger,
 ]
 
 

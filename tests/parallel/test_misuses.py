@@ -17,12 +17,13 @@ from segapp.parallel import (
     SyncBatchNorm,
     allreduce,
     convert_sync_batchnorm,
+    gradient_penalty,
     place_stages,
     revert_sync_batchnorm,
     set_recompute,
 )
 
-CPUS = ["cpu"] * 3
+CPUS, ONES = ["cpu"] * 3, torch.ones(5)
 Model, Balanced, Criterion = DataParallelModel, BalancedDataParallel, DataParallelCriterion
 NUMBER, LIST = "is not a whole number: use", "is not a list: give"
 FIXED, MODULE = (
@@ -33,6 +34,9 @@ EXCLUDE, SYNC = (
     r"gpu0_bsz=1 and shares=\[0, 3, 2\] exclude each other: one",
     "SyncBatchNorm expects floating-point input",
 )
+
+COMPILED = nn.Sequential(nn.ReLU())
+COMPILED.compile(backend="eager")
 
 VALUES = [  # attributes of a wrapper: refused by the constructor, and later
     *(("gpu0_bsz", value, TypeError, NUMBER) for value in (True, np.bool_(True), 1.5, "2", [1])),
@@ -86,7 +90,6 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
     (lambda x, t, y: model(shares=[1, 3, 2], full_batch=5), ValueError, "add up to 6, but the batch is 5"),
     (lambda x, t, y: changed(model(gpu0_bsz=4), full_batch=3), ValueError, "gpu0_bsz=4 is more than the batch of 3"),
     (lambda x, t, y: changed(model(), devices=["cpu"]), AttributeError, "devices of a Data.* later: wrap the module"),
-    (lambda x, t, y: changed(model(), device_ids=[0]), AttributeError, "device_ids of a Data.* later: wrap the module"),
     (lambda x, t, y: changed(Balanced(1, nn.Identity(), CPUS), output_device="gpu"), ValueError, "device 'gpu' is not"),
     (lambda x, t, y: Model(nn.Identity(), CPUS, 1), TypeError, r"device_ids, 1\): write gpu0_bsz=.*no output_device"),
     (lambda x, t, y: Balanced(1, nn.Identity(), CPUS, full_bach=3), TypeError, "full_bach"),
@@ -95,6 +98,14 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
       for ids in ("cpu", 0, torch.device("cpu"), {"cpu"}, 2.5)),
     *((lambda x, t, y, ids=ids: Model(nn.Identity(), ids), TypeError, "device .* is not a CUDA index, a string or")
       for ids in ([None], ["cpu", True], [1.5])),
+    *((lambda x, t, y, ids=ids: Model(nn.Identity(), ids), ValueError, words) for ids, words in (
+        (["cuda:99"], "device 'cuda:99'"), ([np.int64(99)], "device 'cuda:99'"), (["meta"], "holds no values"))),
+    *((lambda x, t, y, net=net: Model(nn.Sequential(nn.ReLU(), net), CPUS), error, words) for net, error, words in (
+        (COMPILED, TypeError, "compiled.*one process per device"),
+        (torch.jit.script(nn.ReLU()), TypeError, "1 is compiled.*leave out torch.compile and torch.jit"),
+        (nn.LazyLinear(1), ValueError, "1.weight of Sequential has no shape yet: run the bare module once"))),
+    (lambda x, t, y: Model(nn.Sequential(Balanced(1, nn.ReLU(), CPUS)), CPUS)(x), RuntimeError,
+     "BalancedDataParallel runs in a replica of another one: wrap only the outer"),
     *((lambda x, t, y, kind=kind, each=each: kind(each), TypeError, MODULE)
       for kind in (Model, convert_sync_batchnorm, revert_sync_batchnorm, lambda each: set_recompute(each, []))
       for each in (None, nn.Conv2d, [nn.BatchNorm2d(2)])),
@@ -108,7 +119,6 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
     (lambda x, t, y: Criterion(CriterionCE), TypeError, r"CriterionCE is a class: give an object, .* CriterionCE\(\)"),
     (lambda x, t, y: Criterion(nn.CrossEntropyLoss()), TypeError, "CrossEntropyLoss has no statistics"),
     (lambda x, t, y: Criterion(CriterionCE(), "cpu"), TypeError, LIST),
-    (lambda x, t, y: Criterion(Wrong())(y, t), TypeError, r"Wrong.statistics\(\) returned Tensor: return a tuple"),
     *((lambda x, t, y, cut=cut: Criterion(CriterionCE())(y, cut(t)), ValueError, words) for cut, words in [
         (lambda t: t[:4], r"the target has 4 samples and the outputs have \[1, 2, 2\]: pass the target of the"),
         (lambda t: t.numpy(), r"the target has no tensor with samples and the outputs have \[1, 2, 2\]: pass"),
@@ -124,25 +134,28 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
         lambda y: y.append(y[0]), lambda y: y.extend(y), lambda y: y.insert(0, y[0]), lambda y: y.pop(),
         lambda y: y.remove(y[0]), lambda y: y.clear(), lambda y: y.reverse(), lambda y: y.sort(key=len),
         lambda y: y.__delitem__(0))),
-    (lambda x, t, y: SyncBatchNorm(2)(x.numpy()), TypeError, "SyncBatchNorm got a ndarray: give a tensor"),
     *((lambda x, t, y, each=each: SyncBatchNorm(2)(each(x)), ValueError, rf"{SYNC} of shape \(N, 2, ...\), got \(")
       for each in (lambda x: x.long(), lambda x: x[:, :1], lambda x: x[0, :, 0, 0])),
     *((lambda x, t, y, value=value, on=on: on(SyncBatchNorm(2, eps=value))(x), ValueError, "eps=.*: give a number ab")
       for value in (0, -1e-5, "1e-5", None, True, math.nan) for on in (lambda net: net, lambda net: Model(net, CPUS))),
     *((lambda x, t, y, value=value, on=on: on(SyncBatchNorm(2, momentum=value))(x), ValueError, "momentum=.* 0 to 1")
       for value in (2, -0.1, "0.1", math.nan) for on in (lambda net: net, lambda net: Model(net, CPUS))),
+    (lambda x, t, y: Model(nn.Sequential(nn.ReLU(), SyncBatchNorm(5)), CPUS)(x), ValueError, r"Norm 1 expects .*N, 5"),
     (lambda x, t, y: SyncBatchNorm(2).load_state_dict(nn.BatchNorm2d(3).state_dict()), RuntimeError, "size mismatch"),
     (lambda x, t, y: allreduce([x, x]), TypeError, r"allreduce got a list: give tensors, as in allreduce\(\*tensors\)"),
+    *((lambda x, t, y, fake=fake, more=more: gradient_penalty(nn.ReLU(), x, fake(x), **more), ValueError, words)
+      for fake, more, words in (
+        (lambda x: x, {"kind": "gp"}, "use one of wgan-gp, wgan-lp, dragan"),
+        (lambda x: None, {}, "needs fake samples"),
+        (lambda x: x, {"alpha": ONES, "noise": ONES}, "kind='wgan-gp' does not use noise: leave"),
+        (lambda x: x[:1], {}, r"fake has shape \(1, 2, 6, 7\) and real \(5, 2, 6, 7\)"),
+        (lambda x: x, {"alpha": ONES[:2]}, "one per sample"),
+        (lambda x: None, {"kind": "dragan", "noise": ONES}, "noise has shape"))),
+    (lambda x, t, y: gradient_penalty(lambda x: None, x, x), ValueError, "returned no tensor"),
     *((lambda x, t, y, stages=stages: place_stages(model(), stages), ValueError, "stages=.*: give names of submodules")
       for stages in ({}, ["module"], None)),
+    (lambda x, t, y: place_stages(model(), {"module": "cuda:77"}), ValueError, "cuda:77"),
 ]  # fmt: skip
-
-
-class Wrong:
-    def statistics(self, outputs, target):
-        return outputs.sum()
-
-    finalize = statistics
 
 
 @pytest.mark.parametrize(("call", "error", "words"), MISUSES)

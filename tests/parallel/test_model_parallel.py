@@ -54,13 +54,6 @@ def test_parts_move_to_their_stage_and_outputs_to_theirs():
     assert [net.stem[0].weight.device.type, net.head.weight.device.type] == ["meta", "cpu"], "the inner stage counts"
 
 
-def test_unknown_device_or_name_of_a_stage_is_refused():
-    with pytest.raises(ValueError, match="cuda:77"):
-        place_stages(SmallNet(), {"stem": "cuda:77"})
-    with pytest.raises(ValueError, match="SmallNet has no submodule 'decoder'"):
-        place_stages(SmallNet(), {"stem": "cpu", "decoder": "cpu"})
-
-
 @pytest.mark.usefixtures("with_meta")
 def test_parameter_shared_between_devices_is_refused():
     with pytest.raises(ValueError, match=r"aux\.weight on cpu is the same parameter as head\.weight on meta"):
@@ -134,19 +127,6 @@ def test_measuring_needs_no_values_and_changes_nothing():
     assert torch.equal(torch.rand(2), expected)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert measure_stages(net.to("meta"), ["0", "1", "2"], example) == costs  # the example is on another device
-
-
-def test_model_that_reads_values_is_refused():
-    class Reading(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.part(x) * x.sum().item()
-
-    with pytest.raises(ValueError, match=r"Reading cannot be measured without values .*: name the"):
-        balance_stages(Reading(), ["cpu", "cpu"], torch.ones(1, 2))
 
 
 def test_copies_to_the_host_wait_for_their_values():

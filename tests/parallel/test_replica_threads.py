@@ -19,6 +19,7 @@ from segapp.parallel import (
     current_replica,
 )
 from segapp.parallel.replica_threads import failed_replica
+from tests.parallel.test_workers import settles
 from tests.support.parallel_cases import PlainCE
 
 MODES = ["threads", "lockstep"]
@@ -55,14 +56,6 @@ class Layers(nn.Module):
         return x
 
 
-def threads_settle(before: int, within_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while threading.active_count() > before and time.monotonic() < deadline:
-        gc.collect()  # an error's frames may hold the model until they are collected
-        time.sleep(0.01)
-    return threading.active_count() <= before
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
@@ -93,7 +86,7 @@ def test_failing_replica_is_raised_within_2_s_without_threads(mode, what, error,
     assert len(model(torch.randn(7, 3, 2, 2))) == 4, "the model is usable afterwards"
     assert threading.active_count() <= before + 4
     del model, caught
-    assert threads_settle(before), "the threads end with the model"
+    assert settles(lambda: threading.active_count() <= before), "the threads end with the model"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -108,7 +101,7 @@ def test_replica_that_never_arrives_is_named_after_timeout(mode):
     assert time.monotonic() - start < 2
     module.release.set()
     del model
-    assert threads_settle(before), "a late replica finds the group failed and ends"
+    assert settles(lambda: threading.active_count() <= before), "a late replica finds the group failed and ends"
 
 
 def test_step_is_left_after_its_late_replica():
@@ -152,9 +145,9 @@ def test_interrupt_in_the_caller_ends_the_replicas():
         DataParallelModel(module, ["cpu"] * 3)(torch.randn(6, 3, 2, 2))
     assert time.monotonic() - start < 3
     timer.join()
-    assert threads_settle(before + 1), "only the sleeping replica is left"
+    assert settles(lambda: threading.active_count() <= before + 1), "only the sleeping replica is left"
     module.release.set()
-    assert threads_settle(before)
+    assert settles(lambda: threading.active_count() <= before)
 
 
 def test_error_of_a_criterion_names_the_device_of_its_output():
