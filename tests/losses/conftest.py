@@ -1,6 +1,6 @@
-"""The resolution at which the criteria of a file are computed."""
+"""The resolution at which the criteria of a file are computed, and the number of threads of a test."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,4 +20,12 @@ def resolution(request: pytest.FixtureRequest) -> Iterator[str]:
         else:
             patch.setattr(pixel_sums, "FULL_BYTES", 1 << 60)
         yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Give the function that sets torch's number of threads, which is as before after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
     torch.set_num_threads(before)

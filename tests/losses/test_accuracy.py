@@ -27,13 +27,6 @@ IGNORED = ["none", "30 %", "a border", "all"]
 CASES = [*itertools.product(SHAPES, [True, False], TOLERANCE, [False, True], [0.0, 0.1], IGNORED)]
 
 
-@pytest.fixture(autouse=True)
-def _threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def check(number, shape, align_corners, dtype, weighted, smoothing, ignored):
     N, C, h, w, H, W = shape
     generator = torch.Generator().manual_seed(number)
@@ -66,6 +59,7 @@ def check(number, shape, align_corners, dtype, weighted, smoothing, ignored):
     assert relative_error(gradient.to(dtype), theirs.grad) <= TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("set_threads")
 def test_sampled_losses_match_float64_reference():
     for number, case in enumerate(random.Random(0).sample(CASES, 60)):
         check(number, *case)

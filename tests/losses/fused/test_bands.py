@@ -22,12 +22,9 @@ NAMES = list(criteria())
 
 
 @pytest.fixture(params=[2, 40])
-def _on_small_bands(request, monkeypatch):
+def _on_small_bands(request, monkeypatch, set_threads):
     cut_into_bands(monkeypatch)
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+    set_threads(request.param)
 
 
 def plain(monkeypatch):
@@ -93,7 +90,7 @@ def test_predictions_with_any_threads_match_torch(align_corners, mode):
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_autocast_changes_nothing(num_threads):
     logits, target = draw(3, low=(5, 6), high=(33, 41))
-    logits, size, before = logits.float().requires_grad_(), (33, 41), torch.get_num_threads()
+    logits, size = logits.float().requires_grad_(), (33, 41)
 
     def found():
         loss = CriterionLovasz()(logits, target) + CriterionTversky(alpha=0.3, beta=0.7)(logits, target)
@@ -110,12 +107,9 @@ def test_autocast_changes_nothing(num_threads):
         ]
 
     torch.set_num_threads(num_threads)
-    try:
-        expected = found()
-        with torch.autocast("cpu", torch.bfloat16):
-            assert all(map(torch.equal, found(), expected))
-    finally:
-        torch.set_num_threads(before)
+    expected = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, found(), expected))
 
 
 @pytest.mark.usefixtures("_on_small_bands")

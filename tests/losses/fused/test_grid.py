@@ -25,13 +25,6 @@ def test_parts_cover_every_row_once_and_are_even(num_parts, align_corners):
     assert max(sizes) - min(sizes) <= 2 * grid.tallest_cell
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_threads", [1, 2, 4, 40])
 @pytest.mark.parametrize("band_bytes", [1600 << 10, 2000])
