@@ -106,19 +106,10 @@ def memory_files() -> CacheFiles:
     return files
 
 
-def record_bytes(
-    sizes: Sequence[tuple[int, int]], dtype: np.dtype[Any], pixels: PixelFormat
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the bytes of each decoded image, and of its whole record with a mask of this dtype."""
-    num_px = np.array([height * width for height, width in sizes])
-    image_bytes = _aligned(num_px * pixels.num_bands * pixels.numpy_dtype.itemsize)
-    return image_bytes, _ALIGN_BYTES + image_bytes + _aligned(num_px * dtype.itemsize)
-
-
 def choose_cache(name: str, num_bytes: int, promised_bytes: int = 0) -> tuple[Literal["ram", "none"], str]:
-    """Return what `data.cache: auto` is for records of `num_bytes`, which all processes share, and a sentence for it.
+    """Return what `data.cache: auto` is for images and masks of `num_bytes` when decoded, and a sentence that says so.
 
-    `promised_bytes` of the free memory are for other records; `name` says which images these are.
+    All processes share them; `promised_bytes` of the free memory are for others.
     """
     free = available_bytes() or 0
     most = max(0, min(int(FREE_SHARE * free), free - RESERVE_BYTES) - promised_bytes)
@@ -159,7 +150,9 @@ class PixelCache:
         self.files = files
         self._pairs, self._sizes, self._dtype, self._pixels = tuple(pairs), tuple(sizes), dtype, pixels
         self._stamps = [_stamp(pair) for pair in pairs]
-        self._image_bytes, self._record_bytes = record_bytes(sizes, dtype, pixels)
+        num_px = np.array([height * width for height, width in sizes])
+        self._image_bytes = _aligned(num_px * pixels.num_bands * pixels.numpy_dtype.itemsize)
+        self._record_bytes = _ALIGN_BYTES + self._image_bytes + _aligned(num_px * dtype.itemsize)
         # Anonymous shared memory, so that a worker immediately sees what another one found.
         self._is_checked = np.frombuffer(mmap.mmap(-1, max(1, len(pairs))), np.bool_)
         self._counters = np.frombuffer(mmap.mmap(-1, 16), np.int64)

@@ -31,7 +31,7 @@ from segapp.datasets.files import (
     tiff_tags,
 )
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels, StoredPixels
-from segapp.datasets.images.png import decode_plain_png
+from segapp.datasets.images.png import decode_png
 from segapp.datasets.images.raster import read_bands, require_rasterio
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags, is_tiff
 from segapp.datasets.orientation import upright
@@ -72,10 +72,10 @@ def _read(path: Path, pixels: PixelFormat, max_pixels: int) -> tuple[Pixels, Tif
         if pixels.bands is not None or (is_large and tags.can_be_read_in_windows):
             return _read_tiff(path, tags, pixels, max_pixels), tags
     data = read_bytes(path) if data is None else data
-    if pixels.bands is None and (plain := decode_plain_png(data, max_pixels)) is not None:
-        return plain if plain.ndim == 3 else cv2.cvtColor(plain, cv2.COLOR_GRAY2RGB), None
     image = open_bytes(data, path, max_pixels)
     check_complete(data, image, path)
+    if pixels.bands is None and (plain := decode_png(data, image)) is not None:
+        return plain if plain.ndim == 3 else cv2.cvtColor(plain, cv2.COLOR_GRAY2RGB), None
     if pixels.bands is None:
         return _read_rgb(data, path, max_pixels, tags, pixels), tags
     stored = _decode_all_bands(data, path, max_pixels)
