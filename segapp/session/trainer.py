@@ -303,8 +303,8 @@ def _build_datasets(
             "start at most one rank per image",
             key="parallel.devices",
         )
-    in_memory = train_set.cache is not None and train_set.cache.files.kind == "ram"
-    common["promised_bytes"] = train_set.cache.state().missing_bytes if in_memory else 0
+    if train_set.cache is not None and train_set.cache.files.kind == "ram":
+        common["promised_bytes"] = train_set.cache.state().missing_bytes
     val_set = build_dataset(config.data, scheme, val_split, is_training=False, most=num_val, **common)
     check_splits_apart(config.data, train_set.pairs, val_set.pairs)
     for split, dataset in ((train_split, train_set), (val_split, val_set)):
