@@ -15,11 +15,11 @@ except ImportError:  # not installed, or not for this system
 def decode_png(data: bytes, image: Image.Image) -> NDArray[np.uint8] | None:
     """Return the pixels of an 8-bit gray PNG, (H, W), or an RGB PNG, (H, W, 3); None for any other file.
 
-    None also if it cannot be decoded: OpenCV and Pillow say why. `image` is the file as Pillow opened and verified it.
+    None also if kornia-rs refuses it: OpenCV and Pillow decode it, or say why they cannot. `image` is the file as Pillow opened and verified it.
     """
     mode = {"L": "mono", "RGB": "rgb"}.get(image.mode) if image.format == "PNG" else None
     # Of an animation, OpenCV returns the first frame, which need not be the pixels here.
-    if mode is None or data[24] != 8 or b"eXIf" in data or b"acTL" in data:
+    if mode is None or b"eXIf" in data or b"acTL" in data:
         return None
     # kornia-rs holds the interpreter's lock while it decodes: in reader threads, OpenCV is faster.
     if decode_image_png_u8 is None or threading.current_thread() is not threading.main_thread():

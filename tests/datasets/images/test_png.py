@@ -6,7 +6,7 @@ import io
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,16 @@ def exif(orientation: int) -> bytes:
     return tags.tobytes()[6:]
 
 
-def interlaced() -> bytes:
-    """The seven passes of Adam7, which no library here writes."""
-    starts = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1)]
-    rows = [row for y, x, down, right in starts for row in RGB[y::down, x::right]]
-    header = struct.pack(">IIBBBBB", *RGB.shape[1::-1], 8, 2, 0, 0, 1)
+def by_hand(rows: Iterable[Any], bits: int, color_type: int, *, interlaced: bool = False) -> bytes:
+    """Return a PNG of a kind that no library here writes."""
+    header = struct.pack(">IIBBBBB", *RGB.shape[1::-1], bits, color_type, 0, 0, interlaced)
     body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
     chunks = {b"IHDR": header, b"IDAT": body, b"IEND": b""}
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks.items())
+
+
+ADAM7 = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1)]
+PASSES = [row for y, x, down, right in ADAM7 for row in RGB[y::down, x::right]]
 
 
 def animated() -> bytes:
@@ -84,13 +86,15 @@ KINDS: dict[str, tuple[bytes, bool]] = {  # and whether kornia-rs decodes it
     "tRNS": (saved(rgb, transparency=tuple(RGB[0, 0].tolist())), True),
     "tRNS of gray": (saved(gray, transparency=int(GRAY[0, 0])), True),
     "data after the end": (saved(rgb) + b"appended", True),
-    "interlaced": (interlaced(), True),
+    "interlaced": (by_hand(PASSES, 8, 2, interlaced=True), True),
     "eXIf": (saved(rgb, exif=exif(6)), False),
     "eXIf after the pixels": (saved(gray, after_pixels=chunk(b"eXIf", exif(8))), False),
     "animation": (animated(), False),
     "palette": (saved(rgb.quantize(37)), False),
     "gray with alpha": (saved(Image.merge("LA", [gray, gray])), False),
     "RGBA": (saved(rgb.convert("RGBA")), False),
+    "16 bits of RGB": (by_hand(RGB.astype(">u2") * 257, 16, 2), False),
+    "4 bits of gray": (by_hand(GRAY[:, :16], 4, 0), False),
     "16 bits": (saved(Image.fromarray(GRAY.astype(np.uint16) * 257)), False),
     "1 bit": (saved(gray.convert("1")), False),
     "2 bits": (saved(rgb.quantize(4), bits=2), False),
@@ -125,7 +129,11 @@ def test_every_kind_of_png_has_the_same_pixels(kind: str, tmp_path: Path, monkey
     for read in (read_image, read_ids):
         ours, other = outcomes(tmp_path / "a.png", read, monkeypatch)
         assert ours == other
-    if kind not in {"16 bits", "animation"}:  # Pillow cuts values off, and shows the picture for other programs
+    if kind not in {
+        "16 bits",
+        "16 bits of RGB",
+        "animation",
+    }:  # Pillow cuts values off, and shows the picture for other programs
         shown = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
         np.testing.assert_array_equal(read_image(tmp_path / "a.png"), shown)
 
