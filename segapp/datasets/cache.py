@@ -107,7 +107,7 @@ def memory_files() -> CacheFiles:
 
 
 def choose_cache(name: str, num_bytes: int, promised_bytes: int = 0) -> tuple[Literal["ram", "none"], str]:
-    """Return what `data.cache: auto` is for images and masks of `num_bytes` when decoded, and a sentence that says so.
+    """Return the choice of `data.cache: auto` for images and masks of `num_bytes` when decoded, and a sentence on it.
 
     All processes share them; `promised_bytes` of the free memory are for others.
     """
