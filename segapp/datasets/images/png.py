@@ -15,8 +15,8 @@ except ImportError:  # not installed, or not for this system
 def decode_png(data: bytes, image: Image.Image) -> NDArray[np.uint8] | None:
     """Return the pixels of an 8-bit gray PNG, (H, W), or an RGB PNG, (H, W, 3); None for any other file.
 
-    None also if kornia-rs refuses it: OpenCV and Pillow decode it, or say why they cannot. Pillow has opened and verified
-    the `image` before.
+    None also if kornia-rs refuses it: OpenCV and Pillow decode it, or say why they cannot. Pillow has opened and
+    verified the `image` before.
     """
     mode = {"L": "mono", "RGB": "rgb"}.get(image.mode) if image.format == "PNG" else None
     # Of an animation, OpenCV returns the first frame, which need not be the pixels here.
