@@ -269,6 +269,23 @@ def test_module_in_training_predicts_as_evaluated(tiny: dict[str, Any], tiny_roo
     assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
 
 
+def test_daemonic_process_trains_without_data_workers(tiny: dict[str, Any], tmp_path: Path) -> None:
+    code = """if True:
+        import json, multiprocessing, sys, segapp
+        def train(workers):
+            result = segapp.train(json.loads(sys.argv[1]), {"data.workers": workers}, run=sys.argv[2], progress=False)
+            print(result.step, flush=True)
+        for workers in (2, "auto"):
+            process = multiprocessing.get_context("fork").Process(target=train, args=(workers,), daemon=True)
+            process.start()
+            process.join()
+    """
+    command = [sys.executable, "-c", code, json.dumps({**tiny, "train": {"steps": 3}}), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "3\n"
+    assert "ConfigError: data.workers = 2: this process was started with daemon=True and may not start" in done.stderr
+
+
 def test_fork_of_a_process_that_has_predicted_predicts(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

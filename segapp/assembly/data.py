@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -201,9 +202,20 @@ def build_load_options(
     """Return the load options of a rank's batches for a device; `data.workers: auto` is resolved by timing samples.
 
     `further_px` are the pixels of a batch of another loader, which has as many workers and loads ahead, too.
+
+    Raises:
+        ConfigError: a daemonic process, which may not start others, was asked for data workers.
     """
     data = config.data
     workers = data.workers
+    if multiprocessing.current_process().daemon:  # it may not start processes
+        if workers not in ("auto", 0):
+            raise ConfigError(
+                f"data.workers = {workers}: this process was started with daemon=True and may not start data workers: "
+                "set data.workers to 0, or start the process without it",
+                key="data.workers",
+            )
+        workers = 0
     if workers == "auto":
         batch_px = batch_size * data.crop_px[0] * data.crop_px[1] + further_px
         batch_bytes = batch_px * _px_bytes(dataset.pixels, dataset.scheme)
