@@ -94,6 +94,8 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         "",
         *gpu_lines(plan, plan.best),
     ]
+    if plan.ring_mib:
+        lines.append(f"host memory of the ring of batches: {plan.ring_mib:.0f} MiB, in a training on a CPU")
     return [line.rstrip() for line in lines]
 
 
@@ -110,6 +112,7 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "current": None if plan.current is None else asdict(plan.current),
         "best": asdict(plan.best),
         "max_batch": plan.max_batch,
+        "ring_mib": plan.ring_mib,
         "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
         "recompute": None if plan.chosen is None else plan.chosen.blocks_per_device,
         "notes": list(plan.notes),

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Literal
 
 from segapp.datasets.dataset import LargeBatch, SegmentationDataset
-from segapp.datasets.pool import Batch, BatchPool, LoadOptions, collate
+from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,
     SampleKey,
@@ -73,24 +73,27 @@ class TrainLoader:
         self.world_size = world_size
         self._divide = divide or (lambda num_samples: plan_shares(num_samples, world_size))
         self._num_batches = num_batches(len(dataset), batch_size)
-        self._pool = BatchPool(dataset, options, batch_size // world_size)
+        self.pool = BatchPool(dataset, options, batch_size // world_size, ring_size=batch_size)
 
     def __len__(self) -> int:
         return self._num_batches
 
     @property
     def workers(self) -> int:
-        return self._pool.options.workers
+        return self.pool.options.workers
 
     def epoch(self, epoch: int, start_batch: int = 0, *, last_epoch: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from `start_batch` (counted from 0) on; earlier ones are not loaded.
 
         A new call ends an epoch that is still being read. The workers continue with the following epochs up to
         `last_epoch`, as they are divided now; if the next call asks for other batches, it loads those instead.
+
+        With workers, a batch is valid until the one after the next is asked for; then its memory gets other samples.
+        If the options say that N batches are accumulated, it is valid until N + 1 further ones are asked for.
         """
         batches = list(self._batches(epoch))[start_batch:]
         following = (keys for later in range(epoch + 1, last_epoch + 1) for keys, _ in self._batches(later))
-        loaded = self._pool.run([keys for keys, _ in batches], following)
+        loaded = self.pool.run([keys for keys, _ in batches], following, epoch)
         return (replace(batch, epoch=epoch, first=first) for batch, (_, first) in zip(loaded, batches, strict=True))
 
     def _batches(self, epoch: int) -> Iterator[tuple[list[SampleKey], int]]:
@@ -102,7 +105,7 @@ class TrainLoader:
             yield part_of(samples, self.rank, sizes), first + sum(sizes[: self.rank])
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
 
 class EvalLoader:
@@ -134,7 +137,7 @@ class EvalLoader:
         self.dataset = dataset
         indices = part_of(list(range(len(dataset))), rank, plan_shares(len(dataset), world_size))
         self._batches = _equal_size_batches(dataset, indices, batch_size)
-        self._pool = BatchPool(dataset, options, batch_size)
+        self.pool = BatchPool(dataset, options, batch_size)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -149,12 +152,12 @@ class EvalLoader:
         A new call ends a pass that is still being read.
         """
         large, keys = self._large_and_others(reads_windows)
-        others = self._pool.run(keys)
+        others = self.pool.run(keys)
         return (self.dataset.large_batch(batch[0]) if batch[0] in large else next(others) for batch in self._batches)
 
     def prepare(self, *, reads_windows: bool) -> None:
         """Let the workers load the first batches of the next pass."""
-        self._pool.prepare(self._large_and_others(reads_windows)[1])
+        self.pool.prepare(self._large_and_others(reads_windows)[1])
 
     def _large_and_others(self, reads_windows: bool) -> tuple[set[int], list[list[SampleKey]]]:
         """Return the images that are returned undecoded, and the batches of the others."""
@@ -164,7 +167,7 @@ class EvalLoader:
         return large, [[SampleKey(0, index) for index in batch] for batch in others]
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
 
 def _equal_size_batches(dataset: SegmentationDataset, indices: list[int], batch_size: int) -> list[list[int]]:
@@ -187,10 +190,7 @@ _MARGIN = 1.25
 
 
 def sample_seconds(dataset: SegmentationDataset, num_samples: int = 3) -> float | None:
-    """Return the shortest time in seconds that a worker needs for one of a few samples; None if one cannot be loaded.
-
-    It includes what a worker does to hand over a sample. It is the time of the first epoch, in which a cache is filled:
-    the workers are started once, and one that waits in later epochs costs less than a GPU that waits in the first.
+    """Return the shortest time in seconds to load one of a few training samples; None if one cannot be loaded.
 
     The larger of elapsed time and processor time counts: the storage may be slow, and several threads here may share
     work that a worker does in one thread.
@@ -200,8 +200,7 @@ def sample_seconds(dataset: SegmentationDataset, num_samples: int = 3) -> float 
     for index in range(0, len(dataset), step)[:num_samples]:
         began_s, work_s = time.perf_counter(), time.process_time()
         try:
-            sample = dataset[0, index]
-            collate([Batch(sample.image[None], sample.target[None], (index,))], shared=True)
+            dataset[0, index]
         except Exception:  # the loader reports the file when it reads it
             return None
         times_s.append(max(time.perf_counter() - began_s, time.process_time() - work_s))

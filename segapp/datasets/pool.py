@@ -1,28 +1,33 @@
 """Batches loaded in this process or in worker processes that live as long as the pool.
 
-Workers load a batch together: it is cut into equal parts, which the trainer joins. They continue with the batches that
-follow a pass, so the next pass does not wait for its first ones.
+Workers load a batch together, each a part of it. In a training they write their samples into a ring of batches, which
+the trainer reads in place; otherwise they pass their parts on in shared memory, and the trainer joins them. They
+continue with the batches that follow a pass, so the next pass does not wait for its first ones.
 
-Every failure (an exception of any kind, a killed worker, a worker that hangs) raises one error that names the file. No
-global random generator is used.
+Every failure (an exception of any kind, a second killed worker, a worker that hangs) raises one error that names the
+file. No global random generator is used.
 
 Shapes: N images per batch, B bands, H, W height and width in pixels.
 """
 
+import contextlib
+import logging
+import math
+import mmap
 import signal
 import sys
 import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import get_all_start_methods, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import RawArray
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -30,9 +35,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from segapp.accelerator import gpu_of
 from segapp.compat.torch import loader_workers, replace_done_event, set_within, shut_down_workers
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import shown
+from segapp.datasets.resources import BATCHES_AHEAD, available_bytes, num_slots
 from segapp.datasets.sampling import SampleKey
 from segapp.errors import DataError, SegappError, WorkerError
 from segapp.failpoints import failpoint
@@ -40,6 +47,12 @@ from segapp.parallel.launch import signal_when_parent_dies
 from segapp.run.words import first_line
 
 _POLL_S = 1.0
+
+RINGS_FOR_GPUS = False
+"""True to load the batches of GPUs in a page-locked ring, which is not done until equal bytes in 1,000 batches were
+shown on a GPU (tests/gpu/test_ring_gpu.py)."""
+
+logger = logging.getLogger("segapp")
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class LoadOptions:
     workers: int = 0  # processes that load; 0 loads in this one
     timeout_s: float = 120.0  # maximum wait for a batch from the workers; 0: no limit
     pin_memory: bool = False  # return batches in page-locked memory
+    accumulate: int = 1  # batches that are in use at the same time
+    devices: tuple[torch.device, ...] = ()  # to which batches are copied
 
 
 @dataclass
@@ -71,8 +86,8 @@ class Batch:
         return Batch(self.images.pin_memory(), self.target.pin_memory(), self.indices)
 
 
-def collate(parts: Sequence[Batch], *, shared: bool = False, pinned: bool = False) -> Batch:
-    """Return batches of images of one size as one batch.
+def collate(parts: Sequence[Batch], *, shared: bool = False, pinned: bool = False, out: Batch | None = None) -> Batch:
+    """Return batches of images of one size as one batch, or write them to `out`.
 
     With `shared`, the main process maps its memory instead of copying it; with `pinned`, it is page-locked.
 
@@ -81,18 +96,22 @@ def collate(parts: Sequence[Batch], *, shared: bool = False, pinned: bool = Fals
         WorkerError: There is not enough shared memory.
     """
     first, num_images = parts[0], sum(len(part) for part in parts)
-    sizes = dict.fromkeys(f"{part.images.shape[3]}x{part.images.shape[2]}" for part in parts)
+    every = parts if out is None else [*parts, out]
+    sizes = dict.fromkeys(f"{each.images.shape[3]}x{each.images.shape[2]}" for each in every)
     if len(sizes) > 1:
         raise DataError(
             f"images of {' and '.join(list(sizes)[:2])} pixels cannot share a batch: "
             "set data.crop_px or data.resize_px, or a batch size of 1",
             key="data.crop_px",
         )
-    images = _allocate((num_images, *first.images.shape[1:]), first.images.dtype, shared=shared, pinned=pinned)
-    target = _allocate((num_images, *first.target.shape[1:]), first.target.dtype, shared=shared, pinned=pinned)
-    torch.cat([part.images for part in parts], out=images)
-    torch.cat([part.target for part in parts], out=target)
-    return Batch(images, target, tuple(index for part in parts for index in part.indices))
+    if out is None:
+        images = _allocate((num_images, *first.images.shape[1:]), first.images.dtype, shared=shared, pinned=pinned)
+        target = _allocate((num_images, *first.target.shape[1:]), first.target.dtype, shared=shared, pinned=pinned)
+        out = Batch(images, target, tuple(index for part in parts for index in part.indices))
+    assert (out.images.dtype, out.target.dtype) == (first.images.dtype, first.target.dtype)  # `cat` would convert
+    torch.cat([part.images for part in parts], out=out.images)
+    torch.cat([part.target for part in parts], out=out.target)
+    return out
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, shared: bool, pinned: bool) -> Tensor:
@@ -119,24 +138,91 @@ def _portable(error: BaseException, place: str) -> SegappError:
     return error
 
 
-class _GuardedDataset(Dataset["Batch | SegappError"]):
-    """Data set of batches, or of parts of them, that records in shared memory which sample each worker is loading."""
+class _BatchPart(NamedTuple):
+    """A part of a batch, which one worker loads."""
 
-    def __init__(self, dataset: SegmentationDataset, num_slots: int) -> None:
+    batch: int  # number of the batch in its ring
+    first: int  # position of the first sample in the batch
+    keys: list[SampleKey]
+
+
+class _Ring:
+    """Batches in memory that a process shares with its workers, which write samples where the process reads them.
+
+    Batch number i is in slot i modulo the number of slots. A slot has room for the batch of all ranks, because shares
+    change; pages without samples take no memory. The memory has no name and no descriptor, ends with its processes,
+    and is not limited by the size of /dev/shm.
+
+    Raises:
+        OSError: There is too little memory, or it cannot be page-locked.
+    """
+
+    def __init__(self, dataset: SegmentationDataset, batch_size: int, options: LoadOptions) -> None:
+        self._num_slots, self._accumulate = num_slots(options.accumulate), options.accumulate
+        slots, size = (self._num_slots, batch_size), getattr(dataset.transform, "crop_px", ())
+        images = (*slots, dataset.pixels.num_bands, *size), dataset.pixels.numpy_dtype
+        target = (*slots, *size), dataset.scheme.dtype
+        needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in (images, target))
+        free = available_bytes()
+        if free is not None and needed > free // 2:
+            raise OSError(f"{needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB of memory are free")
+        self._images, self._target = _forked(*images), _forked(*target)
+        self._devices = options.devices if options.pin_memory else ()
+        self._gpu = gpu_of(self._devices[0]) if self._devices else None
+        # For each slot, an event on each device that follows the copies from it
+        self._copied: list[list[Any]] = [[] for _ in range(self._num_slots)]
+        if self._gpu is not None:
+            self._gpu.lock_pages(self._images, self._target)
+
+    def place(self, part: _BatchPart) -> Batch:
+        """Return the place of a part, or of a whole batch."""
+        slot, rows = part.batch % self._num_slots, slice(part.first, part.first + len(part.keys))
+        indices = tuple(key.image for key in part.keys)
+        return Batch(self._images[slot, rows], self._target[slot, rows], indices)
+
+    def begin(self, number: int) -> None:
+        """Wait until devices have copied the batch whose slot workers may write while batch `number` is received."""
+        for event in self._copied[(number - self._accumulate - 1) % self._num_slots]:
+            event.synchronize()
+        if self._gpu is not None:  # the step with this batch is issued, so an event of now follows its copies
+            events = [self._gpu.record_event(device) for device in self._devices]
+            self._copied[(number - self._accumulate) % self._num_slots] = events
+
+    def close(self) -> None:
+        """Unlock the pages when no device copies from them; batches that were returned keep the memory."""
+        if self._gpu is not None:
+            with contextlib.suppress(RuntimeError):  # a GPU that failed copies nothing
+                for device in self._devices:
+                    self._gpu.synchronize(device)
+            self._gpu.unlock_pages(self._images, self._target)
+
+
+def _forked(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
+    """Return a tensor whose memory is shared with processes that are forked later."""
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype).reshape(shape))
+
+
+class _GuardedDataset(Dataset["Batch | SegappError | None"]):
+    """Data set of parts of batches that records in shared memory which sample each worker is loading."""
+
+    def __init__(self, dataset: SegmentationDataset, num_workers: int) -> None:
         self.dataset = dataset
-        self.slots: Any = RawArray("q", max(1, num_slots))
+        self.ring: _Ring | None = None
+        self.slots: Any = RawArray("q", max(1, num_workers))
 
-    def __getitem__(self, keys: list[SampleKey]) -> "Batch | SegappError":
+    def __getitem__(self, part: _BatchPart) -> "Batch | SegappError | None":
+        """Return the samples; None if they are in the ring."""
         info = get_worker_info()
         slot = info.id if info is not None else 0
         try:
-            samples = []
-            for key in keys:
+            samples, place = [], None if self.ring is None else self.ring.place(part)
+            for key in part.keys:
                 self.slots[slot] = key.image + 1
                 failpoint("data.item")
                 sample = self.dataset[key]
                 samples.append(Batch(sample.image[None], sample.target[None], (sample.index,)))
-            return collate(samples, shared=info is not None) if samples else self._no_samples()
+            joined = collate(samples, shared=info is not None, out=place) if samples else self._no_samples()
+            return joined if place is None else None
         except BaseException as error:  # every error of a worker must reach the trainer in a form it can unpickle
             if info is None and not isinstance(error, Exception):
                 raise
@@ -198,45 +284,80 @@ class _DoneEvent:
 
 
 class _Work:
-    """The parts of batches for torch's DataLoader, which takes one as soon as a worker may load it."""
+    """The parts of batches for torch's DataLoader, which asks for one whenever it has returned another.
+
+    It asks again after a StopIteration, with which parts are held back if enough batches are begun.
+    """
 
     def __init__(self, part_size: int) -> None:
         self._part_size = part_size  # largest number of samples
         self.source: Iterator[list[SampleKey]] = iter(())  # batches that no worker has been given
         self.begun: deque[list[SampleKey]] = deque()  # batches that were given to workers and not returned yet
+        self.most_begun: int | None = None
+        self.number = 0  # of the next batch to be returned
+        self._parts: Iterator[_BatchPart] = iter(())
 
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        for batch in self.source:
+    def __iter__(self) -> Iterator[_BatchPart]:
+        self._parts = iter(())
+        return self
+
+    def __next__(self) -> _BatchPart:
+        part = next(self._parts, None)
+        if part is None:
+            if self.most_begun is not None and len(self.begun) >= self.most_begun:
+                raise StopIteration
+            batch = next(self.source)
+            self._parts = iter(self.parts(batch, self.number + len(self.begun)))
             self.begun.append(batch)
-            yield from self.parts(batch)
+            part = next(self._parts)
+        return part
 
-    def parts(self, batch: list[SampleKey]) -> list[list[SampleKey]]:
+    def parts(self, batch: list[SampleKey], number: int) -> list[_BatchPart]:
         """Return a batch in parts; an empty batch is one part."""
-        return [batch[at : at + self._part_size] for at in range(0, len(batch), self._part_size)] or [batch]
+        starts = range(0, max(1, len(batch)), self._part_size)
+        return [_BatchPart(number, first, batch[first : first + self._part_size]) for first in starts]
+
+
+class _RestartError(Exception):
+    """A worker was killed, for the first time in an epoch."""
 
 
 class BatchPool:
     """Loads lists of batches, in order, in worker processes that are reused for the next list.
 
     A batch is cut into as many equal parts as there are workers, or into the next smaller number that divides it. Then
-    no worker has more to do than another, and no batch takes as long as one worker needs for all of it.
+    no worker has more to do than another, and no batch takes as long as one worker needs for all of it. If one of the
+    workers is killed, all are started again and load the same samples, once in an epoch.
 
     Args:
         dataset: The samples.
         options: How batches are loaded.
         batch_size: Samples of a batch, over which its parts are equal.
+        ring_size: Most samples of a batch, for a ring that the workers write to; None: they pass their parts on.
+
+    Attributes:
+        tell: Called with each sentence for the user.
     """
 
-    def __init__(self, dataset: SegmentationDataset, options: LoadOptions, batch_size: int) -> None:
+    def __init__(
+        self, dataset: SegmentationDataset, options: LoadOptions, batch_size: int, ring_size: int | None = None
+    ) -> None:
         self._dataset = dataset
         self.options = options
-        self._workers = options.workers
-        self._num_parts = max(n for n in range(1, max(1, self._workers) + 1) if batch_size % n == 0)
-        self._work = _Work(batch_size // self._num_parts)
+        self.tell: Callable[[str], None] = lambda message: None
+        self._workers, self._ring_size = options.workers, ring_size
+        num_parts = max(n for n in range(1, max(1, self._workers) + 1) if batch_size % n == 0)
+        part_size = batch_size // num_parts
+        if self._workers > BATCHES_AHEAD * num_parts:  # then not all of them would have a part
+            part_size = -(-batch_size // self._workers)
+        self._num_parts = -(-batch_size // part_size)
+        self._work = _Work(part_size)
         self._guarded = _GuardedDataset(dataset, options.workers)
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._pass = 0
+        self._epoch: int | None = None
+        self._was_restarted = False  # in this epoch
 
     def prepare(self, batches: list[list[SampleKey]], at: int = 0, following: Iterable[list[SampleKey]] = ()) -> None:
         """Let the workers load the batches from number `at` on, and then `following`, unless they do so already."""
@@ -244,12 +365,17 @@ class BatchPool:
         if self._workers and batches and not (begun and begun[0] == batches[at]):
             self._start(chain(batches[at:], following))
 
-    def run(self, batches: list[list[SampleKey]], following: Iterable[list[SampleKey]] = ()) -> Iterator[Batch]:
+    def run(
+        self, batches: list[list[SampleKey]], following: Iterable[list[SampleKey]] = (), epoch: int | None = None
+    ) -> Iterator[Batch]:
         """Yield the batches in order; a later call ends this pass.
 
-        The workers continue with `following`, and the next pass takes from it whatever batches it asks for.
+        The workers continue with `following`, and the next pass takes from it whatever batches it asks for. In all
+        passes with the same `epoch`, killed workers are started again once.
         """
         self._pass += 1
+        self._was_restarted &= epoch is not None and epoch == self._epoch
+        self._epoch = epoch
         return self._run(batches, following, self._pass)
 
     def _run(
@@ -267,16 +393,32 @@ class BatchPool:
 
     def _load(self, batch: list[SampleKey]) -> Batch:
         """Return the next batch."""
+        number, ring = self._work.number, self._guarded.ring
         if self._workers:
             self._work.begun.popleft()
+            self._work.number += 1
+        if ring is not None:
+            ring.begin(number)
         try:
-            loaded = [self._next(part) for part in self._work.parts(batch)]
+            loaded = [self._next(part) for part in self._work.parts(batch, number)]
+            if ring is not None:
+                return ring.place(_BatchPart(number, 0, batch))
             is_pinned = self.options.pin_memory
             joined = loaded[0] if len(loaded) == 1 else collate(loaded, pinned=is_pinned)
             return joined.pin_memory() if is_pinned and not self._workers else joined
+        except _RestartError:
+            batches = chain([batch, *self._work.begun], self._work.source)
+            self._kill(range(self._workers))  # what they are loading is loaded again
+            self._stop()
+            self._start(batches)
+            return self._load(batch)
         except BaseException:  # the workers may still send parts of this batch
             self.close()
             raise
+
+    def _say(self, message: str) -> None:
+        logger.warning(message)
+        self.tell(message)
 
     def _start(self, batches: Iterator[list[SampleKey]]) -> None:
         """Load other batches, with the present workers if they still respond."""
@@ -286,8 +428,12 @@ class BatchPool:
             try:
                 self._iterator = iter(self._loader)
                 return
-            except RuntimeError:  # a worker is dead, or busy with an abandoned pass
+            except RuntimeError as error:  # a worker is dead, or busy with an abandoned pass
+                if "timed out" not in str(error):
+                    self._say(f"{self._death_error(error)}; the workers start again")
                 self._stop()
+        self._guarded.ring = self._new_ring()
+        self._work.most_begun = None if self._guarded.ring is None else BATCHES_AHEAD
         before = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are allowed
@@ -300,15 +446,29 @@ class BatchPool:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
         self._iterator = iterator
 
+    def _new_ring(self) -> _Ring | None:
+        """Return a ring for new workers; None if they pass their parts on in shared memory."""
+        is_possible = hasattr(self._dataset.transform, "crop_px") and "fork" in get_all_start_methods()
+        if self._ring_size is None or not is_possible or (self.options.pin_memory and not RINGS_FOR_GPUS):
+            return None
+        try:
+            return _Ring(self._dataset, self._ring_size, self.options)
+        except OSError as error:
+            self._say(f"no ring of shared batches ({error}): the data workers pass batches on, which takes more time")
+            return None
+
     def _build(self) -> "DataLoader[Any]":
+        has_ring, ahead = self._guarded.ring is not None, 2 * self._num_parts  # two batches per worker, in parts
+        if has_ring:  # 4 to 6 batches of all workers
+            ahead = max(1, BATCHES_AHEAD * self._num_parts // self._workers)
         return DataLoader(
             self._guarded,
             batch_size=None,  # the guarded data set returns whole parts
             sampler=self._work,
             collate_fn=_unchanged,
             num_workers=self._workers,
-            pin_memory=self.options.pin_memory,  # parts, too: to join them then copies without page faults
-            prefetch_factor=2 * self._num_parts,  # two batches per worker, in parts
+            pin_memory=self.options.pin_memory and not has_ring,  # parts, to join them then without page faults
+            prefetch_factor=ahead,
             timeout=_POLL_S,
             worker_init_fn=start_worker,
             multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
@@ -316,14 +476,14 @@ class BatchPool:
             persistent_workers=True,
         )
 
-    def _next(self, part: list[SampleKey]) -> Batch:
-        """Return the next part of a batch."""
+    def _next(self, part: _BatchPart) -> Any:
+        """Return the next part of a batch; None if it is in the ring."""
         loaded = self._received(part) if self._workers else self._guarded[part]
         if isinstance(loaded, SegappError):
             raise loaded
         return loaded
 
-    def _received(self, part: list[SampleKey]) -> Any:
+    def _received(self, part: _BatchPart) -> Any:
         """Return the next part or its error. Waits are short, so the pause of a suspended process is no wait."""
         assert self._iterator is not None
         waited_s = 0.0
@@ -335,7 +495,12 @@ class BatchPool:
                 timed_out = "timed out" in str(error)
                 if timed_out and (not self.options.timeout_s or waited_s < self.options.timeout_s):
                     continue
-                failure = self._timeout_error(part) if timed_out else self._death_error(error)
+                failure = self._timeout_error(part.keys) if timed_out else self._death_error(error)
+                is_killed = any(process.exitcode == -signal.SIGKILL for process in loader_workers(self._iterator))
+                if is_killed and not self._was_restarted:
+                    self._was_restarted = True
+                    self._say(f"{failure}; the workers start again with the same samples")
+                    raise _RestartError from failure
                 self._kill([number for number in range(self._workers) if self._guarded.slots[number]])
                 raise failure from error
 
@@ -385,7 +550,10 @@ class BatchPool:
         """Stop the workers; kill those that do not respond within seconds."""
         if shut_down_workers(self._iterator):
             self._kill(range(self._workers))
-        self._loader = self._iterator = None
+        if self._guarded.ring is not None:
+            self._guarded.ring.close()
+        self._loader = self._iterator = self._guarded.ring = None
+        self._guarded.slots[:] = [0] * len(self._guarded.slots)  # killed workers leave their samples there
         self._work.begun.clear()
 
     def _kill(self, numbers: Iterable[int]) -> None:

@@ -19,6 +19,9 @@ READERS, MASK_READERS = 16, 4
 _BLOCK, _TRIED, _SLOW_S = 1024, 4, 1e-3
 """Items of which the first few are timed, their number, and the time of each from which threads are faster."""
 
+BATCHES_AHEAD = 6
+"""Most batches that the workers of a training load ahead, in all."""
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -64,6 +67,11 @@ def shared_bytes_of_rank() -> int | None:
         return shutil.disk_usage("/dev/shm").free // _ranks_here()
     except OSError:
         return None
+
+
+def num_slots(accumulate: int) -> int:
+    """Return the batches of a ring: `BATCHES_AHEAD`, one that is waited for, and the batches of the last step."""
+    return BATCHES_AHEAD + 1 + accumulate
 
 
 def _ranks_here() -> int:

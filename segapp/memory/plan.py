@@ -126,6 +126,8 @@ class MemoryPlan:
     max_batch: int = 0
     max_row: PlanRow | None = None
     notes: tuple[str, ...] = ()
+    ring_mib: float = 0.0
+    """Host memory of the ring of shared batches, of all ranks of a machine together; 0 without data workers."""
     network: NetworkFacts | None = None
     chosen: Fit | None = None
     """With `train.recompute: auto`: the blocks that `model` recomputes, and the split that they were chosen for."""

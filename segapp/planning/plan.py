@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import pickle
 import queue
@@ -16,9 +17,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
+from segapp.datasets.resources import num_slots
 from segapp.errors import ConfigError, RunError
 from segapp.memory.peaks import (
     BlocksPerDevice,
@@ -412,9 +415,17 @@ def _assembled(config: RunConfig, planner: Planner, facts: NetworkFacts, chosen:
         max_batch=max_batch,
         max_row=max_row,
         notes=_notes(config, planner, facts, chosen),
+        ring_mib=_ring_mib(config),
         network=facts,
         chosen=chosen,
     )
+
+
+def _ring_mib(config: RunConfig) -> float:
+    pixels, dtype = build_pixels(config.data), build_scheme(config.data).dtype
+    sample_bytes = math.prod(config.data.crop_px) * (pixels.num_bands * pixels.numpy_dtype.itemsize + dtype.itemsize)
+    slots = num_slots(config.train.accumulate) if config.data.workers else 0
+    return round(slots * config.train.batch_size * sample_bytes / 2**20, 1)
 
 
 def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:

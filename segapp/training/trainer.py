@@ -187,6 +187,8 @@ class Trainer:
             self._capture,
             during_save=lambda: self.activities.during("save"),
         )
+        for loader in (train_loader, validation.loader):
+            loader.pool.tell = self._tell_of_data
         self._has_stepped = False
         self.loss_watch = LossWatch(len(facts.start.classes))
         self.has_diverged = False
@@ -330,6 +332,10 @@ class Trainer:
                     self._has_stepped = True
                 return result
             oom.handle_step_failure(failure, self.position)
+
+    def _tell_of_data(self, message: str) -> None:
+        self.device_memory.report_progress()  # workers that start again have as long as the first ones
+        self.reporter.alert("data", message)
 
     def _sizes(self, group: list[Batch], num_pieces: int, num_samples: int) -> Hashable:
         """Return a key of the shapes of a step's convolutions and of the passes that they are part of."""

@@ -127,13 +127,15 @@ def test_plan_of_a_small_network_is_made(folder):
     """Only one: a plan takes seconds, in processes of its own."""
     (folder / "net.py").write_text(NETWORK)
     network = ["model.library=python", "model.name=net.py:Net", "model.encoder=null", "model.aux=false"]
-    done = segapp("plan", "--config", "tiny.yaml", *network, "--gpus", "1GiB", "--json", cwd=folder)
+    loading = ["data.workers=3", "data.crop_px=[240,400]", "train.accumulate=3"]
+    done = segapp("plan", "--config", "tiny.yaml", *network, *loading, "--gpus", "1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     (row,) = found["rows"]
     assert (row["split"], row["fits"]) == ([2], True)
     assert "fp32 (auto: net.py:Net asks for it)" in found["notes"][0]
-    images_mib = 2 * 3 * 32 * 32 * 4 / 2**20
+    images_mib = 2 * 3 * 240 * 400 * 4 / 2**20
+    assert found["ring_mib"] == round((6 + 1 + 3) * 2 * (3 + 1) * 240 * 400 / 2**20, 1)
     assert images_mib < row["tensors_mib"][0] < row["peak_mib"][0] < 1024
     assert 2 < found["max_batch"] < 100_000
     assert found["overhead"]["room"] == 0.95  # as a training sets the allocator

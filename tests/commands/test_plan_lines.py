@@ -64,6 +64,9 @@ def test_plan_names_its_batch_its_gpus_and_its_overhead():
     assert ("overhead (assumed): 500/700 MiB per GPU for driver, context and libraries, 5 % for the allocator") in lines
     first_gpu = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
     assert first_gpu in lines
+    assert not any("ring" in line for line in lines)
+    ring = "host memory of the ring of batches: 152 MiB, in a training on a CPU"
+    assert plan_lines(plan_of_two(ring_mib=151.9))[-1] == ring
     single = plan_lines(plan_of_one(200.0))
     assert first_gpu not in single
     assert single[0] == "x: batch 1 on 1 GPU (200 MiB), mode single"

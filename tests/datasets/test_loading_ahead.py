@@ -125,16 +125,26 @@ def test_three_epochs_equal_samples_read_one_by_one(
     assert sorted(loaded) == sorted(key for batch in expected for key in batch), "each sample is loaded once"
 
 
-@pytest.mark.parametrize(("workers", "batch_size"), [(1, 3), (3, 2), (2, 5)])
-def test_two_batches_per_worker_are_loaded_ahead(recorder: Recorder, workers: int, batch_size: int) -> None:
-    """Also where that is more than the rest of an epoch, and no more while the consumer does nothing."""
-    loader = TrainLoader(recorder.dataset, batch_size, seed=SEED, options=LoadOptions(workers))
+@pytest.mark.parametrize(
+    ("workers", "batch_size", "share", "ahead"),
+    [(1, 3, 3, 18), (3, 2, 2, 12), (2, 5, 5, 30), (4, 3, 3, 16), (3, 6, 1, 6), (8, 11, 11, 59)],
+)
+def test_six_batches_at_most_are_loaded_ahead(
+    recorder: Recorder, workers: int, batch_size: int, share: int, ahead: int
+) -> None:
+    """Also where that is more than the rest of an epoch, and no more while the consumer does nothing.
+
+    Four workers have four samples each. Of a share of 1, the workers could hold more. Eight workers load parts of two
+    samples, and the last one of a batch of 11 has one.
+    """
+    shares, options = (share, batch_size - share), LoadOptions(workers)
+    loader = TrainLoader(recorder.dataset, batch_size, seed=SEED, options=options, divide=lambda _: shares)
     next(loader.epoch(1, len(loader) - 1, last_epoch=8))
-    in_order = [key for batch in keys_of(range(1, 9), batch_size)[len(loader) - 1 :] for key in batch]
-    num_ahead = (1 + 2 * workers) * batch_size
-    recorder.keys_within(5, num_ahead)
+    batches = keys_of(range(1, 9), batch_size)[len(loader) - 1 :]
+    in_order = [key for batch in batches for key in batch[:share]]
+    recorder.keys_within(5, share + ahead)
     time.sleep(0.3)
-    assert sorted(recorder.keys_within(0, 0)) == sorted(in_order[:num_ahead])
+    assert sorted(recorder.keys_within(0, 0)) == sorted(in_order[: share + ahead])
     loader.close()
 
 
@@ -196,10 +206,11 @@ def test_error_ahead_is_reported_when_its_batch_is_due(recorder: Recorder) -> No
     recorder.act = fail
     loader = TrainLoader(recorder.dataset, 4, seed=SEED, options=LoadOptions(2))
     first = loader.epoch(1, last_epoch=3)
-    batches = [next(first) for _ in range(len(loader))]
-    assert (2, failing) in recorder.keys_within(5, 4 * (len(loader) + 4)), "the fault has happened already"
+    next(first)
+    assert (2, failing) in recorder.keys_within(5, 4 * 7), "the fault has happened already"
+    assert_batches(first, keys_of((1,), 4)[1:], recorder.dataset)
     second = loader.epoch(2, last_epoch=3)
-    assert_batches([*batches, next(second)], keys_of((1, 2), 4)[:4], recorder.dataset)
+    assert_batches([next(second)], keys_of((2,), 4)[:1], recorder.dataset)
     with pytest.raises(DataError, match=rf"{3 * failing + 4:03}\.png: .* failed with ValueError: of epoch 2"):
         next(second)
 

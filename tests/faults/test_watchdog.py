@@ -81,7 +81,6 @@ def test_unresponsive_data_worker_exits_7(new_run: NewRun, invariants: Invariant
 
 
 ITEMS: list[Any] = [
-    ("data.item=9:kill", 2, 7, "ended by SIGKILL while reading"),
     ("data.item=5:segv", 1, 7, "SIGSEGV"),
     ("data.item=4:raise:SystemExit", 2, 3, "SystemExit"),
     ("data.item=4:raise:KeyboardInterrupt", 2, 3, "KeyboardInterrupt"),
@@ -91,8 +90,6 @@ ITEMS: list[Any] = [
 ]
 
 
-@case("F34", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
-@case("F45", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
 @case("F44", how="SIGSEGV in a worker at one file", passes="exit 7, the file named, saved")
 @case(
     "F40",
@@ -100,7 +97,7 @@ ITEMS: list[Any] = [
     passes="exit 3, the file named",
 )
 @case("W01", how="a reading without workers that never returns (failpoint)", passes="stacks, event, exit 7, exact")
-@pytest.mark.parametrize(("failpoint", "workers", "code", "says"), some(ITEMS, *ITEMS[:3]))
+@pytest.mark.parametrize(("failpoint", "workers", "code", "says"), some(ITEMS, *ITEMS[:2]))
 def test_item_that_ends_its_worker_is_named(
     new_run: NewRun, invariants: Invariants, failpoint: str, workers: int, code: int, says: str
 ) -> None:
@@ -109,8 +106,26 @@ def test_item_that_ends_its_worker_is_named(
     )
     done = run.train(failpoints=failpoint, timeout_s=40)
     invariants.assert_clear(done, code, says, "stacks.log" if "hang" in failpoint else ".png")
-    if "kill" in failpoint:
-        assert run.committed()[0]["step"] >= 1, "the last good step was saved"
+    invariants.check(run)
+
+
+@case("F34", how="SIGKILL to data workers twice in an epoch", passes="named with its file, exit 7, saved, exact")
+@case("F45", how="SIGKILL to data workers twice in an epoch", passes="named with its file, exit 7, saved, exact")
+@pytest.mark.faults
+def test_second_killed_worker_in_an_epoch_exits_7(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(data={"workers": 2}, checkpoint={"every_steps": None})
+    program = run.start(failpoints="data.item=sleep:0.3")
+    run.wait_for_step(1, program)
+    workers = workers_of(run, program.pid)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    run.wait_for(lambda: set(workers_of(run, program.pid)) - set(workers), program)
+    for pid in workers_of(run, program.pid):
+        os.kill(pid, signal.SIGKILL)
+    invariants.assert_clear(run.ended(program), 7, "data worker", "ended by SIGKILL")
+    (said,) = (alert["message"] for alert in run.events("alert") if alert["kind"] == "data")
+    assert said.endswith("the workers start again with the same samples")
+    assert run.committed()[0]["step"] >= 1, "the last good step was saved"
     invariants.check(run)
 
 

@@ -133,6 +133,31 @@ def test_workers_start_once_for_all_epochs_and_evaluations(tiny: dict[str, Any],
     assert (len(seen[0]), len(seen[-1])) in ((2, 4), (4, 4))
 
 
+def test_run_with_killed_workers_takes_the_course_without(
+    tiny: dict[str, Any], tmp_path: Path, batches: list[Loaded]
+) -> None:
+    """One in epoch 1, and all of training and evaluation at the end of epoch 2, each by a signal."""
+    sections = {"train": {"epochs": 6, "accumulate": 3}}
+    assert train(loading(tiny, 0, **sections), tmp_path / "plain") == 0
+    expected = batches.copy()
+    batches.clear()
+    kills = {("step", 1): 1, ("val", 4): 4}
+
+    def kill(event: Event) -> None:
+        for child in multiprocessing.active_children()[: kills.pop((event.type, getattr(event, "step", 0)), 0)]:
+            child.kill()
+
+    segapp.train(loading(tiny, 2, **sections), run=tmp_path / "run", on_event=kill)
+    assert not kills
+    assert batches == expected
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    assert scores(tmp_path / "run") == scores(tmp_path / "plain")
+    alerts = [alert["message"] for alert in events(tmp_path / "run", "alert") if alert["kind"] == "data"]
+    of_training = [message for message in alerts if message.endswith("; the workers start again with the same samples")]
+    assert (len(alerts), len(of_training)) == (3, 2)
+    assert all("ended by SIGKILL" in message for message in alerts)
+
+
 def test_early_stop_discards_what_is_loaded_ahead(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
