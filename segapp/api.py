@@ -24,6 +24,7 @@ import numpy as np
 from segapp.custom.trust import accept_code, trusting
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.results import EvalResult, Evaluated, History, PredictResult, TrainResult
+from segapp.run.words import silence
 from segapp.scores import SCORES, EpochLoss
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class Network:
         self.trained = trained
         self.classes: tuple[str, ...] = trained.scheme.names
         self._predictor = predictor_of(trained)
-        self._lock, self._num_running, self._training = threading.Lock(), 0, list[Any]()
-        self._process = os.getpid()
+        self._evaluating = _Evaluating(trained.model)
 
     @property
     def module(self) -> nn.Module:
@@ -81,11 +81,11 @@ class Network:
         """The device that computes."""
         return self.trained.device
 
+    @overload  # a text, although it is a sequence of texts, is one image
+    def predict(self, image: Picture) -> NDArray[np.unsignedinteger[Any]]: ...  # type: ignore[overload-overlap]
     @overload
-    def predict(self, image: list[Picture]) -> list[NDArray[np.unsignedinteger[Any]]]: ...
-    @overload
-    def predict(self, image: Picture) -> NDArray[np.unsignedinteger[Any]]: ...
-    def predict(self, image: Picture | list[Picture]) -> Any:
+    def predict(self, image: Sequence[Picture]) -> list[NDArray[np.unsignedinteger[Any]]]: ...
+    def predict(self, image: Picture | Sequence[Picture]) -> Any:
         """Return the class ids (H, W), uint8 (uint16 for more than 256 classes), of an image.
 
         The module predicts in evaluation mode, also if you train it: its modules are set to that mode meanwhile.
@@ -106,10 +106,10 @@ class Network:
         return self._each(image, self._predictor.labels)
 
     @overload
-    def probabilities(self, image: list[Picture]) -> list[NDArray[np.float32]]: ...
+    def probabilities(self, image: Picture) -> NDArray[np.float32]: ...  # type: ignore[overload-overlap]
     @overload
-    def probabilities(self, image: Picture) -> NDArray[np.float32]: ...
-    def probabilities(self, image: Picture | list[Picture]) -> Any:
+    def probabilities(self, image: Sequence[Picture]) -> list[NDArray[np.float32]]: ...
+    def probabilities(self, image: Picture | Sequence[Picture]) -> Any:
         """Return the probabilities, float32 (C, H, W), with sum 1 over C, of an image; arguments as for `predict`.
 
         Raises:
@@ -124,34 +124,12 @@ class Network:
         return f"{type(self).__name__}({facts}, device={str(self.device)!r})"
 
     def _each(self, image: Any, compute: Callable[[NDArray[Any]], NDArray[Any]]) -> Any:
-        if isinstance(image, list):
+        if isinstance(image, list | tuple):
             return [self._each(one, compute) for one in image]
-        with self._evaluating():
+        with self._evaluating:
             if isinstance(image, np.ndarray) and image.ndim == 4:
                 return compute(self._checked(image))
             return compute(self._checked(self._pixels_of(image))[None])[0]
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Keep the module in evaluation mode; the last of several threads restores the modes of its parts."""
-        if self._process != os.getpid():  # a fork: its threads of OpenMP are gone, and a second one would wait for them
-            import torch
-
-            torch.set_num_threads(1)
-            self._process, self._lock, self._num_running = os.getpid(), threading.Lock(), 0
-        with self._lock:
-            if not self._num_running:
-                self._training = [part for part in self.module.modules() if part.training]
-                for part in self._training:
-                    part.training = False
-            self._num_running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                for part in () if self._num_running else self._training:
-                    part.training = True
 
     def _pixels_of(self, image: Any) -> NDArray[Any]:
         """Return the stored values (H, W, B) of a file, a PIL image or an array."""
@@ -177,10 +155,42 @@ class Network:
 
     def _checked(self, image: NDArray[Any]) -> NDArray[Any]:
         pixels = self._predictor.pixels
+        if 0 in image.shape:
+            raise ValueError(f"image of shape {image.shape} has no pixels: give at least one")
         if image.dtype != pixels.numpy_dtype or image.ndim not in (3, 4) or image.shape[-1] != pixels.num_bands:
             wanted = f"{pixels.layout} of shape (H, W, {pixels.num_bands})"
             raise ValueError(f"image is {image.dtype} of shape {image.shape}: give {wanted}")
         return image
+
+
+class _Evaluating:
+    """Keeps a module in evaluation mode; the last of several threads restores the modes of its parts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._lock, self._num_running, self._training = module, threading.Lock(), 0, list[Any]()
+        self._process = os.getpid()
+
+    def __reduce__(self) -> Any:  # copies have a lock of their own
+        return type(self), (self._module,)
+
+    def __enter__(self) -> None:
+        if self._process != os.getpid():  # a fork: its threads of OpenMP are gone, and a second one would wait for them
+            import torch
+
+            torch.set_num_threads(1)
+            self._process, self._lock, self._num_running = os.getpid(), threading.Lock(), 0
+        with self._lock:
+            if not self._num_running:
+                self._training = [part for part in self._module.modules() if part.training]
+                for part in self._training:
+                    part.training = False
+            self._num_running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_running -= 1
+            for part in () if self._num_running else self._training:
+                part.training = True
 
 
 class _Events:
@@ -210,7 +220,7 @@ class _Events:
 
 def train(
     config: Config | None = None,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    overrides: list[str] | tuple[str, ...] | Mapping[str, Any] = (),
     *,
     run: AnyPath | None = None,
     resume: AnyPath | None = None,
@@ -252,6 +262,8 @@ def train(
     from segapp.training.signals import StopSignals
 
     _check_flags(handle_signals=handle_signals, trust_parts=trust_parts)
+    if on_event is not None and not callable(on_event):
+        raise ConfigError(f"on_event is {on_event!r}: give a function of one event")
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise ConfigError("handle_signals=True works in the main thread only: leave it out in another thread")
     folder, words = None if run is None else Path(_path(run, "run")), _words(overrides)
@@ -285,8 +297,10 @@ def train(
         else:
             path = request.folder.path
         signals = StopSignals(is_active=handle_signals)
-        listener = _Events(on_event, signals, PlainReporter() if _is_shown(progress) else None)
-        run_session(request, listener=listener, signals=signals)
+        is_shown = _is_shown(progress)
+        listener = _Events(on_event, signals, PlainReporter() if is_shown else None)
+        with contextlib.nullcontext() if is_shown else silence():
+            run_session(request, listener=listener, signals=signals)
     (evaluations, step), end = _read_run(path), listener.end
     is_finished = end is None or end.status == "finished"
     reason = "already complete" if end is None else end.reason or ""
@@ -381,11 +395,11 @@ def evaluate(
     from segapp.commands.evaluate import EvalOptions, as_json, score_lines, score_target
 
     _check_flags(slide=slide, tta=tta, trust_parts=trust_parts)
-    if isinstance(devices, str):
-        raise ConfigError(f"devices is the text {devices!r}: give a list, such as [{devices!r}]")
+    if not isinstance(devices, list | tuple | None):
+        raise ConfigError(f"devices is {devices!r}: give a list, such as [{devices!r}]")
     with _library_call(trust_parts):
         options = EvalOptions(
-            split,
+            None if split is None else _path(split, "split"),
             slide,
             tta,
             None if data_root is None else _path(data_root, "data_root"),
@@ -465,7 +479,7 @@ def predict(
         targets, folder = _listed(target), Path(_path(out, "out"))
         files, notes = find_images(_listed(paths, "paths"), folder)
         options = PredictOptions(
-            parse_saved([save] if isinstance(save, str) else list(save)),
+            parse_saved([save] if isinstance(save, str) else _listed(save, "save") if save != () else []),
             label_ids,
             slide,
             tta,
@@ -517,6 +531,9 @@ def load(
         return Network(load_trained(_path(target, "target"), own, slide=slide, tta=tta, device=device))
 
 
+_ARGUMENTS = {"min-area": "min_area_px", "simplify": "simplify_px", "data-root": "data_root", "label-ids": "label_ids"}
+"""Options of the command line whose arguments in Python have other names."""
+
 _OPTION = re.compile(
     r"(segapp [a-z-]+[^;:`]*)?--(resume|out|save|batch|polygons|min-area|simplify|config|devices|split|run|"
     r"data-root|label-ids|slide|tta)\b"
@@ -526,13 +543,19 @@ _OPTION = re.compile(
 
 @contextlib.contextmanager
 def _library_call(trust_parts: bool) -> Iterator[None]:
-    """Trust custom code as asked, and let errors name arguments of Python instead of options of a command."""
+    """Trust custom code as asked, and let errors name arguments of Python instead of options of a command.
+
+    The modes of the caller's thread, such as inference mode, do not reach the body.
+    """
+    import torch
+
     try:
-        with trusting(trust_parts):
+        with trusting(trust_parts), torch.inference_mode(False), torch.enable_grad():
             yield
     except SegappError as error:
         text = str(error)
-        said = _OPTION.sub(lambda found: found[0] if found[1] else found[2].replace("-", "_"), text)
+        said = _OPTION.sub(lambda found: found[0] if found[1] else _ARGUMENTS.get(found[2], found[2]), text)
+        said = said.replace("command line: ", "overrides: ")
         if said == text:
             raise
         raise error.reworded(said) from error.__cause__
@@ -575,11 +598,30 @@ def _is_shown(progress: bool | None) -> bool:
 def _words(overrides: Any) -> list[str]:
     """Return overrides as `KEY=VALUE`; values of a mapping are written as JSON, which the reader of YAML takes."""
     if isinstance(overrides, Mapping):
-        plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in overrides.items()}
-        return [f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}" for key, value in plain.items()]
+        return [f"{key}={_as_json(key, value)}" for key, value in overrides.items()]
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         raise ConfigError(f"overrides is {overrides!r}: give a list such as ['train.epochs=2'], or a dictionary")
     return [word if isinstance(word, str) else f"{word!r}" for word in overrides]
+
+
+def _as_json(key: Any, value: Any) -> str:
+    if isinstance(value, Mapping) and "." not in str(key):
+        keys = ", ".join(f"'{key}.{each}'" for each in value)
+        raise ConfigError(f"overrides[{key!r}] would replace the whole section {key}: change its keys, {keys}")
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError):
+        kind = f"a {type(value).__name__} that is no plain value"
+        raise ConfigError(f"overrides[{key!r}] is {kind}: give numbers, texts, lists or dictionaries") from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a path, or a number or an array of numpy, as a plain value."""
+    if isinstance(value, os.PathLike) and isinstance(path := os.fspath(value), str):
+        return path
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError
 
 
 def _read(config: Any, overrides: Sequence[str] = ()) -> RunConfig:

@@ -283,7 +283,7 @@ class EvalResult(_Scored):
         return f"{_table(self.rows())}<p>{html.escape(self.text.splitlines()[-1] if self.text else repr(self))}</p>"
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class PredictResult:
     """Result of a prediction of files.
 

@@ -138,6 +138,12 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     every = predict(run, [str(path.parent)], tmp_path / "all", save=["labels"], batch=3)
     assert every.paths == [tmp_path / "all" / "labels" / f"{number:02}.png" for number in range(4)]
     assert np.array_equal(cv2.imread(str(every.paths[3]), cv2.IMREAD_UNCHANGED), others)
+    with pytest.raises(ValueError, match=r"image of shape \(0, 4, 3\) has no pixels"):
+        network.predict(np.zeros((0, 4, 3), np.uint8))
+    for copied in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        copied.module.train()
+        assert np.array_equal(copied.predict(images[0]), labels)
+        assert (network.module.training, copied.module.training) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,9 @@ WRONG_CALLS = [  # call with the folder of a run, and words of the error
     (lambda run: evaluate([run, None]), r"target\[1\] is None: give a path or a name"),
     (lambda run: evaluate(train(resume=run, progress=False)), "target is a TrainResult: .* such as its run"),
     (lambda run: predict(load(run), "a.png", "out"), "target is a Network: .* such as its trained.path"),
-    (lambda run: evaluate(run, devices="cpu"), r"devices is the text 'cpu': give a list, such as \['cpu'\]"),
+    (lambda run: evaluate(run, devices="cpu"), r"devices is 'cpu': give a list, such as \['cpu'\]"),
+    (lambda run: evaluate(run, devices=0), r"devices is 0: give a list, such as \[0\]"),
+    (lambda run: evaluate(run, split=3), "split is 3: give a path or a name"),
     (lambda run: evaluate(run, devices=[]), "^devices names no device: give at least one"),
     (lambda run: evaluate(run, devices=[0.5]), "^devices: device 0.5 is not a CUDA index"),
     (lambda run: evaluate(run, data_root=3), "data_root is 3: give a path"),
@@ -185,13 +193,22 @@ WRONG_CALLS = [  # call with the folder of a run, and words of the error
     (lambda run: predict(run, "a.png", None), "out is None: give a path"),
     (lambda run: predict(run, run, "out", save=["lables"]), "^save lables is not known: did you mean labels"),
     (lambda run: predict(run, run, "out", polygons="shape"), "^polygons shape is not known"),
-    (lambda run: predict(run, run, "out", polygons="coco", min_area_px=-1), "^min_area -1 is negative"),
-    (lambda run: predict(run, run, "out", min_area_px=3), "^min_area 3 changes polygons, .*: add polygons FORMAT"),
+    (lambda run: predict(run, run, "out", save=[None]), r"save\[0\] is None"),
+    (lambda run: predict(run, run, "out", polygons=True), "^polygons True is not known"),
+    (lambda run: predict(run, run, "out", polygons="coco", min_area_px=-1), "^min_area_px -1 is no number of 0"),
+    (lambda run: predict(run, run, "out", polygons="coco", min_area_px="5"), "^min_area_px '5' is no number"),
+    (lambda run: predict(run, run, "out", polygons="coco", simplify_px=np.nan), "^simplify_px nan is no number"),
+    (lambda run: predict(run, run, "out", min_area_px=3), "^min_area_px 3 changes polygons, .*: add polygons FORMAT"),
     (lambda run: predict(run, run, "out", batch=0), "^batch 0 is neither a positive number"),
     (lambda run: train(["a.yaml"]), "config is a list: give a file, a dictionary or a RunConfig"),
     (lambda run: train("demo.yaml", "train.epochs=1"), r"overrides is 'train.epochs=1': give a list such as"),
     (lambda run: train("demo.yaml", 3), "overrides is 3: give a list such as"),
-    (lambda run: train("demo.yaml", {"train.epochs": "x"}), r"train.epochs = 'x': "),
+    (lambda run: train("demo.yaml", {"train.epochs": "x"}), r"overrides: train.epochs = 'x': "),
+    (lambda run: train("demo.yaml", {"train": {"steps": 3}}), "would replace the whole section train: .*'train.steps'"),
+    (lambda run: train("demo.yaml", {"data.classes": {"a"}}), r"overrides\['data.classes'\] is a set that is no plain"),
+    (lambda run: train("demo.yaml", {"name": b"x"}), r"overrides\['name'\] is a bytes that is no plain value"),
+    (lambda run: train(resume=run, run="other"), "run other: resume .* continues in its own folder: leave run out"),
+    (lambda run: train("demo.yaml", on_event=3), "on_event is 3: give a function of one event"),
     (lambda run: train("demo.yaml", run=run), "already holds a run: add resume to continue it"),
     (lambda run: train("demo.yaml", run=3), "run is 3: give a path"),
     (lambda run: train("demo.yaml", ["optim.lr=-1"]), r"optim\.lr = -1"),
@@ -218,7 +235,8 @@ def test_wrong_calls_are_named(tiny: dict[str, Any], tmp_path: Path, monkeypatch
 
 
 def test_overrides_may_be_a_mapping_of_plain_values(tiny: dict[str, Any], tmp_path: Path) -> None:
-    given = {"name": "no", "seed": np.int64(3), "optim.lr": 1e-5, "data.crop_px": (32, 48), "data.root": tmp_path}
+    given = {"name": "no", "seed": np.int64(3), "optim.lr": 1e-5, "data.root": tmp_path}
+    given["data.crop_px"] = (np.int64(32), 48)
     config = api._read(tiny, api._words(given))
     found = (config.name, config.seed, config.optim.lr, config.data.crop_px, config.data.root)
     assert found == ("no", 3, 1e-5, (32, 48), str(tmp_path))
@@ -347,9 +365,11 @@ def test_program_stops_a_training_at_an_event(
     assert (result.is_finished, result.step) == (False, 3)
     assert result.reason == "three are enough: a checkpoint was saved", "the banner adds how to resume it"
     assert seen == [("step", 1), ("step", 2), ("step", 3)]
+    train(resume=str(run), overrides={"train.epochs": 2}, progress=False)
+    assert capsys.readouterr().out == ""
     assert (result.val, len(result.history)) == (None, 0)
     again = train(resume=str(run))
-    assert (again.is_finished, again.step, len(again.history)) == (True, 5, 1)
+    assert (again.reason, again.step, len(again.history)) == ("already complete", 10, 2)
 
 
 def test_history_is_a_table_and_every_score_an_attribute() -> None:
@@ -362,6 +382,11 @@ def test_history_is_a_table_and_every_score_an_attribute() -> None:
     assert table == [(1, 1.5, None, 1), (2, None, scores["loss"], 2)]
     assert [(row["iou a"], row["iou b"]) for row in History(rows).rows()] == [(0.5, None), (0.25, 0.0)]
     assert [getattr(rows[1], name) for name in SCORES] == list(scores.values())
+    of_classes = {"a": 0.5, "b": None, "c": 0.0, "d": 0.25}
+    more: Any = dict.fromkeys(("dice", "precision", "recall"), of_classes)
+    facts: Any = {"split": "val", "confusion": np.zeros((4, 4)), "groups": {}, "checkpoints": []}
+    found = segapp.EvalResult(scores=scores, iou=of_classes, **more, **facts)
+    assert [row["class"] for row in found.rows()] == ["c", "d", "a", "b"], "absent classes come last"
     assert pickle.loads(pickle.dumps(rows[0])) == copy.copy(rows[0]) == rows[0]
 
 
@@ -376,7 +401,7 @@ def test_names_and_signatures_are_those_of_the_functions() -> None:
     assert list(inspect.signature(train).parameters)[:3] == ["config", "overrides", "run"]
     text = pydoc.render_doc(segapp.train, renderer=pydoc.plaintext)
     assert "Train a model in this process, and return when the training has ended" in text
-    assert "train(config: 'Config | None' = None, overrides: 'Sequence[str] | Mapping" in text
+    assert "train(config: 'Config | None' = None, overrides: 'list[str] | tuple[str, ...] | Mapping" in text
     assert "handle_signals: stop the training with a checkpoint on Ctrl-C" in text
     for name in ("train", "evaluate", "predict", "load", "history"):
         assert "Example:" in (inspect.getdoc(getattr(segapp, name)) or ""), name

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import warnings
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from segapp import api
@@ -79,12 +84,19 @@ def ends_with(error: BaseException) -> Callable[[Any], None]:
     return on_event
 
 
+def fails_at_the_end(event: Any) -> None:
+    if event.type == "run_end":
+        raise ValueError("mine")
+
+
 CALLS: dict[str, Callable[[dict[str, Any], Path, Path], Any]] = {
     "train": lambda config, run, new: api.train(config, run=new),
     "train, refused": lambda config, run, new: api.train(config, run=run),
     "train, failed": lambda config, run, new: api.train(config, run=new, on_event=ends_with(ValueError("mine"))),
     "train, interrupted": lambda config, run, new: api.train(config, run=new, on_event=ends_with(KeyboardInterrupt())),
     "train, exited": lambda config, run, new: api.train(config, run=new, on_event=ends_with(SystemExit(3))),
+    "train, cancelled": lambda config, run, new: api.train(config, run=new, on_event=ends_with(CancelledError())),
+    "train, failed at its end": lambda config, run, new: api.train(config, run=new, on_event=fails_at_the_end),
     "evaluate": lambda config, run, new: api.evaluate(run),
     "evaluate, refused": lambda config, run, new: api.evaluate(run, split="no such split"),
     "predict": lambda config, run, new: api.predict(run, [config["data"]["root"]], out=new),
@@ -98,13 +110,15 @@ ENDS = {
     "train, failed": ("failed", "unexpected ValueError: mine", 1),
     "train, interrupted": ("stopped", "KeyboardInterrupt: nothing was saved", 130),
     "train, exited": ("stopped", "SystemExit: nothing was saved", 130),
+    "train, cancelled": ("stopped", "CancelledError: nothing was saved", 130),
+    "train, failed at its end": ("finished", "1 epochs", 0),
 }
 
 
 def read_end(run: Path) -> tuple[str, str, int]:
     """Return status, reason and exit code of the last event of a run."""
-    last = events(run)[-1]
-    assert last["type"] == "run_end"
+    *_, last = events(run, "run_end")
+    assert last == events(run)[-1] == events(run, "run_end")[0]
     return last["status"], last["reason"], last["exit_code"]
 
 
@@ -117,7 +131,7 @@ def test_process_is_as_it_was(name: str, tiny: dict[str, Any], trained: Path, tm
     try:
         api.evaluate(trained)  # imports torch, scipy and other packages, some of which filter warnings
         before = state()
-        errors = (SegappError, KeyboardInterrupt, SystemExit)
+        errors = (SegappError, KeyboardInterrupt, SystemExit, CancelledError)
         with pytest.raises(errors) if "," in name else contextlib.nullcontext():
             CALLS[name](small(tiny), trained, tmp_path / "new")
         after = state()
@@ -155,20 +169,32 @@ def test_draws_of_other_threads_do_not_change_a_run(tiny: dict[str, Any], tmp_pa
 
 
 class Draws(Net):
-    """Adds noise from torch's generator, and has a layer of dropout."""
+    """Has a layer of dropout, and may multiply its logits by a random number in training."""
 
-    def __init__(self, num_classes: int, noise: float = 0.0) -> None:
+    def __init__(self, num_classes: int, source: str = "") -> None:
         super().__init__(num_classes)
-        self.noise, self.dropout = noise, nn.Dropout(0.3)
+        self.draw, self.dropout = DRAWS.get(source, lambda: 1.0), nn.Dropout(0.3)
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.dropout(self.head(self.backbone(images)))
-        return {"out": logits + self.noise * torch.rand_like(logits) if self.noise and self.training else logits}
+        return {"out": logits * (self.draw() if self.training else 1.0)}
 
 
-def drawing(tiny: dict[str, Any], noise: float, **train: Any) -> dict[str, Any]:
-    model = {"library": "python", "name": "tests.test_process_state:Draws", "options": {"noise": noise}}
-    return {**small(tiny), "model": model, "train": {"epochs": 1, "batch_size": 2, **train}}
+DRAWS: dict[str, Callable[[], Any]] = {"torch": lambda: torch.rand(())}
+
+
+def noisy_loss() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits + torch.rand_like(logits), target, ignore_index=255)
+
+    return loss
+
+
+def drawing(tiny: dict[str, Any], source: str, **train: Any) -> dict[str, Any]:
+    options = {"source": source} if source in DRAWS else {}
+    model = {"library": "python", "name": "tests.test_process_state:Draws", "options": options}
+    loss = {"loss": {"name": "tests.test_process_state:noisy_loss"}} if source == "loss" else {}
+    return {**small(tiny), **loss, "model": model, "train": {"epochs": 1, "batch_size": 2, **train}}
 
 
 @contextlib.contextmanager
@@ -194,15 +220,16 @@ def running(config: dict[str, Any], run: Path) -> Iterator[tuple[Future[Any], th
 def test_models_that_draw_train_one_after_the_other(tiny: dict[str, Any], tmp_path: Path) -> None:
     names = itertools.count()
     new = lambda: tmp_path / f"run-{next(names)}"  # noqa: E731
-    match = "another training runs in this process, and tests.test_process_state:Draws draws random numbers"
-    for first, second in ((0.0, 0.1), (0.1, 0.0)):
+    match = "another training runs in this process, and tests.test_process_state:Draws or its loss draws random"
+    for first, second in (("", "torch"), ("torch", ""), ("", "loss")):
         with running(drawing(tiny, first), new()), pytest.raises(SegappError, match=match):
             api.train(drawing(tiny, second), run=new())
         api.train(drawing(tiny, second), run=new())
-    with running(drawing(tiny, 0.0), new()):
-        assert api.train(drawing(tiny, 0.0), run=new()).step == 5
-        with pytest.raises(SegappError, match=r"train.deterministic = True, but another training in this process"):
-            api.train(drawing(tiny, 0.0, deterministic=True), run=new())
+    with running(drawing(tiny, ""), new()):
+        assert api.train(drawing(tiny, ""), run=new()).step == 5
+        for key, value in (("deterministic", True), ("tf32", False)):
+            with pytest.raises(SegappError, match=rf"train.{key} = {value}, but another training in this process"):
+                api.train(drawing(tiny, "", **{key: value}), run=new())
 
 
 def test_last_of_two_trainings_restores_the_process(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -220,3 +247,42 @@ def test_last_of_two_trainings_restores_the_process(tiny: dict[str, Any], tmp_pa
     finally:
         os.umask(previous)
     assert {key for key, value in after.items() if value != before[key]} <= {"threads"}
+
+
+def test_modes_of_the_caller_do_not_reach_a_call(tiny: dict[str, Any], trained: Path, tmp_path: Path) -> None:
+    def results(name: str) -> list[Any]:
+        losses = [event["loss"] for event in events(api.train(small(tiny), run=tmp_path / name).run, "step")]
+        labels = api.load(trained).predict(np.zeros((9, 14, 3), np.uint8)).tolist()
+        return [losses, labels, api.evaluate(trained).scores]
+
+    expected = results("plain")
+    for number, mode in enumerate((torch.inference_mode, torch.no_grad)):
+        with mode():
+            assert results(f"mode-{number}") == expected
+    torch.set_default_dtype(torch.float64)
+    try:
+        losses, labels, scores = results("float64")
+        assert ([losses, labels], scores) == (expected[:2], pytest.approx(expected[2]))
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+FRESH = """
+import json, multiprocessing, os, sys
+before = dict(os.environ)
+import segapp
+run = segapp.train(json.loads(sys.argv[1]), run=sys.argv[2], progress=False).run
+segapp.evaluate(run, progress=False)
+segapp.load(run)
+named = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "NO_ALBUMENTATIONS_UPDATE", "LD_LIBRARY_PATH"}
+print(sorted({key for key in os.environ if os.environ[key] != before.get(key)} - named))
+print(multiprocessing.get_start_method(allow_none=True))
+"""
+
+
+def test_fresh_process_is_as_it_was(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """The other tests compare a process that has imported everything."""
+    command = [sys.executable, "-c", FRESH, json.dumps(tiny), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "None"]

@@ -14,7 +14,7 @@ from segapp.accelerator import accelerator_of
 from segapp.assembly.pairs import build_pairs, build_pixels, build_scheme, own_data
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_component
-from segapp.datasets.cache import CacheFiles, PixelCache, disk_files, memory_files
+from segapp.datasets.cache import CacheFiles, PixelCache, choose_cache, disk_files, memory_files
 from segapp.datasets.dataset import PairMix, SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair, check_pairs, refuse_in_data
 from segapp.datasets.images.pixel_format import PixelFormat
@@ -47,11 +47,13 @@ def build_dataset(
     seed: int,
     most: int | None = None,
     ranks: Ranks | None = None,
+    promised_bytes: int = 0,
 ) -> SegmentationDataset:
     """Return the data set of a split with checked headers and with the training or the evaluation transform.
 
     At most `most` images are used, evenly spread. `ranks` are the ranks of a training, which share `data.cache`; all
-    must call. Without them, images are read once and nothing is cached.
+    must call. Without them, images are read once and nothing is cached. `promised_bytes` of memory will be taken by the
+    caches of other splits.
 
     Raises:
         ConfigError: the folder of `data.cache: disk` lies in the data set.
@@ -80,14 +82,18 @@ def build_dataset(
     transform = _transform(data, scheme, sizes, pixels, is_training=is_training)
     cache: PixelCache | None = None
     notes = [f"{split}: {line}" for _, line in turns.lines("set data.mask_orientation=raw")]
-    if data.cache != "none" and ranks is not None:
-        machines = ranks.gather(machine_id())
+    choice: str = data.cache
+    cache_note: str | None = None
+    if choice != "none" and ranks is not None:
+        if choice == "auto":
+            num_bytes = sum(height * width for height, width in sizes) * _px_bytes(pixels, scheme)
+            choice, cache_note = choose_cache("training" if is_training else "validation", num_bytes, promised_bytes)
         try:
             # Only a TIFF declares nodata: of other images, the records do not depend on the mean.
             has_tiffs = any(pair.image.suffix.lower() in TIFF_SUFFIXES for pair in pairs)
             stored = pixels if has_tiffs else replace(pixels, mean=None)
-            files = _cache_files(data, split, scheme, stored, ranks, machines)
-            cache = PixelCache(files, pairs, sizes, scheme.dtype, pixels)
+            files = _cache_files(data, choice, split, scheme, stored, ranks)
+            cache = PixelCache(files, pairs, sizes, scheme.dtype, pixels) if files is not None else None
         except OSError as error:
             notes.append(
                 f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "
@@ -101,10 +107,16 @@ def build_dataset(
         seed=seed,
         cache=cache,
         notes=notes,
+        cache_note=cache_note,
         mix=mix,
         targets=targets,
         largest_px=_largest(sizes),
     )
+
+
+def _px_bytes(pixels: PixelFormat, scheme: ClassScheme) -> int:
+    """Return the bytes of a pixel of an image and its mask."""
+    return pixels.num_bands * pixels.numpy_dtype.itemsize + scheme.dtype.itemsize
 
 
 def _largest(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -146,22 +158,25 @@ def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, i
 
 
 def _cache_files(
-    data: DataConfig, split: str, scheme: ClassScheme, pixels: PixelFormat, ranks: Ranks, machines: Sequence[str]
-) -> CacheFiles:
+    data: DataConfig, choice: str, split: str, scheme: ClassScheme, pixels: PixelFormat, ranks: Ranks
+) -> CacheFiles | None:
     """Return the files of a split's cache; in memory, one rank of each machine makes them for its other ranks.
+
+    The choice of that rank counts, because the others may have found another amount of memory. None: no cache.
 
     Raises:
         ConfigError: the folder of `data.cache: disk` lies in the data set.
         OSError: they cannot be made.
     """
-    if data.cache == "disk":
+    if choice == "disk":
         folder = place_of("XDG_CACHE_HOME", "pixels")
         what, advice = f"data.cache = disk: {folder}", "set XDG_CACHE_HOME to another folder"
         refuse_in_data(folder, data.root, what, advice, key="data.cache")
         return disk_files(own_folder("XDG_CACHE_HOME", "pixels"), data.root, split, scheme, pixels)
+    machines = ranks.gather(machine_id())
     first_here = machines.index(machines[ranks.rank])
     own: CacheFiles | str | None = None
-    if ranks.rank == first_here:
+    if ranks.rank == first_here and choice == "ram":
         try:
             own = memory_files()
         except OSError as error:
@@ -169,7 +184,7 @@ def _cache_files(
     found = ranks.gather(own)[first_here]
     if isinstance(found, str):
         raise OSError(found)
-    files: CacheFiles = own if isinstance(own, CacheFiles) else found
+    files: CacheFiles | None = own if isinstance(own, CacheFiles) else found
     return files
 
 
@@ -202,8 +217,8 @@ def build_load_options(
             )
         workers = 0
     if workers == "auto":
-        px_bytes = dataset.pixels.num_bands * dataset.pixels.numpy_dtype.itemsize + dataset.scheme.dtype.itemsize
-        batch_bytes = (batch_size * data.crop_px[0] * data.crop_px[1] + further_px) * px_bytes
+        batch_px = batch_size * data.crop_px[0] * data.crop_px[1] + further_px
+        batch_bytes = batch_px * _px_bytes(dataset.pixels, dataset.scheme)
         most = most_workers(cores_of_rank(), batch_bytes, shared_bytes_of_rank())
         workers = plan_workers(sample_seconds(dataset), data.crop_px, most, device.type)
     return LoadOptions(workers, data_timeout_s(config.train), pin_memory=accelerator_of(device).can_pin)

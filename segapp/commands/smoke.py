@@ -220,7 +220,8 @@ def report_lines(config: RunConfig, measured: Measured, full: Mapping[str, Any])
     workers = {"auto": ", plus the data workers", 0: ""}.get(
         config.data.workers, f", plus {config.data.workers} data workers"
     )
-    cache = "; data.cache = ram adds all decoded images" if config.data.cache == "ram" else ""
+    adds = {"ram": "adds all decoded images", "auto": "may add up to 25 % of the free memory"}.get(config.data.cache)
+    cache = f"; data.cache = {config.data.cache} {adds}" if adds else ""
     lines = [
         f"smoke run of {printable(config.name)}: trained, evaluated, saved, resumed at step {measured.resumed_step}",
         f"a step {measured.step_s:.3f} s ({measured.data_wait_frac:.0%} of it waiting for data), a validation image "

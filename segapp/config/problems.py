@@ -241,8 +241,8 @@ _COMPONENTS: tuple[Rule, ...] = (
      "is {model.library}, but model.name is a custom component: set it to python"),
     ("data.classes", lambda c: "data.format" in component_names(c) and not c.data.classes,
      "is missing: a custom data format does not fix the classes: list their names in the order of their ids"),
-    ("data.cache", lambda c: "data.format" in component_names(c) and c.data.cache != "none",
-     "{data.cache} caches image files, which a custom data format may not have: set it to none"),
+    ("data.cache", lambda c: "data.format" in component_names(c) and c.data.cache in {"ram", "disk"},
+     "{data.cache} caches image files, which a custom data format may not have: leave it out"),
 )
 
 _SCHEDULE: tuple[Rule, ...] = (

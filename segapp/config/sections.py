@@ -166,9 +166,10 @@ class DataConfig(Section):
     workers: Annotated[Workers, OnResume] = "auto"
     """Data loading processes per rank; auto: from the number of processors and the measured time per image; 0: load in
     the main process. Change it if GPUs wait for data, or if memory is short."""
-    cache: Annotated[Literal["none", "ram", "disk"], OnResume] = "none"
-    """Keep decoded images and masks after the first read: ram, disk (below $XDG_CACHE_HOME), or none. All workers
-    and ranks share the cache. Change it if loading is slower than training."""
+    cache: Annotated[Literal["auto", "none", "ram", "disk"], OnResume] = "auto"
+    """Keep decoded images and masks after the first read: ram, disk (below $XDG_CACHE_HOME), or none; auto: ram if they
+    fit in 25 % of the free memory, else none. All workers and ranks share the cache. Change it to disk if loading is
+    slower than training, or to none if memory is short."""
 
     @property
     def transforms(self) -> list[dict[str, dict[str, Any]]]:

@@ -16,6 +16,7 @@ Shapes: H, W height and width in pixels; B bands.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import mmap
 import os
@@ -41,6 +42,9 @@ from segapp.failpoints import failpoint
 
 RESERVE_BYTES = 2**30
 """Free space that a cache leaves for checkpoints on a disk, or for the training in memory."""
+
+FREE_SHARE = 0.25
+"""Share of the free memory that `data.cache: auto` fills: the training needs memory later, too, and other programs."""
 
 _FORMAT = 3
 """Version of the records and of the readers' results; if it changes, every cache starts empty."""
@@ -95,10 +99,24 @@ def memory_files() -> CacheFiles:
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("this system cannot share memory without a name (memfd_create)")
-    fd = os.memfd_create("segapp-pixels")
+    fd = os.memfd_create("segapp-pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # access to a mapped page that was cut off ends a process
     files = CacheFiles("ram", f"/proc/{os.getpid()}/fd/{fd}", "memory")
     weakref.finalize(files, os.close, fd)
     return files
+
+
+def choose_cache(name: str, num_bytes: int, promised_bytes: int = 0) -> tuple[Literal["ram", "none"], str]:
+    """Return the choice of `data.cache: auto` for images and masks of `num_bytes` when decoded, and a sentence on it.
+
+    All processes share them; `promised_bytes` of the free memory are for others.
+    """
+    free = available_bytes() or 0
+    most = max(0, min(int(FREE_SHARE * free), free - RESERVE_BYTES) - promised_bytes)
+    choice: Literal["ram", "none"] = "ram" if num_bytes <= most else "none"
+    needed = f"data.cache = {choice}: decoded, the {name} images take {num_bytes >> 20:,} MiB"
+    advice = "" if choice == "ram" else "; data.cache: disk decodes each image only once"
+    return choice, f"{needed}, and {most >> 20:,} of {free >> 20:,} MiB of free memory are for them{advice}"
 
 
 @dataclass(frozen=True)
@@ -138,11 +156,14 @@ class PixelCache:
         # Anonymous shared memory, so that a worker immediately sees what another one found.
         self._is_checked = np.frombuffer(mmap.mmap(-1, max(1, len(pairs))), np.bool_)
         self._counters = np.frombuffer(mmap.mmap(-1, 16), np.int64)
+        self._mapped: mmap.mmap | None = None
         if files.kind == "ram":
             ends = np.cumsum(self._record_bytes)
             self._starts = (ends - self._record_bytes).tolist()
             self._records = [Path(files.path)] * len(pairs)
             os.truncate(files.path, int(ends[-1]))
+            with self._opened(0) as fd:  # once in each process: a new mapping would fault at every page again
+                self._mapped = mmap.mmap(fd, int(ends[-1]), access=mmap.ACCESS_READ)
         else:
             keys = [_digest(os.path.abspath(path) for path in pair.files) for pair in pairs]
             names = [f"{key}-{stamp}" for key, stamp in zip(keys, self._stamps, strict=True)]
@@ -164,20 +185,21 @@ class PixelCache:
     def get(self, index: int) -> tuple[Pixels, Pixels] | None:
         """Return read-only views of the image (H, W, B) and the mask (H, W); None if they are not stored.
 
-        Each call maps the record anew: the memory is released with the views, and no process keeps a mapping of files
-        that may be larger than its memory.
+        Each call maps a record on a disk anew: the memory is released with the views, and no process keeps a mapping of
+        files that may be larger than its memory.
         """
         try:
-            with self._opened(index) as fd:
-                seal = int.from_bytes(os.pread(fd, 8, self._starts[index]), "little")
-                if not seal:
-                    return None
-                image, mask = self._views(index, fd)
+            mapped = self._map(index) if self._mapped is None else self._mapped
         except FileNotFoundError:
             return None
         except (OSError, ValueError):  # truncated by another process
             self._forget(index)
             return None
+        start = self._starts[index]
+        seal = int.from_bytes(mapped[start : start + 8], "little")
+        if not seal:
+            return None
+        image, mask = self._views(index, mapped)
         if not self._is_checked[index] and seal != _seal(image, mask):
             self._forget(index)
             return None
@@ -192,16 +214,16 @@ class PixelCache:
         finally:
             os.close(fd)
 
-    def _views(self, index: int, fd: int) -> tuple[Pixels, Pixels]:
-        """Return views of a record, whose pages are read when they are accessed; ValueError if it is too short."""
-        start = self._starts[index]
-        end = start + int(self._record_bytes[index])
-        if os.fstat(fd).st_size < end:
-            raise ValueError(f"{self.files.place} ends before byte {end}")
-        page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(fd, end - page, access=mmap.ACCESS_READ, offset=page)
+    def _map(self, index: int) -> mmap.mmap:
+        """Map a record on a disk, whose pages are read when they are accessed; ValueError if it is too short."""
+        with self._opened(index) as fd:
+            if not os.fstat(fd).st_size:  # a power cut leaves such files
+                raise FileNotFoundError
+            return mmap.mmap(fd, int(self._record_bytes[index]), access=mmap.ACCESS_READ)
+
+    def _views(self, index: int, mapped: mmap.mmap) -> tuple[Pixels, Pixels]:
+        place = self._starts[index] + _ALIGN_BYTES
         height, width = self._sizes[index]
-        place = start - page + _ALIGN_BYTES
         image = np.ndarray((height, width, self._pixels.num_bands), self._pixels.numpy_dtype, mapped, place)
         return image, np.ndarray((height, width), self._dtype, mapped, place + int(self._image_bytes[index]))
 

@@ -139,6 +139,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     seed: int = 0  # seed of the augmentation
     cache: PixelCache | None = None  # filled at the first read; None: every read decodes
     notes: Sequence[str] = ()  # sentences for the user about how the images are read
+    cache_note: str | None = None  # what `data.cache: auto` means here; None if the config says it
     mix: PairMix | None = None  # mixes each sample with another image's sample
     targets: Targets | None = None  # counts of the masks that were read before the training
     # Largest height and largest width of the images whose sizes are known

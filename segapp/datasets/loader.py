@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Literal
 
 from segapp.datasets.dataset import LargeBatch, SegmentationDataset
-from segapp.datasets.pool import Batch, BatchPool, LoadOptions
+from segapp.datasets.pool import Batch, BatchPool, LoadOptions, collate
 from segapp.datasets.sampling import (
     Order,
     SampleKey,
@@ -190,7 +190,10 @@ _MARGIN = 1.25
 
 
 def sample_seconds(dataset: SegmentationDataset, num_samples: int = 3) -> float | None:
-    """Return the shortest time in seconds to load one of a few training samples; None if one cannot be loaded.
+    """Return the shortest time in seconds that a worker needs for one of a few samples; None if one cannot be loaded.
+
+    It includes what a worker does to hand over a sample. It is the time of the first epoch, in which a cache is filled:
+    the workers are started once, and one that waits in later epochs costs less than a GPU that waits in the first.
 
     The larger of elapsed time and processor time counts: the storage may be slow, and several threads here may share
     work that a worker does in one thread.
@@ -200,7 +203,8 @@ def sample_seconds(dataset: SegmentationDataset, num_samples: int = 3) -> float 
     for index in range(0, len(dataset), step)[:num_samples]:
         began_s, work_s = time.perf_counter(), time.process_time()
         try:
-            dataset[0, index]
+            sample = dataset[0, index]
+            collate([Batch(sample.image[None], sample.target[None], (index,))], shared=True)
         except Exception:  # the loader reports the file when it reads it
             return None
         times_s.append(max(time.perf_counter() - began_s, time.process_time() - work_s))

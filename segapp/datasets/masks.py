@@ -23,6 +23,7 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE
 
 from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown
 from segapp.datasets.images.pixel_format import in_all_bands
+from segapp.datasets.images.png import decode_png
 from segapp.datasets.images.reading import check_complete, decode
 from segapp.datasets.images.tiff_tags import NODATA_TAG, parse_nodata
 from segapp.datasets.layouts.palettes import palette_of
@@ -78,7 +79,8 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         )
     is_plain_grey = image.format == "PNG" and image.mode == "L" and data[24] == 8 and b"eXIf" not in data
     if is_plain_grey and not scheme.rgb:  # OpenCV decodes it in a third less time to the same ids
-        pixels = decode(data, cv2.IMREAD_UNCHANGED)
+        pixels = decode_png(data, image)
+        pixels = decode(data, cv2.IMREAD_UNCHANGED) if pixels is None else pixels
         if pixels is not None and pixels.ndim == 2 and pixels.dtype == np.uint8:
             return train_ids(pixels, path, scheme)
     try:

@@ -119,18 +119,20 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def draws_numbers(model: SegmentationModel) -> bool:
-    """Return True if training passes of a network draw random numbers, apart from masks of samples.
+def draws_numbers(model: SegmentationModel, criterion: nn.Module) -> bool:
+    """Return True if a training step draws random numbers from torch's generator, apart from masks of samples.
 
-    It must have been given to `mask_by_sample`. The answer is also True if no copy of it runs.
+    The network must have been given to `mask_by_sample`. The answer is also True if no copy of it runs.
     """
     size_px = model.fixed_size_px or _sides(model.size_divisor, model.min_size_px)
+    target = torch.zeros(2, *size_px, dtype=torch.uint8)
     for device in ("meta", "cpu"):
         with contextlib.suppress(Exception):
-            probe = _copy_on(model, device)
+            probe, loss = _copy_on(model, device), copy.deepcopy(criterion).to(device)
             keys = SampleMasks(probe, seed=0).keys(epoch=1, first=0, count=2)
             with OwnGenerator(), _Draws() as draws, sample_masks(keys), activations_kept():  # type: ignore[no-untyped-call]
-                _run(probe, 2, size_px, training=True)
+                logits, _ = _run(probe, 2, size_px, training=True)
+                loss(logits, target.to(device))
             return bool(draws.were_made)
     return True
 

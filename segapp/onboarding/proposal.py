@@ -133,8 +133,6 @@ def _lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
     height, width = _crop(content, cap)
     yield f"  crop_px: [{height}, {width}]  # multiples of 32 that 90 % of the images reach, at most {cap}"
     yield from _augmentation_lines(found, is_square=height == width)
-    if sum(h * w * 4 for h, w in content.sizes_px) / len(content.sizes_px) * num_train < 2 << 30:
-        yield "  cache: ram  # the decoded data set needs less than 2 GiB"
     yield from _model_lines(facts, found)
     yield from _loss_lines(found)
     batch = min(encoder.batch * max(1, num_gpus), max(1, num_train))

@@ -6,11 +6,13 @@ Messages before a command's work begins: in a training's log, which the TUI read
 from __future__ import annotations
 
 import codecs
+import contextlib
 import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from segapp.places import keep_compiled_code
@@ -161,9 +163,29 @@ def _short_exponent(text: str) -> str:
 _MARK = "starting: "
 
 
+_thread_local = threading.local()
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Let `say` print nothing in the body, in this thread."""
+    was_silent = getattr(_thread_local, "is_silent", False)
+    _thread_local.is_silent = True
+    try:
+        yield
+    finally:
+        _thread_local.is_silent = was_silent
+
+
+def say(text: str) -> None:
+    """Print a line about the progress of a training."""
+    if not getattr(_thread_local, "is_silent", False):
+        print(text, flush=True)
+
+
 def announce(what: str) -> None:
     """Print what the trainer does now, after `starting:`."""
-    print(f"{_MARK}{what}", flush=True)
+    say(f"{_MARK}{what}")
 
 
 def announce_on_terminal(what: str) -> None:

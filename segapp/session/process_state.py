@@ -12,19 +12,21 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from segapp.accelerator import all_random_states_kept
 from segapp.assembly.devices import numerics
 from segapp.config import TrainConfig
 from segapp.errors import ConfigError
+from segapp.losses import AdditiveCriterion
 from segapp.models import SegmentationModel
 from segapp.models.inspection import draws_numbers
 from segapp.run.files import OTHERS_WRITE
 
 _lock = threading.Lock()
 _trainings: list[TrainConfig] = []
-_models: list[SegmentationModel] = []
-"""The models that the trainings of this process train."""
+_trained: list[tuple[SegmentationModel, AdditiveCriterion]] = []
+"""The models that the trainings of this process train, and their losses."""
 _restoring = contextlib.ExitStack()
 
 
@@ -47,6 +49,8 @@ def process_state(train: TrainConfig) -> Iterator[None]:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(numerics(deterministic=train.deterministic, tf32=train.tf32))
                 stack.enter_context(_random_numbers_kept())
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float32)
                 stack.callback(os.umask, before := os.umask(OTHERS_WRITE))
                 os.umask(before | OTHERS_WRITE)  # only the owner can write to the files of a run
                 _restoring.push(stack.pop_all())
@@ -61,24 +65,25 @@ def process_state(train: TrainConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sharing_random_numbers(model: SegmentationModel) -> Iterator[None]:
-    """Refuse to train a model next to another one of this process if one of them draws random numbers itself.
+def sharing_random_numbers(model: SegmentationModel, criterion: AdditiveCriterion) -> Iterator[None]:
+    """Refuse a training next to another one of this process if a model or loss of them draws random numbers itself.
 
     Raises:
-        ConfigError: both would draw from the generator of the process, in an order that threads decide.
+        ConfigError: both would draw from the generators of the process, in an order that threads decide.
     """
     with _lock:
-        if drawing := next((each for each in (model, *_models) if _models and draws_numbers(each)), None):
+        others = [*_trained] and [(model, criterion), *_trained]
+        if drawing := next((each for each, loss in others if draws_numbers(each, loss)), None):
             raise ConfigError(
-                f"another training runs in this process, and {drawing.name} draws random numbers in its forward pass "
-                "from the generator that both would share: train one after the other, or in separate processes"
+                f"another training runs in this process, and {drawing.name} or its loss draws random numbers in a step "
+                "from a generator that both would share: train one after the other, or in separate processes"
             ).see("python")
-        _models.append(model)
+        _trained.append((model, criterion))
     try:
         yield
     finally:
         with _lock:
-            _models.remove(model)
+            _trained.remove((model, criterion))
 
 
 @contextlib.contextmanager

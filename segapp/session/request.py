@@ -10,7 +10,7 @@ from pathlib import Path
 from segapp.config import RunConfig, changed_keys, check_code, kept_on_resume, load_config, load_runnable, named_config
 from segapp.config.load import find_config, parse_overrides
 from segapp.config.trust import TRACKERS, name_trackers
-from segapp.errors import SegappError
+from segapp.errors import ConfigError, SegappError
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.folder import RunFolder, find_run, is_run, is_sweep, run_folders
 from segapp.run.words import printable
@@ -82,7 +82,14 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
         return _resumed(folder, config, overrides, note=f"resuming {printable(str(folder.path))}")
     path = Path(resume)
     if not path.is_file():
-        return _resumed(find_run(resume), config, overrides)
+        folder = find_run(resume)
+        if run is not None and run.resolve() != folder.path.resolve():
+            raise ConfigError(
+                f"--run {run}: --resume {resume} continues in its own folder: leave --run out, or give one of its "
+                "checkpoints to --resume for another run",
+                path=run,
+            )
+        return _resumed(folder, config, overrides)
     owner = path.resolve().parent.parent
     if run is None and is_run(owner):
         return _resumed(RunFolder(owner), config, overrides, checkpoint=path)

@@ -52,7 +52,7 @@ from segapp.planning.auto import is_planned, resolve_auto
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
 from segapp.run.files import append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
-from segapp.run.words import announce, printable
+from segapp.run.words import announce, printable, say
 from segapp.session.failures import as_segapp_error
 from segapp.session.process_state import process_state, sharing_random_numbers
 from segapp.session.ranks import RANK_DEVICES, devices_of_launcher, joined_ranks, launch_ranks
@@ -152,23 +152,23 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
             yield folder
         return
     if request.note:
-        print(request.note)
+        say(request.note)
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
     if note := taken_note(request, folder):
-        print(note)
+        say(note)
     try:
         folder.acquire(functools.partial(print, flush=True))
         with folder:
-            print(f"run folder: {printable(str(folder.path))}", flush=True)
+            say(f"run folder: {printable(str(folder.path))}")
             if (len(devices.devices) > 1 or gpu_of(devices.devices[0]) is not None) and RANK_DEVICES not in os.environ:
-                print(devices.description, flush=True)
+                say(devices.description)
             ranks.from_main(str(folder.path))
             folder.write_info(versions=_versions(), gpus=_gpus())
             with _logging_to(folder, 0, rank_words(0) if ranks.world_size > 1 else ""):
                 yield folder
     except Exception as error:
         if folder.is_made and str(folder.log) not in str(error) and remove_failed_start(folder):
-            print(f"removed {printable(str(folder.path))}: the training had not begun", flush=True)
+            say(f"removed {printable(str(folder.path))}: the training had not begun")
         raise
 
 
@@ -249,6 +249,8 @@ class Stage:
     """Why the training finished; None if it did not, or if the run was complete before."""
     code: int = 0
     """Exit code of this process."""
+    has_ended: bool = False
+    """True if the end of the training was reported."""
 
     def step(self) -> int | None:
         return None if self.trainer is None else self.trainer.position.step
@@ -285,7 +287,9 @@ def _reported(
     memory, locations = DeviceMemoryTracker(device_infos), _device_locations(devices, ranks)
 
     def end(status: Literal["finished", "stopped", "failed"], reason: str, **more: Any) -> None:
-        event_log.emit(RunEnd(status=status, reason=reason, exit_code=stage.code, step=stage.step(), **more))
+        if not stage.has_ended:  # a listener may raise at the end
+            stage.has_ended = True
+            event_log.emit(RunEnd(status=status, reason=reason, exit_code=stage.code, step=stage.step(), **more))
 
     def report(reason: str) -> None:
         console.is_error_shown, stage.code = True, DistributedError.exit_code
@@ -311,10 +315,6 @@ def _reported(
                 end("finished", stage.reason)
         except StopRequest as stop:
             end("stopped", f"{stop}: {note_stop()}", stopped_by=stop.by)
-        except (KeyboardInterrupt, SystemExit) as interrupt:  # a kernel's or a program's own
-            stage.is_failed, stage.code = True, EXIT_INTERRUPTED
-            end("stopped", f"{type(interrupt).__name__}: nothing was saved", stopped_by="signal")
-            raise
         except Exception as error:
             known = as_segapp_error(error, component_names(request.config))
             logger.exception("training failed")
@@ -327,6 +327,10 @@ def _reported(
             shown = type(known)(f"{known}\n(traceback in {folder.log_of(ranks.rank)})")
             shown.topic = known.topic
             raise shown from error
+        except BaseException as interrupt:  # of a kernel or a program, such as KeyboardInterrupt and SystemExit
+            stage.is_failed, stage.code = True, EXIT_INTERRUPTED
+            end("stopped", f"{type(interrupt).__name__}: nothing was saved", stopped_by="signal")
+            raise
         finally:
             event_log.close()
             if stage.trainer is not None and not stage.is_failed:
@@ -341,12 +345,12 @@ def _fit(trainer: Trainer, stage: Stage) -> None:
         if is_main:
             trainer.answer_commands("the run is complete", is_finished=True)
             key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
-            print(f"already complete: {trainer.length}; raise {key} to train on")
+            say(f"already complete: {trainer.length}; raise {key} to train on")
         return
     stage.trainer, stage.is_saved = trainer, True
     if is_main:
         for note in trainer.facts.notes:
-            print(printable(note), flush=True)
+            say(printable(note))
         announce("first step (loads images, compiles kernels)")
     stage.reason = trainer.fit()
 
@@ -367,7 +371,7 @@ def _restored_trainer(
         config = _with_saved(config, checkpoint.state)
     config, notes = with_weights_defaults(config, None if checkpoint is None else checkpoint.file)
     if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
-        print("planning the memory (some seconds)", flush=True)
+        say("planning the memory (some seconds)")
     config, saved_plan = resolve_auto(config, folder, devices, context.device_memory.devices, ranks)
     if ranks.is_main:
         _note_plan(folder, config, saved_plan, notes)
@@ -387,7 +391,7 @@ def _restored_trainer(
                 limit=request.limit,
             )
         ) as trainer,
-        sharing_random_numbers(trainer.engine.model),
+        sharing_random_numbers(trainer.engine.model, trainer.engine.criterion),
     ):
         if checkpoint is not None:
             num_train = len(trainer.train_loader.dataset)
@@ -430,9 +434,9 @@ def _note_plan(folder: RunFolder, config: RunConfig, saved_plan: SavedMemoryPlan
     """Save the config without its `auto`, and print the notes and what the plan chose."""
     folder.write_config(dump_config(config))
     for note in (*notes, *(saved_plan.notes if saved_plan is not None else ())):
-        print(printable(note), flush=True)
+        say(printable(note))
     if config.train.recompute == "auto" and (saved_plan is None or saved_plan.recompute is None):
-        print("train.recompute = auto: the memory of the devices is unknown, so nothing is recomputed", flush=True)
+        say("train.recompute = auto: the memory of the devices is unknown, so nothing is recomputed")
 
 
 def _prepare_events(

@@ -136,6 +136,7 @@ def build_trainer(
         )
         notes = start_notes(scheme, (train_set.targets, val_set.targets))
         notes += [*cache_notes("training", train_set.cache), *cache_notes("validation", val_set.cache)]
+        notes += filter(None, (train_set.cache_note, val_set.cache_note))
         notes += [momentum_note] if momentum_note else []
         notes += _base_notes(config, engine.model.base, is_new=checkpoint is None)
         facts = dataclasses.replace(facts, alerts=alerts, notes=notes)
@@ -302,6 +303,8 @@ def _build_datasets(
             "start at most one rank per image",
             key="parallel.devices",
         )
+    if train_set.cache is not None and train_set.cache.files.kind == "ram":
+        common["promised_bytes"] = train_set.cache.state().missing_bytes
     val_set = build_dataset(config.data, scheme, val_split, is_training=False, most=num_val, **common)
     check_splits_apart(config.data, train_set.pairs, val_set.pairs)
     for split, dataset in ((train_split, train_set), (val_split, val_set)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -152,6 +153,8 @@ def progress_bar(
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # tqdm's thread would outlive the bar
+
+    Bar.set_lock(threading.RLock())  # tqdm's own fixes the start method of processes of the caller
 
     has_bar, num_done = has_progress_bar() if is_shown is None else is_shown, 0
 

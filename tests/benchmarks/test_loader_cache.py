@@ -23,6 +23,7 @@ from segapp.datasets.augment import TrainTransform
 from segapp.datasets.cache import PixelCache, disk_files, memory_files
 from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
+from segapp.datasets.images.png import decode_image_png_u8
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.pool import LoadOptions
@@ -97,8 +98,9 @@ def test_images_per_second_of_a_core(pairs: tuple[ImagePair, ...], tmp_path: Pat
             f"cache {kind:5} {medians[kind]:6.1f} images/s a core, {medians[kind] / medians['none']:5.1f} of none; "
             f"filling {values[0]:5.1f}, comparing sums {values[1]:6.1f}"
         )
-    assert medians["disk"] >= 8 * medians["none"]
-    assert medians["ram"] >= 8 * medians["none"]
+    least = 8 if decode_image_png_u8 is None else 4
+    assert medians["disk"] >= least * medians["none"]
+    assert medians["ram"] >= least * medians["none"]
 
 
 def private_mib() -> float:

@@ -74,17 +74,16 @@ def test_the_result_counts_the_gpus_that_work(states, where):
 
 def test_missing_packages_have_a_command(monkeypatch):
     needed = ["numpy>=1", "absent-one>=2.5", 'absent-two>=3; extra == "export"', 'absent-three>=3; extra == "lora"']
+    needed.append('absent-four<3; extra == "png"')
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: needed)
     monkeypatch.setattr(sys, "executable", "/env/bin/python")
     findings = list(check_packages())
-    assert [finding.name for finding in findings] == ["absent-one", "absent-two", "segapp"]
-    one, two, own = findings
+    assert [finding.name for finding in findings] == ["absent-one", "absent-two", "absent-four", "segapp"]
+    one, two, four, own = findings
     assert missing(findings) == ["absent-one"]
     assert one.fix == "uv pip install --python /env/bin/python 'absent-one>=2.5'"
-    assert (two.needed_for, own.found.partition(", ")[2]) == (
-        "segapp export",
-        "with 1 packages",
-    )
+    assert (two.needed_for, four.needed_for) == ("segapp export", "PNG files in half the time")
+    assert own.found.endswith(", with 1 packages")
 
 
 def test_segapp_that_is_not_installed_is_a_warning(monkeypatch):

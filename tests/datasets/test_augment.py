@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from segapp.config import DataConfig
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.augment.crop import AxisPlan, ScaledCrop, largest_share
+from segapp.datasets.augment.crop import AxisPlan, ScaledCrop, _pad, largest_share
 from segapp.datasets.augment.entries import PhotometricChange, color_matrix
 from tests.support.drawn_data import draw_image, draw_mask
 
@@ -109,6 +109,25 @@ def test_whole_image_matches_plain_resize(options: dict[str, Any], scale: float)
 def test_largest_class_share_by_hand(ids: list[int], ignore_index: int, share: float) -> None:
     array = np.array([ids], np.uint8 if min(ids) >= 0 and max(ids) < 256 else np.int16)
     assert largest_share(array, ignore_index) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "int32", "int64", "float32", "float64"])
+@pytest.mark.parametrize("num_bands", [None, 1, 2, 3, 4, 6])
+def test_padding_is_that_of_numpy(num_bands: int | None, dtype: str) -> None:
+    """Of a view, with a fill between whole numbers, which an assignment cuts off."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 120, (9, 8, num_bands) if num_bands else (9, 8)).astype(dtype)[1:6, 2:]
+    fill = (123.7, 7.5, 200.2, 9.9, 3.3, 80.0)[:num_bands] if num_bands else -1 if "u" not in dtype else 255
+    expected = np.stack(
+        [
+            np.pad(band, ((3, 0), (1, 2)), constant_values=np.asarray(value).astype(dtype))
+            for band, value in zip(np.atleast_3d(pixels).transpose(2, 0, 1), np.atleast_1d(fill), strict=True)
+        ],
+        -1,
+    ).reshape(8, 9, *pixels.shape[2:])
+    padded = _pad(pixels, (3, 0, 1, 2), fill)
+    assert padded.dtype == dtype
+    np.testing.assert_array_equal(padded, expected)
 
 
 def test_crop_filled_by_one_class_is_drawn_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import pickle
 import shutil
@@ -24,7 +25,7 @@ from segapp.config import DataConfig
 from segapp.datasets import cache as cache_module
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.cache import CacheFiles, CacheState, PixelCache, disk_files, memory_files
+from segapp.datasets.cache import CacheFiles, CacheState, PixelCache, choose_cache, disk_files, memory_files
 from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
@@ -371,6 +372,67 @@ def test_the_reserve_stays_free(kind: str, caches: Caches, monkeypatch: pytest.M
     assert state(dataset).num_stored == 3
 
 
+def mappings() -> int:
+    """Return the number of mappings of images in memory, and of descriptors for them, of this process."""
+    files = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    return sum("segapp-pixels" in line for line in [*Path("/proc/self/maps").read_text().splitlines(), *files])
+
+
+def test_memory_is_mapped_once_and_freed_at_the_end(caches: Caches) -> None:
+    gc.collect()
+    before = mappings()
+    dataset = caches.dataset("ram")
+    whole = mappings()
+    fill(dataset)
+    held = [dataset.read(index) for index in (1, 4, 7, 4)]
+    assert mappings() == whole
+    with pytest.raises(PermissionError):  # a process that reads a page that is gone ends
+        os.truncate(cache_of(dataset).files.path, 100)
+    del dataset
+    assert mappings() > before, "the views are used"
+    image, mask = caches.dataset("none").read(7)
+    np.testing.assert_array_equal(held[2][0], image)
+    np.testing.assert_array_equal(held[2][1], mask)
+    held.clear()
+    gc.collect()
+    assert mappings() == before
+
+
+# --- the choice of data.cache: auto
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "needed_mib", "promised_mib", "choice", "most_mib"),
+    [
+        (8000, 2000, 0, "ram", 2000),
+        (8000, 2001, 0, "none", 2000),
+        (8000, 1500, 500, "ram", 1500),
+        (8000, 1500, 501, "none", 1499),
+        (1200, 176, 0, "ram", 176),  # less than 25 %, because 1 GiB stays free
+        (1200, 177, 0, "none", 176),
+        (900, 1, 0, "none", 0),
+        (None, 1, 0, "none", 0),
+    ],
+)
+def test_choice_of_the_cache_by_hand(
+    free_mib: int | None,
+    needed_mib: int,
+    promised_mib: int,
+    choice: str,
+    most_mib: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_module, "RESERVE_BYTES", 2**30)
+    monkeypatch.setattr(cache_module, "available_bytes", lambda: None if free_mib is None else free_mib << 20)
+    found, said = choose_cache("validation", needed_mib << 20, promised_mib << 20)
+    assert found == choice
+    expected = (
+        f"data.cache = {choice}: decoded, the validation images take {needed_mib:,} MiB, and {most_mib:,} of "
+        f"{free_mib or 0:,} MiB of free memory are for them"
+    )
+    assert said == expected + ("; data.cache: disk decodes each image only once" if choice == "none" else "")
+
+
 # --- ranks and other processes
 
 
@@ -402,6 +464,22 @@ def test_ranks_share_one_ram_cache(caches: Caches) -> None:
     first, second = (of_config(caches, "ram", TwoRanks(rank, exchanged)) for rank in (0, 1))
     fill(first)
     assert state(second).num_stored == NUM_IMAGES
+
+
+@pytest.mark.parametrize("free_mib", [(400, 300), (400, 0), (0, 400)])
+def test_auto_is_what_the_first_rank_chooses(
+    free_mib: tuple[int, int], caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanged: list[object] = []
+    datasets = []
+    for rank in (0, 1):
+        monkeypatch.setattr(cache_module, "available_bytes", lambda rank=rank: free_mib[rank] << 20)
+        datasets.append(of_config(caches, "auto", TwoRanks(rank, exchanged)))
+    places = [None if dataset.cache is None else dataset.cache.files.path for dataset in datasets]
+    assert places[0] == places[1]
+    assert (places[0] is not None) == (free_mib[0] > 0)
+    kind = "ram" if free_mib[0] else "none"
+    assert (datasets[0].cache_note or "").startswith(f"data.cache = {kind}: decoded, the training images take 0 MiB")
 
 
 def test_disk_cache_in_the_data_set_is_refused(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ import torch
 
 from segapp.assembly.data import build_load_options
 from segapp.config import RunConfig, validate_config
-from segapp.datasets import resources
+from segapp.datasets import loader, resources
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import GPU_PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
+from segapp.datasets.pool import Batch
 from segapp.datasets.resources import available_bytes, usable_cores
 
 
@@ -89,7 +90,7 @@ def test_batches_for_a_gpu_are_page_locked(device: str, is_pinned: bool, dataset
 
 
 def test_cost_of_a_sample_is_that_of_the_fastest(
-    write_pairs: Callable[..., tuple[ImagePair, ...]], scheme: ClassScheme
+    write_pairs: Callable[..., tuple[ImagePair, ...]], scheme: ClassScheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(image: np.ndarray, mask: np.ndarray, seed: int, aim: int | None) -> tuple[np.ndarray, np.ndarray]:
         time.sleep(0.1 * (image.shape[1] != 51))
@@ -99,6 +100,15 @@ def test_cost_of_a_sample_is_that_of_the_fastest(
     seconds = sample_seconds(dataset)
     assert seconds is not None
     assert 0 < seconds < 0.1
+    handed_over = []
+
+    def slow_collate(parts: list[Batch], *, shared: bool) -> None:
+        handed_over.append((parts[0].images.shape[1:], parts[0].indices, shared))
+        time.sleep(0.05)
+
+    monkeypatch.setattr(loader, "collate", slow_collate)
+    assert (sample_seconds(dataset) or 0) >= 0.05
+    assert handed_over == [((3, 40, 50 + index), (index,), True) for index in range(3)]
     dataset.pairs[2].image.unlink()
     assert sample_seconds(dataset) is None  # the loader names the file
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from segapp.assembly.data import image_sizes_of
 from segapp.assembly.devices import DevicePlan
+from segapp.datasets import cache
 from segapp.errors import DistributedError, OutOfMemoryError, StorageError
 from segapp.parallel.distributed import DistributedSetupError
 from segapp.run.files import machine_id
@@ -25,6 +27,31 @@ from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training.context import RunContext
 from tests.support.runs import events, merged
+
+
+def test_cache_that_a_resume_chooses_anew_changes_nothing(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At first, the ten training images fit, but not the four validation images, too; then, none fit."""
+    fixed = {**tiny, "schedule": {"name": "constant"}, "train": {**tiny["train"], "bn_momentum": None}}
+    config, first = (merged(fixed, train={"epochs": epochs}) for epochs in (2, 1))
+    plain = merged(fixed, train={"epochs": 2}, data={"cache": "none"})
+    assert run_session(TrainRequest(plain, run=tmp_path / "plain")) == 0
+    assert "data.cache" not in capsys.readouterr().out
+    train_px, val_px = (sum(h * w for h, w in image_sizes_of(config.data, split, 99)) for split in ("train", "val"))
+    monkeypatch.setattr(cache, "RESERVE_BYTES", 0)
+    said = []
+    for free_px, request in (
+        (train_px + val_px - 1, TrainRequest(first, run=tmp_path / "auto")),
+        (val_px - 1, TrainRequest(config, RunFolder(tmp_path / "auto"))),
+    ):
+        monkeypatch.setattr(cache, "available_bytes", lambda free_px=free_px: 4 * 4 * free_px)
+        assert run_session(request) == 0
+        said += [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if "decoded, the" in line]
+    assert said == ["data.cache = ram", *["data.cache = none"] * 3]
+    for kind in ("step", "val"):
+        losses = [[event["loss"] for event in events(tmp_path / name, kind)] for name in ("plain", "auto")]
+        assert losses[0] == losses[1]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -41,6 +41,7 @@ def trains(config: segapp.RunConfig) -> segapp.History:
     result.history[0].mean_dise  # type: ignore[attr-defined]
     segapp.train("demo.yaml", epochs=2)  # type: ignore[call-arg]
     segapp.train("demo.yaml", 3)  # type: ignore[arg-type]
+    segapp.train("demo.yaml", "train.epochs=2")  # type: ignore[arg-type]
     config.train.epoch  # type: ignore[attr-defined]
     config.train.epochs = 3  # type: ignore[misc]
     print(result.plot().get_title(), result.is_finished, result.reason, result.step)
@@ -63,6 +64,8 @@ def predicts(image: NDArray[np.uint8]) -> NDArray[np.float32]:
     labels, batch = network.predict(image), network.predict([image, "photo.jpg", Path("b.png")])
     print(labels.shape, len(batch), batch[0].dtype, network.classes[0], network.module.training, network.device.type)
     network.predict(3.5)  # type: ignore[call-overload]
+    names: list[str] = ["a.png"]
+    print(network.predict(names), network.probabilities([image]))
     network.predict(image).shap  # type: ignore[attr-defined]
     network.predicts(image)  # type: ignore[attr-defined]
     done = segapp.predict("demo", ["a.png"], "out", save=["labels", "overlay"], polygons="geojson", device="cpu")

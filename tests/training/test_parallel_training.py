@@ -80,7 +80,7 @@ def test_impossible_parallel_config_is_refused(
 
 def test_every_rank_needs_a_training_image(tiny: dict[str, Any]) -> None:
     """As the trainer's parts are built: a launcher would be needed to come here."""
-    config, ranks = merged(tiny), Ranks()
+    config, ranks = merged(tiny, data={"cache": "none"}), Ranks()
     ranks.world_size = 10
     _build_datasets(config, build_scheme(config.data), ranks, None)
     ranks.world_size = 11

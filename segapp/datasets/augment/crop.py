@@ -151,6 +151,11 @@ def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[
     if not any(padding):
         return pixels
     above, below, left, right = padding
+    # OpenCV's constants have four numbers, and it has no 64-bit integers here.
+    if (pixels.ndim == 2 or pixels.shape[2] <= 4) and pixels.dtype.itemsize <= 4:
+        fill = np.asarray(value).astype(pixels.dtype).tolist()  # cut off, as an assignment does; OpenCV would round
+        padded = cv2.copyMakeBorder(pixels, above, below, left, right, cv2.BORDER_CONSTANT, value=fill)
+        return np.asarray(padded).reshape(*padded.shape[:2], *pixels.shape[2:])
     height, width = pixels.shape[:2]
     padded = np.empty((above + height + below, left + width + right, *pixels.shape[2:]), pixels.dtype)
     padded[:] = value

@@ -31,6 +31,7 @@ from segapp.datasets.files import (
     tiff_tags,
 )
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels, StoredPixels
+from segapp.datasets.images.png import decode_png
 from segapp.datasets.images.raster import read_bands, require_rasterio
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags, is_tiff
 from segapp.datasets.orientation import upright
@@ -73,6 +74,8 @@ def _read(path: Path, pixels: PixelFormat, max_pixels: int) -> tuple[Pixels, Tif
     data = read_bytes(path) if data is None else data
     image = open_bytes(data, path, max_pixels)
     check_complete(data, image, path)
+    if pixels.bands is None and (plain := decode_png(data, image)) is not None:
+        return plain if plain.ndim == 3 else cv2.cvtColor(plain, cv2.COLOR_GRAY2RGB), None
     if pixels.bands is None:
         return _read_rgb(data, path, max_pixels, tags, pixels), tags
     stored = _decode_all_bands(data, path, max_pixels)
@@ -101,7 +104,7 @@ def _read_rgb(
     data: bytes, path: Path, max_pixels: int, tags: TiffTags | None, pixels: PixelFormat
 ) -> NDArray[np.uint8]:
     """Return an 8-bit image as RGB."""
-    image = decode(data, cv2.IMREAD_COLOR | cv2.IMREAD_ANYDEPTH)  # applies the orientation
+    image = decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_ANYDEPTH)  # applies the orientation
     if image is None:
         return _decode_rgb_with_pillow(data, path, max_pixels)
     if image.dtype != np.uint8:
@@ -110,7 +113,7 @@ def _read_rgb(
         check_pixels(path, StoredPixels(num_bands, str(image.dtype), is_picture=False), pixels)
     if tags is not None and tags.bands in {2, 4} and tags.has_alpha:
         _check_alpha(data, path, tags, pixels)
-    return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image))
+    return image
 
 
 def _check_alpha(data: bytes, path: Path, tags: TiffTags, pixels: PixelFormat = RGB8) -> None:

@@ -11,9 +11,11 @@ Shapes: H x W pixels of an image, V vertices of a ring, P polygons.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
@@ -53,8 +55,8 @@ def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> 
         ConfigError: an unknown format, an option without `--polygons`, or a missing package.
     """
     for option, value in (("--min-area", min_area_px), ("--simplify", simplify_px)):
-        if not value >= 0:
-            raise ConfigError(f"{option} {value} is negative: give 0 or more")
+        if not isinstance(value, Real) or not 0 <= value < math.inf:
+            raise ConfigError(f"{option} {value!r} is no number of 0 or more")
     if format is None:
         if min_area_px or simplify_px:
             option = f"--min-area {min_area_px}" if min_area_px else f"--simplify {simplify_px:g}"
@@ -62,7 +64,9 @@ def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> 
         return None
     known = next((one for one in POLYGON_FORMATS if one == format), None)
     if known is None:
-        raise ConfigError(f"--polygons {format} is not known: {accepted_words(format, POLYGON_FORMATS)}", value=format)
+        raise ConfigError(
+            f"--polygons {format} is not known: {accepted_words(str(format), POLYGON_FORMATS)}", value=format
+        )
     packages = () if known == "coco" else ("shapely", "rasterio", "pyogrio")
     if missing := [package for package in packages if find_spec(package) is None]:
         raise ConfigError(f"--polygons {known} needs the package {missing[0]}: run uv sync --extra geo")

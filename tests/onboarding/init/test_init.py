@@ -42,7 +42,7 @@ def test_values_of_the_config_come_from_the_images(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     draw_split(tmp_path / "d")
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert (config.data.crop_px, config.data.workers, config.data.cache) == ((32, 64), "auto", "ram")
+    assert (config.data.crop_px, config.data.workers, config.data.cache) == ((32, 64), "auto", "auto")
     assert (config.train.batch_size, config.train.epochs, config.eval.every_epochs) == (4, 2000, 100)
     assert (config.schedule.warmup_steps, config.eval.slide) == ("5%", False)
     Image.new("RGB", (3301, 2500), (90, 120, 30)).save(tmp_path / "d/images/val/h.jpg")
