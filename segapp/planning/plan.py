@@ -461,6 +461,8 @@ def _notes(config: RunConfig, planner: Planner, facts: NetworkFacts, chosen: Fit
         notes.append(f"model.freeze ends after epoch {epochs}: planned for the epochs after it, which need more")
     if planner.model.mode == "ddp":
         notes.append("ddp: the reducer's buckets are modeled, the rest is the real step of one rank")
+    if config.train.compile == "reduce-overhead":
+        notes.append("train.compile = reduce-overhead: the memory of its CUDA graphs is not counted")
     if facts.loss_note:
         notes.append(facts.loss_note)
     if chosen is not None:

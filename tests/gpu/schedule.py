@@ -122,11 +122,27 @@ ROWS = (
         cases="tests.gpu.figures_training:small_cases",
     ),
     ScheduledRow(
+        "camvid",
+        "DeepLabV3-R50 on CamVid, 4 data workers, with and without the ring of shared batches",
+        "alone",
+        1.5,
+        cases="tests.gpu.figures_runs:camvid_cases",
+        needs=("CamVid",),
+    ),
+    ScheduledRow(
         "step",
         "Training step against a plain loop of PyTorch",
         "alone",
         1,
         cases="tests.gpu.figures_training:step_cases",
+    ),
+    ScheduledRow(
+        "init",
+        "The config that segapp init writes for CamVid, for a minute",
+        "alone",
+        1.25,
+        cases="tests.gpu.figures_runs:init_cases",
+        needs=("CamVid",),
     ),
     ScheduledRow(
         "loss",
@@ -174,5 +190,15 @@ def _no_nccl() -> str | None:
     return None if dist.is_nccl_available() else "this torch has no NCCL"
 
 
-NEEDS: dict[str, Callable[[], str | None]] = {"compute-sanitizer": _no_sanitizer, "NCCL": _no_nccl}
+def _no_camvid() -> str | None:
+    from tests.gpu.figures_runs import CAMVID
+
+    return None if CAMVID.is_dir() else f"there is no folder {CAMVID}: CAMVID names the folder of CamVid"
+
+
+NEEDS: dict[str, Callable[[], str | None]] = {
+    "CamVid": _no_camvid,
+    "NCCL": _no_nccl,
+    "compute-sanitizer": _no_sanitizer,
+}
 """Why a need is not met; None if it is."""

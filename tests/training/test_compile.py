@@ -19,6 +19,7 @@ from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import RunError
 from segapp.inference.sliding import NormalizedInput
 from segapp.memory.oom import release
+from segapp.planning.plan import _notes
 from segapp.training.step.assembler import StepAssembler
 from tests.support import ROOT
 from tests.support.rank_runs import losses
@@ -96,6 +97,13 @@ def test_memory_of_graphs_is_freed_after_out_of_memory(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
     release(RuntimeError("out of memory"), torch.device("cpu"))
     assert calls == ["reset"]
+
+
+def test_plan_says_that_the_memory_of_graphs_is_not_counted(base: dict[str, Any]) -> None:
+    facts: Any = SimpleNamespace(eval_px=(3, 5), eval_px_from="drawn", num_params=7, loss_note=None, fp32_part=None)
+    planner: Any = SimpleNamespace(model=SimpleNamespace(mode="single"))
+    notes = [_notes(merged(base, train={"compile": way}), planner, facts, None)[1:] for way in (True, "reduce-overhead")]
+    assert notes == [(), ("train.compile = reduce-overhead: the memory of its CUDA graphs is not counted",)]
 
 
 FAMILIES = {
