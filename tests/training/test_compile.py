@@ -100,9 +100,12 @@ def test_memory_of_graphs_is_freed_after_out_of_memory(monkeypatch: pytest.Monke
 
 
 def test_plan_says_that_the_memory_of_graphs_is_not_counted(base: dict[str, Any]) -> None:
-    facts: Any = SimpleNamespace(eval_px=(3, 5), eval_px_from="drawn", num_params=7, loss_note=None, fp32_part=None)
+    names = {"eval_px_from": "drawn", "precision": "fp32", "fp32_part": None, "loss_note": None}
+    facts: Any = SimpleNamespace(eval_px=(3, 5), num_params=7, **names)
     planner: Any = SimpleNamespace(model=SimpleNamespace(mode="single"))
-    notes = [_notes(merged(base, train={"compile": way}), planner, facts, None)[1:] for way in (True, "reduce-overhead")]
+    notes = [
+        _notes(merged(base, train={"compile": way}), planner, facts, None)[1:] for way in (True, "reduce-overhead")
+    ]
     assert notes == [(), ("train.compile = reduce-overhead: the memory of its CUDA graphs is not counted",)]
 
 
