@@ -8,12 +8,15 @@ form.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, TypeVar
+
+T = TypeVar("T")
 
 Mode = Literal["single", "dp", "ddp", "model"]
 """How the devices of a training work together: `parallel.mode` without auto."""
@@ -199,8 +202,7 @@ def check_request(
         if full_batch is not None and gpu0_bsz > full_batch:
             raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
     if shares is not None:
-        if isinstance(shares, str | Mapping | Set) or not isinstance(shares, Iterable):
-            raise TypeError(f"shares={shares!r} is not a list: give the samples of each device, in device order")
+        shares = check_list("shares", shares, "the samples of each device, in device order")
         shares = [check_count(f"shares[{i}]", share) for i, share in enumerate(shares)]
         if gpu0_bsz is not None:
             raise ValueError(f"gpu0_bsz={gpu0_bsz} and shares={shares} exclude each other: one of them must be None")
@@ -229,15 +231,15 @@ def _scale_shares(num_samples: int, shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def check_count(name: str, value: SupportsIndex, *, least: int = 0, more: str = "") -> int:
-    """Return the number as an int, whatever type of integer it has."""
-    wanted = f"use {least} or more{', ' + more if more else ''}"
+def check_count(name: str, value: SupportsIndex, *, least: int | None = 0, more: str = "") -> int:
+    """Return the number as an int, whatever type of integer it has; with `least=None` it may be negative."""
+    wanted = ", ".join(part for part in ("use an integer" if least is None else f"use {least} or more", more) if part)
     number = None
     with contextlib.suppress(TypeError):
         number = None if isinstance(value, bool) else operator.index(value)
     if number is None:
         raise TypeError(f"{name}={reprlib.repr(value)} is not a whole number: {wanted}")
-    if number < least:
+    if least is not None and number < least:
         raise ValueError(f"{name}={number} is too small: {wanted}")
     return number
 
@@ -246,6 +248,38 @@ def check_positive(name: str, value: object) -> None:
     """Raise ValueError for anything but a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise ValueError(f"{name}={value!r}: give a number above 0")
+
+
+def check_number(name: str, value: Any, *, least: float = 0.0, most: float = math.inf, above: bool = False) -> float:
+    """Return a finite number from `least` to `most`, or above `least`; raise ValueError for anything else."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if is_number and least <= value <= most and not (above and value == least):
+        return float(value)
+    if math.isinf(most):
+        wanted = "finite number" if math.isinf(least) else f"number {'above' if above else 'of at least'} {least:g}"
+    else:
+        wanted = f"number {f'above {least:g} and up' if above else f'from {least:g}'} to {most:g}"
+    raise ValueError(f"{name}={value!r}: give a {wanted}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return True or False; raise TypeError for anything else, such as a word, which Python would take as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={reprlib.repr(value)}: give True or False")
+    return value
+
+
+def check_choice(name: str, value: object, words: Sequence[str]) -> None:
+    """Raise ValueError for anything but one of the words."""
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(f"{name}={value!r}: give one of {', '.join(words)}")
+
+
+def check_list(name: str, value: Iterable[T], wanted: str) -> list[T]:
+    """Return the elements of an iterable with an order; raise TypeError for anything else."""
+    if isinstance(value, str | Mapping | Set) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}={reprlib.repr(value)} is not a list: give {wanted}")
+    return list(value)
 
 
 def _suggest(batch_size: int, num_devices: int) -> list[int]:

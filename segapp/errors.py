@@ -21,6 +21,21 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
+__all__ = [
+    "CheckpointError",
+    "CommandError",
+    "ConfigError",
+    "DataError",
+    "DistributedError",
+    "NonFiniteError",
+    "OutOfMemoryError",
+    "RunBusyError",
+    "RunError",
+    "SegappError",
+    "StorageError",
+    "WorkerError",
+]
+
 _FIELDS = ("key", "path", "value")
 
 # In an address: name and password of a user; for http also only a name, which may be a token; secrets of a query.

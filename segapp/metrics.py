@@ -23,6 +23,10 @@ from torch import Tensor
 __all__ = ["ConfusionMatrix", "Counts", "LabelCounts", "SegmentationScores"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(frozen=True, kw_only=True)
 class SegmentationScores:
     """Scores of a confusion matrix. A ratio is in [0, 1], or None if its denominator is 0.
@@ -56,11 +60,13 @@ class Counts:
         counts: the counts, int64, one after the other; sum them to add the counts of devices and ranks.
 
     Raises:
-        TypeError: the number of classes or `ignore_index` is no integer.
+        TypeError: the number of classes or `ignore_index` is no integer, or this class itself is called.
         ValueError: there is no class, or the device is not known.
     """
 
     def __init__(self, num_classes: int, *, ignore_index: int, device: torch.device | str | int = "cpu") -> None:
+        if type(self) is Counts:
+            raise TypeError("Counts is the base class of the metrics: use ConfusionMatrix or LabelCounts")
         for name, value in (("num_classes", num_classes), ("ignore_index", ignore_index)):
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise TypeError(f"{name}={value!r}: give an integer")
@@ -103,7 +109,10 @@ class Counts:
                 f"must have the same (N, H, W), with one {what} for each pixel"
             )
         prediction, target = (ids.to(self.counts.device) for ids in (prediction_NHW, target_NHW))
-        valid = target != self.ignore_index
+        bounds = torch.iinfo(torch.uint8 if target.dtype == torch.bool else target.dtype)
+        valid = torch.ones_like(target, dtype=torch.bool)
+        if bounds.min <= self.ignore_index <= bounds.max:  # else torch would wrap it around: in uint8, -1 is 255
+            valid = target != self.ignore_index
         prediction, target = (ids[valid].to(torch.int64) for ids in (prediction, target))
         out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) > num_ids - 1)
         if num_out_of_range := int(out_of_range.sum()):

@@ -7,7 +7,7 @@ device only if the optimizer does not read `found_inf`, as torch's fused ones do
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from segapp.accelerator import wide
-from segapp.chunks import check_positive
+from segapp.chunks import check_count, check_number
 from segapp.compat.torch import (
     BatchOrInstanceNorm,
     FakeTensor,
@@ -26,9 +26,15 @@ from segapp.compat.torch import (
     takes_found_inf,
     version_of,
 )
+from segapp.parallel.replicas import check_parameters
 from segapp.parallel.scatter_gather import DeviceLike, parse_device
 
 __all__ = ["LossScaler", "Precision", "half_except_batchnorm"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 PrecisionName = Literal["fp32", "fp16", "amp-fp16", "amp-bf16"]
 
@@ -45,14 +51,19 @@ class LossScaler(nn.Module):
 
     def __init__(self, device: DeviceLike, *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         super().__init__()
-        check_positive("init_scale", init_scale)
-        check_positive("growth_interval", growth_interval)
-        device, self.growth_interval = parse_device(device), int(growth_interval)
+        check_number("init_scale", init_scale, above=True)
+        self.growth_interval = check_count("growth_interval", growth_interval, least=1)
+        device = parse_device(device)
         self.scale = nn.Buffer(torch.tensor(init_scale, dtype=torch.float32, device=device))
         self.growth_tracker = nn.Buffer(torch.tensor(0, dtype=torch.int32, device=device))
 
     def extra_repr(self) -> str:
         return f"scale={float(self.scale)}, growth_interval={self.growth_interval}, device={str(self.scale.device)!r}"
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        check_number(f"{prefix}scale", float(state_dict.get(f"{prefix}scale", 1.0)), above=True)
+        check_count(f"{prefix}growth_tracker", int(state_dict.get(f"{prefix}growth_tracker", 0)))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def update(self, is_bad: Tensor | bool) -> None:
         """Adapt the scale after a step; `is_bad` is true if a gradient was not finite."""
@@ -69,6 +80,22 @@ def _condition(value: Tensor | bool, device: torch.device) -> Tensor:
     if flag.numel() != 1:
         raise ValueError(f"one bool is needed, not a tensor of shape {tuple(flag.shape)}: reduce it with any()")
     return flag.reshape(()).bool()
+
+
+class _Seen:
+    """Which tensor was seen, and how often it had been changed; a copy of its `Precision` has not seen its tensors."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = TensorWeakRef(tensor), version_of(tensor)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def is_it(self, tensor: Tensor) -> bool:
+        return self._tensor() is tensor
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        return self.is_it(tensor) and self._version == version_of(tensor)
 
 
 def half_except_batchnorm(model: nn.Module) -> nn.Module:
@@ -104,9 +131,11 @@ class Precision:
         self.input_dtype = torch.float16 if name == "fp16" else torch.float32
         self.scaler = LossScaler(device) if name in ("fp16", "amp-fp16") else None
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        # The parameters of all optimizers, with their unscaled gradients; all others have the scale of the last pass.
-        self._finished: dict[nn.Parameter, TensorWeakRef | None] = {}
-        self._scale, self._scale_version = None if self.scaler is None else self.scaler.scale.clone(), 0
+        self._written: dict[nn.Parameter, _Seen | None] = {}  # the half parameters, as they were last equal to masters
+        # The parameters of all optimizers, with their unscaled gradients. True: the gradients have the scale of the last
+        # pass. None: no pass was scaled since the last step.
+        self._passes: dict[nn.Parameter, _Seen | Literal[True] | None] = {}
+        self._scale, self._seen_scale = (None if self.scaler is None else self.scaler.scale.clone()), None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {str(self.device)!r})"
@@ -118,11 +147,12 @@ class Precision:
     def master_weights(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters for the optimizer: fp32 copies of half parameters, other parameters unchanged."""
         masters = []
-        for parameter in parameters:
+        for parameter in check_parameters(parameters):
             if parameter.dtype == torch.float16 and parameter not in self._masters:
                 self._masters[parameter] = nn.Parameter(parameter.detach().float())
+                self._written[parameter] = _Seen(parameter)
             masters.append(self._masters.get(parameter, parameter))
-            self._finished.setdefault(masters[-1])
+            self._passes.setdefault(masters[-1])
         return masters
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -131,24 +161,40 @@ class Precision:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        # Forget what zero_grad has deleted, because DDP uses the same tensors, views of its buckets, in the next pass.
-        self._finished.update((p, None) for p in self._finished if p.grad is None)
+        self._forget_zeroed()
+        self._passes.update((parameter, True) for parameter, seen in self._passes.items() if not seen)
         if self.scaler is None:
             return loss
         scale = self.scaler.scale
-        if self._scale_version != version_of(scale):  # gradients of other optimizers have the scale from before a step
-            _multiply(self._gradients(self._finished, are_finished=False), scale / cast(Tensor, self._scale))
-            self._scale, self._scale_version = scale.clone(), version_of(scale)
+        # Gradients of other optimizers have the scale from before a step.
+        if self._seen_scale is None or not self._seen_scale.is_unchanged(scale):
+            _multiply(self._gradients(self._passes, are_finished=False), scale / cast(Tensor, self._scale))
+            self._scale, self._seen_scale = scale.clone(), _Seen(scale)
         return loss * scale.to(loss.device)
+
+    def _forget_zeroed(self) -> None:
+        """Treat gradients that zero_grad has deleted or zeroed as unfinished; DDP uses the same tensors in each pass.
+
+        The host waits for a value only if finished gradients were changed by the caller.
+        """
+        for parameter, seen in self._passes.items():
+            gradient = parameter.grad
+            if isinstance(seen, _Seen) and (
+                gradient is None
+                or not (seen.is_unchanged(gradient) or isinstance(gradient, FakeTensor) or gradient.any())
+            ):
+                self._passes[parameter] = True
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a micro-batch's scaled loss, and `gradients_to_master`.
 
         Raises:
-            RuntimeError: the pass added to finished gradients; all gradients are deleted.
+            RuntimeError: the pass added to finished gradients, and all gradients are deleted; or half parameters have
+                gradients of a pass without `backward`.
         """
+        self._check_half_gradients(self._passes)
         scaled = self.scale(loss)
-        versions = [(each, version_of(each)) for each in self._gradients(self._finished, are_finished=True)]
+        versions = [(each, version_of(each)) for each in self._gradients(self._passes, are_finished=True)]
         try:
             scaled.backward()  # type: ignore[no-untyped-call]
             self.gradients_to_master()
@@ -157,15 +203,19 @@ class Precision:
                 parameter.grad = None
             raise
         if any(version_of(gradient) != version for gradient, version in versions):
-            for parameter in self._finished:
+            for parameter in self._passes:
                 parameter.grad = None
             raise RuntimeError("backward() added to finished gradients, now deleted: first call step() or zero_grad()")
 
     def _gradients(self, parameters: Iterable[nn.Parameter], *, are_finished: bool) -> list[Tensor]:
         # A finished gradient may be replaced before the step. Without a scale, it may also be of the caller's own pass.
-        found = [(p.grad, self._finished.get(p)) for p in parameters if p.grad is not None]
-        is_scaled = self.scaler is not None
-        return [g for g, known in found if (known is not None and (is_scaled or known() is g)) == are_finished]
+        found = [(p.grad, self._passes.get(p)) for p in parameters if p.grad is not None]
+        any_tensor = self.scaler is not None
+        return [g for g, seen in found if (isinstance(seen, _Seen) and (any_tensor or seen.is_it(g))) == are_finished]
+
+    def _check_half_gradients(self, parameters: Collection[nn.Parameter]) -> None:
+        if any(half.grad is not None and master in parameters for half, master in self._masters.items()):
+            raise RuntimeError(f"half parameters have gradients without a scale: {_BACKWARD}")
 
     @torch.no_grad()
     def gradients_to_master(self) -> None:
@@ -185,23 +235,31 @@ class Precision:
         """Unscale the gradients, in place, and clip them to a norm; return their norm before, on the first device.
 
         Raises:
-            RuntimeError: they are finished.
-            ValueError: the optimizer has half parameters, or the norm is not above 0.
+            RuntimeError: they are finished, or of a pass without `backward`.
+            TypeError: it is no optimizer.
+            ValueError: the optimizer has half parameters or, in fp16 and amp-fp16, parameters that `master_weights` has
+                not returned; or the norm is not above 0.
         """
         if clip_grad_norm is not None:
-            check_positive("clip_grad_norm", clip_grad_norm)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(parameter.dtype == torch.float16 for parameter in parameters):
-            raise ValueError("optimizer has float16 parameters: give it precision.master_weights(model.parameters())")
+            check_number("clip_grad_norm", clip_grad_norm, above=True)
+        parameters = _parameters_of(optimizer)
+        # An unknown parameter's gradient would not follow the scale after the step of another optimizer.
+        if wrong := [p for p in parameters if p.dtype == torch.float16 or (self.scaler and p not in self._passes)]:
+            what = "float16 parameters" if wrong[0].dtype == torch.float16 else "parameters that are no master weights"
+            raise ValueError(f"optimizer has {what}: give it precision.master_weights(model.parameters())")
+        self._forget_zeroed()
         if self._gradients(parameters, are_finished=True):
             raise RuntimeError("finish_gradients() was called before: first call step() or optimizer.zero_grad()")
+        self._check_half_gradients(set(parameters))
+        if self.scaler is not None and any(p.grad is not None and not self._passes[p] for p in parameters):
+            raise RuntimeError(f"gradients have no scale: {_BACKWARD}")
         gradients = self._gradients(parameters, are_finished=False)
         if self._scale is not None:
             _multiply(gradients, wide(self._scale).reciprocal().float())
-        self._finished.update((p, None if p.grad is None else TensorWeakRef(p.grad)) for p in parameters)
         grad_norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, grad_norm)
+        self._passes.update((p, None if p.grad is None else _Seen(p.grad)) for p in parameters)
         return grad_norm
 
     def step(self, optimizer: Optimizer, is_bad: Tensor | bool, *, is_skipped: Tensor | bool = False) -> None:
@@ -209,11 +267,14 @@ class Precision:
 
         The weights stay the same if `is_bad` is true, which lowers the scale, or if `is_skipped` is, which does not.
         Without `finish_gradients`, the gradients are unscaled here, and the step is bad if one of them is not finite.
+        If no parameter has a gradient, nothing is known about the scale, which stays the same.
         """
         bad, other = (_condition(value, self.device) for value in (is_bad, is_skipped))
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = _parameters_of(optimizer)
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
         if not self._gradients(parameters, are_finished=True):
             bad = bad | ~self.finish_gradients(optimizer).isfinite()
+        self._model_to_masters()
         skipped = bad | other
         if takes_found_inf(optimizer):  # a fused optimizer of torch, which reads it on the device
             optimizer.found_inf = skipped.to(self.device, torch.float32, non_blocking=True)  # type: ignore[attr-defined]
@@ -222,18 +283,32 @@ class Precision:
         elif isinstance(skipped, FakeTensor) or not bool(skipped):  # a simulated tensor has no value
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        self._finished.update(dict.fromkeys(parameters))
+        self._passes.update(dict.fromkeys(parameters))
         self.masters_to_model()
-        if self.scaler is not None:
+        if self.scaler is not None and has_gradients:
             self.scaler.update(bad)
 
     @torch.no_grad()
     def masters_to_model(self) -> None:
         if self._masters:
             foreach_copy_(list(self._masters), list(self._masters.values()))
+            self._written.update((half, _Seen(half)) for half in self._masters)
+
+    @torch.no_grad()
+    def _model_to_masters(self) -> None:
+        """Copy weights that the caller has changed in the model, such as by its `load_state_dict`, to the masters.
+
+        A master whose rounded value is still in the model keeps its bits.
+        """
+        for half, master in self._masters.items():
+            seen = self._written.get(half)
+            if seen is None or not seen.is_unchanged(half):
+                master.copy_(torch.where(master.half() == half, master, half.float()))
+                self._written[half] = _Seen(half)
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale and master weights; empty in fp32 and bf16."""
+        self._model_to_masters()
         state: dict[str, Any] = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
         if self._masters:
             state["masters"] = [master.detach() for master in self._masters.values()]
@@ -244,8 +319,10 @@ class Precision:
         """Load the result of `state_dict`.
 
         Raises:
-            ValueError: the state is of another mode or model; nothing was loaded.
+            ValueError: the state is of another mode or model, or its scale is not above 0; nothing was loaded.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state given as {type(state).__name__}: give the result of state_dict()")
         own, given = _contents(self.state_dict()), _contents(state)
         for name in own | given:
             if own.get(name) != given.get(name):
@@ -257,6 +334,16 @@ class Precision:
             self.scaler.load_state_dict(state["scaler"])
         for master, saved in zip(self._masters.values(), state.get("masters", ()), strict=True):
             master.copy_(saved)
+        self._written.update((half, _Seen(half)) for half in self._masters)
+
+
+_BACKWARD = "call precision.backward(loss) instead of loss.backward()"
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer given as {type(optimizer).__name__}: give the optimizer of the master weights")
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _multiply(gradients: list[Tensor], factor: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from typing import Any, get_args
 
 import numpy as np
@@ -110,9 +111,9 @@ class BesideGradScaler(RuleBasedStateMachine):
                 self.scalers[i].step(self.optimizers[i])
             self.zero_grad(i)
 
-    @rule(i=st.integers(0, 2))
-    def zero_grad(self, i: int) -> None:
-        self.ours.optimizers[i].zero_grad()
+    @rule(i=st.integers(0, 2), set_to_none=st.booleans())
+    def zero_grad(self, i: int, set_to_none: bool = True) -> None:
+        self.ours.optimizers[i].zero_grad(set_to_none=set_to_none)
         self.optimizers[i].zero_grad()
         self.scalers[i] = torch.amp.GradScaler("cpu")
         self.is_bad[i] = None
@@ -132,6 +133,17 @@ def loading(state: Any) -> Any:
     return lambda loop: loop.precision.load_state_dict(state)
 
 
+def loading_scaler(scale: float = 2.0, growth_tracker: int = 0) -> Any:
+    """The state's other masters may not be loaded either."""
+    scaler = {"scale": torch.tensor(scale), "growth_tracker": torch.tensor(growth_tracker)}
+    return loading({"scaler": scaler, "masters": [torch.full((1, n), 7.0) for n in (3, 1, 4)]})
+
+
+def by_hand(loop: Loop) -> Loop:
+    loss_of(loop.weights[2]).backward()
+    return loop
+
+
 WRONG: list[tuple[str, Any, str]] = [
     ("fp32", lambda _: Precision("bf16", CPU), "known: use one of fp32, fp16, amp-fp16, amp-bf16"),
     ("fp32", lambda loop: loop.precision.step(loop.optimizers[0], torch.tensor([True, False])), r"\(2,\): .*any"),
@@ -141,7 +153,18 @@ WRONG: list[tuple[str, Any, str]] = [
         "norm=-1: give a num",
     ),
     ("fp32", lambda _: LossScaler("cpu", init_scale=0), "init_scale=0: give a number above 0"),
-    ("fp32", lambda _: LossScaler("cpu", growth_interval=True), "growth_interval=True: give a number above 0"),
+    ("fp32", lambda _: LossScaler("cpu", init_scale=math.inf), "init_scale=inf: give a number above 0"),
+    *(("fp32", lambda _, n=n: LossScaler("cpu", growth_interval=n), f"{n} is not a whole number") for n in (True, 0.5)),
+    ("fp32", lambda _: LossScaler("cpu", growth_interval=0), "growth_interval=0 is too small: use 1 or more"),
+    *(("fp16", lambda loop, p=p: loop.precision.master_weights(p), f"parameters given as {name}: give a list, such as m")
+      for p, name in [(nn.Linear(2, 1), "Linear"), (nn.Sequential(nn.ReLU()), "Sequential"), (None, "NoneType"),
+                      ([{"params": []}], "dict"), (torch.ones(3), "Tensor")]),
+    *(("fp32", lambda loop, call=call: call(loop.precision, loop.masters), "optimizer given as list: give the optimizer")
+      for call in (Precision.finish_gradients, lambda precision, masters: precision.step(masters, False))),
+    ("amp-fp16", lambda loop: loop.precision.step(SGD([nn.Parameter(torch.ones(2))]), False), "are no master weights: g"),
+    *(("fp16", lambda loop, call=call: call(by_hand(loop)), r"half .* without a scale: call precision.backward\(loss\)")
+      for call in (lambda loop: loop.finish(2), lambda loop: loop.backward(2),
+                   lambda loop: loop.precision.step(loop.optimizers[2], False))),
     ("fp32", lambda _: LossScaler("gpu"), "device 'gpu' is not known: use 'cpu'"),
     (
         "fp16",
@@ -150,6 +173,9 @@ WRONG: list[tuple[str, Any, str]] = [
         ),
         r"float16 parameters: .*master_weights\(",
     ),
+    ("fp32", loading([]), "state given as list: give the result of state_dict"),
+    *(("fp16", loading_scaler(scale), f"scale={scale}: give a number above 0") for scale in (math.nan, math.inf, -1.0, 0.0)),
+    ("fp16", loading_scaler(growth_tracker=-1), "growth_tracker=-1 is too small: use 0"),
     ("amp-fp16", loading({}), r"\['scaler'\]\['scale'\] is missing, but a tensor \(\) in precision amp-fp16"),
     ("amp-fp16", loading({"scale": 3}), r"\['scaler'\]\['scale'\] is missing"),
     ("amp-fp16", loading(torch.amp.GradScaler("cpu").state_dict()), r"\['scaler'\]\['scale'\] is missing"),
@@ -165,7 +191,7 @@ WRONG: list[tuple[str, Any, str]] = [
         loading(Loop("fp16", 3, 1).precision.state_dict()),
         r"\['masters'\]\[2\] is missing, .*after master_weights",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mode", "call", "words"), WRONG)
@@ -173,7 +199,7 @@ def test_wrong_arguments_are_refused_and_change_nothing(mode: str, call: Any, wo
     loop = Loop(mode)
     loop.backward(0)
     before = repr((loop.values(), loop.precision.state_dict()))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
         call(loop)
     assert repr((loop.values(), loop.precision.state_dict())) == before
 
@@ -193,6 +219,10 @@ def test_gradients_after_zero_grad_are_of_a_new_step(mode: str) -> None:
     assert (master.grad * 512).tolist() == [[1.0, 2.0, 3.0]]
     loop.precision.step(loop.optimizers[0], False)
     master.grad = gradient.float()
+    if loop.precision.scaler is not None:
+        with pytest.raises(RuntimeError, match="gradients have no scale: call precision.backward"):
+            loop.finish(0)
+        assert loop.precision.scale(torch.tensor(1.0)) == 2.0**16
     loop.finish(0)
     assert (master.grad * 512).tolist() == [[1.0, 2.0, 3.0]]
     loop.optimizers[0].zero_grad()
@@ -204,8 +234,10 @@ def test_gradients_after_zero_grad_are_of_a_new_step(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["fp16", "amp-fp16"])
 @pytest.mark.parametrize("num_later", [0, 1, 2])
 def test_scale_of_another_optimizers_step_is_followed(mode: str, num_later: int) -> None:
-    loop = Loop(mode)
+    loop = Loop(mode, 3, 1, 4, 2)
+    loop.optimizers[0].add_param_group({"params": loop.masters[3:]})
     loop.backward(0)
+    loop.backward(3)
     loop.backward(1, math.inf)
     loop.precision.step(loop.optimizers[1], loop.finish(1))
     loop.backward(2)
@@ -215,9 +247,52 @@ def test_scale_of_another_optimizers_step_is_followed(mode: str, num_later: int)
     loop.finish(0)
     assert loop.precision.scaler.scale == 2.0**15
     assert (loop.masters[0].grad * 512).tolist() == [[n * (1.0 + num_later) for n in (1, 2, 3)]]
+    assert (loop.masters[3].grad * 512).tolist() == [[1, 2]], "which the later passes do not reach"
     assert (loop.masters[2].grad * 512).tolist() == [[1, 2, 3, 4]]
     with pytest.raises(RuntimeError, match="added to finished gradients"):  # also to the last of several
         loop.backward(2)
+
+
+@pytest.mark.parametrize("mode", PRECISIONS)
+def test_step_without_gradients_keeps_the_scale(mode: str) -> None:
+    loop = Loop(mode)
+    for which in (1, 0, 2):
+        if loop.precision.scaler is not None:
+            loop.precision.scaler.growth_interval = 2
+        loop.precision.step(loop.optimizers[which], loop.finish(which))
+        loop.precision.step(loop.optimizers[which], False)
+    if loop.precision.scaler is not None:
+        assert (float(loop.precision.scaler.scale), int(loop.precision.scaler.growth_tracker)) == (2.0**16, 0)
+
+
+def pickled(item: Any) -> Any:
+    return pickle.loads(pickle.dumps(item))
+
+
+@pytest.mark.parametrize("copied", [lambda loop: loop, copy.deepcopy, pickled])
+def test_weights_loaded_into_the_model_are_trained(copied: Any) -> None:
+    """Weights that were not loaded keep the bits that the model has not; a copy is made between finish and step."""
+    loop = Loop("fp16")
+    loop.masters[2].data.add_(2.0**-20)
+    loop.precision.masters_to_model()
+    kept = loop.masters[2].tolist()
+    loop.backward(0)
+    loop.finish(0)
+    loop.optimizers = loop.optimizers[:1]
+    loop = copied(loop)
+    with torch.no_grad():
+        for _ in range(2):
+            loop.weights[1].copy_(torch.tensor([[3.0]]))
+        loop.weights[0].copy_(torch.tensor([[2.0, 4.0, 6.0]]))
+        loop.weights[2].add_(0)
+    assert loop.precision.state_dict()["masters"][1].tolist() == [[3.0]]
+    loop.optimizers[0].zero_grad()
+    loop.backward(0)
+    loop.precision.step(loop.optimizers[0], loop.finish(0))
+    expected = [[2.0 - 0.5 / 512, 4.0 - 1 / 512, 6.0 - 1.5 / 512]]
+    assert loop.values() == [expected, [[3.0]], kept]
+    assert loop.weights[0].tolist() == torch.tensor(expected).half().tolist()
+    assert kept != loop.weights[2].tolist()
 
 
 def test_step_reads_no_value_from_the_device() -> None:

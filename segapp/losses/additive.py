@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import wide_sum
-from segapp.losses.fused.checks import check_ignore_index, check_inputs, check_stride, has_values
+from segapp.chunks import check_flag, check_number
+from segapp.losses.fused.checks import check_ignore_index, check_inputs, check_stride, has_values, valid_pixels
 
 LossStatistics = tuple[Tensor, ...]
 """Tensors that can be summed: differentiable sums in float32 or better, counts in float64."""
@@ -90,11 +92,20 @@ class AdditiveCriterion(nn.Module):
     is_linear: bool = False
     num_statistics: int = 0
     takes_any_aspect: bool = False
+    ignore_index: int
+    align_corners: bool
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "statistics" in vars(cls):
             cls.statistics = _marked_as_sums(cls.statistics)  # type: ignore[method-assign]
+
+    def _set_options(self, *, ignore_index: int, align_corners: bool, **more: bool) -> None:
+        """Set the attributes that the criteria of a target's pixels share."""
+        check_ignore_index(ignore_index)
+        self.ignore_index = ignore_index
+        for name, value in {"align_corners": align_corners, **more}.items():
+            setattr(self, name, check_flag(name, value))
 
     def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return the sums of a chunk, with the same shapes for every chunk of a step.
@@ -155,7 +166,7 @@ class MeanCriterion(AdditiveCriterion):
 
     def __init__(self, aux_weight: float) -> None:
         super().__init__()
-        self.aux_weight = float(aux_weight)
+        self.aux_weight = check_number("aux_weight", aux_weight)
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scalar (numerator, denominator) of one head's logits (N, C, h, w)."""
@@ -211,8 +222,7 @@ class PlainCriterion(MeanCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
-        check_ignore_index(ignore_index)
-        self.ignore_index, self.align_corners = ignore_index, align_corners
+        self._set_options(ignore_index=ignore_index, align_corners=align_corners)
         self.function = function
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +245,7 @@ class PlainCriterion(MeanCriterion):
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the number of valid pixels, a float64 scalar."""
-        return wide_sum(target != self.ignore_index)
+        return wide_sum(valid_pixels(target, self.ignore_index))
 
 
 class HeadCriterion(AdditiveCriterion):
@@ -246,7 +256,7 @@ class HeadCriterion(AdditiveCriterion):
 
     def __init__(self, aux_weight: float) -> None:
         super().__init__()
-        self.aux_weight = float(aux_weight)
+        self.aux_weight = check_number("aux_weight", aux_weight)
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> LossStatistics:
         """Return the sums of one head's logits (N, C, h, w)."""
@@ -280,7 +290,7 @@ class CriterionSum(AdditiveCriterion):
 
     Raises:
         TypeError: a term is no such pair, as for a loss of torch: wrap it in `PlainCriterion`.
-        ValueError: no terms.
+        ValueError: no terms, or a factor that is not finite.
 
     Example:
         >>> import torch
@@ -300,7 +310,7 @@ class CriterionSum(AdditiveCriterion):
             if len(given) != 2 or not isinstance(pair[0], Real) or not isinstance(pair[1], AdditiveCriterion):
                 wanted = "pairs such as (1.0, CriterionCE()), and a loss of your own as (1.0, PlainCriterion(loss))"
                 raise TypeError(f"CriterionSum has the term ({', '.join(given)}): give {wanted}")
-        self.factors = tuple(float(factor) for factor, _ in pairs)
+        self.factors = tuple(check_number("factor", factor, least=-math.inf) for factor, _ in pairs)
         self.criteria = cast(Sequence[AdditiveCriterion], nn.ModuleList(criterion for _, criterion in pairs))
         self.is_linear = all(criterion.is_linear for criterion in self.criteria)
         self.is_sigmoid = any(criterion.is_sigmoid for criterion in self.criteria)
@@ -308,8 +318,10 @@ class CriterionSum(AdditiveCriterion):
 
     def __repr__(self) -> str:
         pairs = zip(self.factors, self.criteria, strict=True)
-        terms = "".join(f"({factor}, {criterion!r}),\n" for factor, criterion in pairs)
-        return f"{type(self).__name__}([\n{textwrap.indent(terms, '  ')}])"
+        lines = "".join(f"({factor}, {criterion!r}),\n" for factor, criterion in pairs).splitlines()
+        shown = lines if len(lines) <= 7 else [*lines[:6], f"... and {len(lines) - 6} more"]
+        terms = textwrap.indent("\n".join(shown), "  ")
+        return f"{type(self).__name__}([\n{terms}\n])"
 
     def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return the concatenated statistics of the terms."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple, TypeVar, cast
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
+from segapp.chunks import check_flag, check_number
 from segapp.losses.additive import as_whole
 from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, Band, BlockBand, BlockSweep, sweep_bands
-from segapp.losses.fused.checks import check_label_smoothing, check_logits, checked_target, class_ids, class_masks
+from segapp.losses.fused.checks import check_logits, checked_target, class_ids, class_masks
 from segapp.losses.fused.grid import grid_of
 from segapp.losses.fused.pixel_sums import cross_entropy_sums_of
 from segapp.losses.fused.reference import compute_dtype
@@ -61,6 +62,8 @@ def check_views(views: Tensor | Sequence[View]) -> list[View]:
         TypeError, ValueError: outputs of a `DataParallelModel`; no views or tiles, or wrong or different shapes.
     """
     given = [views] if isinstance(views, Tensor) else as_whole(views)
+    if not isinstance(given, Iterable) or any(not isinstance(view, Iterable) for view in given):
+        raise TypeError(f"logits given as {type(views).__name__}: give a tensor (N, C, h, w), or a sequence of views")
     views_list: list[View] = [view if isinstance(view, Tensor) else list(as_whole(view)) for view in given]
     if not views_list or not all(_tensors(view) for view in views_list):
         raise ValueError("there are no views: give at least one tensor of logits, or one tile")
@@ -94,6 +97,8 @@ def _evaluates(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def run(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in ("align_corners", "is_sigmoid", "with_loss"):
+            check_flag(name, kwargs.get(name, True))
         views = check_views(logits)
         with torch.no_grad(), torch.autocast(first_logits(views).device.type, enabled=False):
             return function(logits if isinstance(logits, Tensor) else views, *args, **kwargs)
@@ -218,6 +223,10 @@ class ConfusionSums(NamedTuple):
     loss_sum: Tensor
     weight_sum: Tensor
 
+    def __repr__(self) -> str:
+        shape, sums = tuple(self.confusion.shape), f"loss_sum={self.loss_sum}, weight_sum={self.weight_sum}"
+        return f"{type(self).__name__}(confusion=<shape {shape}>, {sums})"
+
 
 @_evaluates
 def upsample_argmax(logits: Tensor | Sequence[View], size: Sequence[int], *, align_corners: bool = True) -> Tensor:
@@ -273,7 +282,10 @@ def upsample_sets(
 
 
 def logit_of(probability: float) -> float:
-    """Return the logit whose sigmoid is the given probability, which is between 0 and 1."""
+    """Return the logit whose sigmoid is the given probability, from 0 to 1; infinite for 0 and 1."""
+    check_number("threshold", probability, most=1)
+    if probability in (0, 1):
+        return math.inf if probability else -math.inf
     return math.log(probability) - math.log1p(-probability)
 
 
@@ -394,7 +406,7 @@ def upsample_confusion(
     like = first_logits(views)
     C = like.shape[1]
     target, poison = checked_target(like, target, C, ignore_index, weight)
-    check_label_smoothing(label_smoothing)
+    check_number("label_smoothing", label_smoothing, most=1)
     size = height_width(target.shape[-2:])
 
     def count(bands: Iterator[tuple[slice, slice, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

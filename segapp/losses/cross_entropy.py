@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
+from segapp.chunks import check_choice, check_flag, check_number
 from segapp.losses.additive import MeanCriterion, as_whole
 from segapp.losses.fused.checks import (
     as_class_weight,
     check_ignore_index,
     check_inputs,
-    check_label_smoothing,
     check_logits,
+    check_num_ids,
+    check_soft_inputs,
     is_simulated,
     needs_plain_operators,
     recordable,
@@ -89,10 +91,12 @@ def upsample_cross_entropy(
     """
     check_logits(as_whole(logits))
     check_ignore_index(ignore_index)
-    check_label_smoothing(label_smoothing)
-    if implementation not in get_args(Implementation):
-        raise ValueError(f"implementation={implementation!r}: give one of {', '.join(get_args(Implementation))}")
+    check_flag("align_corners", align_corners)
+    check_number("label_smoothing", label_smoothing, most=1)
+    check_choice("implementation", implementation, get_args(Implementation))
+    check_num_ids(logits.shape[1])
     if isinstance(target, Tensor) and target.is_floating_point() and target.dim() == 4:
+        check_soft_inputs(logits, target, weight)
         with torch.autocast(logits.device.type, enabled=False):
             values = upsample(logits, (target.shape[2], target.shape[3]), align_corners)
             weight = None if weight is None else weight.to(values.device, values.dtype)
@@ -232,7 +236,7 @@ class CriterionCE(MeanCriterion):
         implementation: "auto", or another one of `upsample_cross_entropy`, to compare them.
 
     Raises:
-        ValueError: weight or label_smoothing out of range.
+        ValueError: weight, label_smoothing or aux_weight out of range, or an implementation of another name.
 
     Example:
         >>> import torch
@@ -255,9 +259,9 @@ class CriterionCE(MeanCriterion):
         implementation: Implementation = "auto",
     ) -> None:
         super().__init__(aux_weight)
-        check_ignore_index(ignore_index)
-        check_label_smoothing(label_smoothing)
-        self.ignore_index, self.align_corners, self.label_smoothing = ignore_index, align_corners, label_smoothing
+        self._set_options(ignore_index=ignore_index, align_corners=align_corners)
+        self.label_smoothing = check_number("label_smoothing", label_smoothing, most=1)
+        check_choice("implementation", implementation, get_args(Implementation))
         self.implementation: Implementation = implementation
         self.register_buffer("weight", as_class_weight(weight))
 

@@ -9,6 +9,7 @@ Shapes: N images, C classes, K channels, h x w of the student's logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
+from segapp.chunks import check_flag, check_number
 from segapp.losses.additive import AdditiveCriterion, LossStatistics, as_whole, reciprocal_or_zero
 
 
@@ -38,8 +40,10 @@ def pixel_wise_divergence(
         (N,) in float32 or better, >= 0.
 
     Raises:
-        ValueError: the numbers of images or classes differ.
+        ValueError: the numbers of images or classes differ, or the temperature is not above 0.
     """
+    check_number("temperature", temperature, above=True)
+    check_flag("align_corners", align_corners)
     if student.shape[:2] != teacher.shape[:2]:
         raise ValueError(
             f"student's logits have shape {tuple(student.shape)}, teacher's {tuple(teacher.shape)}: N and C must agree"
@@ -114,9 +118,9 @@ class CriterionDistilled(AdditiveCriterion):
     def __init__(self, task: AdditiveCriterion, factors: Mapping[str, float]) -> None:
         super().__init__()
         self._task = task
-        self.factors = dict(factors)
+        self.factors = {name: check_number(name, factor, least=-math.inf) for name, factor in factors.items()}
         # No buffer, because not every device has float64.
-        self._factors = torch.tensor(list(factors.values()), dtype=torch.float64)
+        self._factors = torch.tensor(list(self.factors.values()), dtype=torch.float64)
         self.is_linear = task.is_linear
         self.num_statistics = task.num_statistics + 2
 

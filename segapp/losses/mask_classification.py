@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype
+from segapp.chunks import check_count, check_number
 from segapp.losses.additive import AdditiveCriterion, LossStatistics, as_whole, reciprocal_or_zero
 from segapp.losses.cross_entropy import CriterionCE
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_simulated, poisoned
@@ -76,15 +77,15 @@ class CriterionMaskClassification(AdditiveCriterion):
         aux_weight: float = 1.0,
     ) -> None:
         super().__init__()
-        if num_queries < 1:
-            raise ValueError(f"num_queries={num_queries}: give at least 1")
-        self.num_queries, self.num_classes = num_queries, num_classes
-        self.class_factor, self.bce_factor, self.dice_factor = class_factor, bce_factor, dice_factor
-        self.no_object, self.aux_weight = no_object, float(aux_weight)
-        for name in ("class_factor", "bce_factor", "dice_factor", "no_object"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: give a number of at least 0")
-        self.ignore_index, self.align_corners = ignore_index, align_corners
+        self.num_queries = check_count("num_queries", num_queries, least=1)
+        self.num_classes = check_count("num_classes", num_classes, least=1)
+        self.class_factor = check_number("class_factor", class_factor)
+        self.bce_factor, self.dice_factor = (
+            check_number("bce_factor", bce_factor),
+            check_number("dice_factor", dice_factor),
+        )
+        self.no_object, self.aux_weight = check_number("no_object", no_object), check_number("aux_weight", aux_weight)
+        self._set_options(ignore_index=ignore_index, align_corners=align_corners)
 
     @property
     def task(self) -> AdditiveCriterion:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from segapp.accelerator import wide, wide_dtype, wide_sum
+from segapp.chunks import check_choice, check_number
 from segapp.losses.additive import HeadCriterion, LossStatistics, MeanCriterion, reciprocal_or_zero
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import checked_target, class_ids, class_masks, is_eager, poisoned, valid_pixels
@@ -65,6 +66,7 @@ class CriterionTversky(HeadCriterion):
     """
 
     num_statistics = 3
+    multilabel: bool
     hits = 1.0  # factor of TP
     classes: CountedClasses = "present"
 
@@ -81,15 +83,10 @@ class CriterionTversky(HeadCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
-        if not min(alpha, beta) >= 0:
-            raise ValueError(f"alpha={alpha}, beta={beta}: give numbers of at least 0")
-        if not gamma > 0:
-            raise ValueError(f"gamma={gamma}: give a number above 0")
-        if not smooth >= 0:
-            raise ValueError(f"smooth={smooth}: give a number of at least 0")
-        self.alpha, self.beta, self.gamma, self.smooth = float(alpha), float(beta), float(gamma), float(smooth)
-        self.multilabel = self.is_sigmoid = multilabel
-        self.ignore_index, self.align_corners = ignore_index, align_corners
+        self._set_options(ignore_index=ignore_index, align_corners=align_corners, multilabel=multilabel)
+        self.alpha, self.beta = check_number("alpha", alpha), check_number("beta", beta)
+        self.gamma, self.smooth = check_number("gamma", gamma, above=True), check_number("smooth", smooth)
+        self.is_sigmoid = multilabel
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> LossStatistics:
         """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
@@ -148,7 +145,7 @@ class CriterionDice(CriterionTversky):
         align_corners: bool = True,
         aux_weight: float = 0.4,
     ) -> None:
-        check_classes(classes)
+        check_choice("classes", classes, get_args(CountedClasses))
         super().__init__(
             alpha=1.0,
             beta=1.0,
@@ -159,12 +156,6 @@ class CriterionDice(CriterionTversky):
             aux_weight=aux_weight,
         )
         self.classes = classes
-
-
-def check_classes(classes: str) -> None:
-    """Raise ValueError unless classes is "present" or "all"."""
-    if classes not in get_args(CountedClasses):
-        raise ValueError(f'classes={classes!r}: give "present" or "all"')
 
 
 HELD_BYTES = 64 << 20
@@ -349,8 +340,9 @@ class CriterionLovasz(MeanCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
-        check_classes(classes)
-        self.classes, self.ignore_index, self.align_corners = classes, ignore_index, align_corners
+        check_choice("classes", classes, get_args(CountedClasses))
+        self._set_options(ignore_index=ignore_index, align_corners=align_corners)
+        self.classes = classes
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (sum of the images' losses, number of images with a valid pixel) of one head."""

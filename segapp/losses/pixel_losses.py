@@ -15,15 +15,15 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import partial
-from numbers import Real
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.accelerator import wide_dtype, wide_sum
+from segapp.chunks import check_count, check_number
 from segapp.losses.additive import HeadCriterion, LossStatistics, MeanCriterion, reciprocal_or_zero
-from segapp.losses.fused.checks import as_class_weight, check_label_smoothing, class_masks, has_values
+from segapp.losses.fused.checks import as_class_weight, class_masks, has_values
 from segapp.losses.fused.pixel_sums import PixelOptions, pixel_cross_entropy, upsampled_sums
 from segapp.losses.fused.reference import target_weight_sum
 
@@ -94,6 +94,7 @@ class CriterionBCE(MeanCriterion):
     """
 
     is_sigmoid = True
+    multilabel: bool
     weight: Tensor | None
 
     def __init__(
@@ -108,11 +109,9 @@ class CriterionBCE(MeanCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
-        check_label_smoothing(label_smoothing)
-        if not 0 < pos_weight < float("inf"):
-            raise ValueError(f"pos_weight={pos_weight}: give a number above 0")
-        self.pos_weight, self.label_smoothing = float(pos_weight), float(label_smoothing)
-        self.multilabel, self.ignore_index, self.align_corners = multilabel, ignore_index, align_corners
+        self._set_options(ignore_index=ignore_index, align_corners=align_corners, multilabel=multilabel)
+        self.label_smoothing = check_number("label_smoothing", label_smoothing, most=1)
+        self.pos_weight = check_number("pos_weight", pos_weight, above=True)
         self.register_buffer("weight", normalised(weight))
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,6 +175,7 @@ class CriterionFocal(MeanCriterion):
         0.4883
     """
 
+    multilabel: bool
     weight: Tensor | None
 
     def __init__(
@@ -189,10 +189,8 @@ class CriterionFocal(MeanCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
-        if not gamma >= 0:
-            raise ValueError(f"gamma={gamma}: give a number of at least 0")
-        self.gamma, self.multilabel, self.is_sigmoid = float(gamma), multilabel, multilabel
-        self.ignore_index, self.align_corners = ignore_index, align_corners
+        self._set_options(ignore_index=ignore_index, align_corners=align_corners, multilabel=multilabel)
+        self.gamma, self.is_sigmoid = check_number("gamma", gamma), multilabel
         self.register_buffer("weight", normalised(weight) if multilabel else as_class_weight(weight))
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,12 +307,9 @@ class CriterionOHEM(HeadCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(aux_weight)
-        if not isinstance(threshold, (int, float, Real)) or not 0 < threshold <= 1:
-            raise ValueError(f"threshold={threshold}: give a probability above 0 and up to 1")
-        if min_kept < 0:
-            raise ValueError(f"min_kept={min_kept}: give a number of pixels of at least 0")
-        self.threshold, self.min_kept = float(threshold), int(min_kept)
-        self.ignore_index, self.align_corners = ignore_index, align_corners
+        self._set_options(ignore_index=ignore_index, align_corners=align_corners)
+        self.threshold = check_number("threshold", threshold, most=1, above=True)
+        self.min_kept = check_count("min_kept", min_kept)
         self.register_buffer("weight", as_class_weight(weight))
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> LossStatistics:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["DeviceInfo", "DeviceMemoryTracker"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> _Any:  # torch is loaded when a name is used
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from segapp.accelerator import CUDA, Gpu, gpu_of
+from segapp.chunks import check_list
 from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuPoller, GpuStatus
 from segapp.memory.peaks import PHASES
@@ -218,8 +219,8 @@ class DeviceMemoryTracker:
         *,
         counters: Sequence[MemoryCounters | None] | None = None,
     ) -> None:
-        own = (d if isinstance(d, DeviceInfo) else device_info_of(*resolve_devices([d])) for d in devices)
-        self.devices = tuple(own)
+        given = check_list("devices", devices, "one, such as ['cuda:0', 'cuda:1'] or ['cpu']")
+        self.devices = tuple(d if isinstance(d, DeviceInfo) else device_info_of(*resolve_devices([d])) for d in given)
         self.phase = self.activity = "start"
         self.last_progress_s = time.monotonic()
         keys = [(info.uuid or info.device, info.pid) for info in self.devices]

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from segapp.compat.torch import set_group_timeout
 from segapp.parallel.launch import STORE_VARIABLE, die_with_parent, signal_children
 from segapp.parallel.reductions import layers_group, use_layers_group
+from segapp.parallel.replicas import check_parameters
 from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
 from segapp.parallel.sync_batchnorm import plain_batchnorms
 
@@ -229,8 +230,11 @@ def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) 
         parameters: the same parameters in the same order on every rank; frozen ones are skipped.
         average: divide by the number of ranks, for losses `finalize(allreduce(*statistics))`; False for a loss that
             each rank has already divided by the global count.
+
+    Raises:
+        TypeError: a module or a single tensor instead of parameters.
     """
-    active = [parameter for parameter in parameters if parameter.requires_grad]
+    active = [parameter for parameter in check_parameters(parameters) if parameter.requires_grad]
     if not active or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     has_grad = torch.tensor([p.grad is not None for p in active], dtype=torch.int32, device=active[0].device)

@@ -25,7 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from segapp.chunks import check_count
 from segapp.parallel.recompute import computed_once
+from segapp.parallel.replicas import check_module
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,6 +55,7 @@ def mask_by_sample(network: nn.Module) -> None:
 
     Call it before `set_recompute`, and before the network is copied.
     """
+    check_module(network)
     for layer in network.modules():
         entry: Any = _kind_of(layer)
         if entry is not None:
@@ -81,8 +84,9 @@ class SampleMasks:
     """
 
     def __init__(self, network: nn.Module, seed: int) -> None:
+        check_module(network)
         self._num_layers = sum(isinstance(layer, _Masked) for layer in network.modules())
-        self._seed = seed
+        self._seed = check_count("seed", seed, least=None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_layers={self._num_layers}, seed={self._seed})"

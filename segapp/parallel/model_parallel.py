@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from segapp.compat.torch import apply_to_own_tensors, buffer_slots, parameter_slots, storage_key
-from segapp.parallel.replicas import check_replicable
+from segapp.parallel.replicas import check_module, check_replicable
 from segapp.parallel.scatter_gather import DeviceLike, map_tensors, resolve_devices, to_device
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def place_stages(
 
     Raises:
         ValueError: no stages, an unknown device or submodule, or a parameter shared between devices.
-        TypeError: a part of the module is compiled.
+        TypeError: it is no module, or a part of it is compiled.
     """
     check_replicable(module)
     if not isinstance(stages, Mapping) or not stages:
@@ -163,6 +163,7 @@ def balance_stages(module: nn.Module, device_ids: Iterable[DeviceLike], *inputs:
     Raises:
         ValueError: the module cannot run without values.
     """
+    check_module(module)
     devices = resolve_devices(device_ids)
     costs = measure_stages(module, _parts_that_run(module), *inputs)
     numbers = plan_stages(list(costs.values()), len(devices))

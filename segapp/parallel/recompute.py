@@ -227,7 +227,7 @@ def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
             `DataParallelModel`. Ranks may differ.
 
     Raises:
-        TypeError: a set is a string.
+        TypeError: a set is a string, or no iterable.
         ValueError: the network has no block of this name, or a block lies within another, is compiled, or has a
             `forward` that its class does not have; in a later forward pass, the model has another number of devices
             than there are sets.
@@ -242,9 +242,11 @@ def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
         (('1',),)
     """
     check_module(network)
-    plan = [sets] if isinstance(sets, str) else [each if isinstance(each, str) else list(each) for each in sets]
-    if word := next((each for each in plan if isinstance(each, str)), None):
-        raise TypeError(f"set_recompute got the string {word!r} instead of a set of names: write [[{word!r}]]")
+    if isinstance(sets, str) or not isinstance(sets, Iterable):
+        sets = [sets]
+    plan = [each if isinstance(each, str) or not isinstance(each, Iterable) else list(each) for each in sets]
+    if wrong := [each for each in plan if not isinstance(each, list)]:
+        raise TypeError(f"set_recompute got {wrong[0]!r} instead of a set of names: write [['layer1']], or [[]]")
     parts = dict(network.named_modules(remove_duplicate=False))
     names = {name for blocks in plan for name in blocks}
     for name in names:

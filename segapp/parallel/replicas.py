@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from segapp.compat.torch import (
     shallow_replica,
 )
 from segapp.parallel.scatter_gather import buckets, reduce_add, to_device
+
+T = TypeVar("T")
 
 _BUCKET_BYTES = 25 * 2**20
 """Bytes of parameters whose gradients are summed together: early buckets are freed during the backward pass."""
@@ -137,13 +139,24 @@ def check_module(module: object) -> None:
         raise TypeError(f"module={module!r} is not an nn.Module: give the model itself, and check the arguments' order")
 
 
+def check_parameters(parameters: Iterable[T]) -> list[T]:
+    """Return parameters as a list; raise TypeError for a module, a single tensor or the groups of an optimizer."""
+    is_list = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | nn.Module)
+    given = list(parameters) if is_list or isinstance(parameters, nn.ParameterList) else None
+    strange = [parameters] if given is None else [each for each in given if not isinstance(each, Tensor)]
+    if strange:
+        raise TypeError(f"parameters given as {type(strange[0]).__name__}: give a list, such as model.parameters()")
+    return given or []
+
+
 def check_replicable(module: nn.Module) -> None:
     """Check that copies of a module compute the same as the module.
 
     Raises:
-        TypeError: a part of the module is compiled; its compiled code would run the original, not the copy.
+        TypeError: it is no module, or a part of it is compiled; compiled code would run the original, not the copy.
         ValueError: a lazy parameter has no shape yet.
     """
+    check_module(module)
     name = type(module).__name__
     for path, part in module.named_modules():
         if is_compiled(part):

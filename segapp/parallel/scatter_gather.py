@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from segapp.accelerator import CUDA, gpu_of
+from segapp.chunks import check_list
 from segapp.parallel.replica_threads import Mode
 
 T = TypeVar("T")
@@ -38,8 +39,7 @@ def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[tor
     """
     if device_ids is None:
         return tuple(CUDA.devices()) or (torch.device("cpu"),)
-    if not isinstance(device_ids, Iterable) or isinstance(device_ids, str | Mapping | Set):
-        raise TypeError(f"device_ids={device_ids!r} is not a list: give one, such as ['cuda:0', 'cuda:1'] or ['cpu']")
+    device_ids = check_list("device_ids", device_ids, "one, such as ['cuda:0', 'cuda:1'] or ['cpu']")
     devices = tuple(_resolve_device(device_id) for device_id in device_ids)
     if not devices:
         raise ValueError("device_ids is empty: name at least one device, or use None for all CUDA devices")

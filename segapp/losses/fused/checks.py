@@ -72,33 +72,54 @@ def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -
         TypeError: one is no tensor, the logits are not floating point, or the target is not integer.
         ValueError: the shapes or devices do not fit together.
     """
-    check_tensors(target=target, **({} if weight is None else {"weight": weight}))
+    check_tensors(target=target)
     check_logits(logits)
     if target.dtype not in TARGET_DTYPES:
         raise TypeError(f"target is {target.dtype}: give class ids as uint8, int16, int32 or int64")
     if target.dim() != 3 or 0 in target.shape[1:]:
         raise ValueError(f"target has shape {tuple(target.shape)}: give (N, H, W) with H, W of at least 1")
+    check_fit(logits, target, weight)
+
+
+def check_soft_inputs(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    """Check logits (N, C, h, w), a target of probabilities (N, C, H, W) and class weights, as `check_inputs` does."""
+    check_fit(logits, target, weight)
+    if target.shape[1] != logits.shape[1] or 0 in target.shape[1:]:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}: give (N, C, H, W), C = {logits.shape[1]} as of the logits"
+        )
+
+
+def check_fit(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    """Check that images, devices and class weights of logits (N, C, ...) and a target (N, ...) fit together."""
     if target.shape[0] != logits.shape[0]:
         raise ValueError(f"logits hold {logits.shape[0]} images and the target {target.shape[0]}: give the same number")
     if target.device != logits.device:
         raise ValueError(f"logits are on {logits.device} and the target on {target.device}: move one to the other")
-    if weight is not None and weight.shape != (logits.shape[1],):
+    if weight is not None:
+        check_tensors(weight=weight)
+        if weight.shape != (logits.shape[1],):
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}: give one weight for each of {logits.shape[1]} classes"
+            )
+        if weight.is_cpu:  # on a device, the host would wait for the values
+            check_weights(weight)
+
+
+def check_num_ids(num_ids: int) -> None:
+    """Raise ValueError for one class that excludes no other: whatever the logits are, its softmax is 1."""
+    if num_ids < 2:
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)}: give one weight for each of {logits.shape[1]} classes"
+            "logits have one class, which every pixel then has: for one logit per pixel, use CriterionBCE, CriterionDice "
+            "or another criterion with multilabel=True"
         )
 
 
 def check_ignore_index(ignore_index: object) -> None:
     """Raise TypeError unless ignore_index is an integer; torch's losses have the class weights in its place."""
-    if not isinstance(ignore_index, (int, Integral)):
+    if not isinstance(ignore_index, (int, Integral)) or isinstance(ignore_index, bool):
         given = "None" if ignore_index is None else f"a {type(ignore_index).__name__}"
         raise TypeError(f"ignore_index is {given}: give an integer (-1 ignores no id), and class weights as weight=")
-
-
-def check_label_smoothing(label_smoothing: float) -> None:
-    """Raise ValueError if label_smoothing is outside [0, 1]."""
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={label_smoothing}: give a number from 0 to 1")
 
 
 def valid_pixels(target: Tensor, ignore_index: int) -> Tensor:
@@ -222,6 +243,7 @@ def checked_target(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the target, as autograd can save it, and the scalar of `check_target_range`, after all checks."""
     check_inputs(logits, target, weight)
+    check_num_ids(num_ids)
     return recordable(target), check_target_range(target, num_ids, ignore_index)
 
 
@@ -273,10 +295,8 @@ def _next_report() -> _Report | None:
 def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int) -> str:
     """Return the error message for ids that are no classes."""
     named = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
-    move = "map the labels or change the number of classes"
-    if num_classes == 1:
-        move = "for one logit per pixel, use CriterionBCE, CriterionDice or another criterion with multilabel=True"
-    return f"target holds the ids {named}: classes are 0 to {num_classes - 1} and {ignore_index} is ignored; {move}"
+    classes = f"classes are 0 to {num_classes - 1} and {ignore_index} is ignored"
+    return f"target holds the ids {named}: {classes}; map the labels or change the number of classes"
 
 
 @torch.inference_mode(False)
@@ -293,6 +313,11 @@ def as_class_weight(weight: Tensor | Sequence[float] | None) -> Tensor | None:
         values = values.float()
     if values.dim() != 1 or not values.numel():
         raise ValueError(f"weight has shape {tuple(values.shape)}: give one number for each class")
-    if has_values(values) and not bool((torch.isfinite(values) & (values >= 0)).all()):
-        raise ValueError(f"weight={values.tolist()}: give finite numbers of at least 0")
+    check_weights(values)
     return values
+
+
+def check_weights(weight: Tensor) -> None:
+    """Raise ValueError for a class weight that is negative or not finite."""
+    if has_values(weight) and not bool((torch.isfinite(weight) & (weight >= 0)).all()):
+        raise ValueError(f"weight={weight.tolist()}: give finite numbers of at least 0")

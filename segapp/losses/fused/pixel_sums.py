@@ -80,7 +80,7 @@ def upsampled_sums(
         logits: (N, C, h, w).
         target: (N, H, W) class ids.
         options: interpretation of both.
-        args: further arguments of `function`, such as class weights; autograd saves them.
+        args: class weights (C,), or None, if `function` takes them as its last argument; autograd saves them.
         is_whole: compute at full resolution, whatever its size.
 
     Returns:
@@ -90,7 +90,7 @@ def upsampled_sums(
         TypeError: wrong dtypes.
         ValueError: shapes that do not fit, ids that are no class.
     """
-    target, poison = checked_target(logits, target, options.num_ids(logits.shape[1]), options.ignore_index)
+    target, poison = checked_target(logits, target, options.num_ids(logits.shape[1]), options.ignore_index, *args)
     num_pixels = target.shape[0] * target.shape[-2] * target.shape[-1]
     full_bytes = num_pixels * logits.shape[1] * compute_dtype(logits).itemsize
     is_whole = is_whole or any(each is not None and each.requires_grad for each in args)
