@@ -132,8 +132,8 @@ class Precision:
         self.scaler = LossScaler(device) if name in ("fp16", "amp-fp16") else None
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self._written: dict[nn.Parameter, _Seen | None] = {}  # the half parameters, as they were last equal to masters
-        # The parameters of all optimizers, with their unscaled gradients. True: the gradients have the scale of the last
-        # pass. None: no pass was scaled since the last step.
+        # The parameters of all optimizers, with their unscaled gradients. True: their gradients have the scale of the
+        # last pass. None: no pass was scaled since the last step.
         self._passes: dict[nn.Parameter, _Seen | Literal[True] | None] = {}
         self._scale, self._seen_scale = (None if self.scaler is None else self.scaler.scale.clone()), None
 

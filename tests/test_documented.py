@@ -180,12 +180,12 @@ RAISES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
     ("losses.CriterionCE", "ValueError"): (lambda: losses.CriterionCE(label_smoothing=1.5),
         "label_smoothing=1.5: give a number from 0 to 1"),
     ("losses.CriterionDice", "ValueError"): (lambda: losses.CriterionDice(classes="macro"),  # type: ignore[arg-type]
-        'classes=\'macro\': give "present" or "all"'),
+        "classes='macro': give one of present, all"),
     ("losses.CriterionFocal", "ValueError"): (lambda: losses.CriterionFocal(gamma=-1.0),
         "gamma=-1.0: give a number of at least 0"),
     ("losses.CriterionLovasz", "ValueError"): (
         lambda: losses.CriterionLovasz(classes="macro"),  # type: ignore[arg-type]
-        'classes=\'macro\': give "present" or "all"'),
+        "classes='macro': give one of present, all"),
     ("losses.CriterionMaskClassification", "ValueError"): (
         lambda: losses.CriterionMaskClassification(4, 3, bce_factor=-2.0),
         "bce_factor=-2.0: give a number of at least 0"),
@@ -193,13 +193,13 @@ RAISES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
         lambda: losses.CriterionMaskClassification(3, 3).statistics((LOGITS, torch.zeros(1, 3, 4)), TARGET[:, :, :1]),
         "masks of 1x2 do not divide a target of 1x1: pad the images"),
     ("losses.CriterionOHEM", "ValueError"): (lambda: losses.CriterionOHEM(min_kept=-1),
-        "min_kept=-1: give a number of pixels"),
+        "min_kept=-1 is too small: use 0 or more"),
     ("losses.CriterionSum", "TypeError"): (
         lambda: losses.CriterionSum([(1.0, torch.nn.CrossEntropyLoss())]),  # type: ignore[list-item]
         r"the term \(float, CrossEntropyLoss\): give .* PlainCriterion"),
     ("losses.CriterionSum", "ValueError"): (lambda: losses.CriterionSum([]), "CriterionSum has no terms: give"),
     ("losses.CriterionTversky", "ValueError"): (lambda: losses.CriterionTversky(alpha=0.3, beta=-0.7),
-        "alpha=0.3, beta=-0.7: give numbers of at least 0"),
+        "beta=-0.7: give a number of at least 0"),
     ("losses.heads_of", "TypeError"): (lambda: losses.heads_of({"aux": LOGITS}), r"keys \['aux'\]: .* under \"out\""),
     ("losses.heads_of", "ValueError"): (lambda: losses.heads_of(()), "outputs are an empty sequence: the first"),
     ("losses.pair_wise_difference", "ValueError"): (
@@ -345,6 +345,7 @@ RAISES |= {
         lambda: replicas(lambda net, x: parallel.allreduce(x)), "different shapes from the replicas: .*: give"),
     ("parallel.allreduce", "ReplicaDesyncError"): (
         lambda: replicas(unequal), "every replica must run the same synchronized layers"),
+    ("parallel.all_reduce_gradients", "TypeError"): (lambda: parallel.all_reduce_gradients(IMAGES), "given as Tensor"),
     ("parallel.balance_stages", "ValueError"): (
         lambda: parallel.balance_stages(Step(lambda net, x: net.norm(x * x.sum().item())), CPUS, IMAGES),
         "Step cannot be measured without values .*: name the device of each stage"),
@@ -364,13 +365,15 @@ RAISES |= {
     ("parallel.plan_chunks", "TypeError"): (
         lambda: parallel.plan_chunks(9, 3, full_batch=9.0), "full_batch=9.0 is not a whole number: use 1 or more"),
     ("parallel.set_recompute", "TypeError"): (
-        lambda: parallel.set_recompute(Step(count), [["norm"], "block"]), "the string .block. instead"),
+        lambda: parallel.set_recompute(Step(count), [["norm"], "block"]), "got 'block' instead"),
     ("parallel.set_recompute", "ValueError"): (
         lambda: recompute(Step(count), "norm", "blok"), "no block 'blok': the nearest name is 'block'"),
     ("parallel.set_recompute", "RuntimeError"): (
         lambda: recompute(nn.Sequential(Step(count)), "0")(IMAGES.clone().requires_grad_()), "0.calls is a buffer"),
     ("precision.Precision.backward", "RuntimeError"): (lambda: half_loop(), r"finished gradients, .*: first call step"),
     ("precision.Precision.finish_gradients", "RuntimeError"): (lambda: half_loop(2), "was called before: first call"),
+    ("precision.Precision.finish_gradients", "TypeError"): (
+        lambda: precision.Precision("fp16", "cpu").finish_gradients([]), "optimizer given as list"),  # type: ignore[arg-type]
     ("precision.Precision.finish_gradients", "ValueError"): (
         lambda: half_loop(clip_grad_norm=-1), "clip_grad_norm=-1: give a number above 0"),
     ("precision.Precision.load_state_dict", "ValueError"): (

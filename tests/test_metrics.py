@@ -10,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import segapp.errors
+import segapp.memory
 import segapp.metrics
-from segapp.losses import upsample_argmax, upsample_confusion
-from segapp.metrics import ConfusionMatrix, LabelCounts
+import segapp.precision
+from segapp.losses import CriterionDice, CriterionSum, PlainCriterion, upsample_argmax, upsample_confusion
+from segapp.metrics import ConfusionMatrix, Counts, LabelCounts
 
 
 def confusion_of(prediction, target, num_classes, **kwargs) -> ConfusionMatrix:
@@ -176,6 +179,32 @@ def test_every_integer_type_counts_the_same(prediction_type, target_type):
     assert (prediction.tolist(), target.tolist()) == ([[[0, 1, 2, 5]]], [[[2, 1, 255, 1]]])
 
 
+@pytest.mark.parametrize(
+    ("metric", "ids"),
+    [
+        (ConfusionMatrix(256, ignore_index=-1), torch.tensor([255, 156, 3], dtype=torch.uint8)),
+        (ConfusionMatrix(256, ignore_index=-100), torch.tensor([255, 156, 3], dtype=torch.uint8)),
+        (LabelCounts(8), torch.tensor([255, 156, 3], dtype=torch.uint8)),
+        (ConfusionMatrix(128, ignore_index=2**64 - 2), torch.tensor([127, 0, 3], dtype=torch.int8)),
+        (ConfusionMatrix(2), torch.tensor([True, False, True])),
+    ],
+)
+def test_an_id_is_not_ignored_because_its_type_is_small(metric, ids):
+    """In uint8, -1 is 255 and -100 is 156."""
+    metric.update(ids, ids)
+    wide = [int(each) for each in ids]
+    if isinstance(metric, LabelCounts):
+        assert metric.matrix[:, 1, 1].tolist() == [sum(each >> c & 1 for each in wide) for c in range(8)]
+    else:
+        assert {(t, p): int(metric.matrix[t, p]) for t, p in metric.matrix.nonzero().tolist()} == {
+            (each, each): wide.count(each) for each in wide
+        }
+        with pytest.raises(ValueError, match="1 pixels whose prediction or target is not a class"):
+            ConfusionMatrix(3).update(*torch.tensor([[0, 2], [0, -1]], dtype=torch.int8))
+    plain = PlainCriterion(torch.nn.functional.cross_entropy, ignore_index=metric.ignore_index)
+    assert plain.denominator(ids.to(torch.uint8)) == 3
+
+
 @pytest.fixture(params=[ConfusionMatrix, LabelCounts])
 def filled(request):
     """Counts of two batches for 3 classes, of which class 2 occurs nowhere, and counts of the first batch."""
@@ -228,6 +257,7 @@ def load(metric, **changes):
 
 
 MISUSES = [  # call with a metric c of three classes that ignores 255, words
+    (lambda c: Counts(3, ignore_index=255), "Counts is the base class .*: use ConfusionMatrix or LabelCounts"),
     *((lambda c, n=n: type(c)(n), f"num_classes={n!r}: give an integer") for n in (4.0, "4", None, True)),
     *((lambda c, n=n: type(c)(n), f"num_classes={n}: give at least one class") for n in (0, -1)),
     (lambda c: type(c)(3, "cpu"), "takes 2 positional arguments"),
@@ -336,6 +366,21 @@ def test_counts_of_upsampled_logits_lead_to_scores():
         expected.ignore_index = ignore_index
         found = ConfusionMatrix.from_matrix(upsample_confusion(logits, target).confusion, ignore_index=ignore_index)
         assert (repr(found), found.scores()) == (repr(expected), expected.scores())
+
+
+def test_reprs_and_lists_of_names_are_short():
+    logits, target = torch.randn(2, 19, 4, 6), torch.randint(19, (2, 13, 21))
+    sums = upsample_confusion(logits, target)
+    assert repr(sums) == f"ConfusionSums(confusion=<shape (19, 19)>, loss_sum={float(sums[1])}, weight_sum=546.0)"
+    for number, inner in [(7, 7), (8, 6), (10, 6)]:
+        lines = repr(CriterionSum([(0.5 + n, CriterionDice(smooth=n)) for n in range(number)])).splitlines()
+        assert [line[:7] for line in lines[1 : inner + 1]] == [f"  ({0.5 + n}, " for n in range(inner)]
+        assert lines[inner + 1 :] == ([f"  ... and {number - 6} more"] if number > 7 else []) + ["])"]
+    assert "Integral" not in dir(segapp.metrics)
+    for module in (segapp.metrics, segapp.precision, segapp.memory):
+        assert dir(module) == sorted(module.__all__)
+    own = [name for name, value in vars(segapp.errors).items() if getattr(value, "__module__", "") == "segapp.errors"]
+    assert segapp.errors.__all__ == sorted(name for name in own if isinstance(getattr(segapp.errors, name), type))
 
 
 def test_sets_of_63_classes_are_counted():

@@ -156,12 +156,12 @@ WRONG: list[tuple[str, Any, str]] = [
     ("fp32", lambda _: LossScaler("cpu", init_scale=math.inf), "init_scale=inf: give a number above 0"),
     *(("fp32", lambda _, n=n: LossScaler("cpu", growth_interval=n), f"{n} is not a whole number") for n in (True, 0.5)),
     ("fp32", lambda _: LossScaler("cpu", growth_interval=0), "growth_interval=0 is too small: use 1 or more"),
-    *(("fp16", lambda loop, p=p: loop.precision.master_weights(p), f"parameters given as {name}: give a list, such as m")
+    *(("fp16", lambda loop, p=p: loop.precision.master_weights(p), f"parameters given as {name}: give a list, such")
       for p, name in [(nn.Linear(2, 1), "Linear"), (nn.Sequential(nn.ReLU()), "Sequential"), (None, "NoneType"),
                       ([{"params": []}], "dict"), (torch.ones(3), "Tensor")]),
-    *(("fp32", lambda loop, call=call: call(loop.precision, loop.masters), "optimizer given as list: give the optimizer")
+    *(("fp32", lambda loop, call=call: call(loop.precision, loop.masters), "optimizer given as list: give the opt")
       for call in (Precision.finish_gradients, lambda precision, masters: precision.step(masters, False))),
-    ("amp-fp16", lambda loop: loop.precision.step(SGD([nn.Parameter(torch.ones(2))]), False), "are no master weights: g"),
+    ("amp-fp16", lambda loop: loop.precision.step(SGD([nn.Parameter(torch.ones(2))]), False), "are no master weights"),
     *(("fp16", lambda loop, call=call: call(by_hand(loop)), r"half .* without a scale: call precision.backward\(loss\)")
       for call in (lambda loop: loop.finish(2), lambda loop: loop.backward(2),
                    lambda loop: loop.precision.step(loop.optimizers[2], False))),
@@ -174,7 +174,8 @@ WRONG: list[tuple[str, Any, str]] = [
         r"float16 parameters: .*master_weights\(",
     ),
     ("fp32", loading([]), "state given as list: give the result of state_dict"),
-    *(("fp16", loading_scaler(scale), f"scale={scale}: give a number above 0") for scale in (math.nan, math.inf, -1.0, 0.0)),
+    *(("fp16", loading_scaler(scale), f"scale={scale}: give a number above 0")
+      for scale in (math.nan, math.inf, -1.0, 0.0)),
     ("fp16", loading_scaler(growth_tracker=-1), "growth_tracker=-1 is too small: use 0"),
     ("amp-fp16", loading({}), r"\['scaler'\]\['scale'\] is missing, but a tensor \(\) in precision amp-fp16"),
     ("amp-fp16", loading({"scale": 3}), r"\['scaler'\]\['scale'\] is missing"),
@@ -220,7 +221,7 @@ def test_gradients_after_zero_grad_are_of_a_new_step(mode: str) -> None:
     loop.precision.step(loop.optimizers[0], False)
     master.grad = gradient.float()
     if loop.precision.scaler is not None:
-        with pytest.raises(RuntimeError, match="gradients have no scale: call precision.backward"):
+        with pytest.raises(RuntimeError, match="gradients have no scale: call pre"):
             loop.finish(0)
         assert loop.precision.scale(torch.tensor(1.0)) == 2.0**16
     loop.finish(0)

@@ -80,10 +80,8 @@ class CriterionMaskClassification(AdditiveCriterion):
         self.num_queries = check_count("num_queries", num_queries, least=1)
         self.num_classes = check_count("num_classes", num_classes, least=1)
         self.class_factor = check_number("class_factor", class_factor)
-        self.bce_factor, self.dice_factor = (
-            check_number("bce_factor", bce_factor),
-            check_number("dice_factor", dice_factor),
-        )
+        self.bce_factor = check_number("bce_factor", bce_factor)
+        self.dice_factor = check_number("dice_factor", dice_factor)
         self.no_object, self.aux_weight = check_number("no_object", no_object), check_number("aux_weight", aux_weight)
         self._set_options(ignore_index=ignore_index, align_corners=align_corners)
 

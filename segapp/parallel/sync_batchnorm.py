@@ -24,7 +24,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from segapp.accelerator import wide
-from segapp.chunks import check_positive
+from segapp.chunks import check_number
 from segapp.compat.torch import BatchNorm, is_replica
 from segapp.parallel.recompute import RecomputedBlock, computed_once
 from segapp.parallel.reductions import all_reduce_in_place, has_other_ranks, stack_ranks, sum_of_layer
@@ -378,9 +377,9 @@ class SyncBatchNorm(BatchNorm):
 
     def __check_numbers(self) -> None:
         if type(self.eps) is not float or not self.eps > 0:  # the name takes time
-            check_positive(f"{self.__name()}: eps", self.eps)
-        if self.momentum is not None and not (isinstance(self.momentum, Real) and 0 <= self.momentum <= 1):
-            raise ValueError(f"{self.__name()}: momentum={self.momentum!r}: give a number from 0 to 1, or None")
+            check_number(f"{self.__name()}: eps", self.eps, above=True)
+        if self.momentum is not None:
+            check_number(f"{self.__name()}: momentum", self.momentum, most=1)
 
     def __is_divided(self) -> bool:
         """Return True if this layer has only a part of the batch, as a replica or as a rank."""

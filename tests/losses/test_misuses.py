@@ -1,6 +1,7 @@
 """Wrong calls of the losses: each is refused with a sentence about what was given and what to give."""
 
 import functools
+import inspect
 import itertools
 import math
 from fractions import Fraction
@@ -12,7 +13,7 @@ from torch import nn
 
 from segapp import losses
 from segapp.losses import CriterionCE, CriterionDice, CriterionSum, PlainCriterion
-from segapp.losses.confusion import LogitsTile
+from segapp.losses.confusion import LogitsTile, upsample_sets
 from tests.support.loss_cases import criteria, draw
 
 KINDS = [getattr(losses, f"Criterion{name}") for name in ("CE", "OHEM", "Lovasz", "BCE", "Focal", "Dice", "Tversky")]
@@ -43,21 +44,50 @@ MISUSES = [  # functions or criteria, call with logits (5, 4, 5, 6) and target (
     (CRITERIA, lambda f, x, t: f.statistics((x, x, x.permute(0, 2, 3, 1)), t), ValueError, LAST),
     (CRITERIA, lambda f, x, t: f(x, t.mT), ValueError, SWAPPED),
     (CRITERIA, lambda f, x, t: f(x[:, :1, :, :1], t), ValueError, SQUASHED),
-    (KINDS, lambda f, x, t: f()(x[:, :1], t % 2), ValueError, "ids 1: .* one logit per pixel, .* multilabel=True"),
-    (UPSAMPLED, lambda f, x, t: f(x[:, :1], t % 2), ValueError, "ids 1: .* one logit per pixel, .* multilabel=True"),
-    (KINDS, lambda f, x, t: f(ignore_index=None)(x, t), TypeError, f"ignore_index is None: {INDEX}"),
+    *((KINDS + UPSAMPLED, lambda f, x, t, i=i: (f() if f in KINDS else f)(x[:, :1], t % i), ValueError,
+       "logits have one class, .* one logit per pixel, .* multilabel=True") for i in (1, 2)),
+    (KINDS[:1], lambda f, x, t: f()(x[:, :1], t[:, None] * 1.0), ValueError, "logits have one class"),
+    *((KINDS, lambda f, x, t, i=i: f(ignore_index=i), TypeError, f"ignore_index is {name}: {INDEX}")
+      for i, name in ((None, "None"), (True, "a bool"), ("x", "a str"))),
+    *(([f for f in KINDS if name in inspect.signature(f).parameters],
+       lambda f, x, t, name=name, value=value: f(**{name: value}), ValueError, f"{name}={value!r}: give a")
+      for name in ("label_smoothing", "smooth", "gamma", "alpha", "beta", "pos_weight", "aux_weight", "threshold")
+      for value in (None, "x", True, -0.5, math.nan, math.inf)),
+    *((KINDS[1:2], lambda f, x, t, value=value: f(min_kept=value), TypeError, "min_kept=.* is not a whole number: us")
+      for value in (None, "x", 0.5)),
+    (KINDS[:1], lambda f, x, t: f(implementation="x"), ValueError, "implementation='x': give one of auto, reference"),
+    *(([f for f in KINDS if name in inspect.signature(f).parameters],
+       lambda f, x, t, name=name, value=value: f(**{name: value}), TypeError, f"{name}={value!r}: give True or False")
+      for name in ("align_corners", "multilabel") for value in ("no", None, 1)),
+    *((UPSAMPLED, lambda f, x, t, name=name: f(x, t, **{name: "x"}), (TypeError, ValueError), f"{name}='x': give ")
+      for name in ("align_corners", "label_smoothing")),
+    (VIEWS, lambda f, x, t: f(x, (8, 9), align_corners="x"), TypeError, "align_corners='x': give True or False"),
+    *((VIEWS, lambda f, x, t, view=view: f(view, (8, 9)), TypeError, "logits given as .*: give a tensor")
+      for view in (None, [None], 3)),
+    *(([upsample_sets], lambda f, x, t, p=p: f(x, (8, 9), p), ValueError, "threshold=.*: give a number from 0 to 1")
+      for p in (None, "x", 1.5)),
+    *(([losses.pixel_wise_divergence], lambda f, x, t, each=each: f(x, x, temperature=each), ValueError, "temperature=")
+      for each in (None, "x", 0.0)),
+    *((KINDS[:2] + KINDS[3:5], lambda f, x, t, n=n: f(weight=[1.0] * n)(x, t), ValueError,
+       rf"weight has shape \({n},\): give one weight for each of 4 classes") for n in (3, 5)),
+    (UPSAMPLED, lambda f, x, t: f(x, t, weight=torch.tensor([1.0, 2, 3, -1])), ValueError, "-1.0.: give finite numb"),
+    *((KINDS[:1] + UPSAMPLED[:1], lambda f, x, t, n=n, c=c: (f() if f in KINDS else f)(x, torch.ones(n, c, 17, 23)),
+       ValueError, words) for n, c, words in ((5, 3, r"\(5, 3, 17, 23\): give \(N, C, H, W\) with C = 4"),
+                                              (3, 4, "5 images and the target 3"))),
+    (UPSAMPLED[:1], lambda f, x, t: f(x, torch.ones(5, 4, 17, 23), weight=torch.ones(3)), ValueError, "of 4 classes"),
+    ([CriterionSum], lambda f, x, t: f([(1.0, CRITERIA[0]), (math.nan, CRITERIA[1])]), ValueError, "factor=nan: give"),
+    ([losses.CriterionDistilled], lambda f, x, t: f(CRITERIA[0], {"a": 1, "b": None}), ValueError, "b=None: give"),
+    *(([losses.CriterionMaskClassification], lambda f, x, t, o=o: f(**{"num_queries": 2, "num_classes": 3} | o),
+       (TypeError, ValueError), f"{next(iter(o))}=")
+      for o in ({"num_queries": 0}, {"num_classes": None}, {"no_object": "x"}, {"align_corners": 0})),
     (UPSAMPLED, lambda f, x, t: f(x, t, ignore_index=None), TypeError, f"ignore_index is None: {INDEX}"),
     ([PlainCriterion], lambda f, x, t: f(F.cross_entropy, ignore_index=None), TypeError, f"index is None: {INDEX}"),
     ([CriterionCE], lambda f, x, t: f(torch.ones(4)), TypeError, f"ignore_index is a Tensor: {INDEX}"),
     ([CriterionCE], lambda f, x, t: f([0.1, 0.2]), TypeError, f"ignore_index is a list: {INDEX}"),
     (KINDS[1:], lambda f, x, t: f(255), TypeError, "takes 1 positional argument but 2 were given"),
-    (KINDS[1:2], lambda f, x, t: f(threshold=torch.ones(4)), ValueError, "threshold=tensor.*: give a probability"),
+    (KINDS[1:2], lambda f, x, t: f(threshold=torch.ones(4)), ValueError, "threshold=tensor.*: give a number"),
     (KINDS[1:2], lambda f, x, t: f(threshold=0.0), ValueError, r"threshold=0\.0"),
-    (KINDS[5:], lambda f, x, t: f(smooth=-1), ValueError, "smooth=-1"),
-    (KINDS[4:5], lambda f, x, t: f(gamma=math.nan), ValueError, "gamma=nan"),
     (KINDS[6:], lambda f, x, t: f(gamma=0), ValueError, "gamma=0"),
-    *((KINDS[:4:3], lambda f, x, t, share=share: f(label_smoothing=share), ValueError, f"smoothing={share}: give a n")
-      for share in (-0.1, 1.5, math.nan)),
     (KINDS[3:4], lambda f, x, t: f(weight=[0.0, 0.0]), ValueError, r"weight=\[0\.0, 0\.0\]"),
     (KINDS[3:], lambda f, x, t: f(multilabel=True)(x, t % 16 + 16), ValueError, "holds the ids 16, 17"),
     ([losses.CriterionMaskClassification], lambda f, x, t: f(4, 3)((x, x[:, :, 0, :4]), t[:, :15, :18] % 2 * 7),

@@ -9,15 +9,20 @@ import torch
 from torch import nn
 
 from segapp.losses import CriterionCE
+from segapp.memory import DeviceMemoryTracker
 from segapp.parallel import (
     BalancedDataParallel,
     DataParallelCriterion,
     DataParallelModel,
     ReplicaOutputs,
+    SampleMasks,
     SyncBatchNorm,
+    all_reduce_gradients,
     allreduce,
+    balance_stages,
     convert_sync_batchnorm,
     gradient_penalty,
+    mask_by_sample,
     place_stages,
     revert_sync_batchnorm,
     set_recompute,
@@ -107,7 +112,9 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
     (lambda x, t, y: Model(nn.Sequential(Balanced(1, nn.ReLU(), CPUS)), CPUS)(x), RuntimeError,
      "BalancedDataParallel runs in a replica of another one: wrap only the outer"),
     *((lambda x, t, y, kind=kind, each=each: kind(each), TypeError, MODULE)
-      for kind in (Model, convert_sync_batchnorm, revert_sync_batchnorm, lambda each: set_recompute(each, []))
+      for kind in (Model, convert_sync_batchnorm, revert_sync_batchnorm, lambda each: set_recompute(each, []),
+                   lambda each: place_stages(each, {"0": "cpu"}), lambda each: balance_stages(each, CPUS),
+                   lambda each: SampleMasks(each, 3), mask_by_sample)
       for each in (None, nn.Conv2d, [nn.BatchNorm2d(2)])),
     (lambda x, t, y: Balanced(nn.Identity(), 1, CPUS), TypeError, f"module=1 {MODULE}"),
     (lambda x, t, y: moved(model())(x), ValueError, r"weight of Conv2d is on meta .*: call module.to\('cpu'\) first"),
@@ -123,7 +130,7 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
         (lambda t: t[:4], r"the target has 4 samples and the outputs have \[1, 2, 2\]: pass the target of the"),
         (lambda t: t.numpy(), r"the target has no tensor with samples and the outputs have \[1, 2, 2\]: pass"),
         (lambda t: None, "the target has no tensor with samples and"),
-        (lambda t: list(t.split([2, 2, 1])), "the target has 2 samples and .* or one part per output"),
+        (lambda t: list(t.split([1, 3, 1])), "the target has 1 samples and .* or one part per output"),
         (lambda t: model(gpu0_bsz=3).scatter(t), r"chunks of \[3, 1, 1\] .* meet chunks of \[1, 2, 2\]"),
     ]),
     (lambda x, t, y: Criterion(CriterionCE())([], t), ValueError, "no tensor with samples: pass the result of"),
@@ -154,6 +161,15 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
     (lambda x, t, y: gradient_penalty(lambda x: None, x, x), ValueError, "returned no tensor"),
     *((lambda x, t, y, stages=stages: place_stages(model(), stages), ValueError, "stages=.*: give names of submodules")
       for stages in ({}, ["module"], None)),
+    *((lambda x, t, y, seed=seed: SampleMasks(model(), seed), TypeError, "seed=.* is not a whole number: use an")
+      for seed in ("x", None, 0.5)),
+    *((lambda x, t, y, sets=sets: set_recompute(model(), sets), TypeError, rf"got {given} instead of a set of")
+      for sets, given in ((None, "None"), ("module", "'module'"), ([["module"], 3], "3"), ([[], "mod"], "'mod'"))),
+    *((lambda x, t, y, each=each: all_reduce_gradients(each), TypeError, f"parameters given as {given}: give a list")
+      for each, given in ((nn.Conv2d(2, 4, 1), "Conv2d"), (nn.Sequential(nn.ReLU()), "Sequential"), (None, "NoneType"),
+                          (torch.ones(3, 2), "Tensor"), ([{"params": []}], "dict"))),
+    *((lambda x, t, y, each=each: DeviceMemoryTracker(each), TypeError, f"devices=.* {LIST}")
+      for each in ("cpu", {"cpu"}, 3, None)),
     (lambda x, t, y: place_stages(model(), {"module": "cuda:77"}), ValueError, "cuda:77"),
 ]  # fmt: skip
 

@@ -85,9 +85,8 @@ def check_soft_inputs(logits: Tensor, target: Tensor, weight: Tensor | None) -> 
     """Check logits (N, C, h, w), a target of probabilities (N, C, H, W) and class weights, as `check_inputs` does."""
     check_fit(logits, target, weight)
     if target.shape[1] != logits.shape[1] or 0 in target.shape[1:]:
-        raise ValueError(
-            f"target has shape {tuple(target.shape)}: give (N, C, H, W), C = {logits.shape[1]} as of the logits"
-        )
+        num_classes, shape = logits.shape[1], tuple(target.shape)
+        raise ValueError(f"target has shape {shape}: give (N, C, H, W) with C = {num_classes}, as of the logits")
 
 
 def check_fit(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
@@ -109,10 +108,8 @@ def check_fit(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
 def check_num_ids(num_ids: int) -> None:
     """Raise ValueError for one class that excludes no other: whatever the logits are, its softmax is 1."""
     if num_ids < 2:
-        raise ValueError(
-            "logits have one class, which every pixel then has: for one logit per pixel, use CriterionBCE, CriterionDice "
-            "or another criterion with multilabel=True"
-        )
+        move = "for one logit per pixel, use CriterionBCE, CriterionDice or another criterion with multilabel=True"
+        raise ValueError(f"logits have one class, which every pixel then has: {move}")
 
 
 def check_ignore_index(ignore_index: object) -> None:
