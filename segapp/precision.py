@@ -7,7 +7,7 @@ device only if the optimizer does not read `found_inf`, as torch's fused ones do
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from segapp.accelerator import wide
-from segapp.chunks import check_count, check_number
+from segapp.chunks import check_count, check_number, check_positive
 from segapp.compat.torch import (
     BatchOrInstanceNorm,
     FakeTensor,
@@ -135,7 +135,8 @@ class Precision:
         # The parameters of all optimizers, with their unscaled gradients. True: their gradients have the scale of the
         # last pass. None: no pass was scaled since the last step.
         self._passes: dict[nn.Parameter, _Seen | Literal[True] | None] = {}
-        self._scale, self._seen_scale = (None if self.scaler is None else self.scaler.scale.clone()), None
+        self._scale = None if self.scaler is None else self.scaler.scale.clone()
+        self._seen_scale: _Seen | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {str(self.device)!r})"
@@ -192,7 +193,7 @@ class Precision:
             RuntimeError: the pass added to finished gradients, and all gradients are deleted; or half parameters have
                 gradients of a pass without `backward`.
         """
-        self._check_half_gradients(self._passes)
+        self._check_half_gradients()
         scaled = self.scale(loss)
         versions = [(each, version_of(each)) for each in self._gradients(self._passes, are_finished=True)]
         try:
@@ -210,11 +211,11 @@ class Precision:
     def _gradients(self, parameters: Iterable[nn.Parameter], *, are_finished: bool) -> list[Tensor]:
         # A finished gradient may be replaced before the step. Without a scale, it may also be of the caller's own pass.
         found = [(p.grad, self._passes.get(p)) for p in parameters if p.grad is not None]
-        any_tensor = self.scaler is not None
-        return [g for g, seen in found if (isinstance(seen, _Seen) and (any_tensor or seen.is_it(g))) == are_finished]
+        is_scaled = self.scaler is not None
+        return [g for g, seen in found if (isinstance(seen, _Seen) and (is_scaled or seen.is_it(g))) == are_finished]
 
-    def _check_half_gradients(self, parameters: Collection[nn.Parameter]) -> None:
-        if any(half.grad is not None and master in parameters for half, master in self._masters.items()):
+    def _check_half_gradients(self) -> None:
+        if any(half.grad is not None for half in self._masters):
             raise RuntimeError(f"half parameters have gradients without a scale: {_BACKWARD}")
 
     @torch.no_grad()
@@ -241,17 +242,17 @@ class Precision:
                 not returned; or the norm is not above 0.
         """
         if clip_grad_norm is not None:
-            check_number("clip_grad_norm", clip_grad_norm, above=True)
-        parameters = _parameters_of(optimizer)
+            check_positive("clip_grad_norm", clip_grad_norm)
+        parameters, is_scaled = _parameters_of(optimizer), self.scaler is not None
         # An unknown parameter's gradient would not follow the scale after the step of another optimizer.
-        if wrong := [p for p in parameters if p.dtype == torch.float16 or (self.scaler and p not in self._passes)]:
+        if wrong := [p for p in parameters if p.dtype == torch.float16 or (is_scaled and p not in self._passes)]:
             what = "float16 parameters" if wrong[0].dtype == torch.float16 else "parameters that are no master weights"
             raise ValueError(f"optimizer has {what}: give it precision.master_weights(model.parameters())")
         self._forget_zeroed()
         if self._gradients(parameters, are_finished=True):
             raise RuntimeError("finish_gradients() was called before: first call step() or optimizer.zero_grad()")
-        self._check_half_gradients(set(parameters))
-        if self.scaler is not None and any(p.grad is not None and not self._passes[p] for p in parameters):
+        self._check_half_gradients()
+        if is_scaled and any(p.grad is not None and not self._passes[p] for p in parameters):
             raise RuntimeError(f"gradients have no scale: {_BACKWARD}")
         gradients = self._gradients(parameters, are_finished=False)
         if self._scale is not None:
@@ -334,7 +335,7 @@ class Precision:
             self.scaler.load_state_dict(state["scaler"])
         for master, saved in zip(self._masters.values(), state.get("masters", ()), strict=True):
             master.copy_(saved)
-        self._written.update((half, _Seen(half)) for half in self._masters)
+        self.masters_to_model()
 
 
 _BACKWARD = "call precision.backward(loss) instead of loss.backward()"

@@ -374,7 +374,7 @@ def test_reprs_and_lists_of_names_are_short():
     assert repr(sums) == f"ConfusionSums(confusion=<shape (19, 19)>, loss_sum={float(sums[1])}, weight_sum=546.0)"
     for number, inner in [(7, 7), (8, 6), (10, 6)]:
         lines = repr(CriterionSum([(0.5 + n, CriterionDice(smooth=n)) for n in range(number)])).splitlines()
-        assert [line[:7] for line in lines[1 : inner + 1]] == [f"  ({0.5 + n}, " for n in range(inner)]
+        assert [line[:8] for line in lines[1 : inner + 1]] == [f"  ({0.5 + n}, " for n in range(inner)]
         assert lines[inner + 1 :] == ([f"  ... and {number - 6} more"] if number > 7 else []) + ["])"]
     assert "Integral" not in dir(segapp.metrics)
     for module in (segapp.metrics, segapp.precision, segapp.memory):

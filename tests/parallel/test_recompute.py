@@ -129,7 +129,7 @@ def test_blocks_within_each_other_and_strings_are_refused():
     with pytest.raises(ValueError, match=r"1\.first lies within 1: name one of them"):
         set_recompute(network(), [["1", "1.first"]])
     for sets in (["10"], "10", [["1"], "10"]):
-        with pytest.raises(TypeError, match=r"got the string '10' instead of a set of names: write \[\['10'\]\]"):
+        with pytest.raises(TypeError, match=r"got '10' instead of a set of names: write \[\['layer1'\]\]"):
             set_recompute(network(), sets)
 
 
