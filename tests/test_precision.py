@@ -210,6 +210,15 @@ def test_gradients_after_zero_grad_are_of_a_new_step(mode: str) -> None:
     """DDP uses the same tensor again, a view of its bucket. Without a scale, a plain pass makes a new one."""
     loop = Loop(mode)
     weight, master = loop.weights[0], loop.masters[0]
+    loop.optimizers[0].add_param_group({"params": loop.masters[1:2]})
+    for which in (1, 0, 0):
+        loop.backward(which)
+        loop.finish(0)
+        assert loop.masters[1].grad is not None
+        if which == 0:
+            assert (master.grad * 512).tolist() == [[1.0, 2.0, 3.0]]
+        loop.optimizers[0].zero_grad(set_to_none=False)
+    loop.optimizers[0].zero_grad()
     loop.backward(0)
     loop.finish(0)
     view = master.grad
@@ -250,6 +259,7 @@ def test_scale_of_another_optimizers_step_is_followed(mode: str, num_later: int)
     assert (loop.masters[0].grad * 512).tolist() == [[n * (1.0 + num_later) for n in (1, 2, 3)]]
     assert (loop.masters[3].grad * 512).tolist() == [[1, 2]], "which the later passes do not reach"
     assert (loop.masters[2].grad * 512).tolist() == [[1, 2, 3, 4]]
+    loop.masters[2].grad[0, 0] = 0
     with pytest.raises(RuntimeError, match="added to finished gradients"):  # also to the last of several
         loop.backward(2)
 
