@@ -259,13 +259,6 @@ def test_modes_of_the_caller_do_not_reach_a_call(tiny: dict[str, Any], trained: 
     for number, mode in enumerate((torch.inference_mode, torch.no_grad)):
         with mode():
             assert results(f"mode-{number}") == expected
-    torch.set_default_dtype(torch.float64)
-    try:
-        losses, labels, scores = results("float64")
-        assert ([losses, labels], scores) == (expected[:2], pytest.approx(expected[2]))
-        assert torch.get_default_dtype() == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 FRESH = """

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 
 from segapp.accelerator import all_random_states_kept
 from segapp.assembly.devices import numerics
@@ -49,8 +48,6 @@ def process_state(train: TrainConfig) -> Iterator[None]:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(numerics(deterministic=train.deterministic, tf32=train.tf32))
                 stack.enter_context(_random_numbers_kept())
-                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(torch.float32)
                 stack.callback(os.umask, before := os.umask(OTHERS_WRITE))
                 os.umask(before | OTHERS_WRITE)  # only the owner can write to the files of a run
                 _restoring.push(stack.pop_all())

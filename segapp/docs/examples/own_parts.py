@@ -38,8 +38,9 @@ class BrierLoss(AdditiveCriterion):
     def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return (sum of squares, number of valid pixels): sums, so the loss is exact for any batch split."""
         logits = F.interpolate(heads_of(outputs)[0].float(), target.shape[-2:], mode="bilinear", align_corners=True)
+        target = target.long()  # a small type cannot hold every ignored id
         valid = target != self.ignore_index
-        classes = F.one_hot(torch.where(valid, target, 0).long(), logits.shape[1]).movedim(-1, 1)
+        classes = F.one_hot(torch.where(valid, target, 0), logits.shape[1]).movedim(-1, 1)
         squares = (logits.softmax(1) - classes).square().sum(1)
         return torch.where(valid, squares, 0.0).sum(), valid.sum(dtype=torch.float64)
 
