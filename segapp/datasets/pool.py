@@ -430,7 +430,12 @@ class BatchPool:
                 return
             except RuntimeError as error:  # a worker is dead, or busy with an abandoned pass
                 if "timed out" not in str(error):
-                    self._say(f"{self._death_error(error)}; the workers start again")
+                    failure = self._death_error(error)
+                    if self._was_restarted:
+                        self._stop()
+                        raise failure from error
+                    self._was_restarted = True
+                    self._say(f"{failure}; the workers start again")
                 self._stop()
         self._guarded.ring = self._new_ring()
         self._work.most_begun = None if self._guarded.ring is None else BATCHES_AHEAD

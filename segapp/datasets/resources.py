@@ -1,5 +1,6 @@
 """Memory and processors that this process may use, within the limits of its control group; reader threads."""
 
+import contextlib
 import os
 import shutil
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 _GROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _END_S = 1.0  # a thread without a Python function ends within milliseconds
 
 READERS, MASK_READERS = 16, 4
@@ -27,17 +29,37 @@ Result = TypeVar("Result")
 
 
 def available_bytes() -> int | None:
-    """Return the memory available without swapping, within the container's limit; None if unknown."""
+    """Return the memory available without swapping, within the limits of container and job; None if unknown."""
     available: list[int] = []
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no Linux
         available.append(_counters(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
-        limit = int((_GROUP / "memory.max").read_text())
-        kinds = _counters(_GROUP / "memory.stat")
-        page_cache = kinds["file"] - kinds.get("shmem", 0)  # shared memory cannot be reclaimed
-        available.append(limit - int((_GROUP / "memory.current").read_text()) + page_cache)
-    except (OSError, ValueError, KeyError):
-        pass  # no Linux, no control group, or no limit ("max")
-    return min(available, default=None)
+    for folder, (limit, used, cached, shared) in _memory_groups():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit ("max")
+            kinds = _counters(folder / "memory.stat")
+            page_cache = kinds[cached] - kinds.get(shared, 0)  # shared memory cannot be reclaimed
+            available.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + page_cache)
+    return max(0, min(available)) if available else None
+
+
+_FILES_2 = ("memory.max", "memory.current", "file", "shmem")
+_FILES_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem")
+"""Files with limit and use of a control group of version 2 and of version 1, and names in its memory.stat."""
+
+
+def _memory_groups() -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
+    """Yield the folders of the control groups that may limit this process, each with the names of its files.
+
+    In a container the group of the process is the root. A job of Slurm or systemd has a group below it, and each group
+    on the way may have a limit.
+    """
+    own = {"": "", "memory": ""}
+    with contextlib.suppress(OSError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own |= {name: path.strip("/") for name in controllers.split(",") if name in own}
+    for root, path, files in ((_GROUP, own[""], _FILES_2), (_GROUP / "memory", own["memory"], _FILES_1)):
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        yield from ((root.joinpath(*parts[:depth]), files) for depth in range(len(parts) + 1))
 
 
 def _counters(path: Path) -> dict[str, int]:

@@ -410,6 +410,7 @@ def test_memory_is_mapped_once_and_freed_at_the_end(caches: Caches) -> None:
         (8000, 1500, 501, "none", 1499),
         (1200, 176, 0, "ram", 176),  # less than 25 %, because 1 GiB stays free
         (1200, 177, 0, "none", 176),
+        (1200, 77, 100, "none", 76),
         (900, 1, 0, "none", 0),
         (None, 1, 0, "none", 0),
     ],

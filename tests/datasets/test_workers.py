@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,6 +57,35 @@ def test_cores_and_memory_are_those_of_affinity_and_group(monkeypatch: pytest.Mo
     for name, text in (("max", "7000"), ("current", "6000"), ("stat", "anon 2000\nfile 4000\nshmem 1500\n")):
         (tmp_path / f"memory.{name}").write_text(text)  # type: ignore[operator]
     assert available_bytes() == 7000 - 6000 + 4000 - 1500, "shared memory is not free"
+    (tmp_path / "memory.current").write_text("9501")  # type: ignore[operator]
+    assert available_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/\n", {"": 7000}, 6100),
+        ("0::/job/step\n", {"": 9000, "job": 7000, "job/step": 8000}, 6100),
+        ("0::/job/step\n", {"": 7000, "job/step": 8000, "other": 1}, 6100),
+        ("0::/job/step\n", {"job/step": "max", "job": 7000}, 6100),
+        ("4:cpu,memory:/job/step\n1:name=systemd:/\n0::/\n", {"memory/job/step": 7000, "memory": 9000}, 6100),
+        ("4:memory:/../../outside\n", {"memory": 7000}, 6100),
+    ],
+)
+def test_memory_of_groups_on_the_way_counts(
+    groups: str, limits: dict[str, int | str], expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(resources, "_GROUP", tmp_path / "groups")
+    monkeypatch.setattr(resources, "_OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(groups)
+    for name, limit in limits.items():
+        folder, is_old = tmp_path / "groups" / name, name.startswith("memory")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ("memory.limit_in_bytes" if is_old else "memory.max")).write_text(f"{limit}\n")
+        (folder / ("memory.usage_in_bytes" if is_old else "memory.current")).write_text("1000\n")
+        kinds = "cache 1\ntotal_cache 300\ntotal_shmem 200\n" if is_old else "file 300\nshmem 200\n"
+        (folder / "memory.stat").write_text(kinds)
+    assert available_bytes() == expected
 
 
 @pytest.fixture

@@ -291,8 +291,8 @@ class References:
         self._left: dict[str, Path] = {}
 
     def config(self, **sections: Any) -> RunConfig:
-        """Returns the small config with keys replaced."""
-        return tiny_config(self._root, **sections)
+        """Returns the small config with keys replaced; images are read in each epoch, so that their faults are met."""
+        return tiny_config(self._root, **{**sections, "data": {"cache": "none", **sections.get("data", {})}})
 
     def of(self, config: RunConfig) -> Reference:
         """Returns the reference of a config."""
