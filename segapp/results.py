@@ -23,6 +23,21 @@ _MOST_ROWS = 20
 """Rows of a table in a notebook; of more, the first and the last ones are shown."""
 
 
+class _Score(property):
+    """A score as a property of its result."""
+
+    def __init__(self, doc: str) -> None:
+        super().__init__(lambda result: result.scores[self._name])
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    if TYPE_CHECKING:
+
+        def __get__(self, result: Any, owner: type | None = None) -> float | None: ...  # type: ignore[override]
+
+
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class _Scored:
     """Scores of an evaluation.
@@ -38,50 +53,15 @@ class _Scored:
     iou: dict[str, float | None]
     num_images: int | None = None
 
-    @property
-    def miou(self) -> float | None:
-        """Mean IoU of the classes that occur in the targets or the predictions."""
-        return self.scores["miou"]
-
-    @property
-    def mean_dice(self) -> float | None:
-        """Mean Dice score (F1) of the classes."""
-        return self.scores["mean_dice"]
-
-    @property
-    def miou_foreground(self) -> float | None:
-        """Mean IoU without the background; None for data without one."""
-        return self.scores["miou_foreground"]
-
-    @property
-    def mean_dice_foreground(self) -> float | None:
-        """Mean Dice score without the background; None for data without one."""
-        return self.scores["mean_dice_foreground"]
-
-    @property
-    def pixel_accuracy(self) -> float | None:
-        """Share of the valid pixels with a correct prediction."""
-        return self.scores["pixel_accuracy"]
-
-    @property
-    def loss(self) -> float | None:
-        """Mean loss."""
-        return self.scores["loss"]
-
-    @property
-    def mean_precision(self) -> float | None:
-        """Mean precision of the classes."""
-        return self.scores["mean_precision"]
-
-    @property
-    def mean_recall(self) -> float | None:
-        """Mean recall (class accuracy) of the classes."""
-        return self.scores["mean_recall"]
-
-    @property
-    def frequency_weighted_iou(self) -> float | None:
-        """Mean IoU of the classes, weighted by their pixels."""
-        return self.scores["frequency_weighted_iou"]
+    miou = _Score("Mean IoU of the classes that occur in the targets or the predictions.")
+    mean_dice = _Score("Mean Dice score (F1) of the classes.")
+    miou_foreground = _Score("Mean IoU without the background; None for data without one.")
+    mean_dice_foreground = _Score("Mean Dice score without the background; None for data without one.")
+    pixel_accuracy = _Score("Share of the valid pixels with a correct prediction.")
+    loss = _Score("Mean loss.")
+    mean_precision = _Score("Mean precision of the classes.")
+    mean_recall = _Score("Mean recall (class accuracy) of the classes.")
+    frequency_weighted_iou = _Score("Mean IoU of the classes, weighted by their pixels.")
 
     @property
     def num_classes(self) -> int:

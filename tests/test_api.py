@@ -382,6 +382,7 @@ def test_history_is_a_table_and_every_score_an_attribute() -> None:
     assert table == [(1, 1.5, None, 1), (2, None, scores["loss"], 2)]
     assert [(row["iou a"], row["iou b"]) for row in History(rows).rows()] == [(0.5, None), (0.25, 0.0)]
     assert [getattr(rows[1], name) for name in SCORES] == list(scores.values())
+    assert len({inspect.getdoc(inspect.getattr_static(Evaluated, name)) for name in SCORES}) == len(SCORES)
     of_classes = {"a": 0.5, "b": None, "c": 0.0, "d": 0.25}
     more: Any = dict.fromkeys(("dice", "precision", "recall"), of_classes)
     facts: Any = {"split": "val", "confusion": np.zeros((4, 4)), "groups": {}, "checkpoints": []}
