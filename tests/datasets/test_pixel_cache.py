@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from segapp import failpoints
+from segapp.assembly import data as data_module
 from segapp.assembly.data import build_dataset
 from segapp.assembly.pairs import build_scheme
 from segapp.config import DataConfig
@@ -481,6 +482,39 @@ def test_auto_is_what_the_first_rank_chooses(
     assert (places[0] is not None) == (free_mib[0] > 0)
     kind = "ram" if free_mib[0] else "none"
     assert (datasets[0].cache_note or "").startswith(f"data.cache = {kind}: decoded, the training images take 0 MiB")
+
+
+class ThreeRanks(Ranks):
+    """One of three ranks, of which the last two share a machine; `given` has what the earlier ranks have exchanged."""
+
+    def __init__(self, rank: int, given: list[object]) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.given, self.num_exchanges = rank, 3, given, 0
+
+    def gather(self, value: object) -> list[object]:
+        self.num_exchanges += 1
+        if self.num_exchanges == 1:
+            return ["node1", "node2", "node2"]
+        self.given.append(value)
+        return [*map(pickle.loads, map(pickle.dumps, self.given)), None, None][:3]
+
+
+def test_first_rank_of_each_machine_chooses(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    sizes: list[int] = []
+
+    def choose(name: str, num_bytes: int, promised_bytes: int) -> tuple[str, str]:
+        sizes.append(num_bytes)
+        return ["none", "ram", "none"][len(sizes) - 1], "chosen"
+
+    monkeypatch.setattr(data_module, "choose_cache", choose)
+    places = []
+    for rank in range(3):
+        dataset = of_config(caches, "auto", ThreeRanks(rank, given))
+        places.append(None if dataset.cache is None else dataset.cache.files.path)
+    assert (places[0], places[1] is not None, places[2]) == (None, True, places[1])
+    pixels = sum(height * width for height, width in image_sizes(caches.pairs))
+    assert sizes == [(3 + 1) * pixels] * 3, "three bands of an image and its mask, one byte each"
 
 
 def test_disk_cache_in_the_data_set_is_refused(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
